@@ -6,12 +6,11 @@ import { bytes, clock, compareNames, count, duration, percent } from "./format.j
 /** Workers of one command that are listed; those that have applied it come last. */
 const MAX_LINES = 60;
 
-const DONE = new Set(["applied", "done", "unchanged", "already"]);
-const FAILED = new Set(["failed", "refused", "error", "missing", "rejected"]);
+const FINAL = { applied: "good", failed: "bad", unsupported: "bad", missing: "bad", late: "bad", stale: "off" };
+const SIGNS = { bad: "✕", good: "✓", busy: "◐", off: "–" };
+const RANK = { bad: 0, busy: 1, off: 2, good: 3 };
 
-const kindOf = (line) => (line.error || FAILED.has(line.status) ? "bad" : DONE.has(line.status) ? "good" : "busy");
-const SIGNS = { bad: "✕", good: "✓", busy: "◐" };
-const RANK = { bad: 0, busy: 1, good: 2 };
+const kindOf = (line) => (line.error ? "bad" : (FINAL[line.status] ?? "busy"));
 
 function shareOf(line) {
   if (kindOf(line) === "good") return 1;
@@ -38,6 +37,7 @@ function fillLine(row, [worker, line]) {
   const kind = kindOf(line);
   const [name, state, , seconds, error] = row.children;
   setText(name, worker);
+  row.dataset.key = worker;
   setAttr(state.firstElementChild, "data-kind", kind);
   setText(state.firstElementChild.firstElementChild, SIGNS[kind]);
   setText(state.firstElementChild.lastElementChild, line.status);
@@ -72,7 +72,7 @@ function fillLines(item) {
 function fillLedger(item, ledger) {
   shown.set(item, ledger);
   const lines = Object.values(ledger.workers);
-  const by = { good: 0, busy: 0, bad: 0 };
+  const by = { good: 0, busy: 0, bad: 0, off: 0 };
   for (const line of lines) by[kindOf(line)] += 1;
   const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
   const [state, , words, time] = item.firstElementChild.firstElementChild.children;
@@ -84,6 +84,7 @@ function fillLedger(item, ledger) {
   setText(state.lastElementChild, ledger.command.replaceAll("_", " "));
   const share = lines.length ? lines.reduce((sum, line) => sum + shareOf(line), 0) / lines.length : 0;
   const answered = [`${count(by.good)} of ${count(lines.length)}`];
+  if (by.off) answered.push(`${count(by.off)} overtaken`);
   if (by.bad) answered.push(`${count(by.bad)} failed`);
   if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
   meters.get(item)(share, answered.join(", "));
@@ -95,10 +96,10 @@ function fillLedger(item, ledger) {
 /** The last commands of any controller. */
 export function ledgersPanel() {
   const list = el("ol", { class: "ledgers" });
-  const none = el("p", { class: "empty", text: "No command since somebody looks." });
+  const none = el("p", { class: "empty", text: "No command was heard since this page was opened." });
   return {
     root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands" })), list, none),
-    update({ commands }) {
+    update({ commands = [] }) {
       none.hidden = commands.length > 0;
       keyed(list, [...commands].sort((a, b) => b.at - a.at), ({ id }) => id, makeLedger, fillLedger);
     },

@@ -2,14 +2,22 @@
 
 import { el, setAttr, setText } from "./dom.js";
 import { fleetView } from "./fleet.js";
+import { expertsView } from "./experts.js";
 import { clock, duration } from "./format.js";
+import { heard, stream } from "./live.js";
+import { requestView } from "./request.js";
 import { address, route } from "./router.js";
-import { now, on, put, takeEvent } from "./store.js";
-import { EventStream } from "./stream.js";
+import { now, on } from "./store.js";
 import { startTheme } from "./theme.js";
+import { throughputView } from "./throughput.js";
 import { askForToken } from "./token_dialog.js";
 
-const VIEWS = [{ name: "fleet", title: "Fleet", make: fleetView }];
+const VIEWS = [
+  { name: "fleet", title: "Fleet", make: fleetView },
+  { name: "throughput", title: "Throughput", make: throughputView },
+  { name: "experts", title: "Experts", make: expertsView },
+  { name: "request", title: "Request", make: requestView },
+];
 /** The loss of the stream is no news before that: it may be back. */
 const QUIET_MS = 2500;
 /** A connection that stands brings the fleet each second. */
@@ -20,13 +28,6 @@ const main = document.getElementById("main");
 const banner = document.getElementById("banner");
 const link = document.getElementById("link");
 const made = new Map();
-
-/** When the fleet was heard last. */
-let heardAt = Date.now();
-const stream = new EventStream("v1/rl/events", (name, value) => {
-  if (name === "fleet") heardAt = Date.now();
-  takeEvent(name, value);
-}, (state) => put("link", state));
 
 function startTabs() {
   const tabs = document.getElementById("tabs");
@@ -61,13 +62,14 @@ function showView() {
     made.set(view.name, view.make());
     panel.append(made.get(view.name).root);
   }
+  for (const each of VIEWS) if (each !== view) made.get(each.name)?.hide?.();
   document.title = `${view.title} – ${now.hello?.fleet ?? "rollbus"}`;
   made.get(view.name).show(now.fleet);
 }
 
 function showLink() {
   const { kind } = now.link;
-  const silent = Date.now() - heardAt;
+  const silent = Date.now() - heard.at;
   const isOld = silent > (kind === "live" ? SILENT_MS : QUIET_MS);
   setAttr(link, "data-state", kind);
   setText(link.firstElementChild, kind === "live" ? "●" : kind === "connecting" ? "◌" : "✕");

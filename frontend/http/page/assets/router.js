@@ -14,10 +14,9 @@ export function address(name, params = {}) {
   return `#/${name}${text ? `?${text}` : ""}`;
 }
 
-/** Change parameters of the view that is shown; a choice of these is no step of the back button. */
+/** Write parameters of the view that is shown into the address; this is no step of the back button. */
 export function setParams(changes) {
   const { name, params } = route();
   const all = { ...Object.fromEntries(params), ...changes };
   history.replaceState(null, "", address(name, all));
-  window.dispatchEvent(new HashChangeEvent("hashchange"));
 }

@@ -12,12 +12,14 @@ const SILENCE_MS = 20_000;
  * Reads `path` until stopped.
  * `onEvent(name, value)` gets each event; `onState(state)` gets `{kind, since, problem, retryAt}`, where `kind` is
  * `connecting`, `live`, `lost` (tried again at `retryAt`) or `denied` (waits for `restart`, with another token).
+ * `onRefused(problem)` gets the refusal of a path that says something wrong; it returns the path to read instead.
  */
 export class EventStream {
-  constructor(path, onEvent, onState) {
+  constructor(path, onEvent, onState, onRefused) {
     this.path = path;
     this.onEvent = onEvent;
     this.onState = onState;
+    this.onRefused = onRefused;
     this.state = { kind: "connecting", since: Date.now(), problem: null, retryAt: null };
     this.wait = FIRST_RETRY_MS;
     this.run = null;
@@ -58,6 +60,13 @@ export class EventStream {
         clearTimeout(this.silence);
         this.#become("denied", error.message);
         return;
+      }
+      if (error instanceof HttpProblem && (error.status === 400 || error.status === 404)) {
+        const other = this.onRefused(error.message);
+        if (other !== this.path) {
+          this.restart(other);
+          return;
+        }
       }
       problem = this.problem ?? (error instanceof HttpProblem ? error.message : "the service cannot be reached");
     }

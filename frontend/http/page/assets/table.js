@@ -8,8 +8,11 @@ const SPARE = 8;
 /** Between two sorts by a column whose values change all the time. */
 const SORT_EVERY_MS = 5000;
 
+/** On a phone, the first column stays in sight and leaves room for the others. */
+const narrow = matchMedia("(max-width: 640px)");
+
 /**
- * A column is `{id, title, hint, width, numeric, value(row), cell(td)}`: `value` is what is sorted by, and `cell`
+ * A column is `{id, title, hint, width, narrow, numeric, value(row), cell(td)}`: `value` is what is sorted by, and `cell`
  * prepares a cell and returns the function that fills it with a row.
  */
 export class VirtualTable {
@@ -30,6 +33,7 @@ export class VirtualTable {
     this.scroller = el("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": label, on: { scroll: () => this.#soon() } }, this.table);
     this.root = el("div", { class: "table-frame" }, this.scroller, this.none);
     new ResizeObserver(() => this.#soon()).observe(this.scroller);
+    narrow.addEventListener("change", () => this.#setWidths());
     this.showColumns(() => true);
   }
 
@@ -38,12 +42,7 @@ export class VirtualTable {
     const columns = this.all.filter(wanted);
     if (this.columns && columns.length === this.columns.length) return;
     this.columns = columns;
-    this.groups.replaceChildren(...columns.map((column) => {
-      const col = el("col");
-      col.style.width = `${column.width}px`;
-      return col;
-    }));
-    this.table.style.minWidth = `${columns.reduce((sum, column) => sum + column.width, 0)}px`;
+    this.#setWidths();
     this.headers = columns.map((column) => this.#header(column));
     this.head.replaceChildren(...this.headers);
     for (const spacer of [this.top, this.bottom]) spacer.firstElementChild.colSpan = columns.length;
@@ -52,6 +51,16 @@ export class VirtualTable {
     setAttr(this.table, "aria-colcount", columns.length);
     this.#markSort();
     this.#soon();
+  }
+
+  #setWidths() {
+    const widths = this.columns.map((column) => (narrow.matches && column.narrow) || column.width);
+    this.groups.replaceChildren(...widths.map((width) => {
+      const col = el("col");
+      col.style.width = `${width}px`;
+      return col;
+    }));
+    this.table.style.minWidth = `${widths.reduce((sum, width) => sum + width, 0)}px`;
   }
 
   #header(column) {

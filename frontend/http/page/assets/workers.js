@@ -9,13 +9,13 @@ import { VirtualTable, textCell } from "./table.js";
 /** A worker that was not heard for so long is marked: workers announce themselves each second or so. */
 const LATE_S = 5;
 
-/** How far a worker is with the weights that it stages or loads, in words and as a share. */
+/** How far a worker is with the weights that it stages or loads: in few words, in all, and as a share. */
 export function stagingOf(staging) {
-  if (!staging) return { words: "", share: 0 };
+  if (!staging) return { words: "", title: "", share: 0 };
   const { stage, done_bytes: done, total_bytes: total, version: to } = staging;
   const share = total ? done / total : 0;
-  const size = total ? `${percent(share)} of ${bytes(total)}` : bytes(done);
-  return { words: `${stage}${to === null || to === undefined ? "" : ` ${version(to)}`} ${size}`, share };
+  const name = `${stage}${to === null || to === undefined ? "" : ` ${version(to)}`}`;
+  return { words: `${name} ${total ? percent(share) : bytes(done)}`, title: `${name}, ${bytes(done)}${total ? ` of ${bytes(total)}` : ""}`, share };
 }
 
 function nameCell(td) {
@@ -26,7 +26,7 @@ function nameCell(td) {
     setText(link, row.worker);
     setAttr(link, "href", address("throughput", { worker: row.worker }));
     setAttr(link, "title", `${row.worker}, incarnation ${row.incarnation}, up ${duration(row.uptime_s)}`);
-    setText(role, row.role && row.role !== "full" ? row.role : "");
+    setText(role, row.role && row.role !== "both" ? row.role : "");
   };
 }
 
@@ -48,23 +48,35 @@ const meterCell = (share, words) => (td) => {
   return (row) => fill(share(row), words(row));
 };
 
-const lately = (row) => (row.seen_s_ago > LATE_S ? `${duration(row.seen_s_ago)} ago` : "now");
+function noteCell(td) {
+  const fill = meter(td);
+  const error = el("span", { class: "error" });
+  td.append(error);
+  return (row) => {
+    const { words, title, share } = stagingOf(row.staging);
+    fill(share, words);
+    td.firstElementChild.hidden = !words;
+    setText(error, row.last_error ? `${words ? " " : ""}△ ${row.last_error}` : "");
+    setAttr(td, "title", [title, row.last_error].filter(Boolean).join("\n") || null);
+  };
+}
+
+const lately = (row) => (row.seen_s_ago > LATE_S ? `${duration(Math.round(row.seen_s_ago))} ago` : "now");
 
 const COLUMNS = [
-  { id: "worker", title: "Worker", width: 190, value: (row) => row.worker, compare: (a, b) => compareNames(a.worker, b.worker), cell: nameCell },
-  { id: "model", title: "Model", width: 150, value: (row) => row.model, cell: textCell((row) => row.model, (row) => row.model) },
-  { id: "state", title: "State", width: 118, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
-  { id: "weight_version", title: "Weights", hint: "Version of the weights", width: 78, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
-  { id: "in_flight", title: "In flight", hint: "Requests in flight, of the slots that the engine has", width: 118, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
-  { id: "waiting", title: "Waiting", hint: "Requests that wait in the engine", width: 76, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
-  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
-  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens a second", width: 86, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
-  { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 94, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
-  { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 82, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
-  { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that were in the cache", width: 88, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
-  { id: "staging", title: "Staging", hint: "Weights that are being staged or loaded", width: 190, value: (row) => (row.staging ? stagingOf(row.staging).share : null), cell: meterCell((row) => stagingOf(row.staging).share, (row) => stagingOf(row.staging).words) },
-  { id: "last_error", title: "Last error", width: 210, value: (row) => row.last_error, cell: textCell((row) => row.last_error ?? "", (row) => row.last_error) },
-  { id: "seen", title: "Heard", hint: "When its last announcement came", width: 84, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
+  { id: "worker", title: "Worker", width: 176, narrow: 124, value: (row) => row.worker, compare: (a, b) => compareNames(a.worker, b.worker), cell: nameCell },
+  { id: "model", title: "Model", width: 132, value: (row) => row.model, cell: textCell((row) => row.model, (row) => row.model) },
+  { id: "state", title: "State", width: 112, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
+  { id: "weight_version", title: "Weights", hint: "Version of the weights", width: 70, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
+  { id: "in_flight", title: "In flight", hint: "Requests in flight, of the slots that the engine has", width: 112, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
+  { id: "waiting", title: "Waiting", hint: "Requests that wait in the engine", width: 72, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
+  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 96, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
+  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens a second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
+  { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 86, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
+  { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 76, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
+  { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that were in the cache", width: 86, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
+  { id: "note", title: "Staging, last error", hint: "Weights that are being staged or loaded, and what went wrong last", width: 236, value: (row) => (row.last_error ?? (row.staging ? `~${stagingOf(row.staging).words}` : null)), cell: noteCell },
+  { id: "seen", title: "Heard", hint: "When its last announcement came", width: 88, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
 ];
 
 const matches = (row, words) => words.every((word) => [row.worker, row.model, row.state, row.role ?? "", row.last_error ?? "", version(row.weight_version)].some((text) => text.toLowerCase().includes(word)));

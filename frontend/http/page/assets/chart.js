@@ -1,0 +1,122 @@
+// A chart over time, by uPlot. A gap is a gap: nothing was known then.
+
+import { el, keyed, setAttr, setText } from "./dom.js";
+import { NONE, clock } from "./format.js";
+import { colour, onTheme } from "./theme.js";
+
+const HEIGHT_PX = 190;
+/** Lines that can be told apart by their colours; others are left out, and counted. */
+export const MAX_LINES = 6;
+const FONT = '11px system-ui, "Segoe UI", Roboto, sans-serif';
+const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+
+const isAlone = (list, index) => list[index] !== null && (list[index - 1] ?? null) === null && (list[index + 1] ?? null) === null;
+
+/** One chart with its title and a legend that says the values under the pointer, or else the last ones. */
+export class TimeChart {
+  constructor({ title, hint, testid, format, sync = "time", seconds = 3600 }) {
+    Object.assign(this, { title, format, sync, seconds, data: [[]], names: [] });
+    this.legend = el("ul", { class: "legend" });
+    this.at = el("time", { class: "hint" });
+    this.plot = el("div", { class: "plot", role: "img" });
+    this.root = el("section", { class: "panel chart", data: { testid } }, el("div", { class: "chart-head" }, el("h3", { text: title, title: hint }), this.at), this.legend, this.plot);
+    this.marks = [];
+    new ResizeObserver(() => this.#resize()).observe(this.plot);
+    onTheme(() => this.#rebuild());
+  }
+
+  /** Show lines: `lists` are values at `times`, null where there is none; `marks` are `{at, text}`. */
+  setData(times, lists, names, marks = []) {
+    const same = names.join("\n") === this.names.join("\n");
+    this.data = [times, ...lists.slice(0, MAX_LINES)];
+    this.names = names.slice(0, MAX_LINES);
+    this.marks = marks;
+    if (!this.chart || !same) this.#rebuild();
+    else this.chart.setData(this.data);
+    this.#say();
+  }
+
+  #rebuild() {
+    this.chart?.destroy();
+    this.chart = undefined;
+    if (!this.plot.clientWidth) return;
+    const [soft, line] = [colour("soft"), colour("line")];
+    const axis = { stroke: soft, font: FONT, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 } };
+    this.chart = new globalThis.uPlot(
+      {
+        width: this.plot.clientWidth,
+        height: HEIGHT_PX,
+        padding: [10, 12, 0, 0],
+        legend: { show: false },
+        cursor: { sync: { key: this.sync }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
+        scales: { x: { time: true, range: () => this.#span() }, y: { range: (_chart, _low, high) => [0, high > 0 ? high * 1.12 : 1] } },
+        axes: [
+          { ...axis, values: (_chart, splits) => splits.map((at) => hour.format(at * 1000)), space: 70, size: 30 },
+          { ...axis, size: 66, space: 34, values: (_chart, splits) => splits.map((value) => this.format(value)) },
+        ],
+        series: [{}, ...this.names.map((name, index) => this.#line(name, index))],
+        hooks: { setCursor: [() => this.#say()], draw: [(chart) => this.#drawMarks(chart)] },
+      },
+      this.data,
+      this.plot,
+    );
+  }
+
+  #line(label, index) {
+    const stroke = colour(`series-${index + 1}`);
+    // A point between two gaps makes no line.
+    const filter = (_chart, at) => this.data[at].flatMap((_value, place) => (isAlone(this.data[at], place) ? [place] : []));
+    return { label, stroke, width: 1.5, spanGaps: false, points: { show: true, filter, size: 4, fill: stroke, width: 0 } };
+  }
+
+  #span() {
+    const end = this.data[0].at(-1) ?? Date.now() / 1000;
+    return [Math.min(end - this.seconds, this.data[0][0] ?? end), end];
+  }
+
+  #drawMarks(chart) {
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour("soft");
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.setLineDash([3, 3]);
+    for (const { at, text } of this.marks) {
+      const x = Math.round(chart.valToPos(at, "x", true));
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.fillText(text, x + 4, bbox.top + 11 * devicePixelRatio);
+    }
+    ctx.restore();
+  }
+
+  #resize() {
+    if (!this.plot.clientWidth) return;
+    if (!this.chart) this.#rebuild();
+    else if (this.chart.width !== this.plot.clientWidth) this.chart.setSize({ width: this.plot.clientWidth, height: HEIGHT_PX });
+  }
+
+  #say() {
+    const [times, ...lists] = this.data;
+    const under = this.chart?.cursor.idx;
+    const index = under ?? times.length - 1;
+    setText(this.at, times.length ? clock(times[index] ?? times.at(-1)) : "");
+    const lines = this.names.map((name, place) => ({ name, place, value: lists[place]?.[index] }));
+    keyed(this.legend, lines, ({ name }) => name, () => el("li", {}, el("span", { class: "swatch", "aria-hidden": "true" }), el("span", { class: "legend-name" }), el("strong")), (item, { name, place, value }) => {
+      setAttr(item, "data-series", place + 1);
+      setText(item.children[1], name);
+      setText(item.children[2], value === null || value === undefined ? NONE : this.format(value));
+    });
+    if (under === null || under === undefined) setAttr(this.plot, "aria-label", this.#summary());
+  }
+
+  #summary() {
+    const parts = this.names.map((name, place) => {
+      const found = this.data[place + 1].filter((value) => value !== null);
+      if (!found.length) return `${name}: nothing known`;
+      return `${name}: now ${this.format(this.data[place + 1].at(-1) ?? NaN)}, between ${this.format(Math.min(...found))} and ${this.format(Math.max(...found))}`;
+    });
+    return `${this.title}, over time. ${parts.join(". ")}`;
+  }
+}

@@ -1,0 +1,160 @@
+// The view of the experts: which are chosen how often, layer by layer, in the last minute.
+
+import { TimeChart } from "./chart.js";
+import { el, keyed, setAttr, setText } from "./dom.js";
+import { layerTables } from "./expert_tables.js";
+import { versionsPanel } from "./expert_versions.js";
+import { clock, compareNames, count, decimals, duration, percent, plural, ratio, version } from "./format.js";
+import { HeatMap } from "./heatmap.js";
+import { watchExperts } from "./live.js";
+import { route, setParams } from "./router.js";
+import { MAX_DOUBLINGS, shareScale } from "./scale.js";
+import { now, on } from "./store.js";
+import { onTheme } from "./theme.js";
+import { workerChoice } from "./throughput.js";
+
+const PLANES = { generated: "generated tokens", prompt: "prompt tokens" };
+/** Of the chart over time: the service keeps so much. */
+const OVER_TIME_S = 3600;
+
+/** Counts as the service sends them: base64 of little-endian 32-bit numbers, which is what machines have. */
+export function countsOf(text, length) {
+  const found = new Uint32Array(Uint8Array.from(atob(text), (each) => each.charCodeAt(0)).buffer);
+  if (found.length !== length) throw new Error(`${found.length} counts came, and not ${length}`);
+  return found;
+}
+
+function legend() {
+  const bar = el("span", { class: "scale-bar", "aria-hidden": "true" });
+  const unused = el("span", { class: "scale-unused", "aria-hidden": "true" });
+  const paint = () => {
+    const scale = shareScale();
+    bar.style.background = `linear-gradient(to right, ${scale.table.join(",")})`;
+    unused.style.background = scale.unused;
+  };
+  onTheme(paint);
+  queueMicrotask(paint);
+  const most = 2 ** MAX_DOUBLINGS;
+  return el("div", { class: "scale" }, el("span", { text: `Share: 1/${most} of even` }), bar, el("span", { text: `${most}× even` }), unused, el("span", { text: "never chosen" }));
+}
+
+function overTime() {
+  const options = { seconds: OVER_TIME_S, sync: "experts" };
+  const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of the busiest expert of a layer, in times of the mean: over all layers, and in the worst one", testid: "experts-over-time", format: ratio });
+  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts that no token chose, of all layers", testid: "unused-over-time", format: count });
+  return {
+    nodes: [worst.root, unused.root],
+    update(points) {
+      const times = points.map(({ at }) => at);
+      const marks = points.flatMap(({ at, weight_version: to }, index) => (index && to !== points[index - 1].weight_version ? [{ at, text: version(to) }] : []));
+      const first = times.length ? [Math.max(600, times.at(-1) - times[0])] : [600];
+      for (const chart of [worst, unused]) [chart.seconds] = first;
+      worst.setData(times, [points.map((point) => point.worst), points.map((point) => point.max_over_mean)], ["worst layer", "mean of layers"], marks);
+      unused.setData(times, [points.map((point) => point.unused)], ["experts"], marks);
+    },
+  };
+}
+
+/** How much of what was computed has been counted, in words. */
+function seenWords({ computed, seen }) {
+  if (!computed) return "no tokens";
+  return `${percent(seen / computed)} of ${count(computed)} tokens seen`;
+}
+
+/** Make the view. */
+export function expertsView() {
+  const model = el("select", { id: "experts-model", data: { testid: "experts-model" }, on: { change: () => go({ model: model.value }) } });
+  const worker = workerChoice("experts-worker", (name) => go({ worker: name }));
+  const planes = el("fieldset", { class: "choice segments" }, el("legend", { class: "visually-hidden", text: "Tokens" }));
+  for (const [name, words] of Object.entries(PLANES)) planes.append(el("label", {}, el("input", { type: "radio", name: "plane", value: name, data: { testid: `plane-${name}` }, on: { change: () => go({ plane: name }) } }), el("span", { text: words })));
+  const seen = el("strong", { data: { testid: "seen" } });
+  const source = el("span", { class: "hint", data: { testid: "experts-source" } });
+  const problem = el("p", { class: "notice", role: "status", hidden: true });
+  const readout = el("p", { class: "readout", data: { testid: "cell-readout" } });
+  const summary = el("p", { class: "readout soft", data: { testid: "imbalance" } });
+  const map = new HeatMap({ onPick: pick });
+  const none = el("p", { class: "empty", text: "Waiting for the first counts." });
+  const tables = layerTables((layer) => pick({ layer, expert: 0 }, "pick"));
+  const [time, versions] = [overTime(), versionsPanel()];
+  const picture = el("section", { class: "panel", "aria-labelledby": "heat-title" },
+    el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts in the last minute" }), seen, source),
+    el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below say the same in numbers." })));
+  const root = el("div", { class: "view" }, el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Model" }), model), worker.root, planes), problem, picture, versions.root, el("div", { class: "charts two" }, ...time.nodes), tables.root);
+  let shown = null;
+  map.canvas.addEventListener("focus", () => setAttr(readout, "aria-live", "polite"));
+  map.canvas.addEventListener("blur", () => setAttr(readout, "aria-live", null));
+
+  function go(changes) {
+    setParams(changes);
+    show();
+  }
+
+  function pick(cell, how) {
+    if (!shown) return;
+    const at = how === "pick" && cell ? map.pick(cell) : (cell ?? map.cell);
+    const { number, total, share, times } = map.read(at);
+    Object.assign(readout.dataset, { layer: at.layer, expert: at.expert, count: number, total });
+    setText(readout, total ? `Layer ${at.layer}, expert ${at.expert}: ${count(number)} of ${count(total)} choices, ${decimals(share * 100, 2)} %, ${ratio(times)} an even share` : `Layer ${at.layer}: no tokens`);
+    if (how !== "pick" || !cell) return;
+    setParams({ layer: at.layer, expert: at.expert });
+    tables.showLayer(at.layer);
+  }
+
+  function draw(event) {
+    const { params } = route();
+    const plane = params.get("plane") === "prompt" ? "prompt" : "generated";
+    const { num_layers: layers, num_experts: experts } = event;
+    setText(problem, event.problem ?? "");
+    problem.hidden = !event.problem;
+    const data = event.planes?.[plane];
+    none.hidden = Boolean(data);
+    map.root.hidden = !data;
+    if (!data) {
+      setText(none, event.problem ? "There is nothing to show." : "Waiting for the first counts.");
+      return;
+    }
+    shown = { counts: countsOf(data.counts, layers * experts), layers, experts, plane: data };
+    map.show({ ...shown, worst: data.max_over_mean, label: `Load of ${layers} layers by ${experts} experts` });
+    setText(seen, seenWords(data));
+    const asked = event.worker ? event.worker : `${count(event.workers_answered)} of ${plural(event.workers_asked, "sampled worker")}${event.workers_total > event.workers_asked ? `, ${count(event.workers_total)} in all` : ""}`;
+    setText(source, `${asked}, ${duration(event.seconds)}, top ${event.top_k}, at ${clock(event.at)}`);
+    const worst = data.max_over_mean.indexOf(Math.max(...data.max_over_mean));
+    const unused = data.unused.reduce((sum, each) => sum + each, 0);
+    setText(summary, data.seen ? `Worst layer ${worst}: its busiest expert has ${ratio(data.max_over_mean[worst])} the mean. Mean entropy ${decimals(data.entropy.reduce((sum, each) => sum + each, 0) / layers, 3)} of 1. ${count(unused)} of ${count(layers * experts)} experts were never chosen.` : "");
+    tables.update(shown, map);
+    versions.update(event, plane);
+    time.update(event.over_time ?? []);
+    const cell = { layer: Number(params.get("layer") ?? 0) || 0, expert: Number(params.get("expert") ?? 0) || 0 };
+    if (!readout.matches(":empty") && map.canvas.matches(":hover")) return;
+    map.pick(cell);
+    pick(null, "read");
+  }
+
+  function show() {
+    const { params } = route();
+    const models = [...new Set((now.fleet?.workers ?? []).map((each) => each.model))].sort(compareNames);
+    keyed(model, models, (name) => name, (name) => el("option", { value: name, text: name }), () => {});
+    const wanted = models.includes(params.get("model")) ? params.get("model") : models[0];
+    if (wanted && model.value !== wanted) model.value = wanted;
+    const name = params.get("worker") ?? "";
+    if (worker.input !== document.activeElement) worker.input.value = name;
+    const plane = params.get("plane") === "prompt" ? "prompt" : "generated";
+    for (const input of planes.querySelectorAll("input")) input.checked = input.value === plane;
+    if (wanted) watchExperts(wanted, name || null);
+    const event = now.experts;
+    if (event && event.model === wanted && (event.worker ?? "") === name) draw(event);
+    else if (!event) {
+      shown = null;
+      none.hidden = false;
+      map.root.hidden = true;
+    }
+  }
+
+  on("experts", () => !root.closest("[hidden]") && show());
+  on("fleet", (fleet) => {
+    if (!fleet || root.closest("[hidden]")) return;
+    worker.update(fleet.workers.filter((each) => each.model === model.value));
+    if (!now.experts) show();
+  });
+  return { root, show, hide: () => watchExperts(null) };
+}

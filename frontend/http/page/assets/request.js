@@ -1,0 +1,89 @@
+// The view of one request: what became of it, as the workers that had it remember.
+
+import { el, setText } from "./dom.js";
+import { address, route } from "./router.js";
+import { count, duration, plural } from "./format.js";
+import { ask } from "./session.js";
+import { drawTimelines, listOf } from "./timeline.js";
+import { askForToken } from "./token_dialog.js";
+
+function legendOf() {
+  const kinds = [["wait", "queue and admission"], ["prefill", "prompt"], ["decode", "tokens"], ["held", "held by a pause"]];
+  return el("ul", { class: "legend" }, ...kinds.map(([kind, words]) => el("li", {}, el("span", { class: `swatch phase-${kind}`, "aria-hidden": "true" }), el("span", { text: words }))));
+}
+
+function attempt(timeline, first) {
+  const { worker, attempt: number, child, client, lane, prompt_tokens: prompt, traceparent } = timeline;
+  const facts = [`client ${client}`, lane ? `lane ${lane}` : "placed at this worker", `${count(prompt)} prompt tokens`];
+  if (traceparent) facts.push(`trace ${traceparent.split("-")[1] ?? traceparent}`);
+  return el("article", { class: "attempt", data: { testid: "attempt" } }, el("h3", { text: `Attempt ${(number ?? 0) + 1}${child ? `, sample ${child}` : ""} at ${worker}` }), el("p", { class: "hint", text: facts.join(", ") }), listOf(timeline, first));
+}
+
+function found(body, room) {
+  const timelines = body.timelines.map((each) => ({ attempt: 0, child: 0, prompt_tokens: 0, events: [], ...each })).filter(({ events }) => events.length).sort((a, b) => a.events[0].at - b.events[0].at);
+  if (!timelines.length) return [el("p", { class: "empty", text: "The workers know the request, and have no events of it." })];
+  const all = timelines.flatMap(({ events }) => events.map(({ at }) => at));
+  const [first, last] = [Math.min(...all), Math.max(...all)];
+  const workers = new Set(timelines.map(({ worker }) => worker)).size;
+  const silent = body.silent?.length ? ` No answer from ${body.silent.slice(0, 5).join(", ")}${body.silent.length > 5 ? ` and ${plural(body.silent.length - 5, "other")}` : ""}. What such a worker had of it is missing.` : "";
+  return [
+    el("section", { class: "panel", "aria-labelledby": "request-title", data: { testid: "request-found" } },
+      el("div", { class: "panel-head" }, el("h2", { id: "request-title", text: body.request_id }), el("span", { class: "hint", text: `${plural(timelines.length, "attempt")} at ${plural(workers, "worker")}, ${duration(last - first)}; ${count(body.workers_answered)} of ${plural(body.workers_asked, "worker")} answered.${silent}` })),
+      el("div", { class: "panel-body" }, legendOf(), el("div", { class: "scroll-x" }, drawTimelines(timelines, room)))),
+    el("section", { class: "panel", "aria-label": "Events" }, ...timelines.map((each) => attempt(each, first))),
+  ];
+}
+
+/** Make the view. */
+export function requestView() {
+  const input = el("input", { id: "request-id", type: "search", placeholder: "as X-Request-Id or the answer's id has it", spellcheck: "false", autocomplete: "off", data: { testid: "request-id" } });
+  const note = el("p", { class: "notice", role: "status", data: { testid: "request-note" }, hidden: true });
+  const answer = el("div", { class: "view" });
+  const go = (event) => {
+    event.preventDefault();
+    const to = address("request", { id: input.value.trim() });
+    if (to === location.hash) load(input.value.trim());
+    else location.hash = to;
+  };
+  const form = el("form", { class: "controls", on: { submit: go } }, el("label", { class: "choice grow" }, el("span", { text: "Request" }), input), el("button", { type: "submit", class: "primary", text: "Look it up", data: { testid: "request-submit" } }));
+  const root = el("div", { class: "view" }, form, note, answer);
+  let shown = null;
+  let run = null;
+
+  function say(words) {
+    setText(note, words);
+    note.hidden = !words;
+  }
+
+  async function load(id) {
+    shown = id;
+    run?.abort();
+    run = new AbortController();
+    answer.replaceChildren();
+    if (!id) {
+      say("Workers remember their last 1,000 requests that have ended, and all that they have. A request is looked up by its id.");
+      return;
+    }
+    say("Asking the workers …");
+    try {
+      const body = await (await ask(`v1/rl/requests/${encodeURIComponent(id)}`, { signal: run.signal })).json();
+      if (shown !== id) return;
+      say("");
+      answer.replaceChildren(...found(body, answer.clientWidth - 30));
+    } catch (error) {
+      if (error.name === "AbortError" || shown !== id) return;
+      say(error.status === 404 ? `No worker knows ${id}. Each remembers its last 1,000 requests that have ended; a worker that was started anew remembers none.` : `It cannot be looked up: ${error.message}`);
+      if (error.status === 401) askForToken("What became of a request is told with the token of admins.", () => load(id));
+    }
+  }
+
+  return {
+    root,
+    show() {
+      const id = route().params.get("id") ?? "";
+      if (id === shown) return;
+      input.value = id;
+      load(id);
+    },
+  };
+}

@@ -1,0 +1,91 @@
+// The view of speed: the last hour of the fleet, of each model, or of one worker.
+
+import { TimeChart, MAX_LINES } from "./chart.js";
+import { el, keyed, setAttr, setText } from "./dom.js";
+import { compareNames, count, duration, plural, rate } from "./format.js";
+import { History } from "./history.js";
+import { address, route, setParams } from "./router.js";
+import { now, on } from "./store.js";
+
+const CHARTS = [
+  { key: "tokens_per_s", title: "Tokens a second", hint: "Generated tokens of all requests", format: rate },
+  { key: "first_token_s", title: "First token", hint: "Mean time from the offer of a request to its first token", format: duration },
+  { key: "between_tokens_s", title: "Between tokens", hint: "Mean time for each token after the first", format: duration },
+  { key: "queue_wait_s", title: "Queue wait", hint: "Mean time in the queue until a worker takes a request", format: duration },
+  { key: "waiting", title: "Waiting", hint: "Requests in the queue", format: count },
+  { key: "in_flight", title: "In flight", hint: "Requests that workers have admitted and not ended", format: count },
+];
+
+/** A field to choose a worker by its name, with names to choose from. */
+export function workerChoice(id, onChoice) {
+  const names = el("datalist", { id: `${id}-names` });
+  const input = el("input", { id, list: names.id, placeholder: "all workers", spellcheck: "false", autocomplete: "off", data: { testid: id }, on: { change: () => onChoice(input.value.trim()) } });
+  return {
+    root: el("label", { class: "choice" }, el("span", { text: "Worker" }), input, names),
+    input,
+    update(workers) {
+      const sorted = workers.map(({ worker }) => worker).sort(compareNames);
+      keyed(names, sorted, (name) => name, (name) => el("option", { value: name }), () => {});
+    },
+  };
+}
+
+/** Make the view. */
+export function throughputView() {
+  const history = new History();
+  const charts = CHARTS.map((each) => ({ ...each, chart: new TimeChart({ ...each, testid: `chart-${each.key}` }) }));
+  const by = el("select", { id: "by", data: { testid: "by" }, on: { change: () => go({ by: by.value, worker: "" }) } }, el("option", { value: "", text: "the whole fleet" }), el("option", { value: "model", text: "each model" }), el("option", { value: "worker", text: "one worker" }));
+  const choice = workerChoice("chart-worker", (worker) => go({ by: "", worker }));
+  const note = el("p", { class: "hint", role: "status" });
+  const back = el("a", { href: address("fleet"), text: "All workers" });
+  const root = el("div", { class: "view" },
+    el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, back, note),
+    el("div", { class: "charts" }, ...charts.map(({ chart }) => chart.root)));
+
+  function go(changes) {
+    setParams(changes);
+    show();
+  }
+
+  function draw() {
+    const { params } = route();
+    const worker = history.worker;
+    const lines = worker ? [[worker, history.workers[worker] ?? {}]] : params.get("by") === "model" ? Object.entries(history.models).sort((a, b) => compareNames(a[0], b[0])) : [["fleet", history.fleet]];
+    const times = history.times;
+    for (const { key, chart } of charts) {
+      const known = lines.filter(([, series]) => series[key]?.some((value) => value !== null));
+      chart.setData(times, known.map(([, series]) => series[key]), known.map(([name]) => name));
+      chart.root.classList.toggle("without", !known.length);
+    }
+    const isThere = !worker || now.fleet?.workers.some((each) => each.worker === worker);
+    const more = lines.length > MAX_LINES ? `${plural(lines.length - MAX_LINES, "model")} more are not shown.` : "";
+    setText(note, !isThere ? `No worker ${worker} is there now.` : worker && !history.workers[worker] && history.number !== null ? "The service keeps no history of this worker." : more);
+  }
+
+  async function refresh() {
+    try {
+      if (await history.update(now.fleet?.history_number, now.hello?.started_at)) draw();
+    } catch (error) {
+      setText(note, `The history cannot be read: ${error.message}`);
+    }
+  }
+
+  function show() {
+    const { params } = route();
+    const worker = params.get("worker") || null;
+    by.value = worker || params.get("by") === "worker" ? "worker" : params.get("by") === "model" ? "model" : "";
+    choice.root.hidden = by.value !== "worker";
+    choice.input.value = worker ?? "";
+    setAttr(back, "hidden", worker ? null : "");
+    if (worker !== history.worker) history.clear(worker);
+    draw();
+    if (now.fleet) refresh();
+  }
+
+  on("fleet", (fleet) => {
+    if (!fleet || root.closest("[hidden]")) return;
+    choice.update(fleet.workers);
+    refresh();
+  });
+  return { root, show };
+}
