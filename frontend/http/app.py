@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import bus
 from ...schemas.checks import describe
 from ...schemas.errors import RollbusError
-from . import about, control, generate, openapi, page, reference_page, status, tokenize
+from . import about, control, generate, openapi, page, reference_page, status, timelines, tokenize
 from .access import check_access
 from .calls import Admission
 from .errors import HttpError, error_response, http_error, nearest
@@ -43,8 +43,8 @@ DATA: RouteTable = {
     **live.ROUTES,
 }
 """With the data token, or that of admins."""
-ADMIN: RouteTable = control.ADMIN_ROUTES
-"""With the admin token: they change the fleet."""
+ADMIN: RouteTable = {**control.ADMIN_ROUTES, **timelines.ROUTES}
+"""With the admin token: they change the fleet, or tell about the requests of others."""
 CLIENT_GONE = 499
 """nginx's status: the client left before it had the answer."""
 CLIENT_STALLED = 408

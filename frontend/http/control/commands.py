@@ -13,6 +13,7 @@ from ....bus.protocol.fleet.desired import desired_loras
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from ....schemas.errors import ControlError, ErrorCode, InvalidRequest, LocalProtocolError
 from ...ledger import ledger_as_json
+from ...request_ids import without_prefix
 from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from ..status import json_response
@@ -254,8 +255,7 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
 
 async def abort(call: Call[bodies.AbortBody]) -> Response:
     """End requests in flight, of any client; 404 if no worker has any of them, but not under vLLM's name."""
-    # OpenAI's routes put a prefix before the id.
-    bare = [name.removeprefix("chatcmpl-").removeprefix("cmpl-") for name in call.fields.request_ids]
+    bare = map(without_prefix, call.fields.request_ids)
     names = tuple(dict.fromkeys([*call.fields.request_ids, *bare]))
     return await call.answer(_aborted(call, names), "abort", _num_aborted)
 

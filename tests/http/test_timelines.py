@@ -1,0 +1,68 @@
+"""What became of a request, over HTTP: for admins, by the ids that people have."""
+
+import pytest
+
+from rollbus.frontend.http.settings import Settings
+from tests.http.support import http_service
+from tests.support.requests import short
+
+pytestmark = pytest.mark.slow
+
+TOKENS = Settings(token="data", admin_token="admin")
+
+
+async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
+    """All fields of the timeline, of whichever client, and the worker; data tokens see nothing of it."""
+    async with http_service(nats_url, fleet, settings=TOKENS) as http:
+        await http.rb.complete(short("r"))
+        path = "/v1/rl/requests/r"
+        told = await http.client.get(path, headers={"Authorization": "Bearer admin"})
+        refused = [await http.client.get(path, headers=given) for given in ({}, {"Authorization": "Bearer data"})]
+        (worker,) = http.rb.fleet.workers
+
+    body = told.json()
+    [timeline] = body.pop("timelines")
+    assert body == {"request_id": "r", "workers_asked": 1, "workers_answered": 1, "silent": [], "left_out": 0}
+    assert (timeline["worker"], timeline["incarnation"]) == (worker.worker, worker.incarnation)
+    assert (timeline["attempt"], timeline["child"], timeline["traceparent"]) == (0, 0, None)
+    assert [event["event"] for event in timeline["events"]][-3:] == ["prefilled", "first_token", "ended"]
+    assert timeline["events"][-1] == {
+        "at": timeline["events"][-1]["at"], "event": "ended", "tokens": 3, "reason": "length",
+    }  # fmt: skip
+    assert [answer.status_code for answer in refused] == [401, 401]
+    assert all("timelines" not in answer.text for answer in refused)
+
+
+async def test_the_ids_of_answers_are_understood(nats_url: str, fleet: str) -> None:
+    """The header's id, and that of an OpenAI answer with its prefix."""
+    body = {"model": "synthetic", "prompt": [1, 2, 3], "max_tokens": 2, "detokenize": False}
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+        named = await http.client.get(f"/v1/rl/requests/{answer.headers['x-request-id']}")
+        prefixed = await http.client.get(f"/v1/rl/requests/{answer.json()['id']}")
+
+    assert answer.json()["id"] == "cmpl-mine"
+    assert named.json() == prefixed.json()
+    assert named.json()["request_id"] == "mine"
+
+
+@pytest.mark.parametrize("name", ["unknown", "x" * 128])
+async def test_a_request_that_no_worker_knows_is_404(nats_url: str, fleet: str, name: str) -> None:
+    """The message says how many were asked, and how long they remember."""
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.get(f"/v1/rl/requests/{name}")
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "unknown_request", "id")
+    assert "unknown to 1 of 1 workers" in error["message"]
+    assert "its last 1,000 requests" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["a b", "<script>", "x" * 129, "%00", "*", "%E2%80%AE", "cmpl-<b>"])
+async def test_hostile_ids_are_refused(nats_url: str, fleet: str, name: str) -> None:
+    """400 with the field; no worker hears of it."""
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.get(f"/v1/rl/requests/{name}")
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", "request_id")
