@@ -40,6 +40,7 @@ from .nats.server import Server
 from .protocol.fleet.canary import canary_request
 from .protocol.fleet.command_result import CommandIncomplete, CommandResult
 from .protocol.stream.token_masks import TokenMasks
+from .protocol.telemetry.expert_answers import ExpertAnswers
 from .protocol.telemetry.request_trace import RequestTrace, WorkerTimeline
 from .queue.streams import QueueDepth
 
@@ -57,6 +58,7 @@ __all__ = [
     "ControlError",
     "Credentials",
     "ErrorCode",
+    "ExpertAnswers",
     "FinishReason",
     "Fleet",
     "FleetState",

@@ -1,5 +1,6 @@
 """The fleet as a trainer sees it: who lives, what they serve, what waits for them, and commands to them."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +17,10 @@ from ...schemas.errors import BusBroken, InvalidRequest
 from ...schemas.presence import WorkerPresence
 from ..control.ack_collector import OnAck
 from ..protocol.fleet.command_result import CommandResult
+from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
 from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
 from ..queue.streams import QueueDepth
+from .expert_reads import experts_command, read_experts
 from .fleet_options import DrainOptions, Path, SendOptions, SourceOptions, UpdateOptions
 from .loop_thread import LoopThread
 from .runtime import ClientRuntime
@@ -177,6 +180,33 @@ class Fleet:
         """
         command = control.ReadRequest(request_id=request_id, model=model, timeout_s=timeout_s)
         return merge_timelines(request_id, await self._thread.run(self._runtime.controller.read(command)))
+
+    async def experts(
+        self,
+        model: str | None = None,
+        *,
+        workers: Iterable[str] | None = None,
+        last_s: float | None = 60.0,
+        timeout_s: float = control.READ_TIMEOUT_S,
+    ) -> ExpertAnswers:
+        """Ask the workers of a model how often their routers chose each expert; for admins and frontends.
+
+        Args:
+            model: may be None where the fleet has only one.
+            workers: which of them are asked, up to 64; None: all, or a sample of 64.
+            last_s: what is asked for: whole intervals of 5 s that cover the last so many seconds, up to two minutes.
+                None: everything, of the last 8 versions of the weights.
+            timeout_s: for all of them to answer; those that do not are named.
+
+        Raises:
+            ControlError: `not_allowed`, these credentials may not ask.
+            NoWorkers, InvalidRequest, BusBroken, BusClosed: as commands.
+        """
+        names = None if workers is None else _names("workers", workers)
+        command = experts_command(model, names, last_s, timeout_s)
+        heard = await self._thread.run(read_experts(self._runtime.controller, command))
+        # Adding up takes a hundredth of a second for many workers of a large model.
+        return await asyncio.to_thread(merge_answers, **heard._asdict())
 
     async def pause(
         self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]

@@ -81,6 +81,7 @@ class BlockingFleet:
     wait_for_workers = _blocking(Fleet.wait_for_workers)
     send = _blocking(Fleet.send)
     timelines = _blocking(Fleet.timelines)
+    experts = _blocking(Fleet.experts)
     pause = _blocking(Fleet.pause)
     resume = _blocking(Fleet.resume)
     drain = _blocking(Fleet.drain)

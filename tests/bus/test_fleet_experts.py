@@ -1,0 +1,185 @@
+"""`rb.fleet.experts` on the synthetic engine: what workers counted is what stands in the rows that clients got."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollbus
+from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.control.support import ask, folders, serving
+from tests.support.disagg import disaggregated, in_two_legs, long
+from tests.support.expert_counts import asked_until, counted, planes_of
+from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.hand_control import controlled
+from tests.support.requests import greedy, short, sized
+from tests.support.streams import start_stream
+from tests.support.worker_process import LASTING, worker_process
+
+pytestmark = pytest.mark.slow
+
+SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
+EXPERTS = 16
+"""Of the synthetic engine, unless it is told otherwise."""
+
+
+async def test_both_planes_are_those_of_the_clients_rows(one_worker: StartServed) -> None:
+    """Streamed and whole, with prefixes that were cached and without, of several steps and of one."""
+    async with one_worker(worker_id="w0", config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
+        results = [await rb.complete(sized(64, 20)), await rb.complete(sized(80, 7)), await rb.complete(sized(3, 1))]
+        stream = rb.generate(greedy(9, 30))
+        chunks = [chunk async for chunk in stream]
+        wanted = planes_of(results, EXPERTS)
+        rows = np.concatenate([chunk.routed_experts.numpy() for chunk in chunks if chunk.routed_experts is not None])
+        wanted["prompt"] += counted([rows[:3]], EXPERTS)
+        wanted["generated"] += counted([rows[3:]], EXPERTS)
+        answers = await asked_until(rb, lambda window: window.generated.computed == 19 + 6 + 0 + 29)
+
+    assert results[1].cached_tokens == 48
+    window = answers.window
+    assert window is not None
+    assert (window.prompt.counts == wanted["prompt"]).all()
+    assert (window.generated.counts == wanted["generated"]).all()
+    assert window.prompt.computed == window.prompt.seen == 64 + 80 - 48 + 3 + 3
+    assert window.generated.seen == 54
+    assert (answers.asked, answers.left_out, answers.num_workers) == (("w0",), {}, 1)
+
+
+async def test_requests_that_decline_rows_are_not_seen(one_worker: StartServed) -> None:
+    """They are computed all the same, wholly or below their start."""
+    async with one_worker() as (rb, *_):
+        await rb.complete(sized(10, 5, return_routed_experts=False))
+        await rb.complete(sized(10, 5, routed_experts_prompt_start=6))
+        answers = await asked_until(rb, lambda window: window.generated.computed == 8)
+
+    window = answers.window
+    assert window is not None
+    assert (window.prompt.computed, window.prompt.seen) == (20, 4)
+    assert (window.generated.computed, window.generated.seen) == (8, 4)
+    assert window.prompt.share_seen == 0.2
+
+
+async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> None:
+    """The prefill worker the prompt, the decode worker what it did not fetch."""
+    async with disaggregated(nats_url, fleet) as found:
+        result = await found.rb.complete(long("r", 100, 8))
+        assert in_two_legs([result])
+        prefill = await asked_until(found.rb, lambda window: window.prompt.seen, workers=["p"])
+        decode = await asked_until(found.rb, lambda window: window.generated.seen, workers=["d"])
+
+    rows = result.routed_experts
+    assert rows is not None
+    assert prefill.window is not None
+    assert decode.window is not None
+    assert (prefill.window.prompt.counts == counted([rows[:100]], EXPERTS)).all()
+    assert (prefill.window.prompt.computed, prefill.window.generated.computed) == (100, 0)
+    # 96 positions were fetched; of the other five, the row of the first token alone is asked for.
+    assert (decode.window.prompt.computed, decode.window.prompt.seen) == (5, 1)
+    assert (decode.window.prompt.counts == counted([rows[100:101]], EXPERTS)).all()
+    assert (decode.window.generated.counts == counted([rows[101:]], EXPERTS)).all()
+    assert decode.window.generated.computed == decode.window.generated.seen == 6
+
+
+async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
+    """After kill -9 the survivor computes the prompt and the tokens before once more, as its prompt."""
+    lease = ("--lease-s", "2")
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as doomed,
+    ):
+        await rb.fleet.wait_for_workers()
+        stream = rb.generate(greedy(5, 400))
+        chunks = [await anext(stream)]
+        async with worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=SLOW):
+            await rb.fleet.wait_for_workers(2)
+            doomed.kill()
+            chunks += [chunk async for chunk in stream]
+            before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
+            answers = await asked_until(rb, lambda window: window.generated.computed == 400 - before - 1)
+
+    window = answers.window
+    assert window is not None
+    assert window.workers == ("b",)
+    assert window.prompt.computed == 3 + before
+    # The client has the rows of all positions but that of the last token of attempt 0.
+    assert window.prompt.seen == 1
+
+
+async def test_an_update_splits_the_counts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """Each version has the tokens that its weights made; of a running request too."""
+    one, two = folders(tmp_path)
+    async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _):
+        async with asyncio.TaskGroup() as tasks:
+            stream = await start_stream(tasks, rb, ask(max_tokens=300))
+            await rb.fleet.update_weights(two, version=2)
+            await stream.reading
+        answers = await asked_until(rb, lambda window: window.generated.computed == 299)
+
+    window = answers.window
+    assert window is not None
+    assert [version.weight_version for version in window.versions] == [2, 1]
+    newer, older = window.versions
+    first = stream.versions.index(2)
+    assert older.generated.computed == older.generated.seen == first - 1
+    assert newer.generated.computed == newer.generated.seen == 300 - first
+    assert (older.prompt.seen, newer.prompt.seen) == (3, 0)
+
+
+async def test_the_last_seconds_are_asked_for(one_worker: StartServed) -> None:
+    """Not what was before; and the answer says how long they were."""
+    async with one_worker() as (rb, *_):
+        await rb.complete(short("r"))
+        await asked_until(rb, lambda window: window.generated.computed == 2, last_s=60.0)
+        later = await asked_until(rb, lambda window: not window.versions, last_s=1.0)
+
+    assert later.window is not None
+    assert later.window.seconds <= 10.0
+
+
+async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -> None:
+    """One of an earlier release, one whose model has no experts, and one that is not there."""
+    async with (
+        controlled(nats_url, fleet, "old") as control,
+        synthetic_worker(nats_url, fleet, model="m", worker_id="dense", config=SyntheticConfig(num_experts=0)),
+        synthetic_worker(nats_url, fleet, model="m", worker_id="new"),
+    ):
+        await control.rb.fleet.wait_for_workers(3)
+        answers = await control.rb.fleet.experts("m")
+        with pytest.raises(InvalidRequest, match="workers names gone, which cannot answer"):
+            await control.rb.fleet.experts("m", workers=["gone"])
+        assert control.count("read_experts") == 0
+
+    assert (answers.asked, answers.num_workers) == (("new",), 3)
+    assert answers.left_out == {
+        "old": "it is of an earlier release, which does not answer this",
+        "dense": "its engine returns no routing",
+    }
+
+
+async def test_a_fleet_of_several_models_asks_for_one(nats_url: str, fleet: str) -> None:
+    """Their counts are not added up."""
+    async with controlled(nats_url, fleet, "a", "b", models={"a": "m", "b": "n"}) as control:
+        await control.rb.fleet.wait_for_workers(2)
+        with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
+            await control.rb.fleet.experts()
+        with pytest.raises(InvalidRequest, match="last_s"):
+            await control.rb.fleet.experts("m", last_s=-1)
+
+
+async def test_a_worker_that_hangs_is_named(nats_url: str, fleet: str) -> None:
+    """The others' counts come all the same, when the time is up."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        synthetic_worker(nats_url, fleet, worker_id="a"),
+        synthetic_worker(nats_url, fleet, worker_id="b") as (deaf, _),
+    ):
+        await rb.fleet.wait_for_workers(2)
+        deaf._control._receive = lambda *_: None  # type: ignore[method-assign]
+        answers = await rb.fleet.experts(timeout_s=0.3)
+
+    assert isinstance(answers.window, ExpertWindow)
+    assert answers.window.workers == ("a",)
+    assert "did not answer within" in answers.left_out["b"]

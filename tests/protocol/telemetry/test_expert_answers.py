@@ -1,0 +1,85 @@
+"""Whom a reader of experts' counts asks, and what the answers come to."""
+
+import pytest
+
+from rollbus.bus.protocol.fleet.command_result import CommandResult
+from rollbus.bus.protocol.telemetry.expert_answers import MAX_ASKED, choose_workers, loads_of, merge_answers
+from rollbus.schemas.control import Ack, AckError, AckStatus
+from rollbus.schemas.errors import ControlCode, InvalidRequest
+from rollbus.schemas.presence import RoutedExpertsInfo, WorkerPresence
+from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad
+from tests.support.presences import capabilities, presence
+
+ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=4, dtype="u1")
+LOAD = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2)
+
+
+def worker(name: str, **fields: object) -> WorkerPresence:
+    """A worker that can answer, unless `fields` of its capabilities say otherwise."""
+    able = capabilities(**{"telemetry_reads": True, "routed_experts": ROUTING, **fields})
+    return presence(worker=name, capabilities=able)
+
+
+def ack(name: str, status: AckStatus = AckStatus.APPLIED, **fields: object) -> Ack:
+    """An answer."""
+    return Ack(id="c", command="read_experts", worker=name, incarnation="1", model="m", status=status, **fields)  # type: ignore[arg-type]
+
+
+def test_a_sample_stays_the_same_while_its_workers_live() -> None:
+    """64 of a thousand; of those that end, others take the places, and the rest stays."""
+    fleet = [worker(f"w{number}") for number in range(1000)]
+    asked, unable = choose_workers(fleet, None)
+    ended = set(asked[:10])
+    again, _ = choose_workers([one for one in fleet if one.worker not in ended], None)
+
+    assert len(asked) == len(again) == MAX_ASKED
+    assert list(asked) == sorted(asked)
+    assert not unable
+    assert set(asked) - ended < set(again)
+
+
+def test_those_that_cannot_answer_are_named() -> None:
+    """Each with its reason; they take no place of others."""
+    fleet = [
+        worker("good"),
+        worker("old", telemetry_reads=False),
+        worker("dense", routed_experts=None),
+        worker("refuses", routed_experts=None, routing_refusal="it was told not to"),
+        presence(worker="starts", capabilities=None),
+    ]
+    asked, unable = choose_workers(fleet, None)
+
+    assert asked == ("good",)
+    assert unable == {
+        "old": "it is of an earlier release, which does not answer this",
+        "dense": "its engine returns no routing",
+        "refuses": "its engine returns no routing: it was told not to",
+        "starts": "it is serving",
+    }
+    assert choose_workers(fleet, ["old"]) == ((), {"old": unable["old"]})
+    with pytest.raises(InvalidRequest, match="workers names 65; allowed: up to 64"):
+        choose_workers([worker(f"w{number}") for number in range(65)], [f"w{number}" for number in range(65)])
+
+
+def test_every_worker_is_in_the_sum_or_named() -> None:
+    """Whatever column of the ledger it is in, and whatever it answered."""
+    error = AckError(code=ControlCode.UNSUPPORTED, message="too many experts")
+    bad = ExpertCounts(weight_version=1, prompt=b"?")
+    broken = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2, counts=(bad,))
+    result = CommandResult(
+        command="read_experts",
+        id="c",
+        applied={"a": ack("a", experts=LOAD), "b": ack("b", experts=broken), "c": ack("c")},
+        unsupported={"d": ack("d", AckStatus.UNSUPPORTED, error=error)},
+        late={"e": ack("e", AckStatus.ACCEPTED)},
+        missing={"f": "it did not answer within 5.0 s"},
+    )
+    loads, silent = loads_of(result)
+    answers = merge_answers("m", loads, {"old": "old"} | silent, tuple("abcdef"), 7)
+
+    assert answers.window is not None
+    assert answers.window.workers == ("a",)
+    assert answers.left_out.keys() == {"b", "c", "d", "e", "f", "old"}
+    assert answers.left_out["d"] == "too many experts"
+    assert "prompt of version 1" in answers.left_out["b"]
+    assert merge_answers("m", {}, silent, (), 1).window is None

@@ -1,0 +1,50 @@
+"""What workers should have counted of their experts, computed from the rows that a client got; and asking until so."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import rollbus
+from rollbus import ExpertAnswers, Generation
+from rollbus.bus.protocol.telemetry.expert_window import ExpertWindow
+from rollbus.schemas.rows import Rows
+from tests.support.patience import SOON_S
+
+__all__ = ["asked_until", "counted", "planes_of"]
+
+ASK_AGAIN_S = 0.3
+"""Workers answer 20 reads a second."""
+
+
+def counted(rows: Iterable[Rows], num_experts: int) -> npt.NDArray[np.int64]:
+    """How often each expert stands in each layer."""
+    whole = np.concatenate(list(rows))
+    return np.array([np.bincount(whole[:, i].ravel(), minlength=num_experts) for i in range(whole.shape[1])])
+
+
+def planes_of(results: Iterable[Generation], num_experts: int) -> dict[str, npt.NDArray[np.int64]]:
+    """The counts of prompts behind their cached tokens, and of generated tokens, of results whose `start` is 0."""
+    prompts, generated = [], []
+    for result in results:
+        assert result.routed_experts is not None
+        assert result.start == 0
+        prompts.append(result.routed_experts[result.cached_tokens or 0 : result.prompt_len])
+        generated.append(result.routed_experts[result.prompt_len :])
+    return {"prompt": counted(prompts, num_experts), "generated": counted(generated, num_experts)}
+
+
+async def asked_until(rb: rollbus.Client, is_met: Callable[[ExpertWindow], object], **question: Any) -> ExpertAnswers:
+    """Ask for all that was counted until the answer is as it should be: intervals have to end first."""
+    answers: ExpertAnswers | None = None
+    try:
+        async with asyncio.timeout(SOON_S):
+            while True:
+                answers = await rb.fleet.experts(**{"last_s": None, **question})
+                if answers.window is not None and is_met(answers.window):
+                    return answers
+                await asyncio.sleep(ASK_AGAIN_S)
+    except TimeoutError:
+        raise AssertionError(f"the workers' answers stay {answers}") from None
