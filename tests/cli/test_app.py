@@ -29,6 +29,7 @@ COMMANDS = (
         "sign",
         "sleep",
         "status",
+        "trace",
         "unload-lora",
         "up",
     ),
@@ -43,6 +44,7 @@ NEEDED = {
     "make-queue": ["m"],
     "nats": ["init"],
     "publish-weights": ["d", "--version", "1"],
+    "trace": ["r"],
     "unload-lora": ["name"],
     "update-weights": ["path"],
 }

@@ -22,7 +22,14 @@ async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
 
     body = told.json()
     [timeline] = body.pop("timelines")
-    assert body == {"request_id": "r", "workers_asked": 1, "workers_answered": 1, "silent": [], "left_out": 0}
+    assert body == {
+        "request_id": "r",
+        "workers_asked": 1,
+        "workers_answered": 1,
+        "silent": [],
+        "left_out": 0,
+        "clock_skews": {},
+    }
     assert (timeline["worker"], timeline["incarnation"]) == (worker.worker, worker.incarnation)
     assert (timeline["attempt"], timeline["child"], timeline["traceparent"]) == (0, 0, None)
     assert [event["event"] for event in timeline["events"]][-3:] == ["prefilled", "first_token", "ended"]
@@ -55,7 +62,7 @@ async def test_a_request_that_no_worker_knows_is_404(nats_url: str, fleet: str, 
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (404, "unknown_request", "id")
     assert "unknown to 1 of 1 workers" in error["message"]
-    assert "its last 1,000 requests" in error["message"]
+    assert "the last 1,000 that ended" in error["message"]
 
 
 @pytest.mark.parametrize("name", ["a b", "<script>", "x" * 129, "%00", "*", "%E2%80%AE", "cmpl-<b>"])

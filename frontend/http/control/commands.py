@@ -13,7 +13,7 @@ from ....bus.protocol.fleet.desired import desired_loras
 from ....schemas.control import LOAD_TIMEOUT_S, Pause, PauseMode
 from ....schemas.errors import ControlError, ErrorCode, InvalidRequest, LocalProtocolError
 from ...ledger import ledger_as_json
-from ...request_ids import without_prefix
+from ...request_traces import without_prefix
 from ..errors import HttpError, http_error, invalid, unsupported
 from ..service import Service
 from ..status import json_response

@@ -1,0 +1,124 @@
+"""What became of a request, as tables: a line for each attempt, and a line for each event."""
+
+from collections.abc import Iterator
+
+from ...bus.protocol.telemetry.request_trace import Phases, RequestTrace, WorkerTimeline, clock_skews, phases_of
+from ...schemas.telemetry import TimelineEvent
+from .console import print_table, write
+
+__all__ = ["event_rows", "notes", "print_trace", "summary_rows"]
+
+SUMMARY = (
+    *("attempt", "worker", "lane", "prompt", "queue s", "slot s", "prefill s", "decode s", "paused s"),
+    *("tokens", "tokens/s", "versions", "end"),
+)
+EVENTS = ("attempt", "worker", "at s", "took s", "event", "")
+MAX_SHOWN = 16
+"""Timelines whose events are listed: those of a group fit on some screens, and --json has all."""
+MAX_TEXT_CHARS = 80
+"""Of a name or reason, which may be anything."""
+
+
+def print_trace(trace: RequestTrace) -> None:
+    """Print a trace that has a timeline."""
+    clients = ", ".join(dict.fromkeys(_text(timeline.client) for timeline in trace.timelines))
+    write(f"request {trace.request_id} of client {clients}\n")
+    print_table(SUMMARY, list(summary_rows(trace)))
+    write()
+    print_table(EVENTS, list(event_rows(trace)))
+    for note in notes(trace):
+        write(note)
+
+
+def summary_rows(trace: RequestTrace) -> Iterator[list[str]]:
+    """Return a line for each timeline: where its time went."""
+    for timeline in trace.timelines:
+        phases, ended = phases_of(timeline), _find(timeline, "ended")
+        versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
+        yield [
+            _label(trace, timeline),
+            timeline.worker,
+            "placed" if timeline.lane is None else _text(timeline.lane),
+            f"{timeline.prompt_tokens:,}",
+            *map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s)),
+            _paused(phases),
+            "" if ended is None or ended.tokens is None else f"{ended.tokens:,}",
+            _rate(ended, phases),
+            ", ".join(map(str, dict.fromkeys(versions))),
+            "in flight" if ended is None else _text(ended.reason or ""),
+        ]
+
+
+def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
+    """Return a line for each event of the first timelines, with the time since the first event of all."""
+    began_at = min((event.at for timeline in trace.timelines for event in timeline.events), default=0.0)
+    for timeline in trace.timelines[:MAX_SHOWN]:
+        before: float | None = None
+        for event in timeline.events:
+            took = "" if before is None else _seconds(event.at - before)
+            at = _seconds(event.at - began_at)
+            yield [_label(trace, timeline), timeline.worker, at, took, _text(event.event), _details(event)]
+            before = event.at
+
+
+def notes(trace: RequestTrace) -> Iterator[str]:
+    """Return what else there is to know, a line each."""
+    if len(trace.timelines) > MAX_SHOWN:
+        yield f"The events of {len(trace.timelines) - MAX_SHOWN} more timelines: --json."
+    if trace.left_out:
+        yield f"{trace.left_out} earlier timelines had no room in the answers."
+    for worker, seconds in clock_skews(trace.timelines).items():
+        side = "ahead of" if seconds > 0 else "behind"
+        clock = f"The clock of {worker} is at least {abs(seconds):.3f} s {side} the server's"
+        yield f"{clock}: compare times across machines with that in mind."
+    for worker, why in trace.silent.items():
+        yield f"No answer from {worker}: {_text(why)}."
+
+
+def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
+    """The attempt, with the sample and the client where there are several."""
+    label = str(timeline.attempt)
+    if any(other.child for other in trace.timelines):
+        label += f" of sample {timeline.child}"
+    if len({other.client for other in trace.timelines}) > 1:
+        label += f" of {_text(timeline.client)}"
+    return label
+
+
+def _find(timeline: WorkerTimeline, name: str) -> TimelineEvent | None:
+    return next((event for event in timeline.events if event.event == name), None)
+
+
+def _details(event: TimelineEvent) -> str:
+    parts = []
+    if event.weight_version is not None:
+        parts.append(f"version {event.weight_version}")
+    if event.tokens is not None:
+        parts.append(f"{event.tokens:,} tokens")
+    if event.cached_tokens is not None:
+        parts.append(f"{event.cached_tokens:,} of them cached")
+    if event.reason is not None:
+        parts.append(_text(event.reason))
+    return ", ".join(parts)
+
+
+def _paused(phases: Phases) -> str:
+    if any(pause.seconds is None for pause in phases.pauses):
+        return "now"
+    return _seconds(sum(pause.seconds or 0.0 for pause in phases.pauses)) if phases.pauses else ""
+
+
+def _rate(ended: TimelineEvent | None, phases: Phases) -> str:
+    if ended is None or not ended.tokens or not phases.decode_s or phases.decode_s <= 0:
+        return ""
+    return f"{(ended.tokens - 1) / phases.decode_s:,.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _text(given: str) -> str:
+    """Text from the wire, without what a terminal would act on."""
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in given)
+    return shown if len(shown) <= MAX_TEXT_CHARS else f"{shown[:MAX_TEXT_CHARS]}..."

@@ -1,0 +1,187 @@
+"""`rollbus trace`: what became of a request, in a terminal and as JSON."""
+
+import asyncio
+import json
+
+import pytest
+
+import rollbus
+from rollbus import RequestTrace, WorkerTimeline
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.frontend.cli.trace_tables import MAX_SHOWN, event_rows, notes, summary_rows
+from rollbus.schemas.telemetry import TimelineEvent
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.cli.support import run_rollbus
+from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.requests import endless, short
+from tests.support.streams import start_stream
+
+SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
+
+
+def timeline(*events: TimelineEvent, **fields: object) -> WorkerTimeline:
+    """One of request `r`, of worker `a` unless it is said."""
+    given: dict[str, object] = {"worker": "a", "client": "alice", "incarnation": "1", "request_id": "r"} | fields
+    return WorkerTimeline(events=events, **given)  # type: ignore[arg-type]
+
+
+LIFE = (
+    TimelineEvent(at=100.0, event="published"),
+    TimelineEvent(at=100.25, event="offered", weight_version=7),
+    TimelineEvent(at=100.25, event="started"),
+    TimelineEvent(at=100.75, event="prefilled", tokens=1200, cached_tokens=1000),
+    TimelineEvent(at=100.75, event="first_token"),
+    TimelineEvent(at=101.75, event="held", tokens=20, reason="weights"),
+    TimelineEvent(at=103.75, event="resumed"),
+    TimelineEvent(at=103.75, event="weights", weight_version=8, tokens=20),
+    TimelineEvent(at=104.75, event="ended", tokens=41, reason="stop"),
+)
+
+
+def test_each_attempt_has_a_line_and_each_event() -> None:
+    """Durations add up to what has passed; times are relative to the first event of all."""
+    again = timeline(TimelineEvent(at=106.0, event="offered", weight_version=8), worker="b", attempt=1)
+    trace = RequestTrace(
+        request_id="r", timelines=(timeline(*LIFE, lane="normal", prompt_tokens=1200), again), workers_asked=2
+    )
+
+    assert list(summary_rows(trace)) == [
+        ["0", "a", "normal", "1,200", "0.250", "0.000", "0.500", "2.000", "2.000", "41", "20.0", "7, 8", "stop"],
+        ["1", "b", "placed", "0", "", "", "", "", "", "", "", "8", "in flight"],
+    ]
+    rows = list(event_rows(trace))
+    assert [row[:5] for row in rows[:3]] == [
+        ["0", "a", "0.000", "", "published"],
+        ["0", "a", "0.250", "0.250", "offered"],
+        ["0", "a", "0.250", "0.000", "started"],
+    ]
+    assert [row[5] for row in rows] == [
+        "", "version 7", "", "1,200 tokens, 1,000 of them cached", "", "20 tokens, weights", "",
+        "version 8, 20 tokens", "41 tokens, stop", "version 8",
+    ]  # fmt: skip
+    assert rows[-1][:4] == ["1", "b", "6.000", ""]
+
+
+def test_a_request_that_stands_still_is_paused_now() -> None:
+    """The pause has no end yet."""
+    trace = RequestTrace(request_id="r", timelines=(timeline(*LIFE[:6]),))
+
+    [row] = summary_rows(trace)
+    assert (row[8], row[9], row[-1]) == ("now", "", "in flight")
+
+
+def test_samples_and_clients_are_named_where_there_are_several() -> None:
+    """One request id may be of two clients, and have many samples; of very many the events are left to --json."""
+    many = tuple(timeline(LIFE[1], child=child) for child in range(MAX_SHOWN + 2))
+    samples = RequestTrace(request_id="r", timelines=many, left_out=3)
+    clients = RequestTrace(request_id="r", timelines=(timeline(LIFE[1]), timeline(LIFE[1], client="bob")))
+
+    assert [row[0] for row in summary_rows(samples)][:2] == ["0 of sample 0", "0 of sample 1"]
+    assert len(list(event_rows(samples))) == MAX_SHOWN
+    assert list(notes(samples)) == [
+        "The events of 2 more timelines: --json.",
+        "3 earlier timelines had no room in the answers.",
+    ]
+    assert [row[0] for row in summary_rows(clients)] == ["0 of alice", "0 of bob"]
+
+
+def test_clocks_and_silence_are_said() -> None:
+    """A worker that admits what is not published yet has a clock that is behind; one that is silent is named."""
+    early = timeline(TimelineEvent(at=100.0, event="published"), TimelineEvent(at=98.5, event="offered"))
+    trace = RequestTrace(request_id="r", timelines=(early,), silent={"w3": "it did not answer within 5.0 s"})
+
+    assert list(notes(trace)) == [
+        "The clock of a is at least 1.500 s behind the server's: compare times across machines with that in mind.",
+        "No answer from w3: it did not answer within 5.0 s.",
+    ]
+
+
+def test_what_came_over_the_wire_does_nothing_to_the_terminal() -> None:
+    """Control characters are replaced, long texts cut."""
+    hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07" + "x" * 500)
+    trace = RequestTrace(
+        request_id="r",
+        timelines=(timeline(hostile, lane="\x1b]0;x\x07"), timeline(hostile, client="\x1b[31m")),
+        silent={"w": "\x1b[2J"},
+    )
+
+    shown = [*summary_rows(trace), *event_rows(trace), list(notes(trace))]
+    assert all(cell.isprintable() and len(cell) < 120 for row in shown for cell in row)
+
+
+@pytest.mark.slow
+async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
+    """As tables, by the id of an OpenAI answer too; as JSON with all that the workers tell."""
+    async with one_worker(worker_id="w0", options={"client": "alice", "placement": False}) as (rb, *_):
+        await rb.complete(short("r"))
+        shown, as_json = [await run_rollbus(nats_url, fleet, "trace", *args) for args in (["cmpl-r"], ["r", "--json"])]
+
+    assert (shown.code, shown.stderr, as_json.code, as_json.stderr) == (0, "", 0, "")
+    head, summary, events = shown.stdout.split("\n\n")
+    assert head == "request r of client alice"
+    assert summary.splitlines()[1].split()[:4] == ["0", "w0", "normal", "3"]
+    assert [line.split()[-1] for line in summary.splitlines()] == ["end", "length"]
+    assert [line.split()[2:5][-1 if number else 1] for number, line in enumerate(events.splitlines()[1:])] == [
+        "published", "offered", "started", "prefilled", "first_token", "ended",
+    ]  # fmt: skip
+    told = json.loads(as_json.stdout)
+    [one] = told.pop("timelines")
+    assert told == {
+        "request_id": "r", "workers_asked": 1, "workers_answered": 1, "silent": [], "left_out": 0, "clock_skews": {},
+    }  # fmt: skip
+    assert (one["worker"], one["client"], one["attempt"], one["events"][-1]["tokens"]) == ("w0", "alice", 0, 3)
+
+
+@pytest.mark.slow
+async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
+    """Of a request that is paused, too."""
+    async with one_worker(config=SLOW) as (rb, *_), asyncio.TaskGroup() as tasks:
+        stream = await start_stream(tasks, rb, endless("r"))
+        await rb.fleet.pause()
+        shown = await run_rollbus(nats_url, fleet, "trace", "r")
+        await rb.fleet.resume()
+        await rb.fleet.abort(["r"])
+        await stream.reading
+
+    assert (shown.code, shown.stderr) == (0, "")
+    assert " in flight\n" in shown.stdout
+    assert " tokens, pause\n" in shown.stdout
+
+
+@pytest.mark.slow
+async def test_what_nobody_knows_is_said_so(one_worker: StartServed, nats_url: str, fleet: str) -> None:
+    """Exit code 1 and how long workers remember; a wrong id is a usage error; without workers it is 5."""
+    async with one_worker():
+        unknown, wrong = [await run_rollbus(nats_url, fleet, "trace", name) for name in ("nothing", "a b")]
+    alone = await run_rollbus(nats_url, fleet, "trace", "nothing")
+
+    assert (unknown.code, unknown.stdout) == (ExitCode.FAILED, "")
+    assert unknown.stderr.strip() == (
+        "rollbus: request 'nothing' is unknown to 1 of 1 workers; each remembers its requests in flight and the last "
+        "1,000 that ended, until it is stopped"
+    )
+    assert (wrong.code, wrong.stdout) == (ExitCode.USAGE, "")
+    assert "request_id is 'a b'" in wrong.stderr
+    assert (alone.code, alone.stdout) == (ExitCode.NO_WORKERS, "")
+
+
+@pytest.mark.slow
+async def test_a_silent_worker_makes_the_answer_partial(nats_url: str, fleet: str) -> None:
+    """What the others tell is shown, and the silent are named; if all are silent, that is a timeout."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
+        synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),
+    ):
+        await rb.fleet.wait_for_workers()
+        await rb.complete(short("r"))
+        async with synthetic_worker(nats_url, fleet, worker_id="b") as (deaf, _):
+            await rb.fleet.wait_for_workers(2)
+            deaf._control._receive = lambda *_: None  # type: ignore[method-assign]
+            partial = await run_rollbus(nats_url, fleet, "trace", "r", "--timeout-s", "2")
+            worker._control._receive = lambda *_: None  # type: ignore[method-assign]
+            late = await run_rollbus(nats_url, fleet, "trace", "r", "--timeout-s", "0.2")
+
+    assert (partial.code, partial.stderr) == (ExitCode.PARTIAL, "")
+    assert partial.stdout.splitlines()[-1].startswith("No answer from b: it did not answer within")
+    assert (late.code, late.stdout) == (ExitCode.TIMEOUT, "")
+    assert late.stderr.strip().endswith("No answer came from a, b")
