@@ -92,7 +92,8 @@ class _OriginCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self._app
         try:
-            check_origin(Headers(scope=scope), self._service.settings.allowed_hosts)
+            is_page = (scope["method"], scope["path"]) == ("GET", "/")
+            check_origin(Headers(scope=scope), self._service.settings.allowed_hosts, allows_links=is_page)
         except HttpError as error:
             answer = _refused(self._service, error)
         await answer(scope, receive, send)

@@ -24,11 +24,12 @@ AUTHORITY: Final = re.compile(r"(?:\[(?P<v6>[\da-f:.%\w]+)\]|(?P<name>[\w.-]+))(
 MAX_SHOWN_CHARS: Final = 200
 
 
-def check_origin(headers: Headers, allowed_hosts: Collection[str]) -> None:
+def check_origin(headers: Headers, allowed_hosts: Collection[str], *, allows_links: bool = False) -> None:
     """Refuse a request that a browser sends for a page of another origin, or under a name that is not this service's.
 
     Args:
         allowed_hosts: names, in lower case, beside `localhost` and addresses.
+        allows_links: a page of another site may link to what is asked for, as it does nothing and shows no secret.
 
     Raises:
         HttpError: 403, naming the header, its value and what is allowed.
@@ -44,7 +45,7 @@ def check_origin(headers: Headers, allowed_hosts: Collection[str]) -> None:
         if not any(_is_same(origin, host) for host in hosts):
             raise _refusal("Origin", origin, "pages of this service", "cross_origin")
     for site in headers.getlist("sec-fetch-site"):
-        if site not in OWN_SITES:
+        if site not in OWN_SITES and not (allows_links and _is_link(headers)):
             raise _refusal("Sec-Fetch-Site", site, " or ".join(OWN_SITES), "cross_origin")
 
 
@@ -60,6 +61,11 @@ def check_media_type(headers: Headers) -> None:
         problem = f"is {', '.join(given)[:MAX_SHOWN_CHARS]!r}" if given else "is missing"
         message = f"Content-Type {problem}; allowed: {JSON}"
         raise HttpError(415, message, code="unsupported_media_type", param="Content-Type")
+
+
+def _is_link(headers: Headers) -> bool:
+    """Return True if a browser opens an address in a tab: the page that has the link reads nothing of the answer."""
+    return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
 
 
 def _is_allowed(name: str, allowed_hosts: Collection[str]) -> bool:

@@ -102,6 +102,23 @@ async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> No
             assert (await http.client.post("/inference/v1/generate", json=body, headers=headers)).status_code == 200
 
 
+async def test_others_may_link_to_the_page(nats_url: str, fleet: str) -> None:
+    """A link opens it in a tab; no frame, script or picture of another site gets it, and nothing else can be linked."""
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    async with http_service(nats_url, fleet) as http:
+        assert (await http.client.get("/", headers=link)).status_code == 200
+        for more in (
+            {"Sec-Fetch-Dest": "iframe"},
+            {"Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "script"},
+            {"Origin": EVIL},
+            {"Host": "evil.example"},
+        ):
+            assert (await http.client.get("/", headers={**link, **more})).status_code == 403
+        for path in ("/docs", "/assets/main.js", "/v1/rl/state", "/v1/rl/events"):
+            assert (await http.client.get(path, headers=link)).status_code == 403
+        assert (await http.client.post("/resume", headers=link)).status_code == 403
+
+
 async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) -> None:
     """Where both are set, they decide alone: behind a proxy no name has to be given."""
     async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:

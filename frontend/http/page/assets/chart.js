@@ -7,6 +7,8 @@ import { colour, onTheme } from "./theme.js";
 const HEIGHT_PX = 190;
 /** Lines that can be told apart by their colours; others are left out, and counted. */
 export const MAX_LINES = 6;
+/** Between labels of what is counted: there is no half request. */
+const WHOLE_STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((step) => step * 10 ** power)).flat();
 const FONT = '11px system-ui, "Segoe UI", Roboto, sans-serif';
 const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
@@ -14,8 +16,8 @@ const isAlone = (list, index) => list[index] !== null && (list[index - 1] ?? nul
 
 /** One chart with its title and a legend that says the values under the pointer, or else the last ones. */
 export class TimeChart {
-  constructor({ title, hint, testid, format, sync = "time", seconds = 3600 }) {
-    Object.assign(this, { title, format, sync, seconds, data: [[]], names: [] });
+  constructor({ title, hint, testid, format, isWhole = false, sync = "time", seconds = 3600 }) {
+    Object.assign(this, { title, format, isWhole, sync, seconds, data: [[]], names: [] });
     this.legend = el("ul", { class: "legend" });
     this.at = el("time", { class: "hint" });
     this.plot = el("div", { class: "plot", role: "img" });
@@ -49,10 +51,10 @@ export class TimeChart {
         padding: [10, 12, 0, 0],
         legend: { show: false },
         cursor: { sync: { key: this.sync }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
-        scales: { x: { time: true, range: () => this.#span() }, y: { range: (_chart, _low, high) => [0, high > 0 ? high * 1.12 : 1] } },
+        scales: { x: { time: true, range: () => this.#span() }, y: { range: (_chart, _low, high) => [0, high > 0 ? high * 1.12 : this.isWhole ? 4 : 1] } },
         axes: [
           { ...axis, values: (_chart, splits) => splits.map((at) => hour.format(at * 1000)), space: 70, size: 30 },
-          { ...axis, size: 66, space: 34, values: (_chart, splits) => splits.map((value) => this.format(value)) },
+          { ...axis, size: 66, space: 34, ...(this.isWhole ? { incrs: WHOLE_STEPS } : {}), values: (_chart, splits) => splits.map((value) => this.format(value)) },
         ],
         series: [{}, ...this.names.map((name, index) => this.#line(name, index))],
         hooks: { setCursor: [() => this.#say()], draw: [(chart) => this.#drawMarks(chart)] },
@@ -71,7 +73,7 @@ export class TimeChart {
 
   #span() {
     const end = this.data[0].at(-1) ?? Date.now() / 1000;
-    return [Math.min(end - this.seconds, this.data[0][0] ?? end), end];
+    return [end - this.seconds, end];
   }
 
   #drawMarks(chart) {
@@ -79,6 +81,7 @@ export class TimeChart {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colour("soft");
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
     ctx.setLineDash([3, 3]);
     for (const { at, text } of this.marks) {
       const x = Math.round(chart.valToPos(at, "x", true));

@@ -41,7 +41,7 @@ function legend() {
 function overTime() {
   const options = { seconds: OVER_TIME_S, sync: "experts" };
   const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of the busiest expert of a layer, in times of the mean: over all layers, and in the worst one", testid: "experts-over-time", format: ratio });
-  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts that no token chose, of all layers", testid: "unused-over-time", format: count });
+  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts that no token chose, of all layers", testid: "unused-over-time", format: count, isWhole: true });
   return {
     nodes: [worst.root, unused.root],
     update(points) {
@@ -73,20 +73,30 @@ export function expertsView() {
   const readout = el("p", { class: "readout", data: { testid: "cell-readout" } });
   const summary = el("p", { class: "readout soft", data: { testid: "imbalance" } });
   const map = new HeatMap({ onPick: pick });
-  const none = el("p", { class: "empty", text: "Waiting for the first counts." });
+  const none = el("p", { class: "empty", data: { testid: "experts-empty" } });
   const tables = layerTables((layer) => pick({ layer, expert: 0 }, "pick"));
   const [time, versions] = [overTime(), versionsPanel()];
+  const help = el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below say the same in numbers." });
   const picture = el("section", { class: "panel", "aria-labelledby": "heat-title" },
     el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts in the last minute" }), seen, source),
-    el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below say the same in numbers." })));
+    el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, help));
   const root = el("div", { class: "view" }, el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Model" }), model), worker.root, planes), problem, picture, versions.root, el("div", { class: "charts two" }, ...time.nodes), tables.root);
   let shown = null;
+  empty("Waiting for the first counts.");
   map.canvas.addEventListener("focus", () => setAttr(readout, "aria-live", "polite"));
   map.canvas.addEventListener("blur", () => setAttr(readout, "aria-live", null));
 
   function go(changes) {
     setParams(changes);
     show();
+  }
+
+  /** Without counts there is nothing but a sentence. */
+  function empty(words) {
+    if (words) shown = null;
+    setText(none, words);
+    none.hidden = !words;
+    for (const node of [map.root, readout, summary, help, seen, source, versions.root, tables.root, ...time.nodes]) node.hidden = Boolean(words);
   }
 
   function pick(cell, how) {
@@ -107,12 +117,8 @@ export function expertsView() {
     setText(problem, event.problem ?? "");
     problem.hidden = !event.problem;
     const data = event.planes?.[plane];
-    none.hidden = Boolean(data);
-    map.root.hidden = !data;
-    if (!data) {
-      setText(none, event.problem ? "There is nothing to show." : "Waiting for the first counts.");
-      return;
-    }
+    empty(data ? "" : event.problem ? "There is nothing to show." : "Waiting for the first counts.");
+    if (!data) return;
     shown = { counts: countsOf(data.counts, layers * experts), layers, experts, plane: data };
     map.show({ ...shown, worst: data.max_over_mean, label: `Load of ${layers} layers by ${experts} experts` });
     setText(seen, seenWords(data));
@@ -143,11 +149,7 @@ export function expertsView() {
     if (wanted) watchExperts(wanted, name || null);
     const event = now.experts;
     if (event && event.model === wanted && (event.worker ?? "") === name) draw(event);
-    else if (!event) {
-      shown = null;
-      none.hidden = false;
-      map.root.hidden = true;
-    }
+    else empty("Waiting for the first counts.");
   }
 
   on("experts", () => !root.closest("[hidden]") && show());

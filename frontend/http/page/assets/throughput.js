@@ -12,9 +12,12 @@ const CHARTS = [
   { key: "first_token_s", title: "First token", hint: "Mean time from the offer of a request to its first token", format: duration },
   { key: "between_tokens_s", title: "Between tokens", hint: "Mean time for each token after the first", format: duration },
   { key: "queue_wait_s", title: "Queue wait", hint: "Mean time in the queue until a worker takes a request", format: duration },
-  { key: "waiting", title: "Waiting", hint: "Requests in the queue", format: count },
-  { key: "in_flight", title: "In flight", hint: "Requests that workers have admitted and not ended", format: count },
+  { key: "waiting", title: "Waiting", hint: "Requests in the queue", format: count, isWhole: true },
+  { key: "in_flight", title: "In flight", hint: "Requests that workers have admitted and not ended", format: count, isWhole: true },
 ];
+
+/** Minutes that are shown; without a choice, the fewest that hold all that is known. */
+const SPANS = [5, 15, 60];
 
 /** A field to choose a worker by its name, with names to choose from. */
 export function workerChoice(id, onChoice) {
@@ -35,11 +38,12 @@ export function throughputView() {
   const history = new History();
   const charts = CHARTS.map((each) => ({ ...each, chart: new TimeChart({ ...each, testid: `chart-${each.key}` }) }));
   const by = el("select", { id: "by", data: { testid: "by" }, on: { change: () => go({ by: by.value, worker: "" }) } }, el("option", { value: "", text: "the whole fleet" }), el("option", { value: "model", text: "each model" }), el("option", { value: "worker", text: "one worker" }));
+  const span = el("select", { id: "span", data: { testid: "span" }, on: { change: () => go({ span: span.value }) } }, el("option", { value: "", text: "all that is known" }), ...SPANS.map((minutes) => el("option", { value: minutes, text: `the last ${minutes} minutes` })));
   const choice = workerChoice("chart-worker", (worker) => go({ by: "", worker }));
   const note = el("p", { class: "hint", role: "status" });
   const back = el("a", { href: address("fleet"), text: "All workers" });
   const root = el("div", { class: "view" },
-    el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, back, note),
+    el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, el("label", { class: "choice" }, el("span", { text: "Of" }), span), back, note),
     el("div", { class: "charts" }, ...charts.map(({ chart }) => chart.root)));
 
   function go(changes) {
@@ -52,10 +56,14 @@ export function throughputView() {
     const worker = history.worker;
     const lines = worker ? [[worker, history.workers[worker] ?? {}]] : params.get("by") === "model" ? Object.entries(history.models).sort((a, b) => compareNames(a[0], b[0])) : [["fleet", history.fleet]];
     const times = history.times;
+    const known = SPANS.find((minutes) => history.length * history.step <= minutes * 60) ?? SPANS.at(-1);
+    const seconds = 60 * (Number(params.get("span")) || known);
+    span.value = params.get("span") ?? "";
     for (const { key, chart } of charts) {
-      const known = lines.filter(([, series]) => series[key]?.some((value) => value !== null));
-      chart.setData(times, known.map(([, series]) => series[key]), known.map(([name]) => name));
-      chart.root.classList.toggle("without", !known.length);
+      const shown = lines.filter(([, series]) => series[key]?.some((value) => value !== null));
+      chart.seconds = seconds;
+      chart.setData(times, shown.map(([, series]) => series[key]), shown.map(([name]) => name));
+      chart.root.classList.toggle("without", !shown.length);
     }
     const isThere = !worker || now.fleet?.workers.some((each) => each.worker === worker);
     const more = lines.length > MAX_LINES ? `${plural(lines.length - MAX_LINES, "model")} more are not shown.` : "";

@@ -35,7 +35,7 @@ function fillCard(node, { told, workers }) {
   setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
   setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
   const late = told.behind;
-  setText(card.done, late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not done it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has done it." : `All ${count(workers)} workers have done it.`);
+  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not done it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has done it." : `All ${count(workers)} workers have done it.`);
   const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
   if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
   keyed(card.behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
@@ -86,6 +86,7 @@ export function queuePanel() {
         const clients = clientWords(queue.clients);
         [queue.model, queue.lane, count(queue.waiting), count(queue.in_hand), clients].forEach((text, index) => setText(row.children[index], text));
         setAttr(row.lastElementChild, "title", clients);
+        row.classList.toggle("dim", !queue.waiting && !queue.in_hand);
       });
       keyed(problems, Object.entries(unread ?? {}), ([model]) => model, () => el("li"), (item, [model, why]) => setText(item, `${model}: ${why}`));
     },
