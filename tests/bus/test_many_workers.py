@@ -1,4 +1,4 @@
-"""A fleet of hundreds: every worker answers every command."""
+"""A fleet of hundreds: every worker answers every command, and every question."""
 
 import pytest
 
@@ -6,6 +6,7 @@ import rollbus
 from bench.many_workers import many_workers
 from rollbus.schemas.control import Ack, AckStatus
 from tests.support.invariants import observing
+from tests.support.patience import SOON_S
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +29,14 @@ async def test_two_hundred_workers_acknowledge(nats_url: str, fleet: str) -> Non
         alone = await rb.fleet.pause(workers=["w7"])
         paused = [worker.presence().worker for worker in workers if worker.presence().pause_mode is not None]
         await rb.fleet.resume()
+        trace = await rb.fleet.timelines("nothing", timeout_s=SOON_S)
         await observer.check_at_rest()
 
     names = {f"w{i}" for i in range(COUNT)}
     assert [set(ledger.applied) for ledger in ledgers] == [names, names]
     assert [ledger.epochs for ledger in (*ledgers, alone)] == [{"synthetic": 1}, {"synthetic": 2}, {"synthetic": 3}]
     assert sorted(accepted) == sorted(names)
+    assert (trace.workers_asked, trace.workers_answered, trace.silent, trace.timelines) == (COUNT, COUNT, {}, ())
     assert (set(alone.applied), paused) == ({"w7"}, ["w7"])
 
 
