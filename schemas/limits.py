@@ -55,6 +55,7 @@ __all__ = [
     "MAX_TOKENS",
     "MAX_TOKEN_ID",
     "MAX_TOP_K_EXPERTS",
+    "MAX_UNIX_S",
     "MAX_UNPROBED",
     "MAX_WEIGHT_VERSION",
     "MAX_WORKER_OVERRIDES",
@@ -161,6 +162,8 @@ MAX_TIMELINES: Final = 256
 """Attempts and samples of one request that a worker tells about: as many as `n` may be."""
 MAX_TIMELINE_EVENTS: Final = 64
 """Of one attempt: a request that lives through more pauses is told by the first and the last of them."""
+MAX_UNIX_S: Final = 253_402_300_799
+"""Unix time of an event: the end of the year 9999. Later times are dates to no program that shows them."""
 MAX_EXPERTS: Final = 65_536
 """Experts per layer: ids are u1 or `<u2`."""
 MAX_CHUNKS_PER_FRAME: Final = 65_536

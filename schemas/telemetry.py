@@ -88,7 +88,7 @@ it. `prefilled`: its prompt is computed. `held` and `resumed`: a pause. `weights
 class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to a request at a worker."""
 
-    at: float
+    at: Annotated[float, Meta(ge=0, le=limits.MAX_UNIX_S)]
     """Unix time in seconds, by the worker's clock."""
     event: Name
     """A `TimelineEventName`; readers pass over those that newer workers have appended."""

@@ -14,6 +14,7 @@ from rollbus.schemas.weights import WeightSource
 
 DEEP = 100_000
 ACK = {"id": "x", "command": "pause", "worker": "w", "incarnation": "i", "model": "m", "status": "applied"}
+TIMELINE = {"request_id": "r", "client": "c"}
 
 
 def pack(**fields: object) -> bytes:
@@ -154,6 +155,8 @@ def test_deep_nesting_is_a_protocol_error() -> None:
         ("canary", {"token_ids": [1] * 1025, "logprobs": []}),
         ("canary", {"token_ids": [-1], "logprobs": [0]}),
         ("canary", {"token_ids": [1], "logprobs": [0], "shape": [1, 2]}),
+        ("timelines", [TIMELINE | {"events": [{"at": -1, "event": "offered"}]}]),
+        ("timelines", [TIMELINE | {"events": [{"at": limits.MAX_UNIX_S + 1, "event": "offered"}]}]),
     ],
 )
 def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> None:
