@@ -2,33 +2,19 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 from rollbus.schemas.presence import WorkerState
 from tests.observe.exposed import catalogue
 from tests.observe.promql import read
+from tests.observe.promtool import needs_promtool, promtool, promtool_check_metrics
 from tests.observe.shipped import ALERTS, PROMETHEUS, rules
-from tests.support.patience import HANGS_AFTER_S
 
 UNIT_TESTS = Path(__file__).parent / "alerts_test.yml"
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed: Debian's package prometheus has it"
-)
-
-
-def promtool(*arguments: str | Path) -> str:
-    """Run promtool, and fail with what it says if it finds something."""
-    command = ["promtool", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)}\n{done.stdout}{done.stderr}", pytrace=False)
-    return done.stdout + done.stderr
 
 
 @needs_promtool
@@ -45,11 +31,7 @@ def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
 @needs_promtool
 def test_promtool_finds_nothing_else_to_say_of_the_metrics(exposition: str) -> None:
     """Names with a colon are vLLM's own, which programs read; all other names and texts are as Prometheus advises."""
-    command = ["promtool", "check", "metrics"]
-    done = subprocess.run(command, input=exposition, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
-    said = (done.stdout + done.stderr).splitlines()
-
-    assert [line for line in said if not re.fullmatch(r"vllm:\w+ metric names should not contain ':'", line)] == []
+    assert promtool_check_metrics(exposition) == []
 
 
 @needs_promtool

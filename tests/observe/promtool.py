@@ -1,0 +1,34 @@
+"""Asks promtool, Prometheus's own checker."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import HANGS_AFTER_S
+
+__all__ = ["needs_promtool", "promtool", "promtool_check_metrics"]
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: Debian's package prometheus has it"
+)
+COLON = re.compile(r"vllm:\w+ metric names should not contain ':'")
+"""Names with a colon are vLLM's own, which programs read."""
+
+
+def promtool(*arguments: str | Path) -> str:
+    """Run promtool, and fail with what it says if it finds something."""
+    command = ["promtool", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)}\n{done.stdout}{done.stderr}", pytrace=False)
+    return done.stdout + done.stderr
+
+
+def promtool_check_metrics(text: str) -> list[str]:
+    """What promtool says of an exposition, the colon in vLLM's names apart."""
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=HANGS_AFTER_S)
+    return [line for line in (done.stdout + done.stderr).splitlines() if not COLON.fullmatch(line)]
