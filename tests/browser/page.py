@@ -13,13 +13,18 @@ from selenium.webdriver.common.by import By
 
 from tests.support.patience import SOON_S
 
-__all__ = ["DESKTOP", "PHONE", "Page", "Size", "Theme", "opened"]
+__all__ = ["DESKTOP", "PHONE", "Page", "Size", "Theme", "each", "opened"]
 
 T = TypeVar("T")
 Theme = Literal["light", "dark"]
 LOOK_AGAIN_S = 0.1
 FAILED_REQUEST = "network"
 """The console's word for where it complains of a request that failed, or whose answer is from 400 on."""
+
+
+def each(selector: str, expression: str) -> str:
+    """A script that returns a list: of each such element `one`, what the expression says."""
+    return f"return [...document.querySelectorAll({json.dumps(selector)})].map(one => {expression})"
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,7 @@ class Page:
 
     async def texts(self, selector: str) -> list[str]:
         """The shown text of each such element."""
-        found: list[str] = await self.run(
-            "return [...document.querySelectorAll(arguments[0])].map(found => found.innerText)", selector
-        )
+        found: list[str] = await self.run(each(selector, "one.innerText"))
         return found
 
     async def click(self, selector: str) -> None:
@@ -159,5 +162,6 @@ async def opened(
     finally:
         # Ends its streams before the service ends.
         await page.goto(BLANK)
-    assert page.complaints == []
-    assert page.strangers == []
+    # Said here, since pytest explains only what stands in a test.
+    assert page.complaints == [], page.complaints
+    assert page.strangers == [], page.strangers

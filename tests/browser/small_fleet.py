@@ -1,0 +1,90 @@
+"""Workers on the synthetic engine that have something to do, beside some that are in trouble."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import rollbus
+from rollbus.schemas.presence import EngineStats, Staging, WorkerPresence, WorkerState
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.control.support import write_checkpoint
+from tests.support.fleet import synthetic_worker
+from tests.support.presences import capabilities, presence
+from tests.support.requests import endless
+
+__all__ = ["MODEL", "busy_fleet", "in_trouble", "under_load"]
+
+MODEL = "Qwen/Qwen3-30B-A3B"
+LAYERS, EXPERTS, TOP_K = 48, 128, 8
+SLOTS = 32
+CONFIG = SyntheticConfig(
+    step_s=0.1,
+    max_num_seqs=SLOTS,
+    num_layers=LAYERS,
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    max_model_len=1_000_000,
+    kv_cache_tokens=60_000,
+    prefix_cache=True,
+)
+
+
+@contextlib.asynccontextmanager
+async def busy_fleet(nats_url: str, fleet: str, folder: Path, count: int) -> AsyncIterator[tuple[Path, Path]]:
+    """Run workers `gen-0`, `gen-1` ... of a model with many experts; the folders of its first and next weights."""
+    one, two = (write_checkpoint(folder / "weights" / name, seed=seed) for seed, name in enumerate(("one", "two")))
+    async with contextlib.AsyncExitStack() as stack:
+        for i in range(count):
+            fields = {
+                "worker_id": f"gen-{i}",
+                "model_path": str(one),
+                "weight_roots": (str(one.parent),),
+                "weight_version": 11,
+                "cache_dir": str(folder / "cache"),
+            }
+            await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=CONFIG, model=MODEL, **fields))
+        yield one, two
+
+
+@contextlib.asynccontextmanager
+async def under_load(rb: rollbus.Client, count: int) -> AsyncIterator[None]:
+    """Have so many requests run while the block lasts."""
+
+    async def read(number: int) -> None:
+        async for _ in rb.generate(endless(f"rollout-{number}")):
+            pass
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(read(number)) for number in range(count)]
+        yield
+        for task in running:
+            task.cancel()
+
+
+def in_trouble(_: int) -> Iterator[WorkerPresence]:
+    """Announce a worker that stages new weights, one that could not, and one that starts."""
+    able = capabilities(max_num_seqs=SLOTS)
+    staging = Staging(
+        source="objects:weights/13", stage="fetching", done_bytes=21_400_000_000, total_bytes=61_100_000_000
+    )
+    yield presence(
+        worker="gen-90",
+        model=MODEL,
+        weight_version=12,
+        target_version=13,
+        in_flight=9,
+        capabilities=able,
+        staging=staging,
+        engine_stats=EngineStats(kv_cache_use=0.31),
+    )
+    yield presence(
+        worker="gen-91",
+        model=MODEL,
+        state=WorkerState.OUTDATED,
+        weight_version=11,
+        target_version=12,
+        capabilities=able,
+        last_error="storage: no space left on /var/cache/rollbus: 61.1 GB are needed, 12.4 GB are free",
+    )
+    yield presence(worker="gen-92", model=MODEL, state=WorkerState.STARTING, start_left_s=40.0)

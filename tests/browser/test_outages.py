@@ -1,0 +1,77 @@
+"""The service goes and comes back, and so does its NATS server: the page says so, and is well again by itself."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from selenium.webdriver import Chrome
+
+import rollbus
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.frontend.http.server import listen, serving
+from rollbus.frontend.http.settings import Settings
+from tests.browser.fleet_view import rows
+from tests.browser.page import Page, opened
+from tests.http.support import http_before
+from tests.support.configured_servers import free_nodes
+from tests.support.fleet import synthetic_worker
+from tests.support.nats_server import require_binary
+
+pytestmark = pytest.mark.slow
+
+SERVING = "[data-testid=tile-workers-value]"
+
+
+@contextlib.asynccontextmanager
+async def service(nats_url: str, fleet: str, address: str) -> AsyncIterator[None]:
+    """Serve a fleet at an address that is known before."""
+    host, port = address.split(":")
+    async with (
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+        serving(rb, Settings(), listen(host, int(port))),
+    ):
+        yield
+
+
+async def until_well(page: Page) -> None:
+    """Wait until the page is fed, and complains of nothing."""
+    await page.until("return document.querySelector('[data-testid=link]').dataset.state", "live")
+    await page.until("return document.querySelector('[data-testid=banner]').checkVisibility()", False)
+
+
+async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """Meanwhile the banner says since when there is no news; afterwards the page shows what is so now."""
+    [address] = free_nodes(1)
+    async with synthetic_worker(nats_url, fleet, worker_id="w0"), contextlib.AsyncExitStack() as first:
+        await first.enter_async_context(service(nats_url, fleet, address))
+        async with opened(browser, f"http://{address}/", may_fail=True) as page:
+            await page.until_text(SERVING, "1 of 1")
+            await until_well(page)
+            await first.aclose()
+            await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No news since" in text)
+            # What was known stays to be seen, and looks old.
+            assert {*await rows(page)} == {"w0"}
+            assert await page.run("return document.body.classList.contains('stale')")
+            async with synthetic_worker(nats_url, fleet, worker_id="w1"), service(nats_url, fleet, address):
+                await until_well(page)
+                await page.until_text(SERVING, "2 of 2")
+                assert not await page.run("return document.body.classList.contains('stale')")
+
+
+async def test_the_nats_server_comes_back(browser: Chrome, fleet: str) -> None:
+    """Meanwhile the service still feeds the page, which says what is missing."""
+    require_binary()
+    async with (
+        EmbeddedServer() as server,
+        synthetic_worker(server.url, fleet, worker_id="w0"),
+        http_before(server.url, fleet) as http,
+        opened(browser, f"{http.url}/") as page,
+    ):
+        await page.until_text(SERVING, "1 of 1")
+        await until_well(page)
+        await server.kill()
+        await page.until_text("[data-testid=banner]", lambda text: bool(text) and "NATS" in text)
+        assert await page.run("return document.querySelector('[data-testid=link]').dataset.state") == "live"
+        await server.restart()
+        await until_well(page)
+        await page.until_text(SERVING, "1 of 1")

@@ -1,0 +1,67 @@
+"""What became of one request, looked up by its id."""
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.keys import Keys
+
+from rollbus.frontend.http.settings import Settings
+from tests.browser.page import each, opened
+from tests.browser.test_tokens import give
+from tests.http.support import http_before
+from tests.support.fleet import synthetic_worker
+from tests.support.requests import short
+
+pytestmark = pytest.mark.slow
+
+EVENTS = each("[data-testid=attempt] tr[data-event]", "one.dataset.event")
+NOTE = "[data-testid=request-note]"
+
+
+async def test_a_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """Typed in, it is shown from the queue to the end; one that nobody knows is said to be unknown."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/", may_fail=True) as page,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        await http.rb.complete(short("rollout-7"))
+        await page.click("[data-testid=tab-request]")
+        await page.click("[data-testid=request-id]")
+        await page.press("rollout-7", Keys.ENTER)
+        events = await page.until(EVENTS, lambda found: "ended" in found)
+        assert [event for event in events if event != "published"] == [
+            "offered",
+            "started",
+            "prefilled",
+            "first_token",
+            "ended",
+        ]
+        shown = await page.run("return document.querySelector('#view-request').innerText")
+        assert "w0" in shown
+        assert "3 tokens" in shown
+        assert "rollout-7" in await page.run("return location.href")
+
+        await page.goto(f"{http.url}/#/request?id=nobody")
+        await page.until_text(NOTE, lambda text: bool(text) and "No worker knows nobody" in text)
+        assert await page.run(EVENTS) == []
+
+
+async def test_a_token_that_may_not(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The token of requests shows the fleet, and not what became of a request."""
+    settings = Settings(token="data-token-7319", admin_token="admin-token-2846")
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet, settings) as http,
+        opened(browser, f"{http.url}/", may_fail=True) as page,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        await http.rb.complete(short("rollout-8"))
+        await give(page, "data-token-7319")
+        await page.until_text("[data-testid=tile-workers-value]", "1 of 1")
+        await page.goto(f"{http.url}/#/request?id=rollout-8")
+        await page.until_text(NOTE, lambda text: bool(text) and "cannot be looked up" in text)
+        await page.until_text("[data-testid=token-dialog]", lambda text: bool(text) and "admins" in text)
+        assert await page.run(EVENTS) == []
+        await give(page, "admin-token-2846")
+        await page.until(EVENTS, lambda found: "ended" in found)
