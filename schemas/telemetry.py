@@ -99,7 +99,8 @@ class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cached_tokens: Count | None = None
     """With `prefilled`: prompt tokens that the engine had in its cache."""
     reason: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """With `ended`: the finish reason, or the error's code. With `held`: what the pause was for."""
+    """With `ended`: the finish reason, the error's code, or `returned`: the worker gave it back to the queue. With
+    `held`, what the pause was for: `pause`, `weights` or `lora`."""
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""What became of a request, as tables: a line for each attempt, and a line for each event."""
+"""What became of a request, as tables: two lines for each attempt, and a line for each event."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,12 @@ from ...bus.protocol.telemetry.request_trace import Phases, RequestTrace, Worker
 from ...schemas.telemetry import TimelineEvent
 from .console import print_table, write
 
-__all__ = ["event_rows", "notes", "print_trace", "summary_rows"]
+__all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "print_trace"]
 
-SUMMARY = (
-    *("attempt", "worker", "lane", "prompt", "queue s", "slot s", "prefill s", "decode s", "paused s"),
-    *("tokens", "tokens/s", "versions", "end"),
-)
-EVENTS = ("attempt", "worker", "at s", "took s", "event", "")
+ATTEMPTS = ("attempt", "worker", "lane", "prompt", "tokens", "versions", "end")
+SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
+"""Two tables: one with all of it would be too wide for a terminal of 80 columns."""
+EVENTS = ("attempt", "worker", "at", "took", "event", "")
 MAX_SHOWN = 16
 """Timelines whose events are listed: those of a group fit on some screens, and --json has all."""
 MAX_TEXT_CHARS = 80
@@ -23,30 +22,38 @@ def print_trace(trace: RequestTrace) -> None:
     """Print a trace that has a timeline."""
     clients = ", ".join(dict.fromkeys(_text(timeline.client) for timeline in trace.timelines))
     write(f"request {trace.request_id} of client {clients}\n")
-    print_table(SUMMARY, list(summary_rows(trace)))
-    write()
+    print_table(ATTEMPTS, list(attempt_rows(trace)))
+    write("\nseconds in each phase\n")
+    print_table(SECONDS, list(phase_rows(trace)))
+    write("\nseconds since the first event, and since the one before\n")
     print_table(EVENTS, list(event_rows(trace)))
     for note in notes(trace):
         write(note)
 
 
-def summary_rows(trace: RequestTrace) -> Iterator[list[str]]:
-    """Return a line for each timeline: where its time went."""
+def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
+    """Return a line for each timeline: where it was served, and how it ended."""
     for timeline in trace.timelines:
-        phases, ended = phases_of(timeline), _find(timeline, "ended")
+        ended = _find(timeline, "ended")
         versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
         yield [
             _label(trace, timeline),
             timeline.worker,
             "placed" if timeline.lane is None else _text(timeline.lane),
             f"{timeline.prompt_tokens:,}",
-            *map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s)),
-            _paused(phases),
             "" if ended is None or ended.tokens is None else f"{ended.tokens:,}",
-            _rate(ended, phases),
             ", ".join(map(str, dict.fromkeys(versions))),
             "in flight" if ended is None else _text(ended.reason or ""),
         ]
+
+
+def phase_rows(trace: RequestTrace) -> Iterator[list[str]]:
+    """Return a line for each timeline: where its time went."""
+    for timeline in trace.timelines:
+        phases = phases_of(timeline)
+        seconds = map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s))
+        rate = _rate(_find(timeline, "ended"), phases)
+        yield [_label(trace, timeline), timeline.worker, *seconds, _paused(phases), rate]
 
 
 def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
@@ -96,7 +103,7 @@ def _details(event: TimelineEvent) -> str:
     if event.tokens is not None:
         parts.append(f"{event.tokens:,} tokens")
     if event.cached_tokens is not None:
-        parts.append(f"{event.cached_tokens:,} of them cached")
+        parts.append(f"{event.cached_tokens:,} cached")
     if event.reason is not None:
         parts.append(_text(event.reason))
     return ", ".join(parts)

@@ -8,7 +8,7 @@ import pytest
 import rollbus
 from rollbus import RequestTrace, WorkerTimeline
 from rollbus.frontend.cli.exits import ExitCode
-from rollbus.frontend.cli.trace_tables import MAX_SHOWN, event_rows, notes, summary_rows
+from rollbus.frontend.cli.trace_tables import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows
 from rollbus.schemas.telemetry import TimelineEvent
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.cli.support import run_rollbus
@@ -45,9 +45,13 @@ def test_each_attempt_has_a_line_and_each_event() -> None:
         request_id="r", timelines=(timeline(*LIFE, lane="normal", prompt_tokens=1200), again), workers_asked=2
     )
 
-    assert list(summary_rows(trace)) == [
-        ["0", "a", "normal", "1,200", "0.250", "0.000", "0.500", "2.000", "2.000", "41", "20.0", "7, 8", "stop"],
-        ["1", "b", "placed", "0", "", "", "", "", "", "", "", "8", "in flight"],
+    assert list(attempt_rows(trace)) == [
+        ["0", "a", "normal", "1,200", "41", "7, 8", "stop"],
+        ["1", "b", "placed", "0", "", "8", "in flight"],
+    ]
+    assert list(phase_rows(trace)) == [
+        ["0", "a", "0.250", "0.000", "0.500", "2.000", "2.000", "20.0"],
+        ["1", "b", "", "", "", "", "", ""],
     ]
     rows = list(event_rows(trace))
     assert [row[:5] for row in rows[:3]] == [
@@ -56,7 +60,7 @@ def test_each_attempt_has_a_line_and_each_event() -> None:
         ["0", "a", "0.250", "0.000", "started"],
     ]
     assert [row[5] for row in rows] == [
-        "", "version 7", "", "1,200 tokens, 1,000 of them cached", "", "20 tokens, weights", "",
+        "", "version 7", "", "1,200 tokens, 1,000 cached", "", "20 tokens, weights", "",
         "version 8, 20 tokens", "41 tokens, stop", "version 8",
     ]  # fmt: skip
     assert rows[-1][:4] == ["1", "b", "6.000", ""]
@@ -66,8 +70,8 @@ def test_a_request_that_stands_still_is_paused_now() -> None:
     """The pause has no end yet."""
     trace = RequestTrace(request_id="r", timelines=(timeline(*LIFE[:6]),))
 
-    [row] = summary_rows(trace)
-    assert (row[8], row[9], row[-1]) == ("now", "", "in flight")
+    [attempt], [phases] = attempt_rows(trace), phase_rows(trace)
+    assert (attempt[-3:], phases[-3:]) == (["", "7", "in flight"], ["", "now", ""])
 
 
 def test_samples_and_clients_are_named_where_there_are_several() -> None:
@@ -76,13 +80,13 @@ def test_samples_and_clients_are_named_where_there_are_several() -> None:
     samples = RequestTrace(request_id="r", timelines=many, left_out=3)
     clients = RequestTrace(request_id="r", timelines=(timeline(LIFE[1]), timeline(LIFE[1], client="bob")))
 
-    assert [row[0] for row in summary_rows(samples)][:2] == ["0 of sample 0", "0 of sample 1"]
+    assert [row[0] for row in attempt_rows(samples)][:2] == ["0 of sample 0", "0 of sample 1"]
     assert len(list(event_rows(samples))) == MAX_SHOWN
     assert list(notes(samples)) == [
         "The events of 2 more timelines: --json.",
         "3 earlier timelines had no room in the answers.",
     ]
-    assert [row[0] for row in summary_rows(clients)] == ["0 of alice", "0 of bob"]
+    assert [row[0] for row in phase_rows(clients)] == ["0 of alice", "0 of bob"]
 
 
 def test_clocks_and_silence_are_said() -> None:
@@ -105,7 +109,7 @@ def test_what_came_over_the_wire_does_nothing_to_the_terminal() -> None:
         silent={"w": "\x1b[2J"},
     )
 
-    shown = [*summary_rows(trace), *event_rows(trace), list(notes(trace))]
+    shown = [*attempt_rows(trace), *phase_rows(trace), *event_rows(trace), list(notes(trace))]
     assert all(cell.isprintable() and len(cell) < 120 for row in shown for cell in row)
 
 
@@ -117,11 +121,15 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
         shown, as_json = [await run_rollbus(nats_url, fleet, "trace", *args) for args in (["cmpl-r"], ["r", "--json"])]
 
     assert (shown.code, shown.stderr, as_json.code, as_json.stderr) == (0, "", 0, "")
-    head, summary, events = shown.stdout.split("\n\n")
+    head, attempts, _, phases, _, events = shown.stdout.split("\n\n")
     assert head == "request r of client alice"
-    assert summary.splitlines()[1].split()[:4] == ["0", "w0", "normal", "3"]
-    assert [line.split()[-1] for line in summary.splitlines()] == ["end", "length"]
-    assert [line.split()[2:5][-1 if number else 1] for number, line in enumerate(events.splitlines()[1:])] == [
+    assert [line.split() for line in attempts.splitlines()] == [
+        ["attempt", "worker", "lane", "prompt", "tokens", "versions", "end"],
+        ["0", "w0", "normal", "3", "3", "0", "length"],
+    ]
+    assert len(phases.splitlines()) == 2
+    words = [[cell for cell in line.split() if cell[0].isalpha()] for line in events.splitlines()[1:]]
+    assert [line[1] for line in words] == [
         "published", "offered", "started", "prefilled", "first_token", "ended",
     ]  # fmt: skip
     told = json.loads(as_json.stdout)

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
-from ....schemas.control import Ack
+from ....schemas import limits
+from ....schemas.acks import Ack
 from ....schemas.telemetry import RequestTimeline, TimelineEvent
 from ..fleet.command_result import CommandResult
 
 __all__ = ["Pause", "Phases", "RequestTrace", "WorkerTimeline", "clock_skews", "merge_timelines", "phases_of"]
 
-MIN_SKEW_S = 0.01
+MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
+"""As many timelines as a request can have: workers that are well tell of no more."""
+MIN_SKEW_S: Final = 0.01
 """Clocks that differ by less are taken for equal: well kept ones differ by some milliseconds."""
 
 
@@ -48,15 +52,16 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
         result: of the command, in which no worker needs to have answered.
     """
     acks = result.applied.values()
+    found = sorted((each for ack in acks for each in _of_worker(ack)), key=_order)
     refused = [*result.failed.items(), *result.unsupported.items(), *result.stale.items(), *result.late.items()]
     silent = {worker: _why(ack) for worker, ack in refused} | result.missing
     return RequestTrace(
         request_id=request_id,
-        timelines=tuple(sorted((each for ack in acks for each in _of_worker(ack)), key=_order)),
+        timelines=tuple(found[:MAX_MERGED]),
         workers_asked=len(result.applied) + len(silent),
         workers_answered=len(result.applied),
         silent=dict(sorted(silent.items())),
-        left_out=sum(ack.timelines_left_out for ack in acks),
+        left_out=sum(ack.timelines_left_out for ack in acks) + len(found[MAX_MERGED:]),
     )
 
 

@@ -85,6 +85,15 @@ def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() ->
     assert [one.worker for one in trace.timelines] == ["p", "d"]
 
 
+def test_workers_that_tell_too_much_are_cut() -> None:
+    """Of more timelines than a request can have, the first are kept, and the number of the others is told."""
+    told = [timeline(client=f"c{number:03}") for number in range(256)]
+
+    trace = merge_timelines("r", result(*(ack(f"w{number}", *told) for number in range(20))))
+
+    assert (len(trace.timelines), trace.left_out) == (4096, 20 * 256 - 4096)
+
+
 def test_the_silent_are_named() -> None:
     """A worker that failed to answer says why; one that was lost, or does not know the question, is named too."""
     trace = merge_timelines("r", result(ack("a"), ack("b", error="too many reads"), missing={"c": "it is gone"}))
