@@ -18,22 +18,9 @@ from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, Request
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "auth", "bench", "demo", "doctor", "drain", "flush-cache", "frontend", "generate", "load-lora"),
-    *(
-        "make-queue",
-        "nats",
-        "pause",
-        "publish-weights",
-        "reset",
-        "resume",
-        "sign",
-        "sleep",
-        "status",
-        "trace",
-        "unload-lora",
-        "up",
-    ),
-    *("update-weights", "wake", "weights", "worker"),
+    *("abort", "auth", "bench", "demo", "doctor", "drain", "experts", "flush-cache", "frontend"),
+    *("generate", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
+    *("sign", "sleep", "status", "trace", "unload-lora", "up", "update-weights", "wake", "weights", "worker"),
 )
 NEEDED = {
     "abort": ["id"],

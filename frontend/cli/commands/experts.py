@@ -1,0 +1,135 @@
+"""Show how often the router chose each expert: a map of layers by experts, and how uneven each layer is.
+
+Workers count in intervals of 5 s what their engines computed: generated tokens, and prompts behind their cached tokens.
+Up to 64 workers of the model are asked. Exits with 3 when some of them did not answer, and says which.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..arguments import positive_float
+from ..exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from ....bus import ExpertAnswers
+    from ....bus.protocol.telemetry.expert_window import ExpertWindow, PlaneLoad
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+HELP = "show how often the router chose each expert"
+EXAMPLES = (
+    "rollbus experts",
+    "rollbus experts --plane generated --last-s 10",
+    "rollbus experts --versions",
+    "rollbus experts --png experts.png",
+)
+PLANES = ("both", "prompt", "generated")
+MAX_NAMED = 8
+"""Workers that are named with why they are left out; --json has them all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="NAME", help="of this model (default: the only one of the fleet)")
+    parser.add_argument(
+        "--worker",
+        dest="only_workers",
+        metavar="ID",
+        action="append",
+        help="of this worker; may be given several times (default: of all, or of a sample of 64)",
+    )
+    parser.add_argument("--plane", choices=PLANES, default="both", help="which positions (default: both)")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument(
+        "--last-s",
+        metavar="S",
+        type=positive_float,
+        default=60.0,
+        help="of the last S seconds, up to 120 (default: 60)",
+    )
+    when.add_argument(
+        "--versions", action="store_true", help="of each of the last 8 versions of the weights, all that was counted"
+    )
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the map into this file")
+    parser.add_argument(
+        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="for workers to answer (default: 5)"
+    )
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Ask the workers, and show what they counted."""
+    from .... import bus
+    from ..console import note, print_json
+    from ..expert_json import answers_as_json
+
+    if args.png is not None:
+        _check_drawable()
+    async with bus.connect(args.nats, fleet=args.fleet) as rb:
+        answers = await rb.fleet.experts(
+            args.model,
+            workers=args.only_workers,
+            last_s=None if args.versions else args.last_s,
+            timeout_s=args.timeout_s,
+        )
+    if args.png is not None and answers.window is not None:
+        _draw(args, answers, answers.window)
+    if args.json:
+        print_json(answers_as_json(answers))
+    elif answers.window is not None:
+        _show(args, answers, answers.window)
+    left_out = [f"{worker}: {why}" for worker, why in sorted(answers.left_out.items())]
+    if len(left_out) > MAX_NAMED:
+        left_out[MAX_NAMED:] = [f"and {len(left_out) - MAX_NAMED} more"]
+    if answers.window is None:
+        raise CommandFailed(f"no worker of {answers.model} has counted experts: {'; '.join(left_out)}")
+    if left_out:
+        note(f"rollbus: not counted: {'; '.join(left_out)}")
+        return ExitCode.PARTIAL
+    return ExitCode.OK
+
+
+def _check_drawable() -> None:
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError as exc:
+        raise CommandFailed(f"--png draws with {exc.name}, which is not installed: pip install 'rollbus[rl]'") from exc
+
+
+def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:
+    from ..console import note
+    from ..expert_png import draw
+
+    draw(args.png, window, _plane(window, args.plane), _title(args, answers, window))
+    note(f"rollbus: the map is in {args.png}")
+
+
+def _show(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:
+    from ..console import print_table, write
+    from ..expert_map import LEGEND, VERSION_COLUMNS, map_lines, share_text, version_rows
+
+    plane = _plane(window, args.plane)
+    write(_title(args, answers, window))
+    for name, one in (("prompt", window.prompt), ("generated", window.generated)):
+        write(f"{name}: {one.computed:,} tokens computed, {share_text(one)} of them seen")
+    if not plane.seen:
+        write("no routing of tokens was seen in that time")
+        return
+    if args.versions:
+        print_table(VERSION_COLUMNS, version_rows(window.versions, window.shape.top_k))
+    for line in (*map_lines(plane.counts, window.shape.top_k, shutil.get_terminal_size().columns), LEGEND):
+        write(line)
+
+
+def _plane(window: "ExpertWindow", name: str) -> "PlaneLoad":
+    if name == "both":
+        return window.prompt + window.generated
+    return window.prompt if name == "prompt" else window.generated
+
+
+def _title(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> str:
+    what = "all tokens" if args.plane == "both" else f"{args.plane} tokens"
+    when = "of the last versions" if args.versions else f"of {window.seconds:.0f} s"
+    workers = f"{len(window.workers)} of {answers.num_workers} workers"
+    return f"{answers.model}: {what} {when}, {workers}; {window.shape}"

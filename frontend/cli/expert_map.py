@@ -1,0 +1,72 @@
+"""The load of experts as lines of text: layers by experts, shaded by the share of choices next to an even share."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ...bus.protocol.telemetry.expert_window import Counts, imbalance
+
+if TYPE_CHECKING:
+    from ...bus.protocol.telemetry.expert_window import PlaneLoad, VersionLoad
+
+__all__ = ["LEGEND", "SHADES", "VERSION_COLUMNS", "map_lines", "share_text", "version_rows"]
+
+SHADES: Final = " .:-=+*#%@"
+"""From an expert without a choice up; one step is twice the load, from an eighth of an even share."""
+LEGEND: Final = "share next to an even one: ' ' none, '-' half, '=' even, '+' 2 times, '*' 4, '#' 8, '%' 16, '@' more"
+EVEN: Final = SHADES.index("=")
+RIGHT_TITLE: Final = "  max/mean  entropy  unused"
+VERSION_COLUMNS = ("weights", "plane", "tokens", "seen", "max/mean", "worst layer", "entropy", "unused")
+
+
+def map_lines(counts: Counts, top_k: int, width: int) -> list[str]:
+    """Draw a map that fits `width` columns, with the imbalance of each layer at its end.
+
+    Where experts outnumber the columns, a character stands for several of them: for the busiest. The first line says
+    how many. A layer that does not route, or has no choice, is drawn as such.
+    """
+    num_layers, num_experts = counts.shape
+    digits = len(str(num_layers - 1))
+    room = max(width - digits - len(" ||") - len(RIGHT_TITLE), 8)
+    per_cell = math.ceil(num_experts / room)
+    found = imbalance(counts, top_k)
+    totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    ratios = np.maximum.reduceat(counts * num_experts / totals, np.arange(0, num_experts, per_cell), axis=1)
+    title = f"{num_experts} experts" if per_cell == 1 else f"{num_experts} experts, the busiest of each {per_cell}"
+    lines = [f"{'':{digits}} |{title[: ratios.shape[1]]:{ratios.shape[1]}}|{RIGHT_TITLE}"]
+    if len(title) > ratios.shape[1]:
+        lines = [title, f"{'':{digits}} |{'':{ratios.shape[1]}}|{RIGHT_TITLE}"]
+    for layer in range(num_layers):
+        right = "  does not route" if counts[layer].any() else "  no tokens"
+        cells = " " * ratios.shape[1]
+        if found.routes[layer]:
+            cells = "".join(_shade(ratio) for ratio in ratios[layer])
+            right = f"{found.max_over_mean[layer]:10.2f}{found.entropy[layer]:9.3f}{found.unused[layer]:8d}"
+        lines.append(f"{layer:{digits}d} |{cells}|{right}")
+    return lines
+
+
+def _shade(ratio: float) -> str:
+    """The character of one share next to an even one."""
+    if not ratio:
+        return SHADES[0]
+    return SHADES[min(max(EVEN + round(math.log2(ratio)), 1), len(SHADES) - 1)]
+
+
+def share_text(plane: "PlaneLoad") -> str:
+    """Which part of the computed positions was seen."""
+    return "-" if plane.share_seen is None else f"{plane.share_seen:.0%}"
+
+
+def version_rows(versions: "Sequence[VersionLoad]", top_k: int) -> list[list[str]]:
+    """The cells of `VERSION_COLUMNS` for each plane with tokens, the highest version first."""
+    rows = []
+    for version in versions:
+        for name, plane in (("prompt", version.prompt), ("generated", version.generated)):
+            if plane.computed or plane.seen:
+                one = imbalance(plane.counts, top_k).summary()
+                numbers = [f"{one.max_over_mean:.2f}", f"{one.worst:.2f}", f"{one.entropy:.3f}", str(one.unused)]
+                rows.append([str(version.weight_version), name, f"{plane.computed:,}", share_text(plane), *numbers])
+    return rows
