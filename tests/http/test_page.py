@@ -39,12 +39,13 @@ async def test_the_page_is_open_to_all(nats_url: str, fleet: str) -> None:
 
 
 def test_the_policy_allows_only_own_files() -> None:
-    """Nothing inline, nothing made of text, nothing from elsewhere, in nobody's frame."""
+    """Nothing inline, nothing made of text, nothing from elsewhere, in nobody's frame and in nobody's hands."""
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules["default-src"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
     assert rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
     assert "unsafe" not in POLICY
+    assert HEADERS["Cross-Origin-Opener-Policy"] == "same-origin"
 
 
 async def test_every_file_is_served_with_its_type(nats_url: str, fleet: str) -> None:

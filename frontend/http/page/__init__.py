@@ -37,6 +37,8 @@ HEADERS: Final = MappingProxyType(
         "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
+        # A page of another site may link to this one. It gets no hold of the window, to move it behind a person's back.
+        "Cross-Origin-Opener-Policy": "same-origin",
         # The browser keeps a file, and asks each time whether it is still the same.
         "Cache-Control": "no-cache",
     }
