@@ -24,7 +24,7 @@ ELSEWHERE = ("trl", "verifiers", "worker")
 """Extras of other environments: of trainers, and of GPUs."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
-HEAVY = ("aiohttp", "tokenizers", "torch", "transformers", "triton", "vllm")
+HEAVY = ("aiohttp", "opentelemetry", "tokenizers", "torch", "transformers", "triton", "vllm")
 
 # Run by the Python of a client-only environment: imports every module of the client and says what came along.
 CLIENT_PROBE = f"""
@@ -32,7 +32,8 @@ import importlib, importlib.util, json, pkgutil, sys
 import rollbus.bus, rollbus.schemas
 for package in (rollbus.bus, rollbus.schemas):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if module.name != "rollbus.bus.tracing.otel":
+            importlib.import_module(module.name)
 print(json.dumps({{
     "rollbus": rollbus.__file__,
     "loaded": [name for name in {HEAVY} if name in sys.modules],
@@ -84,7 +85,7 @@ def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
-    """Installed without extras, all of bus and schemas imports, and no engine, model library or torch comes along."""
+    """Installed without extras, bus and schemas import, and no engine, library of models or of traces comes along."""
     probe = json.loads(run(client_bin / "python", "-I", "-c", CLIENT_PROBE, cwd=tmp_path))
 
     assert probe == {"rollbus": probe["rollbus"], "loaded": [], "installed": []}

@@ -23,6 +23,7 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
+from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
 from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
 from ..schemas.presence import Role
@@ -38,6 +39,7 @@ from .engines import ENGINES, make_engine
 from .engines.engine import Engine
 from .probe import Probe, listen
 from .reach import wait_for_server
+from .request_spans import RequestSpans
 from .worker import Worker
 
 __all__ = ["main"]
@@ -107,6 +109,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--probe", metavar="HOST:PORT", help="answer /health, /ready and /metrics there over HTTP (default: nowhere)"
+    )
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="export spans of requests as the variables OTEL_* say; needs rollbus[otel]",
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     parser.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="json: one object a line")
@@ -181,13 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             prove_reload=not args.no_prove_reload,
         )
         engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)
+        tracing = check_tracing(bool(args.otel), "--otel")
         probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:
         arguments.error(exc.message)
     except RollbusError as exc:
         return _failed(exc)
     try:
-        uvloop.run(_run(config, engine, args.parent_pipe, probed))
+        uvloop.run(_run(config, engine, tracing, args.parent_pipe, probed))
     except DuplicateWorker as exc:
         return _failed(exc, EXIT_DUPLICATE_WORKER)
     except RollbusError as exc:
@@ -203,7 +211,9 @@ def _failed(error: RollbusError, exit_code: int = 1) -> int:
     return exit_code
 
 
-async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None, probed: socket.socket | None) -> None:
+async def _run(
+    config: WorkerConfig, engine: Engine, tracing: Tracing, parent_pipe: int | None, probed: socket.socket | None
+) -> None:
     loop, waiting = asyncio.get_running_loop(), asyncio.current_task()
     if waiting is None:
         raise RuntimeError("not called in a task")
@@ -231,7 +241,12 @@ async def _run(config: WorkerConfig, engine: Engine, parent_pipe: int | None, pr
             # Only `stop` cancels this task.
             logger.info("worker.stopped_waiting worker=%s", config.worker_id)
             return
-        worker = Worker(config, engine)
+        tracer = make_tracer(tracing, service_name="rollbus-worker", field="--otel")
+        export = None
+        if tracer is not None:
+            until_ended.push_async_callback(asyncio.to_thread, tracer.close)
+            export = RequestSpans(tracer, worker=config.worker_id, model=config.model).export
+        worker = Worker(config, engine, export)
         await worker.run()
 
 

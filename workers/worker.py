@@ -24,7 +24,6 @@ from ..bus.nats.connection import Connection, open_connection, subscribe
 from ..bus.nats.permitted import check_permitted
 from ..bus.protocol.states import WorkerEvent
 from ..bus.queue.puller import QueuePuller
-from ..bus.queue.streams import ensure_queue
 from ..bus.subjects import Subjects
 from ..schemas.errors import (
     BusBroken,
@@ -38,6 +37,7 @@ from ..schemas.errors import (
 from ..schemas.limits import MAX_ERROR_CHARS
 from ..schemas.messages import decode_client_presence, decode_link_message
 from ..schemas.presence import LoraInfo, WorkerPresence, WorkerState
+from ..schemas.telemetry import RequestTimeline
 from .config import WorkerConfig
 from .control.assembly import make_control, make_sources
 from .control.command_handler import CommandHandler
@@ -45,6 +45,7 @@ from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
 from .lifecycle.identity import HOST, IdGuard
 from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
+from .reach import wait_for_queue
 from .requests.in_flight import InFlightRequests
 from .requests.intake import RequestIntake
 from .requests.links import WorkerLinks
@@ -59,8 +60,6 @@ logger = logging.getLogger(__name__)
 
 KEEP_S = 2.0
 """Between two words to the queue about a request in hand: at less than half of its `ack_wait_s`, one may be lost."""
-QUEUE_RETRY_S = 1.0
-"""Between attempts to make the queue, for a server that starts, or has no JetStream yet."""
 WIND_DOWN_S = 2.0
 """For clients to acknowledge the last frames of a worker that stops."""
 
@@ -71,9 +70,16 @@ class Worker:
     Args:
         config: names, addresses and bounds.
         engine: not started; `run` starts and closes it.
+        on_request_ended: called with the timeline of each request that has ended, at once; must not block.
     """
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        on_request_ended: Callable[[RequestTimeline], None] | None = None,
+    ) -> None:
+        self._on_request_ended = on_request_ended
         self._config = config
         self._engine = engine
         self._subjects = Subjects(config.fleet)
@@ -159,6 +165,7 @@ class Worker:
         self._id_guard = IdGuard(config.worker_id, self._lifecycle, self._give_up)
         self._max_payload = nats.max_payload
         self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
+        self._links.requests.timelines.on_ended = self._on_request_ended
         self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
         self._puller = QueuePuller(
             *(nats, self._subjects, config.model),
@@ -201,21 +208,10 @@ class Worker:
         await self._lifecycle.wait_alone()
         await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
         await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)
-        await self._ensure_queue()
+        await wait_for_queue(self._nats, self._subjects, self._config.model, self._puller.stats)
         # The presence of a serving worker follows the subscriptions on the same connection: its readers are heard here.
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
-
-    async def _ensure_queue(self) -> None:
-        """Wait until there is a queue: who hears that this worker serves publishes to it."""
-        # Mostly made by the pulling task, while the engine was starting.
-        while not self._puller.stats.ensured:
-            try:
-                await ensure_queue(self._nats, self._subjects, self._config.model)
-                return
-            except BusBroken as exc:
-                logger.warning("worker.waits_for_queue worker=%s error=%s", self._config.worker_id, exc)
-            await asyncio.sleep(QUEUE_RETRY_S)
 
     async def _pull(self) -> None:
         try:

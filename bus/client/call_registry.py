@@ -4,12 +4,16 @@ All of this belongs to the caller's loop. Nothing here waits for the bus thread 
 model that somebody serves is opened without a round trip.
 """
 
+import asyncio
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
 from ...schemas.request import GenerateRequest
+from ..tracing.spans import TracingStats
+from ..tracing.switch import make_tracer
 from .calls import Call, CallResult, Inbox
 from .config import ClientConfig
 from .fleet import Fleet
@@ -24,6 +28,7 @@ class CallRegistry:
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
+        self.tracer = make_tracer(config.tracing, service_name="rollbus-client")
         self._thread = LoopThread(f"rollbus-{config.client}", open_client_runtime(config), self._fail_all)
         self._inbox = Inbox(self._thread.call_in_owner_loop)
         self._calls: dict[str, Call] = {}
@@ -63,7 +68,7 @@ class CallRegistry:
 
     def stats(self) -> ClientStats:
         """A copy of the counters."""
-        return self._runtime.stats(self.unread_bytes)
+        return self._runtime.stats(self.unread_bytes, TracingStats() if self.tracer is None else self.tracer.stats)
 
     async def start(self) -> None:
         """Connect.
@@ -73,7 +78,10 @@ class CallRegistry:
         Raises:
             BusBroken: no server answers.
         """
-        self._runtime = await self._thread.start()
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self._close_tracer)
+            self._runtime = await self._thread.start()
+            unless_started.pop_all()
         self.fleet = Fleet(self._config.subjects.fleet, self._thread, self._runtime)
         _started.add(self)
 
@@ -85,7 +93,15 @@ class CallRegistry:
         Raises:
             Exception: what had ended the thread before.
         """
-        await self._thread.stop()
+        try:
+            await self._thread.stop()
+        finally:
+            await self._close_tracer()
+
+    async def _close_tracer(self) -> None:
+        if self.tracer is not None:
+            # It waits for the collector, if that is slow.
+            await asyncio.to_thread(self.tracer.close)
 
     async def open(self, request: GenerateRequest, *, streams: bool) -> Call:
         """Have `request` published; the caller must `remove` the call when it is done with it.
@@ -109,7 +125,7 @@ class CallRegistry:
                 message="this client has a live request of this id",
                 request_id=request_id,
             )
-        call = Call(request, self._inbox, streams)
+        call = Call(request, self._inbox, streams, self.tracer)
         self._calls[request_id] = call
         try:
             call.model = await self._resolve_model(call)

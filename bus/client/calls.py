@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from ...schemas.chunk import Chunk
 from ...schemas.errors import RequestError
@@ -17,6 +17,8 @@ from ...schemas.limits import DEFAULT_TIMEOUT_S
 from ...schemas.messages import encode
 from ...schemas.request import GenerateRequest, expand_children
 from ..protocol.stream.chunk_sizes import chunk_bytes
+from ..tracing.spans import Tracer
+from .call_spans import CallSpans, traced
 from .generation import ChildResult, Generation, join_samples
 
 __all__ = ["Call", "CallResult", "Inbox", "Unread"]
@@ -94,6 +96,7 @@ class Call:
         request: as the caller gave it.
         inbox: tells the caller's loop of news.
         streams: the caller takes chunks one by one; otherwise it takes the finished `Generation`.
+        tracer: begins its trace; None: tracing is off.
 
     Raises:
         InvalidRequest: its samples cannot be told apart: a seed is too large.
@@ -102,6 +105,7 @@ class Call:
     request: GenerateRequest
     inbox: Inbox
     streams: bool
+    tracer: InitVar[Tracer | None] = None
     # Set in the caller's loop before the bus thread sees the call, and not changed any more.
     model: str = ""
     """Which model serves it; empty until that is known."""
@@ -111,6 +115,8 @@ class Call:
     """These encoded: here, so that what cannot be encoded fails before anybody else sees it."""
     deadline_s: float = field(init=False)
     """On `time.monotonic()`."""
+    spans: CallSpans | None = field(init=False, default=None)
+    """Of its trace; None: it is not sampled."""
     # In the caller's loop.
     is_submitted: bool = False
     is_aborted: bool = False
@@ -128,9 +134,12 @@ class Call:
     # By both, in the order that `Inbox` explains.
     is_due: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, tracer: Tracer | None) -> None:
         """Prepare what is published."""
-        self.children = expand_children(self.request)
+        sent = self.request
+        if tracer is not None:
+            sent, self.spans = traced(tracer, sent)
+        self.children = expand_children(sent)
         self.payloads = [encode(child) for child in self.children]
         self.deadline_s = time.monotonic() + self.timeout_s
 
@@ -153,6 +162,8 @@ class Call:
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand over a child's chunks; they have been checked, and the call has not ended."""
+        if self.spans is not None:
+            self.spans.add(chunks)
         for chunk in chunks:
             size = chunk_bytes(chunk)
             self.delivered += size

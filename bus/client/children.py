@@ -5,8 +5,10 @@ A request of n samples is n requests to the fleet, its children; they end togeth
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from ...schemas.errors import ErrorCode, RequestError, RequestFailed
+from ..protocol.attempt.events import Instruction
 from ..protocol.attempt.machine import AttemptMachine
 from ..protocol.attempt.states import TIMED
 from ..protocol.placement.prefix_index import PrefixScope
@@ -60,6 +62,9 @@ class OpenCall:
         self.has_ended = True
         if self.timer is not None:
             self.timer.cancel()
+        if (spans := self.call.spans) is not None:
+            children = [(child.stream, child.workers) for child in self.children]
+            spans.ended(self.model, children, self.call.streams, None if error is None else error.code)
         self.call.finish(CallResult([child.result() for child in self.children], error))
 
     def clear(self) -> None:
@@ -106,6 +111,20 @@ class ChildRequest(AttemptMachine):
     def msg_id(self) -> str:
         """Names the current attempt among all of the client."""
         return f"{self.open_call.serial}.{self.stream.attempt}.{self.stream.child}"
+
+    def payload(self) -> bytes:
+        """The request of the current attempt, encoded; a resumed one has its place in the trace."""
+        spans = self.open_call.call.spans
+        if self._payload is None and spans is not None and (context := spans.context_of(self.stream.child)):
+            self._request = self._request.in_trace(context.traceparent, context.tracestate)
+        return super().payload()
+
+    def note(self, instructions: Sequence[Instruction]) -> None:
+        """Note for the call's spans, if it is traced, what has just happened."""
+        spans = self.open_call.call.spans
+        if spans is not None:
+            for instruction in instructions:
+                spans.note(self, instruction)
 
     def result(self) -> ChildResult:
         """What came of it; the bus thread must not touch the stream any more."""

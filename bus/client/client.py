@@ -28,6 +28,7 @@ from ..auth.credentials import Credentials, client_identity
 from ..nats.server import Server
 from ..protocol.groups.planner import GroupPlanner
 from ..subjects import Subjects
+from ..tracing.switch import Tracing, check_tracing
 from .batch import Batch, RequestSource
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry, check_ids
@@ -54,6 +55,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     max_unread_bytes: int = DEFAULT_MAX_UNREAD_BYTES,
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS,
     placement: bool = True,
+    tracing: Tracing = False,
 ) -> "Client":
     """A client of a fleet, to be entered with `async with`.
 
@@ -71,10 +73,12 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
         prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
         placement: requests go straight to a worker that has their prompt's beginning in its cache, or the group that
             they belong to, where that pays. False: the queue alone, for sessions too.
+        tracing: spans of requests for OpenTelemetry (`rollbus[otel]`). True: exported as the environment says
+            (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on). A `TracerProvider`: made by that.
 
     Raises:
-        InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, or a number out of
-            range.
+        InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, a number out of range,
+            or `tracing` without OpenTelemetry.
         BusBroken: a URL is malformed, or the credentials cannot be read.
     """
     try:
@@ -90,6 +94,7 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
         max_unread_bytes=max_unread_bytes,
         prefill_min_tokens=prefill_min_tokens,
         placement=placement,
+        tracing=tracing,
     )
 
 
@@ -114,6 +119,7 @@ class Client:
         max_unread_bytes: int,
         prefill_min_tokens: int,
         placement: bool,
+        tracing: Tracing,
     ) -> None:
         worker_grace_s = check_float("worker_grace_s", worker_grace_s, 0, MAX_TIMEOUT_S)
         self._max_unread_bytes = check_int("max_unread_bytes", max_unread_bytes, 1, 2**63)
@@ -128,6 +134,7 @@ class Client:
             worker_grace_s=worker_grace_s,
             prefill_min_tokens=prefill_min_tokens,
             placement=placement,
+            tracing=check_tracing(tracing),
         )
         # Set while connected.
         self._connected: CallRegistry | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..nats.server import Server
 from ..subjects import Subjects
+from ..tracing.switch import Tracing
 
 __all__ = ["ClientConfig"]
 
@@ -24,3 +25,5 @@ class ClientConfig:
     """Of a prompt that goes to a prefill worker first, where there are any."""
     placement: bool = True
     """Requests may be placed at workers; False: they all go through the queue."""
+    tracing: Tracing = False
+    """Spans of requests: off, by the environment, or by this provider."""

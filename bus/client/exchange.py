@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -195,10 +195,11 @@ class AttemptCoordinator:
         """Let a child request handle an event, and do what that calls for."""
         self.execute(child, child.handle(event, time.monotonic()))
 
-    def execute(self, child: ChildRequest, instructions: Iterable[Instruction]) -> None:
+    def execute(self, child: ChildRequest, instructions: Sequence[Instruction]) -> None:
         """Do all that a child request calls for except publishing."""
         open_call = child.open_call
         child.stop_timer()
+        child.note(instructions)
         for instruction in instructions:
             match instruction:
                 case on.Schedule() if open_call.is_stopping:

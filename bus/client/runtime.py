@@ -21,6 +21,7 @@ from ..nats.connection import CLOSE_TIMEOUT_S, Connection, open_connection, publ
 from ..nats.permitted import check_permitted
 from ..protocol.fleet.lease import DEFAULT_LEASE_S
 from ..protocol.fleet.presence_table import LEASE_MARGIN_S, LostWorker
+from ..tracing.spans import TracingStats
 from .config import ClientConfig
 from .dispatch import RequestDispatcher
 from .durations import Durations
@@ -86,6 +87,12 @@ class ClientStats:
     """Frames that did not decode."""
     dropped_msgs: int
     """Messages that nats-py dropped unread; frames among them were asked for again."""
+    spans_exported: int
+    """Spans that the collector has taken; of a provider that was passed in, those that it was given."""
+    spans_failed: int
+    """Spans that were sent, and that the collector did not take."""
+    spans_dropped: int
+    """Spans that were not sent: too many in a second, or no room in the exporter's queue."""
     unread_bytes: int
     """Bytes of results that callers have not taken: of now, not since the start."""
     retries: Mapping[str, int]
@@ -271,10 +278,10 @@ class ClientRuntime:
         except BusBroken as exc:
             logger.warning("presence.lost error=%s", exc)
 
-    def stats(self, unread_bytes: int) -> ClientStats:
+    def stats(self, unread_bytes: int, spans: TracingStats) -> ClientStats:
         """The counters of all parts; any thread may ask."""
         sent = self.dispatcher
-        parts = (sent.stats, sent.prefill.stats, sent.placement.stats, self.coordinator.stats, self.links.stats)
+        parts = (sent.stats, sent.prefill.stats, sent.placement.stats, self.coordinator.stats, self.links.stats, spans)
         counters = {name: value for part in parts for name, value in asdict(part).items()}
         return ClientStats(
             **counters,

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 __all__ = [
+    "add_otel",
     "add_tokenizer",
     "host_name",
     "json_object",
@@ -78,3 +79,12 @@ def _int(text: str, low: int) -> int:
     if number < low:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {low}")
     return number
+
+
+def add_otel(parser: argparse.ArgumentParser) -> None:
+    """Add the option that switches tracing on."""
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="export spans of requests as the variables OTEL_* say; needs rollbus[otel]",
+    )

@@ -115,6 +115,7 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         allowed_hosts=frozenset({host, *args.allowed_host}),
         timeout_s=args.request_timeout,
         returns_tokens=args.return_tokens,
+        otel=args.otel,
         trusts_traceparent=args.trust_traceparent,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -189,6 +190,6 @@ async def serve_http(
     from ..http.server import serving
 
     host, port = listening.getsockname()[:2]
-    client = bus.connect(nats, fleet=fleet, prefill_min_tokens=settings.prefill_min_tokens)
+    client = bus.connect(nats, fleet=fleet, prefill_min_tokens=settings.prefill_min_tokens, tracing=settings.otel)
     async with client as rb, serving(rb, settings, listening):
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -6,7 +6,7 @@ import site
 import sys
 from collections.abc import Iterable
 
-from .arguments import json_object, non_negative_int, positive_int
+from .arguments import add_otel, json_object, non_negative_int, positive_int
 from .package import PACKAGE
 
 __all__ = ["add_worker_options", "flags_of", "python_env", "python_module", "worker_flags"]
@@ -62,6 +62,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         help="bytes in a second at which a worker fetches weights (default: no limit)",
     )
+    add_otel(parser)
     parser.add_argument(
         "--no-prove-reload",
         action="store_true",
@@ -78,6 +79,8 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
     flags += flags_of(args, ("cache_dir", "stage_bytes", "fetch_rate"))
     if args.no_prove_reload:
         flags.append("--no-prove-reload")
+    if args.otel:
+        flags.append("--otel")
     if args.verbose:
         flags += ["--log-level", "debug"]
     if args.log_format != "text":

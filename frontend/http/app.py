@@ -24,6 +24,7 @@ from .live import routes as live
 from .openai import routes as openai
 from .openai.parsers import Parsers
 from .origins import check_media_type, check_origin
+from .server_spans import server_span
 from .service import Handler, RouteTable, Service
 from .settings import Settings
 
@@ -110,7 +111,12 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        with self._service.metrics.request(request.method, self._path) as seen, ExitStack() as until_answered:
+        trusted = self._service.settings.trusts_traceparent
+        with (
+            self._service.metrics.request(request.method, self._path) as seen,
+            server_span(self._service.tracer, request, self._path, seen, is_trusted=trusted),
+            ExitStack() as until_answered,
+        ):
             request.state.until_answered = until_answered
             try:
                 response = await self._answer(request)

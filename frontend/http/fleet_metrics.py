@@ -45,6 +45,9 @@ CLIENT_COUNTERS: Final = {
     "resends_asked": "How often missing frames were asked for",
     "late_chunks": "Chunks of calls and attempts that had ended",
     "bad_messages": "Frames that did not decode",
+    "spans_exported": "Spans of requests that the collector has taken",
+    "spans_failed": "Spans that were sent, and that the collector did not take",
+    "spans_dropped": "Spans that were not sent: too many in a second, or no room in the exporter's queue",
     "dropped_msgs": "Messages that the connection dropped unread; frames among them were asked for again",
 }
 """Fields of `ClientStats` that only grow, and what they are."""

@@ -18,7 +18,7 @@ from ...schemas.presence import Capabilities, WorkerPresence
 from .edge import REQUEST_ID_HEADER, given_request_id
 from .errors import HttpError, http_error, invalid
 from .service import Service
-from .trace import given_trace
+from .trace import GivenTrace
 
 __all__ = ["RequestTarget", "build_request", "check_length", "find_target", "id_headers", "named_errors"]
 
@@ -120,7 +120,7 @@ def build_request(
         HttpError: 400, naming the route's field.
     """
     headers = request.headers
-    trace = given_trace(headers, is_trusted=service.settings.trusts_traceparent)
+    trace: GivenTrace | None = request.state.trace
     common: dict[str, Any] = {
         "model": target.worker.model,
         "lora": target.lora,

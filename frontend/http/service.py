@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import bus
+from ...bus.client.client import registry_of
+from ...bus.tracing.spans import Tracer
 from ...schemas.presence import WorkerPresence
 from ..tokenization import Tokenizer, TokenizerUnavailable
 from .access import user_of
@@ -36,6 +38,8 @@ class Service:
     """Of tool calls and reasoning; None: none were asked for."""
     loads: TokenizerLoads = field(default_factory=TokenizerLoads)
     """Of the models' tokenizers."""
+    tracer: Tracer | None = field(init=False)
+    """That of the client; None: tracing is off."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
     live: LiveFleet = field(init=False)
@@ -43,6 +47,7 @@ class Service:
 
     def __post_init__(self) -> None:
         """Begin to count."""
+        self.tracer = registry_of(self.rb).tracer
         self.metrics = Metrics(self.rb)
         self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
         self.live = LiveFleet(self.rb)

@@ -33,6 +33,8 @@ class Settings:
     client_timeout_s: float = 300.0
     """For a client that is waited for: until its body is there, and until it has read each piece of its answer. A
     trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""
+    otel: bool = False
+    """Spans of requests are exported, as the variables `OTEL_*` say."""
     trusts_traceparent: bool = False
     """The flags of a client's `traceparent` count: it may have its request sampled. Otherwise they are cleared."""
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS

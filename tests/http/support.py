@@ -67,10 +67,11 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
     """Serve a fleet whose workers are somewhere else."""
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    settings = settings or Settings()
     async with (
-        rollbus.connect(nats_url, fleet=fleet) as own,
+        rollbus.connect(nats_url, fleet=fleet, tracing=settings.otel) as own,
         rollbus.connect(nats_url, fleet=fleet) as rb,
-        serving(own, settings or Settings(), listening),
+        serving(own, settings, listening),
         httpx.AsyncClient(
             base_url=url,
             # Of bodies that tests make themselves; httpx says it of what it encodes.

@@ -85,8 +85,8 @@ class AttemptMachine:
         self._last_error: RequestError | None = None
         self._unreadable_at: set[str] = set()
         self._has_failed_handover = False
-        # Its worker got it past the queue.
-        self._is_placed = False
+        self.is_placed = False
+        """Its worker got it past the queue."""
         # When the current attempt was first published since a worker last had it.
         self._unadmitted_since: float | None = None
         # Of the state, and of the attempt in the prefill queue, to which workers without room send it back.
@@ -203,7 +203,7 @@ class AttemptMachine:
             fallback = (on.CountFallback(reason),)
         if possible.direct_to is not None:
             return *fallback, *self._hand_to(RequestEvent.HANDED_OVER, possible.direct_to, None, now)
-        self._is_placed = False
+        self.is_placed = False
         self._move(RequestEvent.PUBLISHED, now)
         return *fallback, self._published(None, self.stream.handover if self.stream.phase == "decode" else None, now)
 
@@ -238,7 +238,7 @@ class AttemptMachine:
 
     def _hand_to(self, event: RequestEvent, worker: str, kv: KvTransfer | None, now: float) -> Sequence[Instruction]:
         self._move(event, now, until=now + HAND_OVER_S)
-        self.handed_to, self._is_placed = worker, True
+        self.handed_to, self.is_placed = worker, True
         return on.WakeAt(self._state_deadline), self._published(worker, kv, now)
 
     def _published(self, worker: str | None, kv: KvTransfer | None, now: float) -> Instruction:
@@ -293,7 +293,7 @@ class AttemptMachine:
         passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
         if self.state in HANDED_TO_ONE and error.code in passed_on:
             return self._withdraw(error, now)
-        if self.state is RequestState.RUNNING and self._is_placed and error.code is ErrorCode.QUEUE_FULL:
+        if self.state is RequestState.RUNNING and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
             # It waited there for a slot, behind others of its group, and the worker's engine has not seen it.
             self.workers.pop()
             return self._withdraw(error, now)

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from ...http.settings import Settings
-from ..arguments import add_tokenizer, positive_float, positive_int
+from ..arguments import add_otel, add_tokenizer, positive_float, positive_int
 from ..exits import ExitCode
 from ..http_service import (
     DEFAULT_ADDRESS,
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenizer(parser)
     add_parsers(parser)
     add_request_options(parser)
+    add_otel(parser)
     parser.add_argument(
         "--max-in-flight",
         metavar="N",

@@ -1,0 +1,312 @@
+"""Spans as OpenTelemetry exports them. No other module imports OpenTelemetry.
+
+The SDK's spans are made when a request has ended, with the ids and times that were noted: so a request that goes on
+costs no more than those. What is exported is bounded three times: by the sampler, by `MAX_SPANS_PER_S`, since others'
+flags may have everything sampled, and by the queue of the exporter, whose thread alone waits for the collector.
+"""
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as SdkSpan
+from opentelemetry.sdk.trace import Tracer as SdkTracer
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace.span import TraceState
+from opentelemetry.util.types import Attributes
+
+from ...schemas.foreign_code import ForeignError, foreign_code
+from .spans import Span, SpanContext, SpanKind, TracingStats, new_span_id, new_trace_id
+
+__all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]
+
+logger = logging.getLogger(__name__)
+
+MAX_SPANS_PER_S: Final = 1000
+"""About 2% of a core in a worker, and far above what one serves: it has two spans for a request."""
+BURST: Final = 2 * MAX_SPANS_PER_S
+"""Requests end together, and one of many samples has hundreds of spans."""
+MAX_QUEUE_SPANS: Final = 2048
+"""The SDK's default for `OTEL_BSP_MAX_QUEUE_SIZE`."""
+CLOSE_S: Final = 5.0
+"""For the last spans of a process that ends: a collector that lives answers in milliseconds."""
+WARN_S: Final = 60.0
+"""Between two log lines about dropped spans."""
+_KINDS: Final[dict[SpanKind, trace.SpanKind]] = {
+    "internal": trace.SpanKind.INTERNAL,
+    "server": trace.SpanKind.SERVER,
+    "client": trace.SpanKind.CLIENT,
+    "producer": trace.SpanKind.PRODUCER,
+    "consumer": trace.SpanKind.CONSUMER,
+}
+
+
+class OtelTracer:
+    """Makes spans with a provider of the SDK; see `Tracer`. Any thread may use it.
+
+    Args:
+        own: the provider is this tracer's, and ends with it.
+        stats: counted by the exporter, too.
+    """
+
+    def __init__(self, provider: TracerProvider, tracer: SdkTracer, *, own: bool, stats: TracingStats) -> None:
+        self._provider = provider
+        self._own = own
+        self.stats = stats
+        self._chosen = _Chosen()
+        # The SDK shares a tracer between all who use its name.
+        self._tracer = copy.copy(tracer)
+        self._tracer.id_generator = self._tracer.sampler = self._chosen
+        self._lock = threading.Lock()
+        self._allowance, self._allowed_at = float(BURST), time.monotonic()
+        self._warned_at, self._num_warned = -WARN_S, 0
+
+    def __repr__(self) -> str:
+        """One line with counts."""
+        return f"<OtelTracer {self.stats}>"
+
+    def start(
+        self, name: str, kind: SpanKind, parent: SpanContext | None, links: Sequence[SpanContext] = ()
+    ) -> SpanContext:
+        """Ask the provider's sampler, and draw ids."""
+        trace_id = new_trace_id() if parent is None else parent.trace_id
+        try:
+            with foreign_code():
+                result = self._provider.sampler.should_sample(
+                    _context(parent), trace_id, name, _KINDS[kind], None, [_link(link) for link in links]
+                )
+        except ForeignError as exc:
+            logger.warning("spans.not_sampled error=%s", exc)
+            result = SamplingResult(Decision.DROP)
+        state = result.trace_state.to_header() if result.trace_state else ""
+        return SpanContext(trace_id, new_span_id(), result.decision is Decision.RECORD_AND_SAMPLE, state or None)
+
+    def current(self) -> SpanContext | None:
+        """The active span of the calling code."""
+        found = trace.get_current_span().get_span_context()
+        if not found.is_valid:
+            return None
+        return SpanContext(
+            found.trace_id, found.span_id, found.trace_flags.sampled, found.trace_state.to_header() or None
+        )
+
+    def export(self, spans: Sequence[Span]) -> None:
+        """Make the SDK's spans, which its processor takes, unless there are too many."""
+        with self._lock:
+            if self._is_allowed(len(spans)):
+                self._make_all(spans)
+            else:
+                self.stats.spans_dropped += len(spans)
+            self._warn()
+
+    def _is_allowed(self, num_spans: int) -> bool:
+        now = time.monotonic()
+        earned = (now - self._allowed_at) * MAX_SPANS_PER_S
+        self._allowance, self._allowed_at = min(self._allowance + earned, BURST), now
+        if num_spans > self._allowance:
+            return False
+        self._allowance -= num_spans
+        return True
+
+    def _make_all(self, spans: Sequence[Span]) -> None:
+        try:
+            with foreign_code():
+                for span in spans:
+                    self._make(span)
+        except ForeignError as exc:
+            # A provider that was passed in has processors of others.
+            self.stats.spans_dropped += len(spans)
+            logger.warning("spans.not_made error=%s", exc)
+        else:
+            if not self._own:
+                self.stats.spans_exported += len(spans)
+
+    def _make(self, span: Span) -> None:
+        self._chosen.context = span.context
+        made = self._tracer.start_span(
+            span.name,
+            context=_context(span.parent),
+            kind=_KINDS[span.kind],
+            attributes=span.attributes,
+            links=[_link(link) for link in span.links],
+            start_time=span.start_ns,
+        )
+        for event in span.events:
+            made.add_event(event.name, event.attributes, event.at_ns)
+        if span.error is not None:
+            made.set_status(trace.StatusCode.ERROR, span.error)
+        made.end(max(span.end_ns, span.start_ns))
+
+    def _warn(self) -> None:
+        num_lost, now = self.stats.spans_dropped + self.stats.spans_failed, time.monotonic()
+        if num_lost > self._num_warned and now - self._warned_at >= WARN_S:
+            self._warned_at, self._num_warned = now, num_lost
+            logger.warning("spans.lost dropped=%s failed=%s", self.stats.spans_dropped, self.stats.spans_failed)
+
+    def close(self) -> None:
+        """Flush and end the exporter, if it is this tracer's; waits `CLOSE_S` at most."""
+        if self._own:
+            # A collector that accepts connections and says nothing holds the SDK's own shutdown for longer.
+            closing = threading.Thread(target=self._provider.shutdown, name="rollbus-otel-close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+
+
+class _Chosen(Sampler, IdGenerator):
+    """Gives the SDK the ids and the decision that were made when the span began."""
+
+    def __init__(self) -> None:
+        self.context = SpanContext(new_trace_id(), new_span_id(), is_sampled=True)
+
+    def generate_trace_id(self) -> int:
+        return self.context.trace_id
+
+    def generate_span_id(self) -> int:
+        return self.context.span_id
+
+    def should_sample(  # noqa: PLR0913, PLR0917 - the SDK's
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: trace.SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[trace.Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, _state(self.context.tracestate))
+
+    def get_description(self) -> str:
+        return "chosen before"
+
+
+class _CountingExporter(SpanExporter):
+    """Counts what the collector takes, and what it does not."""
+
+    def __init__(self, exporter: SpanExporter, stats: TracingStats) -> None:
+        self._exporter = exporter
+        self._stats = stats
+        self.num_done = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self.num_done += len(spans)
+            if result is SpanExportResult.SUCCESS:
+                self._stats.spans_exported += len(spans)
+            else:
+                self._stats.spans_failed += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _BoundedProcessor(SpanProcessor):
+    """The SDK's batches, with every span counted that finds no room in their queue."""
+
+    def __init__(self, exporter: SpanExporter, stats: TracingStats) -> None:
+        self._max_spans = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or MAX_QUEUE_SPANS)
+        self._exporter = _CountingExporter(exporter, stats)
+        self._batches = BatchSpanProcessor(self._exporter, max_queue_size=self._max_spans)
+        self._stats = stats
+        self._num_taken = 0
+
+    def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
+        """Nothing to do: spans are made when they have ended."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Take a span, or drop it. `OtelTracer` calls one at a time."""
+        if self._num_taken - self._exporter.num_done >= self._max_spans:
+            self._stats.spans_dropped += 1
+        else:
+            self._num_taken += 1
+            self._batches.on_end(span)
+
+    def shutdown(self) -> None:
+        """Export what waits; an attempt that has failed is not repeated for ever."""
+        given_up = threading.Timer(CLOSE_S / 2, self._exporter.shutdown)
+        given_up.daemon = True
+        given_up.start()
+        try:
+            self._batches.shutdown()  # type: ignore[no-untyped-call]
+        finally:
+            given_up.cancel()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Export what waits."""
+        return self._batches.force_flush(timeout_millis)
+
+
+def _context(parent: SpanContext | None) -> Context:
+    # Never the context of the code that happens to run here.
+    if parent is None:
+        return Context()
+    return trace.set_span_in_context(trace.NonRecordingSpan(_remote(parent)), Context())
+
+
+def _remote(context: SpanContext) -> trace.SpanContext:
+    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if context.is_sampled else trace.TraceFlags.DEFAULT)
+    return trace.SpanContext(context.trace_id, context.span_id, True, flags, _state(context.tracestate))
+
+
+def _state(tracestate: str | None) -> TraceState:
+    return TraceState() if tracestate is None else TraceState.from_header([tracestate])
+
+
+def _link(context: SpanContext) -> trace.Link:
+    return trace.Link(_remote(context))
+
+
+def is_provider(value: object) -> bool:
+    """True if it is a provider of the SDK, which alone gives spans the ids and times that they had."""
+    return isinstance(value, TracerProvider)
+
+
+def tracer_of(provider: object) -> OtelTracer | None:
+    """Use somebody's provider; None: `OTEL_SDK_DISABLED` switches it off."""
+    if not isinstance(provider, TracerProvider):
+        raise TypeError("no TracerProvider of the SDK")
+    return _tracer(provider, own=False, stats=TracingStats())
+
+
+def exporting_tracer(service_name: str) -> OtelTracer | None:
+    """Make a provider by the environment, with OTLP over HTTP; None: `OTEL_SDK_DISABLED` switches it off.
+
+    Raises:
+        ValueError: a variable has no valid value, or asks for another protocol.
+    """
+    name = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    if name not in os.environ:
+        name = "OTEL_EXPORTER_OTLP_PROTOCOL"
+    protocol = os.environ.get(name) or "http/protobuf"
+    if protocol != "http/protobuf":
+        raise ValueError(f"{name} is {protocol!r}; spans are sent by http/protobuf, mostly to port 4318")
+    resource = Resource.create()
+    # The SDK's way to say that nobody has named it.
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: service_name}))
+    stats = TracingStats()
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    tracer = _tracer(provider, own=True, stats=stats)
+    if tracer is not None:
+        provider.add_span_processor(_BoundedProcessor(OTLPSpanExporter(), stats))
+    return tracer
+
+
+def _tracer(provider: TracerProvider, *, own: bool, stats: TracingStats) -> OtelTracer | None:
+    tracer = provider.get_tracer("rollbus")
+    return OtelTracer(provider, tracer, own=own, stats=stats) if isinstance(tracer, SdkTracer) else None

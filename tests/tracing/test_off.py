@@ -1,0 +1,118 @@
+"""Where tracing is off, nothing of OpenTelemetry is there; and what is said where it is on and cannot be."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rollbus
+from rollbus.bus.tracing.switch import make_tracer
+from rollbus.schemas.errors import InvalidRequest
+from rollbus.workers.__main__ import main
+
+PROGRAM = """
+import asyncio, sys
+import httpx
+import rollbus
+from rollbus.frontend.http.server import listen, serving
+from rollbus.frontend.http.settings import Settings
+from rollbus.workers import __main__
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.worker import Worker
+
+async def run(url, fleet):
+    worker = Worker(WorkerConfig(nats_url=url, fleet=fleet, model="m", listen_s=0.0), SyntheticEngine())
+    listening = listen("127.0.0.1", 0)
+    address = "http://127.0.0.1:%d" % listening.getsockname()[1]
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(worker.run())
+        async with rollbus.connect(url, fleet=fleet) as rb, serving(rb, Settings(), listening):
+            await rb.fleet.wait_for_workers()
+            async with httpx.AsyncClient(base_url=address) as http:
+                body = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
+                answer = await http.post("/inference/v1/generate", json=body, headers={"traceparent": sys.argv[3]})
+                assert answer.status_code == 200, answer.text
+        worker.stop()
+
+asyncio.run(run(*sys.argv[1:3]))
+print(sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetry"))
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_imported(nats_url: str, fleet: str) -> None:
+    """A client, a worker and an HTTP service that serve a request of a trace, in one process."""
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, nats_url, fleet, trace], capture_output=True, text=True, check=False
+    )
+
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is not there."""
+    monkeypatch.delitem(sys.modules, "rollbus.bus.tracing.otel", raising=False)
+    monkeypatch.delattr("rollbus.bus.tracing.otel", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+
+
+@pytest.mark.usefixtures("not_installed")
+def test_the_extra_is_named_where_it_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the client before it connects, and by the worker as a usage error; without the switch nothing is said."""
+    with pytest.raises(InvalidRequest, match=r"tracing needs opentelemetry, which is not installed.*rollbus\[otel\]"):
+        rollbus.connect(tracing=True)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--engine", "synthetic", "--otel"])
+    assert "--otel needs opentelemetry" in capsys.readouterr().err
+    assert repr(rollbus.connect(tracing=False))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "yes", object()])
+def test_what_is_no_provider_is_refused(wrong: object) -> None:
+    """Providers of others cannot give a span the id that its request took along."""
+    with pytest.raises(InvalidRequest, match="True, False or a TracerProvider"):
+        rollbus.connect(tracing=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is 'http/json'"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "'many'"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "max_queue_size"),
+    ],
+)
+def test_variables_that_cannot_be_followed_are_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    """Rather than spans that silently go nowhere."""
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(InvalidRequest, match=said):
+        make_tracer(True, service_name="test")
+
+
+def test_the_standard_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OTEL_SDK_DISABLED`."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+
+    assert make_tracer(True, service_name="test") is None
+
+
+def test_only_one_file_knows_opentelemetry() -> None:
+    """The names of attributes are written down, and equal those of the installed conventions."""
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, url_attributes
+    from opentelemetry.semconv.attributes import error_attributes, http_attributes
+
+    from rollbus.bus.tracing import names
+
+    theirs = (gen_ai_attributes, messaging_attributes, url_attributes, error_attributes, http_attributes)
+    known = {value for module in theirs for name, value in vars(module).items() if name.isupper()}
+    ours = {name: value for name in names.__all__ if not (value := getattr(names, name)).startswith("rollbus.")}
+
+    assert {name: value for name, value in ours.items() if value not in known} == {}

@@ -1,0 +1,280 @@
+"""The trace of a request, from an HTTP client to the engine, as a collector gets it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
+
+import rollbus
+from rollbus import GenerateRequest, SamplingParams
+from rollbus.bus.tracing import names
+from rollbus.bus.tracing.switch import make_tracer
+from rollbus.frontend.http.settings import Settings
+from rollbus.schemas.errors import RequestTimeout
+from rollbus.schemas.messages import KvTransfer
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticEngine
+from rollbus.workers.request_spans import RequestSpans
+from rollbus.workers.worker import Worker
+from tests.http.support import http_before
+from tests.support.fleet import synthetic_worker
+from tests.support.otlp import Collector, collector
+from tests.support.patience import UNHURRIED_LEASE_S
+from tests.support.waits import until_true
+from tests.support.worker_process import LASTING, worker_process
+
+CALLER = "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SERVER, CLIENT, PRODUCER, CONSUMER, INTERNAL = 2, 3, 4, 5, 1
+SLOW = {"step_s": 0.02}
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """A collector, to which everything sends that is told to."""
+    with collector() as found:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield found
+
+
+def check_times(collected: Collector) -> None:
+    """Spans end after they began, events lie within, and what is inside of a process lies within its parent."""
+    by_id = {span.span_id: span for span in collected.spans}
+    for span in collected.spans:
+        assert span.start_ns <= span.end_ns
+        assert all(span.start_ns <= at <= span.end_ns for _, at in span.events)
+        parent = by_id.get(span.parent_id)
+        if parent is not None and parent.service == span.service:
+            assert parent.start_ns <= span.start_ns
+            assert span.end_ns <= parent.end_ns
+
+
+async def test_a_request_that_is_resumed_is_one_trace(nats_url: str, fleet: str, collected: Collector) -> None:
+    """HTTP, client, queue, worker, engine; and after kill -9 a resume, linked to the wait of the lost attempt."""
+    body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
+    async with (
+        http_before(nats_url, fleet, Settings(otel=True, trusts_traceparent=True)) as http,
+        worker_process(nats_url, fleet, "--otel", "--lease-s", "2", "--worker-id", "a", engine_args=SLOW) as doomed,
+    ):
+        await http.own.fleet.wait_for_workers()
+        async with http.client.stream("POST", "/inference/v1/generate", json=body, headers=headers) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            # Before it has all tokens.
+            doomed.kill()
+            async with worker_process(nats_url, fleet, "--otel", *LASTING, "--worker-id", "b", engine_args=SLOW):
+                *_, done = [line async for line in lines if line]
+                await collected.until("engine", 1)
+    assert done == "data: [DONE]"
+
+    [server], [call], [resume] = collected.named("POST"), collected.named("text_completion"), collected.named("resume")
+    lost, waited = collected.named("queue")
+    [worker], [engine] = collected.named("worker"), collected.named("engine")
+    assert len(collected.spans) == 7
+    assert {span.trace_id for span in collected.spans} == {TRACE}
+    assert {span.tracestate for span in (server, call, resume, lost, waited)} == {"vendor=1"}
+    assert [server.parent_id, call.parent_id, resume.parent_id] == [CALLER, server.span_id, call.span_id]
+    assert [lost.parent_id, waited.parent_id] == [call.span_id, resume.span_id]
+    assert [worker.parent_id, engine.parent_id] == [resume.span_id, worker.span_id]
+    assert resume.links == [(TRACE, lost.span_id)]
+    kinds = [span.kind for span in (server, call, lost, resume, waited, worker, engine)]
+    assert kinds == [SERVER, CLIENT, PRODUCER, INTERNAL, PRODUCER, CONSUMER, INTERNAL]
+    assert server.attributes["http.route"] == "/inference/v1/generate"
+    assert server.attributes["http.response.status_code"] == 200
+    assert call.attributes["gen_ai.usage.output_tokens"] == 60
+    assert call.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert call.attributes["rollbus.workers"] == ["a", "b"]
+    assert call.attributes["rollbus.attempts"] == 2
+    assert resume.attributes["rollbus.lost_worker"] == "a"
+    assert resume.attributes["error.type"] == "worker_lost"
+    assert [span.attributes["rollbus.worker"] for span in (lost, waited, worker)] == ["a", "b", "b"]
+    assert [span.attributes["rollbus.lane"] for span in (lost, waited, worker)] == ["normal", "resume", "resume"]
+    assert engine.attributes["gen_ai.usage.input_tokens"] > 2
+    assert "first_token" in [name for name, _ in engine.events]
+    assert {span.service for span in (worker, engine)} == {"rollbus-worker"}
+    check_times(collected)
+
+
+class Traced:
+    """A client and a worker in this process that export to one provider."""
+
+    def __init__(self, rb: rollbus.Client, exporter: InMemorySpanExporter) -> None:
+        self.rb = rb
+        self._exporter = exporter
+        self.asked: list[GenerateRequest] = []
+        """Of the engine."""
+
+    def spans(self, name: str = "") -> list[ReadableSpan]:
+        """Those whose names begin so."""
+        return [span for span in self._exporter.get_finished_spans() if span.name.startswith(name)]
+
+
+@contextlib.asynccontextmanager
+async def traced(nats_url: str, fleet: str, sampler: Sampler | None = None) -> AsyncIterator[Traced]:
+    """Both of them, with a provider of this sampler."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = make_tracer(provider, service_name="")
+    assert tracer is not None
+    spans, engine = RequestSpans(tracer, worker="w", model="m"), SyntheticEngine()
+    config = WorkerConfig(
+        nats_url=nats_url, fleet=fleet, model="m", worker_id="w", lease_s=UNHURRIED_LEASE_S, listen_s=0
+    )
+    worker = Worker(config, engine, spans.export)
+    async with asyncio.TaskGroup() as tasks, rollbus.connect(nats_url, fleet=fleet, tracing=provider) as rb:
+        tasks.create_task(worker.run())
+        found, add = Traced(rb, exporter), engine.add
+
+        async def spy(key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
+            found.asked.append(request)
+            await add(key, request, kv)
+
+        engine.add = spy  # type: ignore[method-assign]
+        await rb.fleet.wait_for_workers()
+        try:
+            yield found
+        finally:
+            worker.stop()
+
+
+async def test_samples_of_one_call(nats_url: str, fleet: str) -> None:
+    """One span for the call, and a wait, a worker's and an engine's for each sample, told apart by their child."""
+    request = GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+    async with traced(nats_url, fleet) as found:
+        generation = await found.rb.complete(request)
+        await until_true(lambda: len(found.spans("engine")) == 3)
+
+        assert generation.request is request
+        [call] = found.spans("text_completion")
+        assert call.attributes is not None
+        assert call.context is not None
+        assert call.parent is None
+        assert call.attributes["gen_ai.request.choice.count"] == 3
+        assert call.attributes["gen_ai.usage.output_tokens"] == 12
+        assert call.attributes["gen_ai.usage.input_tokens"] == 3
+        assert call.attributes["rollbus.weight_versions"] == (0,)
+        for name in ("queue", "worker"):
+            spans = found.spans(name)
+            assert {(span.attributes or {})["rollbus.child"] for span in spans} == {0, 1, 2}
+            assert {span.parent.span_id for span in spans if span.parent} == {call.context.span_id}
+        workers = {span.context.span_id for span in found.spans("worker") if span.context}
+        assert {span.parent.span_id for span in found.spans("engine") if span.parent} == workers
+        assert found.rb.stats().spans_exported == 4
+
+
+async def test_nothing_of_a_prompt_is_in_a_span(nats_url: str, fleet: str) -> None:
+    """No session, no salt, and no attribute that is not listed: none of them has token ids."""
+    request = GenerateRequest(prompt_token_ids=[7], session_id="secret session", cache_salt="secret salt")
+    async with traced(nats_url, fleet) as found:
+        await found.rb.complete(request)
+        await until_true(lambda: found.spans("engine"))
+
+        text = " ".join(span.to_json() for span in found.spans())
+        assert "secret" not in text
+        known = {getattr(names, name) for name in names.__all__}
+        assert {name for span in found.spans() for name in span.attributes or ()} <= known
+
+
+async def test_a_call_that_is_not_sampled_says_so(nats_url: str, fleet: str) -> None:
+    """Nothing is exported, also by workers whose rule is to go by the flag; the trace goes on for whoever is next."""
+    async with traced(nats_url, fleet, ParentBased(ALWAYS_OFF)) as found:
+        await found.rb.complete(GenerateRequest(prompt_token_ids=[1]))
+        given = f"00-{TRACE}-{CALLER}-00"
+        await found.rb.complete(GenerateRequest(prompt_token_ids=[1], traceparent=given, tracestate="v=1"))
+
+        assert found.spans() == []
+        first, second = found.asked
+        assert str(first.traceparent).endswith("-00")
+        assert str(second.traceparent).startswith(f"00-{TRACE}-")
+        assert str(second.traceparent).endswith("-00")
+        assert (first.tracestate, second.tracestate) == (None, "v=1")
+
+
+async def test_a_call_is_below_the_span_that_it_is_made_in(nats_url: str, fleet: str) -> None:
+    """A trainer's step that is traced has its calls inside, unless they name another trace."""
+    async with traced(nats_url, fleet) as found:
+        with TracerProvider().get_tracer("trainer").start_as_current_span("step") as step:
+            await found.rb.complete(GenerateRequest(prompt_token_ids=[1]))
+            other = f"00-{TRACE}-{CALLER}-01"
+            await found.rb.complete(GenerateRequest(prompt_token_ids=[1], traceparent=other))
+
+        inside, outside = found.spans("text_completion")
+        assert inside.parent is not None
+        assert inside.parent.span_id == step.get_span_context().span_id
+        assert outside.parent is not None
+        assert f"{outside.parent.span_id:016x}" == CALLER
+
+
+async def test_calls_that_fail_have_the_code_of_their_error(nats_url: str, fleet: str) -> None:
+    """A timeout while it runs: of the call, and of the worker, to which its client sends an abort."""
+    async with traced(nats_url, fleet) as found:
+        endless = SamplingParams(max_tokens=1_000_000, ignore_eos=True)
+        with pytest.raises(RequestTimeout):
+            await found.rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=endless, timeout_s=0.2))
+        await until_true(lambda: found.spans("worker"))
+
+        [call] = found.spans("text_completion")
+        assert (call.attributes or {})["error.type"] == "timeout"
+        assert call.status.description == "timeout"
+        [worker] = found.spans("worker")
+        assert (worker.attributes or {})["rollbus.worker"] == "w"
+
+
+@pytest.mark.parametrize("sampler", ["always_on", "traceidratio"])
+async def test_a_stranger_decides_nothing(
+    nats_url: str, fleet: str, collected: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    """The service's own rule, on an id of its own; the stranger's trace is a link. Garbage is as if none was given."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    # An id that every ratio above none samples.
+    stranger = f"00-{'0' * 31}1-{CALLER}-01"
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    given = [stranger, f"00-{TRACE}-{CALLER}-00", "garbage", "00-" + "f" * 60_000, f"{stranger}, {stranger}"]
+    async with (
+        synthetic_worker(nats_url, fleet),
+        http_before(nats_url, fleet, Settings(otel=True)) as http,
+    ):
+        await http.own.fleet.wait_for_workers()
+        for value in given:
+            headers = {"traceparent": value, "tracestate": "V=1" if value == "garbage" else "v=1"}
+            answer = await http.client.post("/inference/v1/generate", json=body, headers=headers)
+            assert answer.status_code == 200
+
+    spans = collected.named("POST")
+    if sampler == "traceidratio":
+        assert collected.spans == []
+        return
+    assert [span.links for span in spans] == [
+        [(f"{'0' * 31}1", CALLER)],
+        [(TRACE, CALLER)],
+        *([[]] * 3),
+    ]
+    assert {span.parent_id for span in spans} == {""}
+    assert len({span.trace_id for span in spans} - {TRACE, f"{'0' * 31}1"}) == len(given)
+    assert {span.tracestate for span in collected.spans} == {""}
+
+
+async def test_a_collector_that_is_not_there_harms_no_request(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are served, what is lost is counted, and leaving the client takes no longer than it may."""
+    # Nobody listens at this port, which is for discarding.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    async with synthetic_worker(nats_url, fleet), rollbus.connect(nats_url, fleet=fleet, tracing=True) as rb:
+        await rb.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(20):
+                tasks.create_task(rb.complete(GenerateRequest(prompt_token_ids=[1])))
+        await until_true(lambda: rb.stats().spans_failed)
+        assert rb.stats().spans_exported == 0
+        assert (await rb.complete(GenerateRequest(prompt_token_ids=[1]))).error is None

@@ -1,0 +1,117 @@
+"""The spans of requests at a worker, made of their timelines when they have ended: nothing is done meanwhile."""
+
+from typing import Final
+
+from ..bus.protocol.telemetry.timeline import RETURNED
+from ..bus.tracing import names
+from ..bus.tracing.spans import Attribute, Span, SpanContext, SpanEvent, Tracer
+from ..schemas.chunk import FinishReason
+from ..schemas.telemetry import RequestTimeline, TimelineEvent
+
+__all__ = ["RequestSpans"]
+
+OPERATION: Final = "text_completion"
+_FINISH_REASONS: Final = frozenset(map(str, FinishReason)) - {FinishReason.ERROR}
+
+
+class RequestSpans:
+    """Two spans for each sampled request: from its offer to its end, and of that the time in the engine.
+
+    Args:
+        model: as requests call it.
+    """
+
+    def __init__(self, tracer: Tracer, *, worker: str, model: str) -> None:
+        self._tracer = tracer
+        self._worker = worker
+        self._model = model
+
+    def export(self, timeline: RequestTimeline) -> None:
+        """Make the spans of a timeline that has ended; none of a request that the worker never offered to run."""
+        at: dict[str, TimelineEvent] = {}
+        for event in timeline.events:
+            at.setdefault(event.event, event)
+        if "offered" not in at or "ended" not in at:
+            return
+        name, parent = f"worker {self._model}", SpanContext.parse(timeline.traceparent)
+        context = self._tracer.start(name, "consumer", parent)
+        if not context.is_sampled:
+            return
+        ended = timeline.events[-1]
+        common: dict[str, Attribute] = {
+            names.REQUEST_ID: timeline.request_id,
+            names.CLIENT: timeline.client,
+            names.CHILD: timeline.child,
+            names.ATTEMPT: timeline.attempt,
+            names.WORKER: self._worker,
+            names.WEIGHT_VERSIONS: _versions(timeline),
+        }
+        queue = {names.MESSAGING_SYSTEM: "nats", names.MESSAGING_OPERATION: "process"}
+        placed = {} if timeline.lane is None else {names.LANE: timeline.lane}
+        reason, error = ended.reason or "", None
+        if reason == RETURNED:
+            common[names.RELEASED] = True
+        elif reason not in _FINISH_REASONS:
+            error = common[names.ERROR_TYPE] = reason
+        spans = [
+            Span(
+                name=name,
+                kind="consumer",
+                context=context,
+                parent=parent,
+                start_ns=_ns(at["offered"]),
+                end_ns=_ns(ended),
+                attributes=common | queue | placed,
+                error=error,
+            )
+        ]
+        if "started" in at:
+            spans.append(
+                Span(
+                    name=f"engine {self._model}",
+                    kind="internal",
+                    context=context.child(),
+                    parent=context,
+                    start_ns=_ns(at["started"]),
+                    end_ns=_ns(ended),
+                    attributes=common | self._of_engine(timeline, at, ended),
+                    events=[_as_event(event) for event in timeline.events if event.at > at["started"].at][:-1],
+                    error=error,
+                )
+            )
+        self._tracer.export(spans)
+
+    def _of_engine(
+        self, timeline: RequestTimeline, at: dict[str, TimelineEvent], ended: TimelineEvent
+    ) -> dict[str, Attribute]:
+        attributes: dict[str, Attribute] = {
+            names.OPERATION: OPERATION,
+            names.PROVIDER: "rollbus",
+            names.REQUEST_MODEL: self._model,
+            names.INPUT_TOKENS: timeline.prompt_tokens,
+            names.OUTPUT_TOKENS: ended.tokens or 0,
+        }
+        if ended.reason in _FINISH_REASONS:
+            attributes[names.FINISH_REASONS] = [str(ended.reason)]
+        if "prefilled" in at and at["prefilled"].cached_tokens is not None:
+            attributes[names.CACHED_TOKENS] = at["prefilled"].cached_tokens
+        if "first_token" in at:
+            attributes[names.TIME_TO_FIRST_CHUNK] = max(at["first_token"].at - at["started"].at, 0.0)
+        return attributes
+
+
+def _versions(timeline: RequestTimeline) -> list[int]:
+    versions = (event.weight_version for event in timeline.events if event.event in {"offered", "weights"})
+    return list(dict.fromkeys(version for version in versions if version is not None))
+
+
+def _ns(event: TimelineEvent) -> int:
+    return round(event.at * 1e9)
+
+
+def _as_event(event: TimelineEvent) -> SpanEvent:
+    fields = {"tokens": event.tokens, "weight_version": event.weight_version, "reason": event.reason}
+    given = {f"rollbus.{name}": value for name, value in fields.items() if value is not None}
+    if event.cached_tokens is not None:
+        given[names.CACHED_TOKENS] = event.cached_tokens
+    return SpanEvent(event.event, _ns(event), given)
