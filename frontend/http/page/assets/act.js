@@ -37,6 +37,8 @@ const ACTS = [
   },
   {
     name: "drain", verb: "Drain", title: "Drain", path: "v1/rl/drain", danger: true,
+    // A drain of all would leave no worker to hand requests to.
+    needsChoice: true,
     says: (workers) => `${plural(workers.length, "worker")} will hand ${plural(sum(workers), "request")} in flight to other workers, and take no more until they are resumed.`,
     warns: (workers) => (workers.length >= now.fleet.workers.filter(({ state }) => state === "serving").length ? "That is every worker that serves: requests would have no worker to go to." : ""),
   },
@@ -48,12 +50,17 @@ function choices(name, title, options) {
 }
 
 /** To whom a command may go, as `[value, words, workers, fields of the body]`. */
-function targets(shown) {
+function targets(act, shown) {
   const workers = now.fleet.workers;
-  const found = [["all", `all ${plural(workers.length, "worker")}`, workers, {}]];
+  const found = [];
+  if (!act.needsChoice) found.push(["all", `all ${plural(workers.length, "worker")}`, workers, {}]);
+  if (shown && shown.length) found.push(["filter", `${plural(shown.length, "worker")} that the filter shows`, shown, { workers: shown.map(({ worker }) => worker) }]);
+  if (act.needsChoice) {
+    const sorted = [...workers].sort((a, b) => compareNames(a.worker, b.worker));
+    return [...found, ...sorted.map((each) => [`worker ${each.worker}`, each.worker, [each], { workers: [each.worker] }])];
+  }
   const models = [...new Set(workers.map(({ model }) => model))].sort(compareNames);
   if (models.length > 1) for (const model of models) found.push([`model ${model}`, `those of ${model}`, workers.filter((each) => each.model === model), { model }]);
-  if (shown && shown.length) found.push(["filter", `${plural(shown.length, "worker")} that the filter shows`, shown, { workers: shown.map(({ worker }) => worker) }]);
   return found;
 }
 
@@ -63,7 +70,7 @@ function answerTable(ledger) {
   const rows = lines.slice(0, MAX_LINES).map((line) => el("tr", { data: { key: line.worker, result: line.result } }, el("th", { scope: "row", text: line.worker }), el("td", {}, el("span", { class: "state", data: { kind: line.result === "applied" ? "good" : "bad" } }, el("span", { class: "glyph", "aria-hidden": "true", text: line.result === "applied" ? "✓" : "✕" }), el("span", { text: line.result }))), el("td", { class: "numeric", text: line.seconds === null ? "" : duration(line.seconds) }), el("td", { class: "wide", text: line.why ?? "" })));
   if (lines.length > MAX_LINES) rows.push(el("tr", {}, el("td", { colspan: 4, text: `and ${count(lines.length - MAX_LINES)} more` })));
   const head = el("tr", {}, ...["Worker", "Result", "Took", "Why"].map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })));
-  return el("div", { class: "scroller short" }, el("table", { class: "plain", data: { testid: "act-ledger" } }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  return el("div", { class: "scroller short" }, el("table", { class: "plain", "aria-label": "Answers of workers", data: { testid: "act-ledger" } }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }
 
 function showAnswer(body, act, ledger, problem, close) {
@@ -91,9 +98,9 @@ async function send(act, fields, body, close) {
 
 function askFirst(act, shown) {
   openDialog(act.title, "act-dialog", (body, close) => {
-    const all = targets(shown);
+    const all = targets(act, shown);
     const select = el("select", { id: "act-target", data: { testid: "act-target" } }, ...all.map(([value, words]) => el("option", { value, text: words })));
-    if (shown) select.value = "filter";
+    if (shown && shown.length) select.value = "filter";
     const says = el("p", { data: { testid: "act-says" } });
     const warns = el("p", { class: "notice" });
     const extra = el("div");

@@ -20,7 +20,7 @@ export class TimeChart {
     Object.assign(this, { title, format, isWhole, sync, seconds, data: [[]], names: [] });
     this.legend = el("ul", { class: "legend" });
     this.at = el("time", { class: "hint" });
-    this.plot = el("div", { class: "plot", role: "img" });
+    this.plot = el("div", { class: "plot", role: "img", "aria-label": title });
     this.root = el("section", { class: "panel chart", data: { testid } }, el("div", { class: "chart-head" }, el("h3", { text: title, title: hint }), this.at), this.legend, this.plot);
     this.marks = [];
     new ResizeObserver(() => this.#resize()).observe(this.plot);

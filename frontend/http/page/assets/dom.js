@@ -64,8 +64,9 @@ export function meter(parent) {
   const text = el("span", { class: "num" });
   parent.append(el("span", { class: "meter", "aria-hidden": "true" }, fill), text);
   return (share, words) => {
-    const width = `${Math.round(1000 * Math.min(1, Math.max(0, share ?? 0))) / 10}%`;
-    if (fill.style.width !== width) fill.style.width = width;
+    // A change of scale is drawn without a new layout of the page.
+    const scale = `scaleX(${Math.round(1000 * Math.min(1, Math.max(0, share ?? 0))) / 1000})`;
+    if (fill.style.transform !== scale) fill.style.transform = scale;
     setText(text, words);
   };
 }

@@ -21,9 +21,9 @@ const EXPERT_HEADS = [["Expert", null, "numeric"], ["Choices", null, "numeric"],
 export function layerTables(onLayer) {
   const layerBody = el("tbody");
   const expertBody = el("tbody");
-  const layers = el("details", { data: { testid: "layers-table" } }, el("summary", { text: "Layers as a table" }), el("div", { class: "scroller" }, el("table", { class: "plain" }, heads(LAYER_HEADS), layerBody)));
+  const layers = el("details", { data: { testid: "layers-table" } }, el("summary", { text: "Layers as a table" }), el("div", { class: "scroller" }, el("table", { class: "plain", "aria-label": "Layers" }, heads(LAYER_HEADS), layerBody)));
   const title = el("summary", { text: "Experts of a layer as a table" });
-  const experts = el("details", { data: { testid: "experts-table" } }, title, el("div", { class: "scroller" }, el("table", { class: "plain" }, heads(EXPERT_HEADS), expertBody)));
+  const experts = el("details", { data: { testid: "experts-table" } }, title, el("div", { class: "scroller" }, el("table", { class: "plain", "aria-label": "Experts of the layer" }, heads(EXPERT_HEADS), expertBody)));
   let shown = null;
   let map = null;
   let layer = 0;

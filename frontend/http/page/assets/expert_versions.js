@@ -38,7 +38,7 @@ export function versionsPanel() {
   const words = el("p", { class: "readout", data: { testid: "version-summary" } });
   const heads = [el("tr", {}, el("th", { scope: "col", rowspan: 2, class: "numeric layer-name", text: "Layer" }), el("th", { scope: "colgroup", colspan: 3, text: "Maximum over mean" }), el("th", { scope: "colgroup", colspan: 2, class: "numeric", text: "Entropy" }), el("th", { scope: "colgroup", colspan: 2, class: "numeric", text: "Never chosen" })), el("tr")];
   const body = el("tbody");
-  const frame = el("div", { class: "scroller short", tabindex: 0, role: "region", "aria-label": "Versions by layer" }, el("table", { class: "plain tight", data: { testid: "versions" } }, el("thead", {}, ...heads), body));
+  const frame = el("div", { class: "scroller short", tabindex: 0, role: "region", "aria-label": "Versions by layer" }, el("table", { class: "plain tight", "aria-label": "Versions by layer", data: { testid: "versions" } }, el("thead", {}, ...heads), body));
   const none = el("p", { class: "empty" });
   const root = el("section", { class: "panel", "aria-labelledby": "versions-title" },
     el("div", { class: "panel-head" }, el("h2", { id: "versions-title", text: "By version of the weights" }), el("label", { class: "choice" }, el("span", { text: "Older" }), selects[0]), el("label", { class: "choice" }, el("span", { text: "Newer" }), selects[1]), el("label", { class: "check" }, order, el("span", { text: "largest change first" }))),

@@ -51,7 +51,7 @@ function makeLedger() {
   const body = el("tbody");
   const more = el("p", { class: "hint" });
   const heads = ["Worker", "Answer", "Progress", "Took", "Error"];
-  const table = el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
+  const table = el("table", { class: "plain", "aria-label": "Answers of workers" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
   const details = el("details", {}, summary, el("div", { class: "scroll-x" }, table), more);
   const item = el("li", { class: "ledger", data: { testid: "ledger" } }, details);
   meters.set(item, meter(summary.children[1]));

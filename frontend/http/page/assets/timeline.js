@@ -94,5 +94,5 @@ export function listOf(timeline, first) {
     return el("tr", { data: { event: event.event } }, el("td", { class: "numeric" }, at), el("th", { scope: "row", text: WORDS[event.event] ?? event.event }), el("td", { class: "wide", text: detailsOf(event) }), el("td", { class: "numeric", text: next ? duration(next.at - event.at) : "" }));
   });
   const head = el("tr", {}, ...[["At", "numeric"], ["Event", ""], ["", ""], ["Until the next", "numeric"]].map(([text, name]) => el("th", { scope: "col", class: name, text })));
-  return el("div", { class: "scroll-x" }, el("table", { class: "plain" }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  return el("div", { class: "scroll-x" }, el("table", { class: "plain", "aria-label": `Events of attempt ${(timeline.attempt ?? 0) + 1}` }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }

@@ -76,7 +76,7 @@ export function queuePanel() {
   const none = el("p", { class: "empty", text: "No queue is there." });
   const problems = el("ul", { class: "behind" });
   const heads = [["Model", ""], ["Lane", ""], ["Waiting", "numeric"], ["In hand", "numeric"], ["By client", ""]];
-  const table = el("table", { class: "plain", data: { testid: "queues" } }, el("thead", {}, el("tr", {}, ...heads.map(([text, name]) => el("th", { scope: "col", class: name, text })))), body);
+  const table = el("table", { class: "plain", "aria-label": "Queue by lane", data: { testid: "queues" } }, el("thead", {}, el("tr", {}, ...heads.map(([text, name]) => el("th", { scope: "col", class: name, text })))), body);
   return {
     root: el("section", { class: "panel", "aria-labelledby": "queue-title" }, el("div", { class: "panel-head" }, el("h2", { id: "queue-title", text: "Queue" })), el("div", { class: "scroll-x" }, table), none, problems),
     update({ queues, queue_problems: unread }) {
