@@ -53,7 +53,7 @@ export class TimeChart {
         cursor: { sync: { key: this.sync }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
         scales: { x: { time: true, range: () => this.#span() }, y: { range: (_chart, _low, high) => [0, high > 0 ? high * 1.12 : this.isWhole ? 4 : 1] } },
         axes: [
-          { ...axis, values: (_chart, splits) => splits.map((at) => hour.format(at * 1000)), space: 70, size: 30 },
+          { ...axis, values: (_chart, splits) => splits.map((at) => hour.format(at * 1000)), space: 60, size: 30 },
           { ...axis, size: 66, space: 34, ...(this.isWhole ? { incrs: WHOLE_STEPS } : {}), values: (_chart, splits) => splits.map((value) => this.format(value)) },
         ],
         series: [{}, ...this.names.map((name, index) => this.#line(name, index))],

@@ -25,13 +25,22 @@ function found(body, room) {
   const all = timelines.flatMap(({ events }) => events.map(({ at }) => at));
   const [first, last] = [Math.min(...all), Math.max(...all)];
   const workers = new Set(timelines.map(({ worker }) => worker)).size;
-  const silent = body.silent?.length ? ` No answer from ${body.silent.slice(0, 5).join(", ")}${body.silent.length > 5 ? ` and ${plural(body.silent.length - 5, "other")}` : ""}. What such a worker had of it is missing.` : "";
   return [
     el("section", { class: "panel", "aria-labelledby": "request-title", data: { testid: "request-found" } },
-      el("div", { class: "panel-head" }, el("h2", { id: "request-title", text: body.request_id }), el("span", { class: "hint", text: `${plural(timelines.length, "attempt")} at ${plural(workers, "worker")}, ${duration(last - first)}; ${count(body.workers_answered)} of ${plural(body.workers_asked, "worker")} answered.${silent}` })),
-      el("div", { class: "panel-body" }, legendOf(), el("div", { class: "scroll-x" }, drawTimelines(timelines, room)))),
+      el("div", { class: "panel-head" }, el("h2", { id: "request-title", text: body.request_id }), el("span", { class: "hint", text: `${plural(timelines.length, "attempt")} at ${plural(workers, "worker")}, ${duration(last - first)}; ${count(body.workers_answered)} of ${plural(body.workers_asked, "worker")} answered.` })),
+      el("div", { class: "panel-body" }, ...caveats(body).map((text) => el("p", { class: "hint", text })), legendOf(), el("div", { class: "scroll-x" }, drawTimelines(timelines, room)))),
     el("section", { class: "panel", "aria-label": "Events" }, ...timelines.map((each) => attempt(each, first))),
   ];
+}
+
+/** What is missing in the picture, or wrong with it, in sentences. */
+function caveats({ silent, left_out: leftOut, clock_skews: skews }) {
+  const found = [];
+  const names = Array.isArray(silent) ? silent : Object.keys(silent ?? {});
+  if (names.length) found.push(`No answer from ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${plural(names.length - 5, "other")}` : ""}: what such a worker had of the request is missing.`);
+  if (leftOut) found.push(`The answers had no room for ${plural(leftOut, "earlier timeline")}.`);
+  for (const [worker, seconds] of Object.entries(skews ?? {})) found.push(`The clock of ${worker} is at least ${duration(Math.abs(seconds))} ${seconds > 0 ? "ahead of" : "behind"} that of the server: times between machines are off by as much.`);
+  return found;
 }
 
 /** Make the view. */
@@ -72,7 +81,7 @@ export function requestView() {
       answer.replaceChildren(...found(body, answer.clientWidth - 30));
     } catch (error) {
       if (error.name === "AbortError" || shown !== id) return;
-      say(error.status === 404 ? `No worker knows ${id}. Each remembers its last 1,000 requests that have ended; a worker that was started anew remembers none.` : `It cannot be looked up: ${error.message}`);
+      say(error.status === 404 ? `No worker knows ${id}. The service says: ${error.message}.` : `It cannot be looked up: ${error.message}`);
       if (error.status === 401) askForToken("What became of a request is told with the token of admins.", () => load(id));
     }
   }

@@ -65,6 +65,8 @@ function axis(first, last, x, rows, wide) {
   const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400].find((each) => (span / each) * LABEL_PX <= wide) ?? (span / wide) * LABEL_PX;
   for (let at = 0; at <= span; at += step) {
     group.append(svg("line", { x1: x(first + at), x2: x(first + at), y1: TOP - 6, y2: TOP + rows * ROW }));
+    // The last label has room, or is left out.
+    if (x(first + at) + LABEL_PX / 2 > wide) continue;
     const text = svg("text", { x: x(first + at) + 3, y: 12 });
     text.textContent = `+${duration(at)}`;
     group.append(text);
