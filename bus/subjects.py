@@ -178,6 +178,11 @@ class Subjects:
         return f"{self._root}.ack.{check_subject_token('controller', controller)}.*"
 
     @property
+    def acks(self) -> str:
+        """What any worker answers any controller."""
+        return f"{self._root}.ack.*.*"
+
+    @property
     def ping(self) -> str:
         """A message here makes every worker announce itself at once."""
         return f"{self._root}.ping"

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ..subjects import PREFIX
 from .credentials import CLIENT_ROLES, Role, User
-from .permissions import INBOX, Rule, any_subjects, permissions, rules, subjects_of
+from .permissions import INBOX, Rule, any_subjects, heard_subjects, permissions, rules, subjects_of
 
 __all__ = ["account_of", "accounts"]
 
@@ -131,8 +131,8 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
             # One import of a subject: of two, a message would be delivered twice.
             if user.role in rule.publish:
                 imports += [_from(home, {"service": subject}) for subject in subjects_of(rule, user)]
-            elif user.role in rule.subscribe:
-                imports += [_from(home, {"stream": subject}) for subject in subjects_of(rule, user)]
+            else:
+                imports += [_from(home, {"stream": subject}) for subject in heard_subjects(rule, user)]
     return imports
 
 

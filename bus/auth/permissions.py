@@ -5,7 +5,9 @@ workers the worker's. Where a subject also names a peer, every peer is allowed.
 
 NATS checks no permission on the reply subject of a publish, nor inside of the payload of a JetStream API call. The
 accounts (`accounts.py`) confine replies. Calls whose payload names a subject (`STREAM.CREATE`, `STREAM.UPDATE`,
-`CONSUMER.CREATE`) are for admins alone. `STREAM.INFO` of a queue lists whose requests wait, so only admins have it.
+`CONSUMER.CREATE`) are for admins alone. `STREAM.INFO` of a queue lists whose requests wait, but shows no request. Only
+admins and frontends have it: they may end any request of the fleet anyway. For the same reason these two may hear all
+acks; others hear the acks to their own commands.
 """
 
 import re
@@ -23,6 +25,7 @@ __all__ = [
     "Permissions",
     "Rule",
     "any_subjects",
+    "heard_subjects",
     "permissions",
     "rules",
     "subjects_of",
@@ -57,6 +60,8 @@ class Rule:
     """As docs/protocol.md writes it: below `rb.v1.<fleet>.` in `SUBJECT_RULES`, whole in `JETSTREAM_RULES`."""
     publish: frozenset[Role] = _NOBODY
     subscribe: frozenset[Role] = _NOBODY
+    observe: frozenset[Role] = _NOBODY
+    """May subscribe to it whatever names stand there, also those of others."""
     why: str = ""
     """What for, where the subject does not say it."""
 
@@ -70,7 +75,7 @@ SUBJECT_RULES: Final = (
     Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # a worker its own: is there another of its id?
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
     Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
-    Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
+    Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS),
     Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
 )
 """The software's own subjects, one for each row of the table in `rollbus.bus.subjects`."""
@@ -82,9 +87,9 @@ _OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
 JETSTREAM_RULES: Final = (
     Rule(f"{_API}.INFO", publish=_EVERYBODY, why="what the server has room for"),
     Rule(f"{_API}.CONSUMER.INFO.*.*", publish=_EVERYBODY, why="how much waits in a queue, and whether it is there"),
-    Rule(f"{_API}.STREAM.INFO.*", publish=_ADMINS, why="how a queue is set up"),
+    Rule(f"{_API}.STREAM.INFO.*", publish=_COMMANDERS, why="how a queue is set up, and whose requests wait"),
     Rule(f"{_API}.STREAM.LIST", publish=_ADMINS, why="find streams, their leaders and replicas"),
-    Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _ADMINS, why="which models have a desired state"),
+    Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _COMMANDERS, why="which models have a desired state"),
     *(Rule(f"{_API}.CONSUMER.MSG.NEXT.*.{lane}", publish=_WORKERS, why="take requests") for lane in LANES),
     *(Rule(f"$JS.ACK.*.{lane}.>", publish=_WORKERS, why="acknowledge requests") for lane in LANES),
     Rule(f"{_API}.STREAM.CREATE.*", publish=_ADMINS, why="make queues and buckets"),
@@ -127,16 +132,14 @@ def permissions(user: User) -> Permissions:
     """What `user` may do."""
     return Permissions(
         publish=tuple(subject for rule in rules() if user.role in rule.publish for subject in subjects_of(rule, user)),
-        subscribe=tuple(
-            subject for rule in rules() if user.role in rule.subscribe for subject in subjects_of(rule, user)
-        ),
+        subscribe=tuple(subject for rule in rules() for subject in heard_subjects(rule, user)),
     )
 
 
 def rules() -> Iterator[Rule]:
     """Yield the rules of both tables with whole subjects."""
     for rule in SUBJECT_RULES:
-        yield Rule(f"{PREFIX}.<fleet>.{rule.subject}", rule.publish, rule.subscribe)
+        yield Rule(f"{PREFIX}.<fleet>.{rule.subject}", rule.publish, rule.subscribe, rule.observe)
     yield from JETSTREAM_RULES
 
 
@@ -147,6 +150,13 @@ def subjects_of(rule: Rule, user: User) -> tuple[str, ...]:
     """
     names = {"<inbox>": user.inbox_prefix} | dict.fromkeys(_OWN_NAME[user.role], user.name)
     return _for_each_model(rule, user.fleet, user.models, names)
+
+
+def heard_subjects(rule: Rule, user: User) -> tuple[str, ...]:
+    """Return the rule's subjects that one user may subscribe to."""
+    if user.role in rule.observe:
+        return any_subjects(rule, user.fleet, user.models)
+    return subjects_of(rule, user) if user.role in rule.subscribe else ()
 
 
 def any_subjects(rule: Rule, fleet: str, models: Iterable[str]) -> tuple[str, ...]:

@@ -1,13 +1,17 @@
 """The fleet as a client hears it, without asking its workers: for programs that look every second."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...schemas.desired import DesiredState
 from ...schemas.errors import RollbusError
 from ...schemas.presence import WorkerPresence
-from ..queue.streams import QueueDepth
+from ...schemas.request import Lane
+from ..protocol.telemetry.command_book import CommandLine
+from ..queue.streams import QueueDepth, queue_clients
 from .call_registry import CallRegistry
 from .client import Client, registry_of
+from .command_listener import CommandListener
 
 __all__ = ["FleetWatch", "HeardWorker", "watch_fleet"]
 
@@ -29,11 +33,18 @@ class FleetWatch:
     def __init__(self, registry: CallRegistry) -> None:
         self._thread = registry.thread
         self._runtime = registry.runtime
-        self.fleet = registry.config.subjects.fleet
+        self._subjects = registry.config.subjects
+        self._listener = CommandListener(self._runtime.nats, self._subjects, self._runtime.watcher.table)
+        self.fleet = self._subjects.fleet
 
     def __repr__(self) -> str:
         """One line with the fleet."""
         return f"<FleetWatch {self.fleet}>"
+
+    @property
+    def bad_messages(self) -> int:
+        """Commands and acks that were heard and did not decode, or were not their author's."""
+        return self._listener.bad_messages
 
     @property
     def problem(self) -> str | None:
@@ -61,6 +72,52 @@ class FleetWatch:
             BusClosed: the client was closed.
         """
         return await self._thread.run(self._runtime.watcher.queues())
+
+    async def clients(self, models: Iterable[str]) -> dict[tuple[str, Lane, str], int]:
+        """Count the requests that each client has in these models' queues, by model, lane and client.
+
+        Raises:
+            PermissionDenied: this user may not list them.
+            BusBroken: JetStream does not answer.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._clients(tuple(models)))
+
+    async def _clients(self, models: tuple[str, ...]) -> dict[tuple[str, Lane, str], int]:
+        return {
+            (model, *lane_and_client): count
+            for model in models
+            for lane_and_client, count in (await queue_clients(self._runtime.nats, self._subjects, model)).items()
+        }
+
+    async def listen(self) -> None:
+        """Listen to commands and acks of all controllers, until `unlisten`.
+
+        Raises:
+            PermissionDenied: this user may not.
+            BusBroken: the connection was lost for good.
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._listener.start())
+
+    async def unlisten(self) -> None:
+        """Listen to commands no more.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        await self._thread.run(self._listener.stop())
+
+    async def commands(self) -> tuple[CommandLine, ...]:
+        """Return the last commands that were heard between `listen` and `unlisten`, the newest first.
+
+        Raises:
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._commands())
+
+    async def _commands(self) -> tuple[CommandLine, ...]:
+        return self._listener.lines()
 
     async def desired(self) -> dict[str, DesiredState]:
         """Return what the workers of each model should be doing.

@@ -22,7 +22,8 @@ _ACTIONS: Final = {"publish": "publish", "subscription": "subscribe"}
 class _Waiter:
     """Somebody for whom a denial is the answer."""
 
-    def __init__(self, subject: str, scope: asyncio.Timeout) -> None:
+    def __init__(self, action: str, subject: str, scope: asyncio.Timeout) -> None:
+        self.action = action
         self.subject = subject
         self.scope = scope
         self.denial: PermissionDenied | None = None
@@ -45,13 +46,16 @@ class Denials:
         self.first: PermissionDenied | None = None
 
     @asynccontextmanager
-    async def expected(self, subject: str) -> AsyncIterator[None]:
-        """Raise `PermissionDenied` in the block, at once, when the server refuses to take what is published there.
+    async def expected(self, subject: str, action: str = "publish") -> AsyncIterator[None]:
+        """Raise `PermissionDenied` in the block, at once, when the server refuses what is published or subscribed to.
+
+        Args:
+            action: `publish` or `subscribe`.
 
         Of several blocks that publish to one subject side by side each has its own denial: the server refuses message
         by message, in their order.
         """
-        waiter = _Waiter(subject, asyncio.timeout(None))
+        waiter = _Waiter(action, subject, asyncio.timeout(None))
         try:
             async with waiter.scope:
                 self._waiters.append(waiter)
@@ -70,7 +74,7 @@ class Denials:
         violation = _VIOLATION.search(words)
         action, subject = (_ACTIONS[violation[1].lower()], violation[2]) if violation else ("do", words)
         denial = PermissionDenied(user=self._user, action=action, subject=subject)
-        waiters = [waiter for waiter in self._waiters if action == "publish" and waiter.subject == subject]
+        waiters = [waiter for waiter in self._waiters if (waiter.action, waiter.subject) == (action, subject)]
         for waiter in waiters:
             if waiter.denial is None:
                 waiter.denial = denial

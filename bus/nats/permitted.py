@@ -1,10 +1,15 @@
 """Asking a server whether this user may, where nobody would hear of the answer."""
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
-from .connection import Connection, publish
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
-__all__ = ["check_permitted", "publish_permitted"]
+from ...schemas.errors import PermissionDenied
+from .connection import Connection, publish, subscribe
+
+__all__ = ["check_permitted", "publish_permitted", "subscribe_permitted"]
 
 ANSWER_S: Final = 3.0
 """For the server's word; one that does not answer has other troubles, which show elsewhere."""
@@ -20,6 +25,35 @@ async def publish_permitted(nats: Connection, subject: str, data: bytes, headers
     async with nats.denials.expected(subject):
         await publish(nats, subject, data, headers=headers)
         await nats.confirm(timeout_s=ANSWER_S)
+
+
+async def subscribe_permitted(
+    nats: Connection,
+    subject: str,
+    handler: Callable[[Msg], Awaitable[None]],
+    *,
+    max_pending_msgs: int,
+    max_pending_bytes: int,
+) -> Subscription:
+    """Subscribe, and wait until the server has looked whether this user may, as far as it answers.
+
+    Raises:
+        PermissionDenied: the user may not; nothing is subscribed to.
+        Exception: as `subscribe`.
+    """
+    subscription = None
+    try:
+        async with nats.denials.expected(subject, "subscribe"):
+            subscription = await subscribe(
+                nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
+            )
+            await nats.confirm(timeout_s=ANSWER_S)
+    except PermissionDenied:
+        if subscription is not None:
+            # Else it would be asked for again after each reconnect.
+            await subscription.unsubscribe()
+        raise
+    return subscription
 
 
 async def check_permitted(nats: Connection) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "QueueDepth",
     "StoredRange",
     "ensure_queue",
+    "queue_clients",
     "queue_depths",
     "stored_in",
     "stream_name",
@@ -183,6 +184,29 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
                 )
             )
     return tuple(depths)
+
+
+async def queue_clients(nats: Client, subjects: Subjects, model: str) -> dict[tuple[Lane, str], int]:
+    """Count the requests that each client has in the queue of `model`, waiting or with a worker, by lane and client.
+
+    Raises:
+        PermissionDenied: this user may not.
+        BusBroken: JetStream does not answer.
+    """
+    found: dict[tuple[Lane, str], int] = {}
+    for lanes in STREAM_LANES:
+        operation = f"STREAM.INFO.{stream_name(subjects, model, lanes[0])}"
+        try:
+            info = await ask(nats, operation, {"subjects_filter": ">"})
+        except ApiError as error:
+            if error.code == NO_STREAM:
+                continue
+            raise BusBroken(f"the queue of {model!r} cannot be read: {error}") from error
+        for subject, count in (info["state"].get("subjects") or {}).items():
+            *_, client, _model, lane = subject.split(".")
+            if lane in lanes:
+                found[lane, client] = count
+    return found
 
 
 async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) -> StoredRange:

@@ -20,8 +20,11 @@ def with_table(text: str) -> str:
 
 
 def _subjects() -> str:
-    rows = ((f"`{rule.subject}`", _names(rule.publish), _names(rule.subscribe)) for rule in SUBJECT_RULES)
-    return _table(("subject below `rb.v1.<fleet>.`", "publish", "subscribe"), rows)
+    rows = (
+        (f"`{rule.subject}`", _names(rule.publish), _names(rule.subscribe), _names(rule.observe))
+        for rule in SUBJECT_RULES
+    )
+    return _table(("subject below `rb.v1.<fleet>.`", "publish", "subscribe", "subscribe for all names"), rows)
 
 
 def _jetstream() -> str:

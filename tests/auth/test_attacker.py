@@ -58,6 +58,8 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
 }
 HEARD_BY_ALL = {"presence.<worker>"}
 """What clients hear of every worker."""
+OBSERVED = {"ack.<controller>.<worker>": {A, F}}
+"""Who hears what is for others: those that may give any command, too."""
 
 
 def subject(kind: str, names: dict[str, str]) -> str:
@@ -74,17 +76,18 @@ def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
     theirs = {place for place in OTHERS if place not in mine}
     for kind, (publishers, hearers) in OWN.items():
         names_me = any(place in kind for place in mine)
-        is_for_all = role is not W and kind in HEARD_BY_ALL
+        is_observed = role in OBSERVED.get(kind, ())
+        is_for_all = role is not W and (kind in HEARD_BY_ALL or is_observed)
         for names in (OTHERS | mine, OTHERS):
             is_me = names is not OTHERS
             if not is_me and not names_me:
                 continue  # the same once more
             where = subject(kind, names)
             yield "publish", where, role in publishers and is_me
-            yield "subscribe", where, role in hearers and (is_me or is_for_all)
+            yield "subscribe", where, is_observed or (role in hearers and (is_me or is_for_all))
         wide = subject(kind, dict.fromkeys(OTHERS, "*") | {"<model>": "*", "<lane>": "*"})
         everybody = not names_me or is_for_all
-        yield "subscribe", wide, role in hearers and everybody and bool(theirs)
+        yield "subscribe", wide, is_observed or (role in hearers and everybody and bool(theirs))
 
 
 async def may(guard: Guarded, name: str, action: str, where: str) -> bool:
@@ -149,6 +152,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"{api}.STREAM.SNAPSHOT.{stream}", set()
     yield f"{api}.STREAM.RESTORE.{stream}", set()
     yield f"{api}.STREAM.NAMES", set()
+    yield f"{api}.STREAM.INFO.{stream}", {A, F}
     yield f"{api}.STREAM.LIST", {A}
     yield f"{api}.STREAM.CREATE.spy", {A}
     yield f"{api}.STREAM.UPDATE.{stream}", {A}
@@ -173,7 +177,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
         yield f"$O.{bucket}.C.x", {A} | publishers
         yield f"$O.{bucket}.M.x", {A} | publishers
         yield f"{api}.STREAM.PURGE.OBJ_{bucket}", {A} | publishers
-        yield f"{api}.STREAM.INFO.OBJ_{bucket}", {A, W} | publishers
+        yield f"{api}.STREAM.INFO.OBJ_{bucket}", {A, F, W} | publishers
         yield f"{api}.STREAM.MSG.GET.OBJ_{bucket}", {A, W} | publishers
         yield f"{api}.DIRECT.GET.OBJ_{bucket}", {W} | publishers
         yield f"{api}.STREAM.DELETE.OBJ_{bucket}", set()

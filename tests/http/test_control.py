@@ -19,6 +19,7 @@ from tests.support.hand_control import ACCEPTED, controlled, failed, silent
 COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("pause", {}),
     ("resume", {}),
+    ("drain", {"workers": ["w0"]}),
     ("flush_cache", {}),
     ("update_weights", {"path": "/x", "version": 3}),
     ("load_lora_adapter", {"name": "a", "path": "/x"}),
@@ -40,6 +41,7 @@ async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_pa
             "flush_cache": {"preempt": True},
             "update_weights": {"path": str(c.root / "two"), "version": 7, "model": "synthetic"},
             "load_lora_adapter": {"name": "math", "path": str(c.root / "adapter"), "version": 4},
+            "drain": {"workers": ["w0", "w1"]},
             "resume": {"workers": ["w0", "w1"]},
         }
         answers = {name: await c.post(f"/v1/rl/{name}", body) for name, body in bodies.items()}
@@ -213,6 +215,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pause", {"modus": "keep"}, "modus"),
     ("pause", {"mode": "keep", "wait_for_inflight_requests": True}, "wait_for_inflight_requests"),
     ("resume", {"mode": "keep"}, "mode"),
+    ("drain", {}, "workers"),
+    ("drain", {"workers": ["w9"]}, "workers"),
     ("flush_cache", {"preempt": True, "reset_running_requests": True}, "reset_running_requests"),
     ("flush_cache", {"reset_external": True}, "reset_external"),
     ("update_weights", {}, "path"),

@@ -16,6 +16,7 @@ from ....schemas.weights import Canary
 __all__ = [
     "AbortBody",
     "AddLoraBody",
+    "DrainBody",
     "FinishTransferBody",
     "FlushBody",
     "InitTransferBody",
@@ -63,6 +64,13 @@ class PauseBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class ResumeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Take requests again."""
+
+
+class DrainBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hand the requests in flight to other workers and take no more, until `resume`."""
+
+    workers: Workers
+    """Which, by id: there is no default, as a drain of all leaves nobody to hand requests to."""
 
 
 class FlushBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

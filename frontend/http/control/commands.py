@@ -27,6 +27,7 @@ from .versions import version_and_label, with_version
 __all__ = [
     "Call",
     "abort",
+    "drain",
     "finish_weight_update",
     "flush_cache",
     "init_weight_transfer",
@@ -136,6 +137,12 @@ def _is_paused(ledger: bus.CommandResult) -> dict[str, object]:
 async def resume(call: Call[bodies.ResumeBody]) -> Response:
     """Have workers take requests again: it undoes a pause, and a drain."""
     return await call.answer(call.fleet.resume(**call.options), "resume", {"status": "resumed"})
+
+
+async def drain(call: Call[bodies.DrainBody]) -> Response:
+    """Have workers hand their requests to others and take no more, until `resume`."""
+    options = {name: value for name, value in call.options.items() if name != "workers"}
+    return await call.answer(call.fleet.drain(call.fields.workers, **options), "drain", {"status": "drained"})
 
 
 async def flush_cache(call: Call[bodies.FlushBody]) -> Response:

@@ -4,6 +4,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from ....bus.protocol.telemetry.command_book import CommandLine
 from ....bus.protocol.telemetry.series import Series
 
 __all__ = [
@@ -148,6 +149,8 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     queue_problems: dict[str, str]
     """By model: why its queue does not answer."""
     models: tuple[ModelLine, ...]
+    commands: tuple[CommandLine, ...]
+    """The last twenty that were heard while somebody watched, the newest first."""
     history_number: int
     """Of the last point of the history: what is after another number can be asked for."""
 

@@ -1,7 +1,7 @@
 """The `fleet` event, made of what is known of the fleet."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from ....bus import QueueDepth
@@ -12,26 +12,18 @@ from ....bus.protocol.telemetry.fleet_rates import FleetRates
 from ....schemas.control import Drain, FinishWeightUpdate, Pause, UpdateWeights
 from ....schemas.desired import DesiredState
 from ....schemas.presence import WorkerPresence
+from ....schemas.request import Lane
 from .events import Behind, ModelLine, QueueLine, StagingCell, WorkerRow
 from .points import waiting_at
 
-__all__ = ["Recorded", "model_lines", "pause_epoch", "queue_lines", "worker_row"]
+__all__ = ["model_lines", "pause_epoch", "queue_lines", "worker_row"]
 
 PAUSE: Final = "pause"
 """The register that says whether workers should serve."""
+MAX_CLIENTS: Final = 50
+"""Listed of each lane."""
 MAX_ERROR_CHARS: Final = 300
 """Of a worker's last error in each event: a fleet whose thousand workers all failed stays readable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What NATS has of the fleet, as it was last read."""
-
-    queues: tuple[QueueDepth, ...] = ()
-    queue_problems: dict[str, str] = field(default_factory=dict)
-    desired: dict[str, DesiredState] = field(default_factory=dict)
-    problem: str | None = None
-    """Why some of it could not be read."""
 
 
 def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
@@ -77,10 +69,26 @@ def _staging_cell(worker: WorkerPresence) -> StagingCell | None:
     return StagingCell(staging.stage, staging.done_bytes, staging.total_bytes, worker.target_version)
 
 
-def queue_lines(depths: Iterable[QueueDepth]) -> Iterator[QueueLine]:
-    """Make a line for each lane."""
+def queue_lines(
+    depths: Iterable[QueueDepth], clients: Mapping[tuple[str, Lane, str], int] | None
+) -> Iterator[QueueLine]:
+    """Make a line for each lane.
+
+    Args:
+        clients: requests by model, lane and client; None: not known. A lane lists the `MAX_CLIENTS` with the most.
+    """
+    by_lane: dict[tuple[str, Lane], Counter[str]] = {}
+    for (model, lane, client), count in (clients or {}).items():
+        by_lane.setdefault((model, lane), Counter())[client] = count
     for depth in depths:
-        yield QueueLine(model=depth.model, lane=depth.lane, waiting=depth.waiting, in_hand=depth.in_hand)
+        listed = dict(by_lane.get((depth.model, depth.lane), Counter()).most_common(MAX_CLIENTS))
+        yield QueueLine(
+            model=depth.model,
+            lane=depth.lane,
+            waiting=depth.waiting,
+            in_hand=depth.in_hand,
+            clients=None if clients is None else listed,
+        )
 
 
 def model_lines(

@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import cached_property
 from typing import Final
 
 from .... import __version__, bus
-from ....bus.client.fleet_watch import watch_fleet
+from ....bus.client.fleet_watch import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.series import STEP_S, History
 from ....schemas.errors import RollbusError
 from .events import HELLO, PING, SNAPSHOT, FleetEvent, HelloEvent, WorkerRow, encode_event
-from .fleet_event import Recorded, model_lines, pause_epoch, queue_lines, worker_row
+from .fleet_event import model_lines, queue_lines, worker_row
 from .heard import Heard
 from .points import QueueWaits, worker_points
+from .recorded import RecordedReader
 from .viewers import Viewers
 
 __all__ = ["PERIOD_S", "LiveFleet"]
@@ -27,8 +29,10 @@ READ_WAIT_S: Final = 0.5
 PING_S: Final = 15.0
 QUEUES_WAIT_S: Final = 2.0
 """For NATS to say how much waits, while nobody watches; well below `STEP_S`."""
-MAX_TIMES: Final = 256
-"""Pauses of which the time is remembered; of more models than that it is read again."""
+LISTEN_AGAIN_S: Final = 60.0
+"""Until it is tried again to listen to commands, where that failed."""
+LINGER_S: Final = 10.0
+"""For which commands are heard on when the last viewer has left: a page that is loaded again is back in a second."""
 
 
 class LiveFleet:
@@ -46,15 +50,20 @@ class LiveFleet:
         self.history = History()
         self._heard = Heard()
         self._queue_waits = QueueWaits()
-        self._recorded = Recorded()
+        self._recorded = RecordedReader()
         # Cleared while it is read.
         self._has_read = asyncio.Event()
-        # By model and epoch.
-        self._recorded_at: dict[tuple[str, int], float | None] = {}
+        # Why commands are not heard.
+        self._deaf: str | None = None
 
     def __repr__(self) -> str:
         """One line with counts."""
         return f"<LiveFleet {self._heard!r} {self.viewers!r} {self.history!r}>"
+
+    @cached_property
+    def _watch(self) -> FleetWatch:
+        # The client is connected when the service runs, not yet when it is made.
+        return watch_fleet(self._rb)
 
     def time_of(self, number: int) -> float:
         """Return the Unix time of a point of the history."""
@@ -63,7 +72,7 @@ class LiveFleet:
     def hello(self, *, may_act: bool) -> bytes:
         """Return the first event for a viewer."""
         hello = HelloEvent(
-            fleet=watch_fleet(self._rb).fleet,
+            fleet=self._watch.fleet,
             version=__version__,
             started_at=round(self._started_at, 3),
             may_act=may_act,
@@ -80,6 +89,7 @@ class LiveFleet:
             tasks.create_task(self._keep())
             tasks.create_task(self._read())
             tasks.create_task(self._tell())
+            tasks.create_task(self._listen())
 
     async def _keep(self) -> None:
         """Keep a point of each step, also while nobody watches."""
@@ -94,17 +104,16 @@ class LiveFleet:
                 logger.warning("live.no_point error=%r", error)
 
     async def _keep_point(self, number: int) -> None:
-        watch = watch_fleet(self._rb)
-        if watch.problem is not None:
+        if self._watch.problem is not None:
             # What was heard last says nothing of now.
             return
-        await self._heard.update(watch)
-        queues = self._recorded.queues
+        await self._heard.update(self._watch)
+        queues = self._recorded.latest.queues
         if not self.viewers:
             queues = ()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(QUEUES_WAIT_S):
-                    queues, _ = await watch.queues()
+                    queues, _ = await self._watch.queues()
         waits = self._queue_waits.step(self._rb.stats().queue_waits)
         self.history.add(number, *worker_points(self._heard, queues, waits))
 
@@ -132,45 +141,49 @@ class LiveFleet:
             self._has_read.clear()
             await self.viewers.until_some()
             try:
-                self._recorded = await self._read_now()
+                await self._recorded.read(self._watch)
             except RollbusError as error:
                 logger.warning("live.not_read error=%r", error)
             self._has_read.set()
             await asyncio.sleep(PERIOD_S)
+
+    async def _listen(self) -> None:
+        """Listen to commands while somebody watches."""
+        while True:
+            await self.viewers.until_some()
+            try:
+                await self._watch.listen()
+            except RollbusError as error:
+                self._deaf = f"commands cannot be heard: {error}"
+                logger.warning("live.no_commands error=%r", error)
+                await asyncio.sleep(LISTEN_AGAIN_S)
+                continue
+            self._deaf = None
+            await self.viewers.until_none()
+            await asyncio.sleep(LINGER_S)
+            if not self.viewers:
+                with contextlib.suppress(RollbusError):
+                    await self._watch.unlisten()
 
     def end(self) -> None:
         """End all streams at once."""
         self.viewers.end()
 
     async def _event(self) -> FleetEvent:
-        watch = watch_fleet(self._rb)
-        recorded = self._recorded
+        watch, recorded = self._watch, self._recorded.latest
         await self._heard.update(watch)
         heard, now = tuple(self._heard.workers.values()), time.monotonic()
         lost = watch.problem
         workers = [each.presence for each in heard]
-        models = model_lines(workers, recorded.desired, lambda *key: self._recorded_at.get(key))
+        models = model_lines(workers, recorded.desired, self._recorded.recorded_at)
         return FleetEvent(
             at=round(time.time(), 3),
             bus_up=lost is None,
-            problem=recorded.problem if lost is None else lost,
+            problem=lost or recorded.problem or self._deaf,
             workers=tuple(worker_row(each, self._heard.rates, now) for each in heard),
-            queues=tuple(queue_lines(recorded.queues)),
+            queues=tuple(queue_lines(recorded.queues, recorded.clients)),
             queue_problems=recorded.queue_problems,
             models=tuple(models),
+            commands=await watch.commands(),
             history_number=self.history.number,
         )
-
-    async def _read_now(self) -> Recorded:
-        watch, problem = watch_fleet(self._rb), None
-        queues, queue_problems = await watch.queues()
-        try:
-            desired = await watch.desired()
-        except RollbusError as error:
-            desired, problem = self._recorded.desired, f"what is desired cannot be read: {error}"
-        for model, state in desired.items():
-            if (epoch := pause_epoch(state)) is not None and (model, epoch) not in self._recorded_at:
-                self._recorded_at[model, epoch] = await watch.recorded_at(model, epoch)
-        while len(self._recorded_at) > MAX_TIMES:
-            del self._recorded_at[next(iter(self._recorded_at))]
-        return Recorded(queues, queue_problems, desired, problem)

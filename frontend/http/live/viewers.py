@@ -72,6 +72,8 @@ class Viewers:
     def __init__(self) -> None:
         self._viewers: set[Viewer] = set()
         self._some = asyncio.Event()
+        self._none = asyncio.Event()
+        self._none.set()
         self._has_ended = False
 
     def __repr__(self) -> str:
@@ -99,12 +101,18 @@ class Viewers:
             raise HttpError(503, f"{MAX_VIEWERS} viewers watch; allowed: {MAX_VIEWERS}", code="too_many_viewers")
         self._viewers.add(viewer)
         self._some.set()
+        self._none.clear()
         try:
             yield
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
                 self._some.clear()
+                self._none.set()
+
+    async def until_none(self) -> None:
+        """Wait until nobody watches."""
+        await self._none.wait()
 
     async def until_some(self) -> None:
         """Wait until somebody watches."""

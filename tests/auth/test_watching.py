@@ -1,0 +1,68 @@
+"""Who may see what others command, and what strangers make of that."""
+
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.bus.client.fleet_watch import watch_fleet
+from rollbus.bus.nats.permitted import publish_permitted
+from rollbus.bus.subjects import Subjects
+from rollbus.schemas.control import Resume
+from rollbus.schemas.errors import PermissionDenied
+from tests.auth.support import FLEET, MODEL, guarded
+from tests.control.support import ask as greedy
+from tests.support.fleet import synthetic_worker
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("watcher", "commander"), [("front", "boss"), ("boss", "front")])
+async def test_commanders_see_commands_of_each_other(watcher: str, commander: str, tmp_path: Path) -> None:
+    """With what workers answer; which nobody else can forge. And whose requests wait."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with (
+            worker,
+            rollbus.connect(guard.login(watcher)) as rb,
+            rollbus.connect(guard.login(commander)) as other,
+            guard.connected("carol") as carol,
+        ):
+            watch = watch_fleet(rb)
+            for each in (rb, other):
+                await each.fleet.wait_for_workers()
+            await watch.listen()
+            told = await other.fleet.pause()
+            while not (lines := await watch.commands()) or not lines[0].done:
+                pass
+            assert await watch.clients([MODEL]) == {}
+            forged = b'{"id":"1","command":"pause","worker":"w0","incarnation":"","model":"m","status":"applied"}'
+            with pytest.raises(PermissionDenied):
+                await publish_permitted(carol, Subjects(FLEET).ack("boss", "w0"), forged)
+            assert await watch.commands() == lines
+            own = await rb.fleet.send(Resume())
+            while len(lines := await watch.commands()) < 2 or not lines[0].done:
+                pass
+    assert [(line.id, line.controller, line.counts) for line in lines] == [
+        (own.id, watcher, {"applied": 1}),
+        (told.id, commander, {"applied": 1}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["alice", "carol", "eye"])
+async def test_others_may_not(name: str, tmp_path: Path) -> None:
+    """It is an error where it is asked for, and nowhere else: requests of the same client go on."""
+    async with guarded(tmp_path) as guard:
+        worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
+        async with worker, rollbus.connect(guard.login(name)) as rb:
+            await rb.fleet.wait_for_workers()
+            watch = watch_fleet(rb)
+            with pytest.raises(PermissionDenied) as listened:
+                await watch.listen()
+            with pytest.raises(PermissionDenied) as listed:
+                await watch.clients([MODEL])
+            if name != "eye":
+                assert (await rb.complete(greedy())).error is None
+            assert await watch.commands() == ()
+    assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
+    assert listed.value.action == "publish"

@@ -1,0 +1,97 @@
+"""What somebody who listens knows of commands."""
+
+from rollbus.bus.protocol.telemetry.command_book import MAX_COMMANDS, MAX_LINES, MAX_WORKERS, CommandBook
+from rollbus.schemas.control import Ack, AckError, AckStatus, Pause, UpdateWeights, WeightSource
+from rollbus.schemas.errors import ControlCode
+from rollbus.schemas.weights import Staging
+
+
+def ack(worker: str, status: AckStatus, command_id: str = "c", **fields: object) -> Ack:
+    """A worker's answer."""
+    return Ack(
+        id=command_id,
+        command="update_weights",
+        worker=worker,
+        incarnation="1",
+        model="m",
+        status=status,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+UPDATE = UpdateWeights(id="c", version=3, source=WeightSource(path="/x"), epoch=7)
+
+
+def test_a_ledger_grows() -> None:
+    """Each worker is awaited, then at a stage, then final, after which nothing of it counts."""
+    book = CommandBook()
+    book.add_command(UPDATE, "boss", ["a", "b"], 100.0)
+    (line,) = book.lines(101.0)
+    assert (line.id, line.command, line.controller, line.at, line.epoch) == ("c", "update_weights", "boss", 100.0, 7)
+    assert (line.done, line.counts) == (False, {"awaited": 2})
+    progress = Staging(source="/x", stage="fetching", done_bytes=5, total_bytes=10)
+    book.add_ack(ack("a", AckStatus.PROGRESS, stage="fetching", progress=progress), "boss", 100.0)
+    (line,) = book.lines(101.0)
+    answer = line.workers["a"]
+    assert (answer.status, answer.stage) == ("progress", "fetching")
+    assert answer.progress is not None
+    assert (answer.progress.done_bytes, answer.progress.total_bytes) == (5, 10)
+    error = AckError(code=ControlCode.BAD_SOURCE, message="x" * 2000)
+    book.add_ack(ack("b", AckStatus.FAILED, error=error, seconds=1.5), "boss", 100.0)
+    book.add_ack(ack("a", AckStatus.APPLIED), "boss", 100.0)
+    book.add_ack(ack("a", AckStatus.PROGRESS, stage="late"), "boss", 100.0)
+    (line,) = book.lines(101.0)
+    assert (line.done, line.counts) == (True, {"applied": 1, "failed": 1})
+    assert line.workers["a"].stage is None
+    assert len(line.workers["b"].error or "") == 200
+
+
+def test_strangers_change_nothing() -> None:
+    """A worker that the command does not concern is counted."""
+    book = CommandBook()
+    book.add_command(UPDATE, "boss", ["a"], 100.0)
+    book.add_command(UPDATE, "boss", ["a", "b", "c"], 200.0)
+    before = book.lines(300.0)
+    book.add_ack(ack("b", AckStatus.APPLIED), "boss", 300.0)
+    assert (book.lines(300.0), book.strangers) == (before, 1)
+
+
+def test_one_that_was_not_heard_is_known_by_its_acks() -> None:
+    """With the workers that answer; what one worker makes up takes half of the room at most."""
+    book = CommandBook()
+    for number in range(MAX_COMMANDS):
+        book.add_command(Pause(id=f"p{number}"), "boss", ["a"], 100.0)
+    for number in range(100):
+        book.add_ack(ack("liar", AckStatus.ACCEPTED, f"made-up-{number}"), "boss", 101.0)
+    ids = [line.id for line in book.lines(101.0)]
+    assert [name for name in ids if name.startswith("p")] == [f"p{number}" for number in range(19, 9, -1)]
+    book.add_ack(ack("a", AckStatus.ACCEPTED, epoch=4), "front", 102.0)
+    book.add_ack(ack("b", AckStatus.APPLIED), "front", 103.0)
+    line = book.lines(104.0)[0]
+    assert (line.id, line.command, line.controller, line.at, line.epoch) == ("c", "update_weights", "front", 102.0, 4)
+    assert (line.done, line.counts) == (False, {"accepted": 1, "applied": 1})
+    book.add_ack(ack("a", AckStatus.APPLIED), "front", 105.0)
+    assert book.lines(105.0)[0].done
+
+
+def test_one_is_done_when_its_time_is_up() -> None:
+    """Whoever still owes an answer."""
+    book = CommandBook()
+    book.add_command(Pause(id="p", timeout_s=5.0), "boss", ["a"], 100.0)
+    assert not book.lines(114.0)[0].done
+    assert book.lines(116.0)[0].done
+    assert book.lines(116.0)[0].counts == {"awaited": 1}
+
+
+def test_it_is_bounded() -> None:
+    """The newest commands, as many workers as are allowed, and of older commands those that have not applied it."""
+    book = CommandBook()
+    workers = [f"w{number}" for number in range(MAX_WORKERS + 5)]
+    for number in range(MAX_COMMANDS + 5):
+        book.add_command(Pause(id=f"p{number}"), "boss", workers, 100.0)
+        book.add_ack(ack("w0", AckStatus.APPLIED, f"p{number}"), "boss", 100.0)
+    lines = book.lines(100.0)
+    assert [line.id for line in lines] == [f"p{number}" for number in range(MAX_COMMANDS + 4, 4, -1)]
+    assert [len(line.workers) for line in lines] == [MAX_WORKERS] * 2 + [MAX_LINES] * (MAX_COMMANDS - 2)
+    assert all(line.counts == {"applied": 1, "awaited": MAX_WORKERS - 1} for line in lines)
+    assert all("w0" not in line.workers for line in lines[2:])
