@@ -48,8 +48,10 @@ def queries() -> Iterator[tuple[str, str, str]]:
         if "expr" in annotation:
             yield f"annotation {annotation['name']}", _filled(annotation["expr"]), annotation["textFormat"]
     for variable in variables().values():
-        asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.get("definition", ""))
-        if asked:
+        if variable["type"] != "query":
+            continue
+        asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+        if asked is not None:
             yield f"variable {variable['name']}", _filled(f"count by ({asked[2]}) ({asked[1]})"), ""
 
 
