@@ -146,6 +146,8 @@ class QueuePuller:
         self._woken = asyncio.Event()
         self._reconnects = 0
         self.stats = PullerStats()
+        self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
+        """Called with each request that goes back at once; must not block."""
 
     def __repr__(self) -> str:
         """One line with state and counts."""
@@ -267,6 +269,7 @@ class QueuePuller:
         self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
         if self._is_paused or self._room() <= -MAX_OVER:
             self.stats.given_back += 1
+            self.on_given_back(request)
             await request.nak(NAK_DELAY_S)
             return
         self.stats.handed_over += 1

@@ -191,6 +191,8 @@ async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: st
         pulling(nats_url, fleet) as worker,
         pulling(nats_url, fleet, capacity=0) as other,
     ):
+        given_back: list[bytes] = []
+        worker.puller.on_given_back = lambda request: given_back.append(request.data)
         await until(lambda: num_pulls(client, fleet), 1)
         worker.puller._is_paused = True  # as pause() does, before the pull could be withdrawn
         assert (await client.publish(b"x")).ok
@@ -200,6 +202,7 @@ async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: st
 
         assert (request.data, request.num_delivered) == (b"x", 2)
         assert (worker.puller.stats.given_back, worker.num_unseen) == (1, 0)
+        assert given_back == [request.data]
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import rollbus
 from rollbus import RequestTrace, SamplingParams, WorkerTimeline
 from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest, NoWorkers, RequestRejected
+from rollbus.schemas.messages import RequestMessage, encode
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.telemetry import TimelineEvent
 from rollbus.workers.engines.synthetic import SyntheticConfig
@@ -20,6 +22,7 @@ from tests.support.requests import endless, greedy, short, sized
 from tests.support.streams import start_stream
 from tests.support.waits import until, until_true
 from tests.support.worker_process import LASTING, worker_process
+from tests.workers.links_support import queued
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +172,18 @@ async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
 
     assert names(told) == ["published", "ended"]
     assert told.events[-1].reason == "returned"
+
+
+async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
+    """A request on its way to a worker that has stopped pulling goes back at once, and is told about too."""
+    message = queued()
+    asked = RequestMessage(client="alice", incarnation="a1", request=msgspec.Raw(encode(short("late"))))
+    message.data = encode(asked)
+    async with one_worker(options=QUEUE) as (rb, worker, _):
+        worker._puller.on_given_back(message)
+        told = only(await rb.fleet.timelines("late"))
+
+    assert (told.client, told.lane, told.events[-1].reason) == ("alice", "normal", "returned")
 
 
 async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str) -> None:

@@ -42,6 +42,9 @@ async def synthetic_worker(
             worker.stop()
             await running
     assert is_idle(engine)
+    if worker.is_assembled:
+        # Each request that came has ended for its timeline too.
+        assert "in_flight=0" in repr(worker._links.requests.timelines)
 
 
 class Served(NamedTuple):

@@ -69,6 +69,7 @@ class RequestIntake:
         self._engine = engine
         self._execute = execute
         self._puller = puller
+        puller.on_given_back = lambda message: links.note_returned([message])
         self.stats = IntakeStats()
         self.followers = WaitingFollowers(links, execute, self.stats)
         self._turns = self.followers.turns

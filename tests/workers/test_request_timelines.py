@@ -1,0 +1,132 @@
+"""What a worker notes of its requests: where their tokens change, how each ends, and what never got in."""
+
+import numpy as np
+import pytest
+
+from rollbus.schemas.errors import ErrorCode, RequestError, RequestRejected
+from rollbus.schemas.limits import MAX_TIMELINE_EVENTS
+from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.presence import ClientState
+from rollbus.schemas.telemetry import RequestTimeline
+from rollbus.workers.engines.engine import TokenBatch
+from rollbus.workers.requests.links import WorkerLinks
+from rollbus.workers.requests.worker_requests import Instructions
+from tests.workers.links_support import LATE, NOW, Ear, make_links, queued, step
+
+ENDS = {
+    "engine": ("length", 3),
+    "error": ("engine_error", 2),
+    "abort": ("abort", 2),
+    "closed": ("client_lost", 2),
+    "silent": ("client_lost", 2),
+    "broken": ("returned", 2),
+    "fence": ("worker_fenced", 2),
+}
+"""By what happens: the reason and the tokens of the end."""
+
+
+def told(links: WorkerLinks, request_id: str = "r") -> RequestTimeline:
+    """The one timeline of a request."""
+    [timeline], _ = links.requests.timelines.find(request_id)
+    return timeline
+
+
+def batch(*names: str) -> TokenBatch:
+    """One token for each of these."""
+    return TokenBatch(keys=list(names), token_ids=np.full(len(names), 7, np.int32))
+
+
+@pytest.mark.parametrize("act", ENDS)
+def test_each_way_to_end_has_its_reason(act: str) -> None:
+    """Whatever ends a request says so in its timeline, with the tokens that its link has got, and leaves none open."""
+    links = make_links()
+    ear = Ear(links)
+    name, _ = ear.offer("r")
+    links.add_steps([step(name, 2)], NOW)
+    ear.hear()
+    match act:
+        case "engine":
+            links.add_steps([step(name, 1, end=True)], NOW)
+        case "error":
+            links.fail([name], RequestError(code=ErrorCode.ENGINE_ERROR, message="by hand"))
+        case "abort":
+            links.on_link_message("alice", ear.message([RequestKey("r")]), NOW)
+        case "closed":
+            links.on_presence(ear.presence(), NOW)
+            links.on_presence(ear.presence(ClientState.CLOSED), NOW)
+        case "silent":
+            links.on_presence(ear.presence(), NOW)
+            links.expire(LATE)
+        case "broken":
+            [link] = links.outbound.links()
+            links.break_link(link, Instructions())
+        case _:
+            links.fence("w2", NOW, max_payload=1 << 20)
+
+    end = told(links).events[-1]
+    assert (end.event, (end.reason, end.tokens)) == ("ended", ENDS[act])
+    assert "in_flight=0 ended=1" in repr(links.requests.timelines)
+
+
+def test_tokens_that_are_gathered_count_under_their_version() -> None:
+    """Of two requests, both in the batches of one step, each says after how many tokens the new version began."""
+    links = make_links()
+    ear = Ear(links)
+    names = [ear.offer(request_id, gathers=True)[0] for request_id in ("r", "s")]
+    links.add_steps([step(name) for name in names], NOW)
+    links.add_steps([batch(*names)], NOW)
+    links.add_steps([batch(names[0])], NOW)
+    links.flush()
+    links.versions.weight_version = 3
+    links.add_steps([batch(*names)], NOW)
+    links.add_steps([batch(*names)], NOW)
+    links.add_steps([step(name, 1, end=True) for name in names], NOW)
+
+    for request_id, before in (("r", 3), ("s", 2)):
+        events = told(links, request_id).events
+        changes = [(event.weight_version, event.tokens) for event in events if event.event == "weights"]
+        assert changes == [(3, before)]
+        assert events[-1].tokens == before + 3
+
+
+def test_a_token_costs_no_event() -> None:
+    """However many steps there are, streamed or gathered, the timeline has what changed and nothing else."""
+    links = make_links()
+    ear = Ear(links)
+    streamed, gathered = ear.offer("streamed")[0], ear.offer("gathered", gathers=True)[0]
+    links.add_steps([step(streamed), step(gathered)], NOW)
+    for _ in range(2 * MAX_TIMELINE_EVENTS):
+        links.add_steps([batch(streamed, gathered)], NOW)
+    links.add_steps([step(streamed, 1, end=True), step(gathered, 1, end=True)], NOW)
+
+    for request_id in ("streamed", "gathered"):
+        assert [event.event for event in told(links, request_id).events] == [
+            "published", "offered", "prefilled", "first_token", "ended",
+        ]  # fmt: skip
+        assert told(links, request_id).events[-1].tokens == 2 * MAX_TIMELINE_EVENTS + 2
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
+    """A request from the queue, and a placed one: both end with the error's code."""
+    links = make_links()
+    ear = Ear(links)
+    message = queued() if is_queued else None
+    links.reject(ear.origin("r", message), RequestRejected(code=ErrorCode.QUEUE_FULL, message="by hand"), NOW)
+
+    timeline = told(links)
+    assert timeline.lane == ("normal" if is_queued else None)
+    assert [event.event for event in timeline.events] == (["published"] if is_queued else []) + ["ended"]
+    assert timeline.events[-1].reason == "queue_full"
+    assert "in_flight=0 ended=0 refused=1" in repr(links.requests.timelines)
+
+
+def test_messages_that_do_not_decode_are_given_back_without_a_word() -> None:
+    """Nobody can ask for what has no id."""
+    links = make_links()
+    message = queued()
+    message.data = b"\xc1"
+
+    links.note_returned([message])
+
+    assert "refused=0" in repr(links.requests.timelines)
