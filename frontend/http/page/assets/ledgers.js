@@ -42,7 +42,7 @@ function fillLine(row, [worker, line]) {
   setText(state.firstElementChild.firstElementChild, SIGNS[kind]);
   setText(state.firstElementChild.lastElementChild, line.status);
   meters.get(row)(shareOf(line), lineWords(line));
-  setText(seconds, duration(line.seconds));
+  setText(seconds, line.seconds ? duration(line.seconds) : "");
   setText(error, line.error ?? "");
 }
 
@@ -64,16 +64,20 @@ const shown = new WeakMap();
 function fillLines(item) {
   const details = item.firstElementChild;
   if (!details.open) return;
-  const lines = Object.entries(shown.get(item).workers).sort((a, b) => RANK[kindOf(a[1])] - RANK[kindOf(b[1])] || compareNames(a[0], b[0]));
+  const { workers, counts } = shown.get(item);
+  const total = Object.values(counts).reduce((sum, number) => sum + number, 0);
+  const lines = Object.entries(workers).sort((a, b) => RANK[kindOf(a[1])] - RANK[kindOf(b[1])] || compareNames(a[0], b[0]));
   keyed(details.querySelector("tbody"), lines.slice(0, MAX_LINES), ([worker]) => worker, makeLine, fillLine);
-  setText(details.lastElementChild, lines.length > MAX_LINES ? `and ${count(lines.length - MAX_LINES)} more` : "");
+  const listed = Math.min(lines.length, MAX_LINES);
+  setText(details.lastElementChild, total > listed ? `and ${count(total - listed)} more` : "");
 }
 
 function fillLedger(item, ledger) {
   shown.set(item, ledger);
   const lines = Object.values(ledger.workers);
   const by = { good: 0, busy: 0, bad: 0, off: 0 };
-  for (const line of lines) by[kindOf(line)] += 1;
+  for (const [status, number] of Object.entries(ledger.counts)) by[FINAL[status] ?? "busy"] += number;
+  const total = by.good + by.busy + by.bad + by.off;
   const kind = by.bad ? "bad" : ledger.done ? "good" : "busy";
   const [state, , words, time] = item.firstElementChild.firstElementChild.children;
   setAttr(item, "data-command", ledger.command);
@@ -82,8 +86,10 @@ function fillLedger(item, ledger) {
   setAttr(state, "data-kind", kind);
   setText(state.firstElementChild, SIGNS[kind]);
   setText(state.lastElementChild, ledger.command.replaceAll("_", " "));
-  const share = lines.length ? lines.reduce((sum, line) => sum + shareOf(line), 0) / lines.length : 0;
-  const answered = [`${count(by.good)} of ${count(lines.length)}`];
+  // Of workers that have applied it, not all are listed.
+  const underWay = lines.reduce((sum, line) => sum + (kindOf(line) === "good" ? 0 : shareOf(line)), 0);
+  const share = total ? (by.good + underWay) / total : 0;
+  const answered = [`${count(by.good)} of ${count(total)}`];
   if (by.off) answered.push(`${count(by.off)} overtaken`);
   if (by.bad) answered.push(`${count(by.bad)} failed`);
   if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));

@@ -18,6 +18,8 @@ const CHARTS = [
 
 /** Minutes that are shown; without a choice, the fewest that hold all that is known. */
 const SPANS = [5, 15, 60];
+/** After an error. */
+const ASK_AGAIN_MS = 5000;
 
 /** A field to choose a worker by its name, with names to choose from. */
 export function workerChoice(id, onChoice) {
@@ -46,6 +48,8 @@ export function throughputView() {
     el("div", { class: "controls" }, el("label", { class: "choice" }, el("span", { text: "Show" }), by), choice.root, el("label", { class: "choice" }, el("span", { text: "Of" }), span), back, note),
     el("div", { class: "charts" }, ...charts.map(({ chart }) => chart.root)));
 
+  let askAgainAt = 0;
+
   function go(changes) {
     setParams(changes);
     show();
@@ -71,9 +75,11 @@ export function throughputView() {
   }
 
   async function refresh() {
+    if (performance.now() < askAgainAt) return;
     try {
       if (await history.update(now.fleet?.history_number, now.hello?.started_at)) draw();
     } catch (error) {
+      askAgainAt = performance.now() + ASK_AGAIN_MS;
       setText(note, `The history cannot be read: ${error.message}`);
     }
   }
@@ -85,7 +91,10 @@ export function throughputView() {
     choice.root.hidden = by.value !== "worker";
     choice.input.value = worker ?? "";
     setAttr(back, "hidden", worker ? null : "");
-    if (worker !== history.worker) history.clear(worker);
+    if (worker !== history.worker) {
+      history.clear(worker);
+      askAgainAt = 0;
+    }
     draw();
     if (now.fleet) refresh();
   }

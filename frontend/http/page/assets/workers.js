@@ -70,7 +70,7 @@ const COLUMNS = [
   { id: "weight_version", title: "Weights", hint: "Version of the weights", width: 70, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
   { id: "in_flight", title: "In flight", hint: "Requests in flight, of the slots that the engine has", width: 112, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
   { id: "waiting", title: "Waiting", hint: "Requests that wait in the engine", width: 72, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
-  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 96, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
+  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
   { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens a second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
   { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 86, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
   { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 76, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
