@@ -110,8 +110,10 @@ def _ns(event: TimelineEvent) -> int:
 
 
 def _as_event(event: TimelineEvent) -> SpanEvent:
-    fields = {"tokens": event.tokens, "weight_version": event.weight_version, "reason": event.reason}
-    given = {f"rollbus.{name}": value for name, value in fields.items() if value is not None}
-    if event.cached_tokens is not None:
-        given[names.CACHED_TOKENS] = event.cached_tokens
-    return SpanEvent(event.event, _ns(event), given)
+    fields = {
+        names.TOKENS: event.tokens,
+        names.WEIGHT_VERSION: event.weight_version,
+        names.REASON: event.reason,
+        names.CACHED_TOKENS: event.cached_tokens,
+    }
+    return SpanEvent(event.event, _ns(event), {name: value for name, value in fields.items() if value is not None})

@@ -26,6 +26,7 @@ __all__ = [
     "OPERATION",
     "OUTPUT_TOKENS",
     "PROVIDER",
+    "REASON",
     "RELEASED",
     "REQUEST_ID",
     "REQUEST_MODEL",
@@ -34,10 +35,12 @@ __all__ = [
     "STREAM",
     "TEMPERATURE",
     "TIME_TO_FIRST_CHUNK",
+    "TOKENS",
     "TOP_K",
     "TOP_P",
     "URL_PATH",
     "URL_SCHEME",
+    "WEIGHT_VERSION",
     "WEIGHT_VERSIONS",
     "WORKER",
     "WORKERS",
@@ -87,3 +90,11 @@ WEIGHT_VERSIONS: Final = "rollbus.weight_versions"
 """Of the weights that sampled, in the order of their first tokens."""
 RELEASED: Final = "rollbus.returned_to_queue"
 """The worker gave the request back."""
+
+# Of events.
+TOKENS: Final = "rollbus.tokens"
+"""Generated until then; of the prompt, where its computation is what happened."""
+WEIGHT_VERSION: Final = "rollbus.weight_version"
+"""Of the weights from then on."""
+REASON: Final = "rollbus.reason"
+"""What a pause was for."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -278,3 +279,4 @@ async def test_a_collector_that_is_not_there_harms_no_request(
         await until_true(lambda: rb.stats().spans_failed)
         assert rb.stats().spans_exported == 0
         assert (await rb.complete(GenerateRequest(prompt_token_ids=[1]))).error is None
+    await until_true(lambda: not any(thread.name.startswith("OtelBatch") for thread in threading.enumerate()))
