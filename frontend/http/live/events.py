@@ -8,6 +8,7 @@ from ....bus.protocol.telemetry.command_book import CommandLine
 from ....bus.protocol.telemetry.series import Series
 
 __all__ = [
+    "EXPERTS",
     "HELLO",
     "PING",
     "SNAPSHOT",
@@ -23,9 +24,10 @@ __all__ = [
     "encode_event",
 ]
 
-EventName: TypeAlias = Literal["hello", "fleet", "ping"]
+EventName: TypeAlias = Literal["hello", "fleet", "experts", "ping"]
 HELLO: Final = "hello"
 SNAPSHOT: Final = "fleet"
+EXPERTS: Final = "experts"
 PING: Final = b": ping\n\n"
 """A comment, so that proxies do not take a stream for idle."""
 

@@ -12,6 +12,7 @@ from ....bus.client.fleet_watch import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.series import STEP_S, History
 from ....schemas.errors import RollbusError
 from .events import HELLO, PING, SNAPSHOT, FleetEvent, HelloEvent, WorkerRow, encode_event
+from .expert_feeds import ExpertFeeds
 from .fleet_event import model_lines, queue_lines, worker_row
 from .heard import Heard
 from .points import QueueWaits, worker_points
@@ -41,6 +42,7 @@ class LiveFleet:
     Attributes:
         viewers: all who watch.
         history: the last hour.
+        experts: the load of experts, for those who look at it.
     """
 
     def __init__(self, rb: bus.Client) -> None:
@@ -48,6 +50,7 @@ class LiveFleet:
         self._rb = rb
         self._started_at = time.time()
         self.history = History()
+        self.experts = ExpertFeeds(rb)
         self._heard = Heard()
         self._queue_waits = QueueWaits()
         self._recorded = RecordedReader()
@@ -90,6 +93,7 @@ class LiveFleet:
             tasks.create_task(self._read())
             tasks.create_task(self._tell())
             tasks.create_task(self._listen())
+            tasks.create_task(self.experts.run())
 
     async def _keep(self) -> None:
         """Keep a point of each step, also while nobody watches."""

@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from ....bus.protocol.telemetry.series import STEP_S
 from ....schemas.checks import describe
+from ....schemas.limits import MAX_NAME_CHARS
 from ..access import has_access
 from ..control.reading import read_query
-from ..errors import HttpError
+from ..errors import HttpError, invalid
 from ..service import HttpRoute, RouteTable, Service
 from ..status import json_response
 from .events import HELLO, HistoryAnswer
@@ -23,21 +24,30 @@ __all__ = ["ROUTES"]
 class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a viewer wants to see beside the fleet."""
 
+    experts: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    """The load of this model's experts, every 5 s."""
+    worker: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    """Of this worker alone; None: of at most 64 sampled workers."""
+
 
 async def events(service: Service, request: Request) -> Response:
-    """The fleet as server-sent events, once a second: `hello`, then `fleet`; see docs/http.md.
+    """The fleet as server-sent events, once a second: `hello`, then `fleet`, and `experts`; see docs/http.md.
 
     A slow reader gets the newest event of each name, and not those before it.
     """
-    read_query(request, EventsQuery)
+    query = read_query(request, EventsQuery)
+    if query.worker is not None and query.experts is None:
+        raise invalid("worker", "is given without experts", "together with the model whose experts are meant")
     if request.method == "HEAD":
         return Response(media_type=ViewerStream.media_type)
     connection = request.scope["state"]["connection"]
     viewer = Viewer(connection.cut)
+    viewer.offer(HELLO, service.live.hello(may_act=has_access(request, service.settings.admin_token)))
     request.state.until_answered.enter_context(service.live.viewers.joined(viewer))
+    if query.experts is not None:
+        feed = service.live.experts.joined(viewer, query.experts, query.worker)
+        request.state.until_answered.enter_context(feed)
     connection.begin_watching()
-    may_act = has_access(request, service.settings.admin_token)
-    viewer.offer(HELLO, service.live.hello(may_act=may_act))
     return ViewerStream(request, viewer)
 
 

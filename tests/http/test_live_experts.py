@@ -1,0 +1,108 @@
+"""The load of experts, as people who watch see it."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollbus
+from rollbus.bus.client import presence_watcher
+from rollbus.frontend.http.live import expert_feeds
+from rollbus.workers.engines.synthetic import SyntheticConfig
+from tests.http.live_support import PATH, watching
+from tests.http.support import http_before, http_service
+from tests.support.requests import greedy
+
+SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions follow each other at once, and a worker that is not there is not waited for."""
+    monkeypatch.setattr(presence_watcher, "PING_WAIT_S", 0.15)
+    monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
+
+
+def counts(event: dict[str, Any], plane: str) -> np.ndarray:
+    """The counts of a plane."""
+    data = base64.b64decode(event["planes"][plane]["counts"], validate=True)
+    return np.frombuffer(data, "<u4").reshape(event["num_layers"], event["num_experts"])
+
+
+async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
+    """What a client got as rows is what is shown: by plane, with how uneven it is, by version and over time."""
+    async with http_service(nats_url, fleet, config=SHAPE, weight_version=3) as http:
+        (worker,) = http.rb.fleet.workers
+        got = await http.rb.complete(greedy(1, 20))
+        rows = got.routed_experts
+        assert rows is not None
+        wanted = np.zeros((3, 8), np.int64)
+        for layer in range(3):
+            np.add.at(wanted[layer], rows[:, layer].ravel(), 1)
+        async with watching(http, f"?experts=synthetic&worker={worker.worker}") as one, watching(http) as other:
+            event = await one.until("experts", lambda event: event["planes"] and event["planes"]["generated"]["seen"])
+            await other.next("fleet")
+            while not event["over_time"] or not event["versions"]:
+                event = await one.next("experts")
+    found = counts(event, "prompt").astype(np.int64) + counts(event, "generated")
+    assert found.tolist() == wanted.tolist()
+    assert (event["model"], event["worker"], event["problem"]) == ("synthetic", worker.worker, None)
+    assert (event["workers_asked"], event["workers_answered"], event["workers_total"], event["top_k"]) == (1, 1, 1, 2)
+    plane, totals = event["planes"]["generated"], counts(event, "generated")
+    assert np.allclose(plane["max_over_mean"], totals.max(axis=1) / totals.mean(axis=1), atol=1e-4)
+    assert plane["unused"] == (totals == 0).sum(axis=1).tolist()
+    assert [version["weight_version"] for version in event["versions"]] == [3]
+    assert "counts" not in event["versions"][0]["generated"]
+    assert event["over_time"][-1]["weight_version"] == 3
+
+
+async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
+    """A model that nobody serves, a worker that is not there, a model without routing: the stream goes on."""
+    async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0)) as http:
+        (worker,) = http.rb.fleet.workers
+        for query, words in (
+            ("?experts=other", "other"),
+            ("?experts=synthetic&worker=nobody", "nobody"),
+            ("?experts=synthetic", f"{worker.worker}: its engine returns no routing"),
+        ):
+            async with watching(http, query) as stream:
+                event = await stream.next("experts")
+                assert words in event["problem"], event
+                assert (event["planes"], event["over_time"], event["versions"]) == (None, [], [])
+
+
+async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are asked once for all of them, and not while nobody looks; and about so many things at a time."""
+    asked: list[str | None] = []
+    experts = rollbus.Fleet.experts
+
+    async def note(self: rollbus.Fleet, model: str | None = None, **options: Any) -> Any:
+        asked.append(model)
+        return await experts(self, model, **options)
+
+    monkeypatch.setattr(rollbus.Fleet, "experts", note)
+    monkeypatch.setattr(expert_feeds, "PERIOD_S", 1000.0)
+    monkeypatch.setattr(expert_feeds, "MAX_FEEDS", 1)
+    async with http_service(nats_url, fleet, config=SHAPE) as http:
+        async with watching(http) as nobody:
+            await nobody.next("fleet")
+        assert asked == []
+        query = "?experts=synthetic"
+        async with watching(http, query) as one, watching(http, query) as other:
+            assert await one.next("experts") == await other.next("experts")
+            refused = await http.client.get(f"{PATH}?experts=another")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+        assert asked == ["synthetic"] * 2  # the last minute, and by version
+        while True:
+            async with http.client.stream("GET", f"{PATH}?experts=another") as answer:
+                if answer.status_code == 200:
+                    break
+
+
+@pytest.mark.parametrize("query", ["?worker=w0", "?experts=", f"?experts={'x' * 1000}", "?experts=a&experts=b"])
+async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
+    """400 that names the parameter."""
+    async with http_before(nats_url, fleet) as http:
+        answer = await http.client.get(f"{PATH}{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, query[1:].partition("=")[0])
