@@ -21,6 +21,7 @@ __all__ = [
     "plain_table",
     "print_json",
     "print_table",
+    "printable",
     "program",
     "progress",
     "rich_table",
@@ -81,6 +82,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
     Console(file=out, markup=False, highlight=False).print(rich_table(columns, rows))
 
 
+def printable(text: str) -> str:
+    """Return `text` as it may go to a terminal, which would obey control characters: a peer has written it."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
     """The table as it is shown on a terminal, for a console without markup."""
     from rich.table import Table
@@ -90,13 +98,13 @@ def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table"
         # A narrow terminal breaks long names over lines; cut off, they could not be copied.
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table as lines of text, columns two spaces apart."""
-    lines = [columns, *rows]
+    lines = [columns, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -52,6 +52,21 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert "".join(cell[1].strip() for cell in cells) == "trainer-7-12345-abcd"
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_peer_cannot_move_the_cursor(is_terminal: bool) -> None:
+    """Control characters in what a worker says are shown and not obeyed, and a line's end does not end the row."""
+
+    class Out(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    out = Out()
+
+    print_table(("last error",), [["\x1b[2Jgone\r\nw9 serving\u202e\x9b1m"]], out=out)
+
+    assert r"\x1b[2Jgone\r\nw9 serving\u202e\x9b1m" in out.getvalue()
+
+
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
     """What `head` does not want any more is thrown away: the exit code of the command stays what it is."""
     reading, writing = os.pipe()

@@ -41,7 +41,7 @@ class OtherServer(FakeServer):
     ("unasked", "asked", "found", "advice"),
     [
         (b"", b"HTTP/1.0 404 Not Found\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.0 404", "4222 unless told otherwise"),
-        (b"", b"HTTP/1.1 400 \x1b[31mred\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.1 400 ?[31mred", "4222"),
+        (b"", b"HTTP/1.1 400 \x1b[31mred\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.1 400 \\x1b[31mred", "4222"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "is no NATS server: 'SSH-2.0-OpenSSH_9.6'", "name one with --nats"),
         (b"", b"", "takes connections and says nothing", "look at its log"),
     ],

@@ -11,6 +11,7 @@ from nats import errors as nats_errors
 
 from ....bus.nats.address import parse_url
 from ....bus.nats.transport import NatsTransport, Peer
+from ..console import printable
 
 __all__ = ["ProbeResult", "describe_peer", "host_of", "probe_server"]
 
@@ -67,7 +68,7 @@ def describe_peer(peer: Peer) -> str:
     """One line: protocol, and the certificate's subject, names, issuer and end."""
     certificate = peer.certificate
     names = ", ".join(value for _, value in certificate.get("subjectAltName", ()))
-    return _printable(
+    return printable(
         f"{peer.protocol}, certificate of {_name(certificate.get('subject'))} for {names or 'no names'}, "
         f"issued by {_name(certificate.get('issuer'))}, valid until {certificate.get('notAfter', '?')}"
     )
@@ -81,12 +82,7 @@ def _name(parts: Any) -> str:
 
 
 def _shown(text: str) -> str:
-    return _printable(text[:MAX_SHOWN_CHARS])
-
-
-def _printable(text: str) -> str:
-    """Return `text` as it may go to a terminal: its writer was not verified."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return printable(text[:MAX_SHOWN_CHARS])
 
 
 async def _answer(host: str, port: int, question: bytes) -> str | None:
