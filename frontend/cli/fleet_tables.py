@@ -18,6 +18,7 @@ __all__ = [
     "DESIRED_COLUMNS",
     "ENGINE_COLUMNS",
     "ERROR_COLUMNS",
+    "NONE",
     "PREFIX_COLUMNS",
     "PROBLEM_COLUMNS",
     "PUBLISHED_COLUMNS",
@@ -33,6 +34,8 @@ __all__ = [
     "queue_rows",
     "staging_rows",
     "state_as_json",
+    "state_cell",
+    "told_cells",
     "worker_row",
 ]
 
@@ -62,12 +65,11 @@ NONE = "-"
 
 def worker_row(worker: WorkerPresence) -> list[str]:
     """What one worker does: the cells of `WORKER_COLUMNS`."""
-    state = worker.state if worker.pause_mode is None else f"{worker.state} ({worker.pause_mode})"
     return [
         worker.worker,
         worker.model,
         NONE if worker.capabilities is None else worker.capabilities.role,
-        state,
+        state_cell(worker),
         str(worker.weight_version),
         NONE if worker.target_version is None else str(worker.target_version),
         str(worker.epoch),
@@ -78,6 +80,11 @@ def worker_row(worker: WorkerPresence) -> list[str]:
         _duration(worker.uptime_s),
         f"{worker.lease_age_s:.1f}s",
     ]
+
+
+def state_cell(worker: WorkerPresence) -> str:
+    """What a worker is doing, and how it is paused."""
+    return str(worker.state) if worker.pause_mode is None else f"{worker.state} ({worker.pause_mode})"
 
 
 def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
@@ -116,10 +123,36 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
     """What workers should be doing: the cells of `DESIRED_COLUMNS` for each model, and for workers told otherwise."""
     rows = []
     for model, state in sorted(desired.items()):
-        rows.append([model, str(state.epoch), *_registers(state.registers)])
+        rows.append([model, str(state.epoch), *told_cells(state.registers)])
         for worker, registers in sorted(state.workers.items()):
-            rows.append([f"{model}, only {worker}", NONE, *_registers(registers)])
+            rows.append([f"{model}, only {worker}", NONE, *told_cells(registers)])
     return rows
+
+
+def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
+    """Version, source, state and adapters, as far as something lasting was recorded of them."""
+    version = source = NONE
+    states, loras = [], []
+    for register, recorded in sorted(registers.items()):
+        match recorded.command:
+            case UpdateWeights() as update:
+                version, source = str(update.version), str(update.source)
+            case FinishWeightUpdate() as finish:
+                version, source = str(finish.version), "the transfer engine"
+            case Pause(mode=mode):
+                states.append(f"paused ({mode})")
+            case Resume():
+                states.append("resumed")
+            case Drain():
+                states.append("drained")
+            case Sleep():
+                states.append("asleep")
+            case LoadLora() as load:
+                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
+            case _:
+                # Wake, flush and unload leave nothing to be seen.
+                pass
+    return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 
 
 def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
@@ -207,32 +240,6 @@ def state_as_json(state: FleetState) -> dict[str, Any]:
 def _without(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(struct)
     return {name: value for name, value in fields.items() if name not in names}
-
-
-def _registers(registers: Mapping[str, Recorded]) -> list[str]:
-    """Version, source, state and adapters, as far as something lasting was recorded of them."""
-    version = source = NONE
-    states, loras = [], []
-    for register, recorded in sorted(registers.items()):
-        match recorded.command:
-            case UpdateWeights() as update:
-                version, source = str(update.version), str(update.source)
-            case FinishWeightUpdate() as finish:
-                version, source = str(finish.version), "the transfer engine"
-            case Pause(mode=mode):
-                states.append(f"paused ({mode})")
-            case Resume():
-                states.append("resumed")
-            case Drain():
-                states.append("drained")
-            case Sleep():
-                states.append("asleep")
-            case LoadLora() as load:
-                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
-            case _:
-                # Wake, flush and unload leave nothing to be seen.
-                pass
-    return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 
 
 def _engine_cells(known: Capabilities) -> list[str]:

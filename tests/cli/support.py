@@ -5,10 +5,11 @@ import codecs
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,7 +154,23 @@ class Terminal:
 
     def press_ctrl_c(self) -> None:
         """Interrupt it as a person does."""
-        os.write(self._end, b"\x03")
+        self.press(b"\x03")
+
+    def press(self, keys: bytes) -> None:
+        """Send what a terminal sends for these keys."""
+        os.write(self._end, keys)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def settings(self) -> list[Any]:
+        """How the terminal is set: echo, lines or single keys, and so on."""
+        return termios.tcgetattr(self._end)
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Change the terminal's size, as one does with its window."""
+        termios.tcsetwinsize(self._end, (lines, columns))
 
     def read_to_end(self) -> int:
         """Read until it has ended, and return its exit code."""
@@ -186,8 +203,15 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(*args: str) -> Iterator[Terminal]:
-    """Run a subcommand on a terminal of its own, wide enough for a line of any length; it is killed in the end."""
+def on_terminal(
+    *args: str, size: tuple[int, int] | None = None, program: Sequence[str] | None = None
+) -> Iterator[Terminal]:
+    """Run a subcommand on a terminal of its own; it is killed in the end.
+
+    Args:
+        size: columns and lines; None: wide enough for a line of any length.
+        program: run instead of `rollbus`.
+    """
     end, terminal = os.openpty()
     # The echo of Ctrl-C would stand anywhere, also within a character or within what moves the cursor.
     settings = termios.tcgetattr(terminal)
@@ -195,9 +219,11 @@ def on_terminal(*args: str) -> Iterator[Terminal]:
     # Without this, Ctrl-C also throws away what was written and not yet read.
     settings[3] |= termios.NOFLSH
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    if size is not None:
+        termios.tcsetwinsize(terminal, size[::-1])
     process = subprocess.Popen(
-        ["setsid", "--ctty", *command(*args)],
-        env={**ENV, "TERM": "xterm", "COLUMNS": "1000"},
+        ["setsid", "--ctty", *(program or command(*args))],
+        env={**ENV, "TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {}),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,

@@ -20,7 +20,8 @@ from tests.cli.support import ROOT, rollbus
 COMMANDS = (
     *("abort", "auth", "bench", "demo", "doctor", "drain", "experts", "flush-cache", "frontend"),
     *("generate", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
-    *("sign", "sleep", "status", "trace", "unload-lora", "up", "update-weights", "wake", "weights", "worker"),
+    *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
+    *("update-weights", "wake", "weights", "worker"),
 )
 NEEDED = {
     "abort": ["id"],
@@ -171,7 +172,7 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
     [
         (["stauts"], 'rollbus: no command "stauts"; did you mean "status"?'),
         (["update_weights"], 'rollbus: no command "update_weights"; did you mean "update-weights"?'),
-        (["stop"], 'rollbus: no command "stop"; rollbus --help lists them'),
+        (["halt"], 'rollbus: no command "halt"; rollbus --help lists them'),
         (["pause", "--modle", "m"], 'rollbus pause: no option "--modle"; did you mean "--model"?'),
         (["pause", "--modle=m"], 'rollbus pause: no option "--modle"; did you mean "--model"?'),
         (["pause", "--xyz"], 'rollbus pause: no option "--xyz"; rollbus pause --help lists them'),

@@ -20,6 +20,7 @@ __all__ = [
     "Survivor",
     "accepts_whole_requests",
     "connector_of",
+    "slots_of",
 ]
 
 LEASE_MARGIN_S: Final = 1.0
@@ -347,6 +348,12 @@ def _serves_as(worker: WorkerPresence, role: Role) -> bool:
 def connector_of(worker: WorkerPresence) -> str | None:
     """Return the connector by which a worker shares KV; None: it shares none, or is starting."""
     return None if worker.capabilities is None else worker.capabilities.kv_connector
+
+
+def slots_of(worker: WorkerPresence) -> int:
+    """Return how many requests a worker runs at once, so far as it says."""
+    known = worker.capabilities
+    return worker.in_flight + worker.free_slots if known is None else known.max_num_seqs
 
 
 def _differs(a: WorkerPresence, b: WorkerPresence) -> bool:

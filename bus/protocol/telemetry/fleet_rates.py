@@ -1,7 +1,7 @@
 """Rates of a fleet: from what each worker counts to what it did a second lately, and so by model and by fleet."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
@@ -83,8 +83,10 @@ class _Followed:
     rates: Rates = NO_RATES
 
     def add(self, new: _Counted) -> None:
-        """Handle an announcement, no earlier than the one before."""
+        """Handle an announcement; one that came no later than the one before is the same."""
         counted = self.counted
+        if counted and new.at <= counted[-1].at:
+            return
         if counted and any(now < before for now, before in zip(new.counts, counted[-1].counts, strict=True)):
             # Another process counts, or another engine: what was counted before says nothing about its rates.
             counted.clear()
@@ -114,6 +116,16 @@ class FleetRates:
     def __repr__(self) -> str:
         """One line with the number of workers."""
         return f"<FleetRates of {len(self._workers)} workers>"
+
+    def update(self, heard: Collection[tuple[WorkerPresence, float]]) -> None:
+        """Handle what is known of all live workers: the last announcement of each, and when it came.
+
+        One that was handled before changes nothing, and workers that are not among them are forgotten.
+        """
+        for worker, at in heard:
+            self.observe(worker, at)
+        for gone in self._workers.keys() - {worker.worker for worker, _ in heard}:
+            self.forget(gone)
 
     def observe(self, worker: WorkerPresence, now: float) -> None:
         """Handle an announcement of a worker. A new incarnation begins anew, and so does one whose counts fall.

@@ -8,6 +8,7 @@ from ....bus import QueueDepth
 from ....bus.client.fleet_watch import HeardWorker
 from ....bus.protocol.fleet.behind import why_behind
 from ....bus.protocol.fleet.desired import WEIGHTS
+from ....bus.protocol.fleet.presence_table import slots_of
 from ....bus.protocol.telemetry.fleet_rates import FleetRates
 from ....schemas.control import Drain, FinishWeightUpdate, Pause, UpdateWeights
 from ....schemas.desired import DesiredState
@@ -43,7 +44,7 @@ def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
         weight_version=worker.weight_version,
         epoch=worker.epoch,
         in_flight=worker.in_flight,
-        slots=worker.in_flight + worker.free_slots if capabilities is None else capabilities.max_num_seqs,
+        slots=slots_of(worker),
         waiting=waiting_at(worker),
         kv_use=_rounded(kv_use),
         tokens_per_s=round(known.tokens_per_s, 1),

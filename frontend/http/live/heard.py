@@ -28,11 +28,5 @@ class Heard:
         Raises:
             BusClosed: the client was closed.
         """
-        workers = {each.presence.worker: each for each in await watch.workers()}
-        for name, each in workers.items():
-            known = self.workers.get(name)
-            if known is None or known.heard_at != each.heard_at:
-                self.rates.observe(each.presence, each.heard_at)
-        for gone in self.workers.keys() - workers.keys():
-            self.rates.forget(gone)
-        self.workers = workers
+        self.workers = {each.presence.worker: each for each in await watch.workers()}
+        self.rates.update(self.workers.values())

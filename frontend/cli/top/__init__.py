@@ -1,0 +1,1 @@
+"""The fleet in a terminal, as `rollbus top` shows it."""

@@ -1,0 +1,41 @@
+"""What `rollbus top` prints where nothing can change in place: the same tables once, or as JSON."""
+
+from typing import Any
+
+from ....bus.protocol.telemetry.fleet_rates import Rates
+from ..console import print_table, write
+from ..fleet_tables import state_as_json
+from .options import TopOptions
+from .screen import TopView, heading
+from .sections import Section, sections
+from .workers_table import COLUMNS, sorted_workers
+
+__all__ = ["print_top", "top_as_json"]
+
+
+def print_top(view: TopView, options: TopOptions) -> None:
+    """Print all workers with all columns, and the other tables, on stdout."""
+    write("\n".join(heading(view, options)))
+    workers = sorted_workers(view.state.workers, view.rates, options.sort, options.model)
+    rows = [[column.cell(worker, view.rates.of(worker.worker)) for column in COLUMNS] for worker in workers]
+    workers_table = Section([column.title for column in COLUMNS], rows)
+    for columns, cells, _ in (workers_table, *sections(view.state, view.rates, options.model)):
+        write()
+        print_table(columns, cells)
+
+
+def top_as_json(view: TopView) -> dict[str, Any]:
+    """What `rollbus status --json` prints, and the rates of the fleet, of models and of workers."""
+    rates = view.rates
+    return state_as_json(view.state) | {
+        "rates": {
+            "fleet": _as_json(rates.of_fleet()),
+            "models": {model: _as_json(each) for model, each in rates.of_models().items()},
+            "workers": {worker.worker: _as_json(rates.of(worker.worker)) for worker in view.state.workers},
+        }
+    }
+
+
+def _as_json(rates: Rates) -> dict[str, float | None]:
+    names = ("tokens_per_s", "requests_per_s", "first_token_s", "between_tokens_s", "prefix_hit")
+    return {name: getattr(rates, name) for name in names}

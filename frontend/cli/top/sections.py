@@ -1,0 +1,144 @@
+"""The tables of `rollbus top` below that of the workers: queues, models with what was told, and commands."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from ....bus import FleetState
+from ....bus.protocol.fleet.behind import why_behind
+from ....bus.protocol.telemetry.fleet_rates import FleetRates
+from ....schemas.control import AnyCommand, FinishWeightUpdate, LoadLora, Pause, Sleep, UnloadLora, UpdateWeights
+from ....schemas.desired import DesiredState
+from ....schemas.presence import WorkerPresence
+from ..fleet_tables import NONE, PROBLEM_COLUMNS, QUEUE_COLUMNS, problem_rows, queue_rows, told_cells
+from .workers_table import per_s
+
+__all__ = ["COMMAND_COLUMNS", "MODEL_COLUMNS", "Section", "command_rows", "model_rows", "sections"]
+
+MODEL_COLUMNS: Final = ("model", "workers", "tokens/s", "epoch", "version", "weights from", "state", "LoRAs", "behind")
+SPARE_COLUMNS: Final = ("weights from", "LoRAs", "tokens/s")
+COMMAND_COLUMNS: Final = ("command", "of", "epoch", "for", "done")
+MAX_COMMANDS: Final = 5
+"""Of each model, the last ones that still count."""
+MAX_BEHIND: Final = 3
+"""Workers that are behind and named with the reason; of the others only the number."""
+
+
+class Section(NamedTuple):
+    """One table."""
+
+    columns: Sequence[str]
+    rows: list[list[str]]
+    spare: Sequence[str] = ()
+    """Columns that a narrow screen leaves out, the first of them first."""
+
+
+def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Section]:
+    """Return the tables that are not empty.
+
+    Args:
+        model: whose; None: of all.
+    """
+    depths = [depth for depth in state.queues if model in (None, depth.model)]
+    problems = {name: why for name, why in state.queue_problems.items() if model in (None, name)}
+    every = (
+        Section(QUEUE_COLUMNS, queue_rows(depths)),
+        Section(PROBLEM_COLUMNS, problem_rows(problems)),
+        Section(MODEL_COLUMNS, model_rows(state, rates, model), SPARE_COLUMNS),
+        Section(COMMAND_COLUMNS, command_rows(state, model)),
+    )
+    return [section for section in every if section.rows]
+
+
+def model_rows(state: FleetState, rates: FleetRates, model: str | None = None) -> list[list[str]]:
+    """What the workers of each model do together, what they were told, and who has not done it."""
+    by_model = _by_model(state)
+    of_models = rates.of_models()
+    rows = []
+    for name, workers in sorted(by_model.items()):
+        if model not in (None, name):
+            continue
+        desired = state.desired.get(name)
+        rows.append(
+            [
+                name,
+                f"{len(workers):,}",
+                per_s(of_models[name].tokens_per_s) if name in of_models else NONE,
+                NONE if desired is None else str(desired.epoch),
+                *told_cells({} if desired is None else desired.registers),
+                _behind(workers, desired or DesiredState(model=name)),
+            ]
+        )
+    return rows
+
+
+def _by_model(state: FleetState) -> dict[str, list[WorkerPresence]]:
+    by_model: dict[str, list[WorkerPresence]] = {model: [] for model in state.desired}
+    for worker in state.workers:
+        by_model.setdefault(worker.model, []).append(worker)
+    return by_model
+
+
+def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
+    behind = [f"{worker.worker} {why}" for worker in workers if (why := why_behind(worker, desired)) is not None]
+    more = [f"and {len(behind) - MAX_BEHIND:,} more"] if len(behind) > MAX_BEHIND else []
+    return "; ".join([*behind[:MAX_BEHIND], *more]) or NONE
+
+
+def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]:
+    """The last commands that were recorded and still count, and how many workers have dealt with each.
+
+    Who sent a command, and what became of it in detail, only the sender's ledger says.
+    """
+    return [
+        row
+        for name, desired in sorted(state.desired.items())
+        if model in (None, name)
+        for row in _commands_of(desired, [worker for worker in state.workers if worker.model == name])
+    ]
+
+
+def _commands_of(desired: DesiredState, workers: Sequence[WorkerPresence]) -> Iterator[list[str]]:
+    # A command for single workers is recorded for each of them.
+    named: dict[int, list[str]] = {}
+    commands: dict[int, AnyCommand] = {}
+    for recorded in desired.registers.values():
+        commands[recorded.epoch] = recorded.command
+    for worker, registers in desired.workers.items():
+        for recorded in registers.values():
+            commands[recorded.epoch] = recorded.command
+            named.setdefault(recorded.epoch, []).append(worker)
+    for epoch in sorted(commands, reverse=True)[:MAX_COMMANDS]:
+        meant = [worker for worker in workers if epoch not in named or worker.worker in named[epoch]]
+        done = sum(worker.epoch >= epoch for worker in meant)
+        whom = "all" if epoch not in named else _named(named[epoch])
+        yield [_describe(commands[epoch]), desired.model, str(epoch), whom, f"{done:,} of {len(meant):,}"]
+
+
+def _named(workers: Sequence[str]) -> str:
+    return workers[0] if len(workers) == 1 else f"{len(workers):,} workers"
+
+
+def _describe(command: AnyCommand) -> str:
+    """A command with what matters of it."""
+    match command:
+        case UpdateWeights() | FinishWeightUpdate():
+            detail = f"{command.version}" + (f" ({command.label})" if command.label else "")
+        case Pause():
+            detail = str(command.mode)
+        case Sleep():
+            detail = str(command.level)
+        case LoadLora():
+            detail = f"{command.name} {command.version}"
+        case UnloadLora():
+            detail = command.name
+        case _:
+            detail = ""
+    return f"{command.command} {detail}".rstrip()
+
+
+def states_text(workers: Sequence[WorkerPresence]) -> str:
+    """`1,000 workers: 990 serving, 10 paused`."""
+    counts = Counter(str(worker.state) for worker in workers)
+    listed = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
+    return f"{len(workers):,} worker{'s' * (len(workers) != 1)}" + (f": {listed}" if listed else "")

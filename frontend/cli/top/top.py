@@ -1,0 +1,144 @@
+"""`rollbus top`, on a terminal until the user has had enough, or once."""
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ....bus import Client
+from ....bus.client.fleet_watch import watch_fleet
+from .follower import following
+from .full_screen import FullScreen, held_logs
+from .options import Key, KeyReader, TopOptions, press
+from .screen import Screen, TopView, draw
+
+__all__ = ["look_once", "run_top"]
+
+SAMPLE_S: Final = 2.5
+"""Seconds for one snapshot: each worker announces itself twice, or there are no rates."""
+LOOK_EVERY_S: Final = 0.5
+MAX_KEYS: Final = 256
+"""Keys that wait to be handled: more come only from a paste."""
+READ_BYTES: Final = 1024
+_ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def look_once(rb: Client) -> TopView:
+    """Follow the fleet for `SAMPLE_S` seconds and return what is known then."""
+    async with following(watch_fleet(rb)) as follower:
+        ends = time.monotonic() + SAMPLE_S
+        while time.monotonic() < ends:
+            await follower.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+        return await follower.look()
+
+
+async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
+    """Show the fleet on the terminal until a key or a signal ends it; while the server is away, say so and go on."""
+    with held_logs(), FullScreen() as screen, _Events(screen).listening() as events:
+        async with following(watch_fleet(rb)) as follower:
+            began = time.monotonic()
+            while True:
+                looked_at = time.monotonic()
+                view = await follower.look()
+                # At first there is something new sooner: workers that answer late, and the first rates.
+                wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
+                chosen = await _show_until(view, options, events, screen, looked_at + wait_s)
+                if chosen is None:
+                    return
+                options = chosen
+
+
+async def _show_until(
+    view: TopView, options: TopOptions, events: "_Events", screen: FullScreen, ends: float
+) -> TopOptions | None:
+    """Show a view, and again at each key and change of size; return what was chosen, None to end."""
+    while True:
+        shown = draw(view, options, *screen.size)
+        screen.show(shown.text)
+        options = shown.options
+        if not await events.wait_until(ends):
+            return options
+        chosen = _after_keys(view, shown, events)
+        if chosen is None:
+            return None
+        options = chosen
+
+
+def _after_keys(view: TopView, shown: Screen, events: "_Events") -> TopOptions | None:
+    models = sorted({worker.model for worker in view.state.workers})
+    options: TopOptions | None = shown.options
+    for key in events.pop_keys():
+        if options is not None:
+            options = press(options, key, models, shown.rows)
+    return options
+
+
+class _Events:
+    """Keys, signals and changes of the terminal's size, as they come on the event loop."""
+
+    def __init__(self, screen: FullScreen) -> None:
+        self._screen = screen
+        self._reader = KeyReader()
+        self._pressed: deque[Key] = deque(maxlen=MAX_KEYS)
+        self._changed = asyncio.Event()
+
+    def pop_keys(self) -> list[Key]:
+        """Return the keys that were pressed since the last call."""
+        pressed = [*self._pressed]
+        self._pressed.clear()
+        return pressed
+
+    async def wait_until(self, ends: float) -> bool:
+        """Wait until something has come; False: nothing did until then, on `time.monotonic()`."""
+        try:
+            async with asyncio.timeout(max(ends - time.monotonic(), 0)):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    @contextmanager
+    def listening(self) -> Iterator["_Events"]:
+        """Listen for a block."""
+        loop = asyncio.get_running_loop()
+        for number in _ENDS:
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGWINCH, self._changed.set)
+        loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+        if self._screen.keys is not None:
+            loop.add_reader(self._screen.keys, self._read)
+            # uvloop makes it non-blocking, and so stdout, the same terminal: one that is slow would be an error.
+            os.set_blocking(self._screen.keys, True)
+        try:
+            yield self
+        finally:
+            if self._screen.keys is not None:
+                loop.remove_reader(self._screen.keys)
+            for number in (*_ENDS, signal.SIGWINCH, signal.SIGTSTP):
+                loop.remove_signal_handler(number)
+
+    def _end(self) -> None:
+        self._pressed.append("quit")
+        self._changed.set()
+
+    def _suspend(self) -> None:
+        self._screen.suspend()
+        self._changed.set()
+
+    def _read(self) -> None:
+        keys = self._screen.keys
+        try:
+            data = b"" if keys is None else os.read(keys, READ_BYTES)
+        except OSError:  # how Linux says that the terminal is gone
+            data = b""
+        if not data:
+            self._end()
+            return
+        self._pressed.extend(self._reader.read(data))
+        self._changed.set()

@@ -1,0 +1,195 @@
+"""`rollbus top` on a terminal of its own, over a real NATS server; the engines are synthetic."""
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+import rollbus
+from rollbus.bus.nats.connection import connected, publish
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.subjects import Subjects
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.messages import encode_json
+from rollbus.schemas.presence import WorkerCounters
+from tests.cli.support import Terminal, on_terminal, run_rollbus
+from tests.support.fleet import synthetic_worker
+from tests.support.nats_server import require_binary
+from tests.support.presences import presence
+from tests.support.processes import becomes_true
+
+pytestmark = pytest.mark.slow
+
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+SHOW_CURSOR = "\x1b[?25h"
+FAILING = """
+from rich.text import Text
+from rollbus.frontend.cli.top.full_screen import FullScreen
+
+with FullScreen() as screen:
+    screen.show(Text("drawn"))
+    raise RuntimeError("in the middle")
+"""
+
+
+async def until(terminal: Terminal, pattern: str) -> None:
+    """Wait until the terminal has shown a match from now on; ` +` stands for blanks and changes of colour."""
+    terminal.text = ""
+    await asyncio.to_thread(terminal.read_to_match, pattern.replace(" +", r"(?:\s|\x1b\[[\d;]*m)+"))
+
+
+@asynccontextmanager
+async def announced(nats_url: str, fleet: str, *workers: str) -> AsyncIterator[None]:
+    """Announce workers that make a hundred tokens a second, without engines."""
+
+    async def announce() -> None:
+        seconds = 0
+        while True:
+            seconds += 1
+            for name in workers:
+                made = WorkerCounters(generated_tokens=100 * seconds)
+                one = presence(worker=name, counters=made, uptime_s=float(seconds), lease_s=60.0)
+                await publish(nats, Subjects(fleet).presence(name), encode_json(one))
+            await asyncio.sleep(1)
+
+    async with connected(nats_url, name="test") as nats, asyncio.TaskGroup() as tasks:
+        announcing = tasks.create_task(announce())
+        yield
+        announcing.cancel()
+
+
+async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:
+    """A pause of the fleet, and a worker that comes and goes, are seen without a key; q ends it with 0."""
+    args = ("top", "--nats", nats_url, "--fleet", fleet)
+    async with synthetic_worker(nats_url, fleet, worker_id="a"), rollbus.connect(nats_url, fleet=fleet) as rb:
+        await rb.fleet.wait_for_workers()
+        with on_terminal(*args, size=(100, 30)) as terminal:
+            await until(terminal, r"1 worker: 1 serving(?s:.)*a +serving(?s:.)*queue +resume")
+            await rb.fleet.pause()
+            await until(terminal, r"1 paused(?s:.)*a +paused \(keep\)(?s:.)*pause keep +synthetic +1 +all +1 of 1")
+            async with synthetic_worker(nats_url, fleet, worker_id="b"):
+                await until(terminal, r"2 workers(?s:.)*b +paused")
+            await until(terminal, r"1 worker:")
+            terminal.press(b"q")
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
+
+
+async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
+    """Keys sort, filter and scroll at once; a terminal that changes its size is filled again."""
+    names = [f"w{number:02}" for number in range(60)]
+    async with announced(nats_url, fleet, *names):
+        with on_terminal("top", "--nats", nats_url, "--fleet", fleet, "--interval", "60", size=(80, 24)) as terminal:
+            await until(terminal, r"page: 1 to 1\d of 60")
+            terminal.press(b"s")
+            await until(terminal, "s sort: state")
+            terminal.press(b"p")
+            await until(terminal, "p model: m ")
+            terminal.press(b"\x1b[B\x1b[B")
+            await until(terminal, "page: 3 to ")
+            terminal.resize(120, 40)
+            await until(terminal, r"page: 3 to 3\d")
+            terminal.press_ctrl_c()
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
+
+
+async def test_a_server_away_for_three_seconds(fleet: str) -> None:
+    """Top says so, keeps what was known, and goes on when the server is back."""
+    require_binary()
+    async with EmbeddedServer() as server, announced(server.url, fleet, "a"):
+        with on_terminal("top", "--nats", server.url, "--fleet", fleet, size=(80, 24)) as terminal:
+            await until(terminal, r"a +serving")
+            await server.kill()
+            await until(terminal, r"the connection to NATS is down; this is what was known \d+ s ago(?s:.)*a +serving")
+            # The length of the outage is what this test is about.
+            await asyncio.sleep(3)
+            await server.restart()
+            await until(terminal, r"tokens/s[^\n]*\r?\n[^\n]*worker +state")
+            terminal.press(b"q")
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str, number: signal.Signals) -> None:
+    """The other screen is left, the cursor is there, and lines are read as they were."""
+    async with announced(nats_url, fleet, "a"):
+        with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
+            before = terminal.settings()
+            await until(terminal, r"a +serving")
+            assert terminal.settings() != before
+            terminal.signal(number)
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
+            assert terminal.settings() == before
+            assert SHOW_CURSOR in terminal.text
+            assert LEAVE in terminal.text
+
+
+def test_an_error_leaves_the_terminal_as_before() -> None:
+    """The traceback stands on the first screen, behind all that was drawn on the other one."""
+    with on_terminal(size=(80, 24), program=(sys.executable, "-P", "-c", FAILING)) as terminal:
+        before = terminal.settings()
+        assert terminal.read_to_end() == 1
+        assert terminal.settings() == before
+    _, drawn, after = re.split(f"{re.escape(ENTER)}|{re.escape(LEAVE)}", terminal.text)
+    assert "drawn" in drawn
+    assert "RuntimeError: in the middle" in after
+
+
+async def test_it_is_suspended_and_continued(nats_url: str, fleet: str) -> None:
+    """Ctrl-Z gives the terminal back, and `fg` takes it again."""
+    async with announced(nats_url, fleet, "a"):
+        with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
+            before = terminal.settings()
+            await until(terminal, r"a +serving")
+            terminal.signal(signal.SIGTSTP)
+            await until(terminal, re.escape(LEAVE))
+            assert await asyncio.to_thread(becomes_true, lambda: terminal.settings() == before)
+            terminal.signal(signal.SIGCONT)
+            await until(terminal, r"a +serving")
+            terminal.press(b"q")
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
+            assert terminal.settings() == before
+
+
+async def test_once_into_a_pipe(nats_url: str, fleet: str) -> None:
+    """Where stdout is no terminal the tables are printed once; --json has rates by their names."""
+    async with announced(nats_url, fleet, "a"):
+        table = await run_rollbus(nats_url, fleet, "top")
+        tokens_per_s = 0.0
+        # A busy machine may be too late for the second announcement of the worker.
+        while not tokens_per_s:
+            written = await run_rollbus(nats_url, fleet, "top", "--json")
+            rates = json.loads(written.stdout)["rates"]
+            tokens_per_s = rates["fleet"]["tokens_per_s"]
+
+    assert (table.code, table.stderr) == (ExitCode.OK, "")
+    assert re.search(r"^a +m +serving ", table.stdout, re.MULTILINE)
+    assert "\x1b" not in table.stdout
+    assert rates["workers"]["a"]["tokens_per_s"] == rates["models"]["m"]["tokens_per_s"] == tokens_per_s
+
+
+async def test_nobody_is_there(nats_url: str, fleet: str) -> None:
+    """Exit code 5, as of status; an interval that is none is a usage error."""
+    done = await run_rollbus(nats_url, fleet, "top", "--once")
+    wrong = await run_rollbus(nats_url, fleet, "top", "--interval", "0")
+
+    assert (done.code, done.stdout) == (ExitCode.NO_WORKERS, "")
+    assert "no live workers" in done.stderr
+    assert wrong.code == ExitCode.USAGE
+
+
+async def test_a_terminal_that_takes_nothing_for_a_while(nats_url: str, fleet: str) -> None:
+    """As with Ctrl-S: top waits, and goes on when what it has written is read; nothing of it is lost."""
+    async with announced(nats_url, fleet, *(f"w{number:02}" for number in range(60))):
+        args = ("top", "--nats", nats_url, "--fleet", fleet, "--interval", "0.1")
+        with on_terminal(*args, size=(400, 150)) as terminal:
+            await until(terminal, "q quit")
+            # Screens of that time are more than a terminal keeps for its reader.
+            await asyncio.sleep(3)
+            await until(terminal, "of 60")
+            terminal.press(b"q")
+            assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK

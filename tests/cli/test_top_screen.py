@@ -1,0 +1,353 @@
+"""What `rollbus top` shows, line by line, and how keys change it."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.cells import cell_len
+
+from rollbus import FleetState, QueueDepth
+from rollbus.bus.protocol.telemetry.fleet_rates import FleetRates
+from rollbus.frontend.cli.top import options as top_options
+from rollbus.frontend.cli.top.options import SORTS, Key, KeyReader, TopOptions, press
+from rollbus.frontend.cli.top.plain import print_top, top_as_json
+from rollbus.frontend.cli.top.screen import TopView, draw
+from rollbus.frontend.cli.top.sections import command_rows, model_rows
+from rollbus.schemas.control import Drain, LoadLora, Pause, UpdateWeights, WeightSource
+from rollbus.schemas.desired import DesiredState, Recorded
+from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.weights import Staging
+from tests.support.presences import capabilities, presence
+
+AT = time.mktime((2026, 11, 24, 14, 3, 22, 0, 0, -1))
+DEFAULT = TopOptions()
+HOSTILE = "[red]\x1b[2J\x1b]0;title\x07\r\nw9  serving\u202e\x9b31m[/red]"
+
+
+def worker(name: str, seconds: int, **fields: Any) -> WorkerPresence:
+    """A worker that makes 50 tokens a second, as it announces itself after so many seconds."""
+    counters = WorkerCounters(
+        generated_tokens=50 * seconds,
+        requests=2 * seconds,
+        first_tokens=2 * seconds,
+        first_tokens_s=0.3 * seconds,
+        next_tokens=48 * seconds,
+        next_tokens_s=0.6 * seconds,
+    )
+    stats = EngineStats(kv_cache_use=0.4, prefix_cache_queries=1000 * seconds, prefix_cache_hits=250 * seconds)
+    usual: dict[str, Any] = {
+        "counters": counters,
+        "engine_stats": stats,
+        "in_flight": 12,
+        "capabilities": capabilities(max_num_seqs=64),
+        "weight_version": 3,
+        "epoch": 4,
+    }
+    return presence(worker=name, **{**usual, **fields})
+
+
+def view_of(*workers: dict[str, Any], problem: str | None = None, **known: Any) -> TopView:
+    """A fleet of these workers, each heard twice, and what NATS says of it."""
+    rates = FleetRates()
+    for seconds in (1, 2):
+        heard = [worker(**{"name": f"w{number}", **fields}, seconds=seconds) for number, fields in enumerate(workers)]
+        rates.update([(one, float(seconds)) for one in heard])
+    return TopView(FleetState(fleet="f", workers=tuple(heard), **known), rates, AT, problem)
+
+
+DESIRED = DesiredState(
+    model="m",
+    epoch=4,
+    registers={
+        "weights": Recorded(epoch=4, command=UpdateWeights(version=4, source=WeightSource(path="/w/4"), label="s4")),
+        "pause": Recorded(epoch=2, command=Pause(mode="wait")),
+    },
+    workers={
+        "w1": {"pause": Recorded(epoch=3, command=Drain(workers=("w1",)))},
+        "w2": {"pause": Recorded(epoch=3, command=Drain(workers=("w2",)))},
+    },
+)
+SMALL = view_of(
+    {"weight_version": 4},
+    {"epoch": 3, "staging": Staging(source="/w/4", stage="fetching", done_bytes=2**29, total_bytes=2**30)},
+    {"state": WorkerState.OUTDATED, "last_error": "no such folder", "target_version": 4},
+    {"model": "n", "state": WorkerState.PAUSED, "pause_mode": "keep", "engine_stats": None},
+    queues=(QueueDepth(model="m", lane="normal", waiting=7, in_hand=2),),
+    desired={"m": DESIRED},
+)
+
+NARROW = """\
+fleet f at 14:03:22  4 workers: 2 serving, 1 outdated, 1 paused
+200 tokens/s  in flight 48/256  waiting 7  first 150 ms  next 12 ms  hits 25 %
+worker  state          version  in flight    KV  tokens/s  staging, last error
+w0      serving              4      12/64  40 %      50.0
+w1      serving              3      12/64  40 %      50.0  fetching 50 % of 1.0…
+w2      outdated        3 of 4      12/64  40 %      50.0  no such folder
+w3      paused (keep)        3      12/64     -      50.0
+
+
+
+
+
+
+
+queue  resume  high  normal  low  in hand  replicas
+m      -       -     7       -    2        -
+model  workers  epoch  version  state          behind
+m      3        4      4        paused (wait)  w1 has weights 3, not 4, fetchin…
+n      1        -      -        -              -
+command                of  epoch  for        done
+update_weights 4 (s4)  m   4      all        2 of 3
+drain                  m   3      2 workers  2 of 2
+pause wait             m   2      all        3 of 3
+q quit  s sort: worker  p model: all  up, down, page: 1 to 4 of 4
+"""
+WIDE_WORKERS = """\
+worker  model  state          version  in flight    KV  tokens/s   first   next  hits  staging, last error
+w0      m      serving              4      12/64  40 %      50.0  150 ms  12 ms  25 %
+w1      m      serving              3      12/64  40 %      50.0  150 ms  12 ms  25 %  fetching 50 % of 1.0 GiB
+w2      m      outdated        3 of 4      12/64  40 %      50.0  150 ms  12 ms  25 %  no such folder
+w3      n      paused (keep)        3      12/64     -      50.0  150 ms  12 ms     -
+"""
+WIDE_TOLD = """\
+model  workers  tokens/s  epoch  version  weights from  state          LoRAs  behind
+m      3        150       4      4        /w/4          paused (wait)  -      w1 has weights 3, not 4, fetching; w2 is outdated: no such folder
+n      1        50.0      -      -        -             -              -      -
+command                of  epoch  for        done
+update_weights 4 (s4)  m   4      all        2 of 3
+"""  # noqa: E501
+
+
+def shown(view: TopView, options: TopOptions = DEFAULT, width: int = 80, height: int = 24) -> list[str]:
+    """The lines of a screen, without blanks at their ends."""
+    lines = draw(view, options, width, height).text.plain.split("\n")
+    assert len(lines) <= height
+    assert all(cell_len(line) <= width for line in lines)
+    return [line.rstrip() for line in lines]
+
+
+def column(view: TopView, number: int, options: TopOptions, width: int = 80) -> list[str]:
+    """A column of the workers on a screen."""
+    lines = shown(view, options, width)
+    return [re.split(r" {2,}", line)[number] for line in lines if re.match(r"w\d", line)]
+
+
+def test_a_small_screen() -> None:
+    """80 columns of 24 lines have the fleet, the workers, queues, models, commands and keys."""
+    assert shown(SMALL) == NARROW.splitlines()
+
+
+def test_a_large_screen() -> None:
+    """200 columns of 60 lines have all columns, and say of each worker that is behind why."""
+    text = "\n".join(shown(SMALL, width=200, height=60))
+
+    assert WIDE_WORKERS in text
+    assert WIDE_TOLD in text
+    assert len(text.splitlines()) == 60
+
+
+@given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(SORTS), st.integers(0, 50))
+def test_a_screen_of_any_size_is_filled_and_not_overflown(width: int, height: int, sort: Any, first: int) -> None:
+    """However small a terminal is made, no line is longer than it, and there are no more of them."""
+    fleet = view_of(*[{}] * 30, problem="the connection to NATS is down", desired={"m": DESIRED})
+    screen = draw(fleet, TopOptions(sort=sort, first=first), width, height)
+    lines = screen.text.plain.split("\n")
+
+    assert len(lines) == height
+    assert max(map(cell_len, lines)) <= width
+    assert screen.options.first <= max(30 - screen.rows, 0)
+
+
+def test_a_thousand_workers_are_scrolled() -> None:
+    """The last page ends with the last worker, however far one goes."""
+    fleet = view_of(*[{"name": f"w{number:03}"} for number in range(1000)])
+    screen = draw(fleet, TopOptions(first=10**6), 80, 24)
+
+    assert screen.options.first == 1000 - screen.rows
+    assert f"page: {screen.options.first + 1} to 1,000 of 1,000" in screen.text.plain
+    assert column(fleet, 0, TopOptions(first=17))[:2] == ["w017", "w018"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "first"),
+    [("worker", "w0"), ("state", "w2"), ("in-flight", "w1"), ("kv", "w3"), ("tokens", "w4"), ("hits", "w0")],
+)
+def test_workers_are_sorted(sort: Any, first: str) -> None:
+    """Names upwards, states that serve nothing first, numbers from the highest, unknown ones last."""
+    fleet = view_of(
+        {"engine_stats": EngineStats(prefix_cache_queries=10**6, prefix_cache_hits=10**6)},
+        {"in_flight": 60},
+        {"state": WorkerState.FENCED},
+        {"engine_stats": EngineStats(kv_cache_use=0.9)},
+        {"name": "w4"},
+    )
+    fleet.rates.observe(worker("w4", 2, counters=WorkerCounters(generated_tokens=9000, requests=9)), 3.0)
+    fleet.rates.observe(worker("w4", 2, counters=WorkerCounters(generated_tokens=18000, requests=9)), 4.0)
+    fleet.rates.observe(
+        worker("w0", 2, engine_stats=EngineStats(prefix_cache_queries=2 * 10**6, prefix_cache_hits=2 * 10**6)), 3.0
+    )
+
+    assert column(fleet, 0, TopOptions(sort=sort))[0] == first
+    assert len(column(fleet, 0, TopOptions(sort=sort))) == 5
+
+
+def test_one_model_is_shown() -> None:
+    """Its workers, its queue, what it was told, and its rates."""
+    lines = shown(SMALL, TopOptions(model="n"))
+
+    assert lines[0] == "fleet f, model n at 14:03:22  1 worker: 1 paused"
+    assert lines[1].startswith("50.0 tokens/s  in flight 12/64  waiting -")
+    assert column(SMALL, 0, TopOptions(model="n")) == ["w3"]
+    assert not any(line.startswith(("m ", "update_weights", "queue")) for line in lines)
+    assert "p model: n" in lines[-1]
+    assert "no workers" in shown(SMALL, TopOptions(model="gone"))[-1]
+
+
+def test_what_is_old_says_so() -> None:
+    """A server that is away is named above the workers, which stay."""
+    lines = shown(TopView(SMALL.state, SMALL.rates, AT, "the connection to NATS is down; known 3 s ago"))
+
+    assert lines[2] == "the connection to NATS is down; known 3 s ago"
+    assert column(SMALL, 0, TopOptions()) == ["w0", "w1", "w2", "w3"]
+
+
+def test_queues_that_cannot_be_read_have_their_reason() -> None:
+    """The rest is shown."""
+    fleet = view_of({}, queue_problems={"m": "this user may not read it"})
+    lines = shown(fleet)
+
+    assert "waiting -" in lines[1]
+    assert "m      this user may not read it" in lines
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_peer_writes_text_and_nothing_else(width: int) -> None:
+    """Escape sequences, line ends, marks of direction and rich's markup of workers are shown as what they are."""
+    command = UpdateWeights(version=4, source=WeightSource(path=HOSTILE), label=HOSTILE)
+    told = DesiredState(model=HOSTILE_MODEL, epoch=9, registers={"weights": Recorded(epoch=9, command=command)})
+    fleet = view_of(
+        {"model": HOSTILE_MODEL, "last_error": HOSTILE},
+        {"staging": Staging(source=HOSTILE, stage=HOSTILE)},
+        problem=HOSTILE,
+        desired={HOSTILE_MODEL: told},
+        queues=(QueueDepth(model=HOSTILE_MODEL, lane="normal", waiting=1, in_hand=0),),
+        queue_problems={HOSTILE_MODEL: HOSTILE},
+    )
+    for options in (TopOptions(), TopOptions(model=HOSTILE_MODEL)):
+        text = draw(fleet, options, width, 40).text
+        assert all(char.isprintable() or char == "\n" for char in text.plain)
+        assert len(text.plain.split("\n")) == 40
+        assert r"[red]\x1b[2J" in text.plain
+
+
+HOSTILE_MODEL = "[blink]\u202emodel\u2066[/]"
+
+
+def test_wide_characters_keep_columns_in_place() -> None:
+    """A model's name may be of characters that take two places."""
+    lines = shown(view_of({"model": "模型" * 20}, {}), width=60)
+
+    assert max(map(cell_len, lines)) <= 60
+
+
+def test_many_that_are_behind_are_counted() -> None:
+    """Three are named with the reason."""
+    fleet = view_of(*[{"epoch": 1, "weight_version": 4}] * 5, desired={"m": DESIRED})
+
+    [row] = model_rows(fleet.state, fleet.rates)
+    assert row[-1] == "w0 is at epoch 1 of 4; w1 is at epoch 1 of 4; w2 is at epoch 1 of 4; and 2 more"
+
+
+def test_commands_for_single_workers_count_those() -> None:
+    """A command for one names it; a model without workers has its commands too."""
+    desired = DesiredState(
+        model="x",
+        epoch=2,
+        registers={"lora:a": Recorded(epoch=1, command=LoadLora(name="a", version=7, source=WeightSource(path="/a")))},
+        workers={"w9": {"pause": Recorded(epoch=2, command=Drain(workers=("w9",)))}},
+    )
+    fleet = FleetState(fleet="f", workers=(), desired={"x": desired})
+
+    assert command_rows(fleet) == [["drain", "x", "2", "w9", "0 of 0"], ["load_lora a 7", "x", "1", "all", "0 of 0"]]
+    assert command_rows(fleet, "y") == []
+
+
+def test_what_is_printed_once_has_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a pipe go all workers and all that is said of them, whatever the width."""
+    print_top(SMALL, TopOptions(sort="state"))
+    fleet, workers, queues, models, commands = capsys.readouterr().out.strip().split("\n\n")
+
+    assert fleet.endswith("hits 25 %  8.0 requests/s")
+    assert [line.split()[0] for line in workers.splitlines()] == ["worker", "w2", "w3", "w0", "w1"]
+    assert workers.splitlines()[1].endswith("25 %  no such folder")
+    assert [text.split()[0] for text in (queues, models, commands)] == ["queue", "model", "command"]
+
+
+def test_json_has_the_state_and_the_rates() -> None:
+    """What is not known is null."""
+    written = top_as_json(SMALL)
+
+    assert {"fleet", "workers", "queues", "queue_problems", "desired", "rates"} == written.keys()
+    assert written["rates"]["workers"]["w3"] == {
+        "tokens_per_s": 50.0,
+        "requests_per_s": 2.0,
+        "first_token_s": pytest.approx(0.15),
+        "between_tokens_s": pytest.approx(0.0125),
+        "prefix_hit": None,
+    }
+    assert written["rates"]["models"]["m"]["tokens_per_s"] == 150
+    assert written["rates"]["fleet"]["tokens_per_s"] == 200
+
+
+def test_keys_change_what_is_shown() -> None:
+    """Each choice begins at the top again; what is no choice scrolls, and never above the first worker."""
+    options: TopOptions | None = TopOptions(first=5)
+    for sort in (*SORTS[1:], SORTS[0]):
+        assert options is not None
+        options = press(options, "sort", ["m", "n"], 10)
+        assert options == TopOptions(sort=sort)
+    for model in ("m", "n", None):
+        assert options is not None
+        options = press(options, "model", ["m", "n"], 10)
+        assert options == TopOptions(model=model)
+    assert press(TopOptions(model="gone", first=3), "model", ["m"], 10) == TopOptions(model="m")
+    moves: list[tuple[Key, int]] = [("up", 4), ("down", 6), ("page_up", 0), ("page_down", 15), ("home", 0)]
+    assert [press(TopOptions(first=5), key, [], 10) for key, _ in moves] == [TopOptions(first=at) for _, at in moves]
+    end = press(TopOptions(first=5), "end", [], 10)
+    assert end is not None
+    assert draw(SMALL, end, 80, 24).options.first == 0
+    assert press(TopOptions(), "quit", [], 10) is None
+
+
+@given(st.data())
+def test_keys_are_read_however_they_are_cut(data: st.DataObject) -> None:
+    """What a terminal sends in pieces is the same keys as at once; what no key sends is nothing."""
+    noise = [b"\x1b[38;5;1m", b"x", b"\x1b[200~", b"\xc3\xa9", b"\x00"]
+    sent = data.draw(st.lists(st.sampled_from([*top_options._KEYS, *noise]), max_size=20))
+    text = b"".join(sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    reader = KeyReader()
+    pieces = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+    keys = [key for piece in pieces for key in reader.read(piece)]
+    assert keys == [top_options._KEYS[each] for each in sent if each in top_options._KEYS]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=20))
+def test_little_is_kept_of_what_is_no_key(pieces: list[bytes]) -> None:
+    """A paste of anything neither fails nor grows."""
+    reader = KeyReader()
+    for piece in pieces:
+        reader.read(piece)
+        assert len(reader._rest) <= 10
+
+
+def test_a_worker_without_capabilities_has_the_slots_that_it_names() -> None:
+    """While it starts, nothing else is known."""
+    fleet = view_of({"capabilities": None, "free_slots": 3})
+
+    assert "12/15" in shown(TopView(replace(fleet.state), fleet.rates, AT))[3]
