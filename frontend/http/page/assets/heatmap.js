@@ -9,7 +9,7 @@ const AXIS_PX = 20;
 const LEFT_PX = 34;
 const RIGHT_PX = 112;
 /** Of a cell: narrower ones cannot be told apart, wider ones need not be. */
-const [MIN_WIDE, MAX_WIDE, MIN_HIGH, MAX_HIGH] = [3, 14, 8, 15];
+const [MIN_WIDE, MAX_WIDE, MIN_HIGH, MAX_HIGH] = [3, 28, 8, 20];
 const HIGH_PX = 560;
 const FONT = '10px system-ui, "Segoe UI", Roboto, sans-serif';
 /** The bar of a layer is full at this maximum over mean. */
@@ -148,7 +148,7 @@ export class HeatMap {
     if (!this.counts || !this.wide) return;
     const { layer, expert } = this.cell;
     this.mark.hidden = false;
-    Object.assign(this.mark.style, { left: `${expert * this.wide - 2}px`, top: `${AXIS_PX + layer * this.high - 2}px`, width: `${this.wide + 3}px`, height: `${this.high + 3}px` });
+    Object.assign(this.mark.style, { left: `${Math.max(0, expert * this.wide - 2)}px`, top: `${AXIS_PX + layer * this.high - 2}px`, width: `${this.wide + 3}px`, height: `${this.high + 3}px` });
   }
 
   #point(event, how) {
