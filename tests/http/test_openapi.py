@@ -16,7 +16,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-import rollbus
 from rollbus.frontend.http.app import ADMIN, DATA, OPEN, make_app
 from rollbus.frontend.http.control.not_served import ROUTES as NOT_SERVED
 from rollbus.frontend.http.openapi import document
@@ -50,15 +49,14 @@ def documented(key: tuple[str, str]) -> tuple[str, str]:
 async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) -> None:
     """Every route stands in the document with its method and its tokens, and nothing else does."""
     settings = Settings(token="data", admin_token="admin")
-    app = make_app(rollbus.connect(nats_url, fleet=fleet), settings)
-    served = {
-        documented((method, route.path))
-        for route in app.routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
-        if method != "HEAD"
-    }
     async with http_before(nats_url, fleet, settings) as http:
+        served = {
+            documented((method, route.path))
+            for route in make_app(http.own, settings).routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+            if method != "HEAD"
+        }
         found = operations((await http.client.get("/openapi.json")).json())
         assert set(found) == served
         tokens = {key: [set(each) for each in operation.get("security", ())] for key, operation in found.items()}
