@@ -26,6 +26,7 @@ BENCHES = (
     "http_memory",
     "accounts",
     "flood",
+    "experts",
 )
 
 

@@ -1,0 +1,84 @@
+"""What it costs a worker to count its experts, and to answer what it has counted.
+
+    python -m bench.experts [--tokens-per-s 5000] [--rounds 7] [--json FILE]
+
+The counter alone is given what an engine makes of 128 requests: steps with one token of each, and prompts of 1,024
+tokens, as many prompt tokens as generated ones. `counting_us` is the CPU for a position. `core_percent` is that as a
+share of one core, at so many generated and as many prompt tokens a second. `longest_ms` is the longest that one step
+of 128 tokens held up the worker's loop. `read_ms` is the CPU of an interval's first answer, which is made once, and
+`answer_kb` is its size in JSON.
+"""
+
+import argparse
+import time
+from typing import Final
+
+import numpy as np
+
+from bench.report import Report, Spread, add_arguments
+from rollbus.bus.protocol.telemetry.expert_book import ExpertBook
+from rollbus.schemas.messages import encode_json
+from rollbus.schemas.presence import RoutedExpertsInfo
+from rollbus.schemas.rows import DTYPES, dtype_for
+
+__all__: list[str] = []
+
+SHAPES: Final = ((48, 8, 128), (61, 8, 384))
+"""Layers, experts of a token, experts: a model of 30 billion parameters, and one of a trillion."""
+REQUESTS: Final = 128
+STEPS: Final = 512
+PROMPT_EVERY: Final = 8
+"""Steps; a prompt has as many tokens as these generate."""
+STEP_S: Final = 0.025
+
+
+def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, rounds: int) -> None:
+    """Measure one shape."""
+    num_layers, top_k, num_experts = shape
+    dtype = dtype_for(num_experts)
+    routing = RoutedExpertsInfo(num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype)
+    random = np.random.default_rng(0)
+    # More than caches hold, as rows come from an engine.
+    prompts = random.integers(0, num_experts, (16, PROMPT_EVERY * REQUESTS, *shape[:2])).astype(DTYPES[dtype])
+    tokens = random.integers(0, num_experts, (128, REQUESTS, *shape[:2])).astype(DTYPES[dtype])
+    each, longest, reads, size = [], [], [], 0
+    for _ in range(rounds):
+        book, slowest, begun = ExpertBook(routing, 0.0, 1e9), 0.0, time.process_time()
+        for step in range(STEPS):
+            step_begun = time.thread_time()
+            book.add_computed("generated", REQUESTS, 1, step * STEP_S)
+            book.add_rows("generated", tokens[step % len(tokens)], 1, step * STEP_S)
+            slowest = max(slowest, time.thread_time() - step_begun)
+            if step % PROMPT_EVERY == 0:
+                book.add_computed("prompt", PROMPT_EVERY * REQUESTS, 1, step * STEP_S)
+                book.add_rows("prompt", prompts[step % len(prompts)], 1, step * STEP_S)
+        each.append((time.process_time() - begun) / (2 * STEPS * REQUESTS))
+        longest.append(slowest * 1e3)
+        begun = time.process_time()
+        answer = book.load(0, "versions", 60.0)
+        reads.append((time.process_time() - begun) * 1e3)
+        size = len(encode_json(answer))
+    report.add(
+        model=" x ".join(map(str, shape)),
+        counting_us=Spread.of([one * 1e6 for one in each]),
+        core_percent=Spread.of([100 * one * 2 * tokens_per_s for one in each]),
+        longest_ms=Spread.of(longest),
+        read_ms=Spread.of(reads),
+        answer_kb=size / 1000,
+    )
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.experts", description="What it costs to count experts.")
+    parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="generated, and as many of prompts")
+    add_arguments(parser, rounds=7)
+    args = parser.parse_args()
+    report = Report("experts")
+    for shape in SHAPES:
+        measure(report, shape, args.tokens_per_s, args.rounds)
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()
