@@ -169,7 +169,7 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
 
 
 async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease that nobody renews: the error says that rank 0 is silent."""
+    """Rank 0 does not renew its lease: the error of rank 1 says that rank 0 is silent."""
     monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
     monkeypatch.setattr(versions, "RENEW_S", 3600.0)
     async with ranks(nats_url, 2) as (_, _, stores):

@@ -223,7 +223,7 @@ async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: 
 
 
 async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet: str) -> None:
-    """Programs that ask for more while none waits at an engine, such as prime-rl's, see what no worker has yet."""
+    """Programs that send more while no request waits at an engine, such as prime-rl's, see the queue, too."""
     queue = frozenset({("model_name", "synthetic"), ("engine", "queue."), ("worker", "")})
     async with http_service(nats_url, fleet, worker_id="w") as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause()

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, needs_trainers]
 
 
 async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) -> None:
-    """So are groups; seeds differ within one, stopped answers go on, and who is behind with new weights is known."""
+    """Groups are, too. Seeds differ within a group, stopped answers go on, workers without new weights are named."""
     async with asyncio.timeout(ENGINE_STARTS_S), started("trl_units.py", policy) as process:
         said = (await process.communicate())[0].decode()
     assert process.returncode == 0, said

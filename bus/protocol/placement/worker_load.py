@@ -35,8 +35,8 @@ MEAN_OVER: Final = 10
 RUNNING_SLOWDOWN: Final = 0.01
 """Time that each running request adds to an engine step, as a share of a step without any."""
 SLOW: Final = 1.5
-"""A worker counts as slow if it takes this many times as long as the typical worker. Below, both count as equal, as
-rates are noisy."""
+"""A worker counts as slow if it takes at least this many times as long as the typical worker. Smaller differences do
+not count, as rates are noisy."""
 SLOWEST: Final = 16.0
 """A worker counts as at most this many times slower than the typical worker, whatever rates it announces."""
 TYPICAL_S: Final = 1.0
