@@ -24,6 +24,7 @@ BENCHES = (
     "placement",
     "steps",
     "http_memory",
+    "viewers",
     "accounts",
     "flood",
     "experts",

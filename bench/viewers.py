@@ -1,0 +1,137 @@
+"""What people who watch a fleet cost it: tokens a second without viewers and with many.
+
+    python -m bench.viewers [--viewers 50] [--seconds 5] [--rounds 5] [--json FILE]
+
+The service is a process of its own, and so are the viewers, which read all that they are sent. A worker on a synthetic
+engine and the client that keeps it busy over the bus are in another. Prints, with and without viewers, the tokens a
+second of the fleet, and the processor time that the service takes in each second.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import rollbus
+from bench.http_memory import running_service, running_worker
+from bench.report import Report, add_arguments, in_turns, spreads
+from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.schemas.request import GenerateRequest
+from rollbus.schemas.sampling import SamplingParams
+
+IN_FLIGHT = 32
+MAX_TOKENS = 64
+CLOCK_TICKS_S = 0.01
+"""Of Linux's figures for a process."""
+
+
+def processor_s(process: int) -> float:
+    """The processor time that a process has taken."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * CLOCK_TICKS_S
+
+
+async def watch(address: str, count: int) -> None:
+    """Read the events of so many viewers, until killed; says on stdout when all have their first event."""
+    url = urlsplit(address)
+    head = f"GET /v1/rl/events HTTP/1.1\r\nHost: {url.hostname}\r\n\r\n".encode()
+    readers = []
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(head)
+        await reader.readuntil(b"event: fleet")
+        readers.append((reader, writer))
+    sys.stdout.write("all watch\n")
+    sys.stdout.flush()
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        while await reader.read(1 << 16):
+            pass
+
+    async with asyncio.TaskGroup() as tasks:
+        for reader, _ in readers:
+            tasks.create_task(read(reader))
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def watched(address: str, count: int) -> AsyncIterator[None]:
+    """Have so many viewers in a process of their own."""
+    command = [sys.executable, "-m", "bench.viewers", "--watch", address, "--viewers", str(count)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        if process.stdout is None:
+            raise RuntimeError("no pipe was opened")
+        await process.stdout.readline()
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def tokens_in(rb: rollbus.Client, seconds: float) -> int:
+    """Keep the worker busy for so long, and count the tokens that came."""
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    end = time.monotonic() + seconds
+    found = 0
+
+    async def ask() -> None:
+        nonlocal found
+        while time.monotonic() < end:
+            found += len((await rb.complete(GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling))).token_ids)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(IN_FLIGHT):
+            tasks.create_task(ask())
+    return found
+
+
+async def measure(rb: rollbus.Client, service: tuple[int, str], count: int, seconds: float) -> dict[str, float]:
+    """The figures of one round."""
+    process, address = service
+    async with watched(address, count):
+        begun, before = time.monotonic(), processor_s(process)
+        tokens = await tokens_in(rb, seconds)
+        took = time.monotonic() - begun
+        return {"tokens_per_s": tokens / took, "service_cpu_percent": 100 * (processor_s(process) - before) / took}
+
+
+async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None:
+    """Start everything, measure, print."""
+    found: dict[int, list[dict[str, float]]] = {0: [], viewers: []}
+    async with (
+        EmbeddedServer() as server,
+        running_worker(server.url),
+        running_service(server.url) as service,
+        rollbus.connect(server.url, fleet="bench") as rb,
+    ):
+        await rb.fleet.wait_for_workers()
+        await tokens_in(rb, 1.0)
+        for count in in_turns(rounds, found):
+            found[count].append(await measure(rb, service, count, seconds))
+    for count, figures in found.items():
+        report.add(viewers=count, **spreads(figures))
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.viewers", description="What viewers cost a fleet.")
+    parser.add_argument("--viewers", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
+    parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
+    add_arguments(parser)
+    args = parser.parse_args()
+    if args.watch is not None:
+        asyncio.run(watch(args.watch, args.viewers))
+        return
+    report = Report("viewers")
+    asyncio.run(run(args.viewers, args.seconds, args.rounds, report))
+    report.finish(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""An hour of a large fleet through the code that keeps and tells it: the memory that it takes does not grow."""
+
+import gc
+import json
+import math
+import tracemalloc
+
+import pytest
+
+from rollbus.bus.client.fleet_watch import FleetWatch, HeardWorker
+from rollbus.bus.protocol.telemetry.series import SERIES_BYTES, STEP_S, History
+from rollbus.frontend.http.live.events import encode_event
+from rollbus.frontend.http.live.fleet_event import model_lines, worker_row
+from rollbus.frontend.http.live.heard import Heard
+from rollbus.frontend.http.live.points import worker_points
+from rollbus.frontend.http.live.viewers import Viewer
+from rollbus.schemas.presence import WorkerCounters
+from tests.support.presences import capabilities, presence
+
+HOUR_S = 3600
+WARM_UP_S = 60
+CAN = capabilities()
+
+
+class ScriptedWatch(FleetWatch):
+    """Hears so many workers, each once a second, at a time that the test gives."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.now = 0
+        self._num_workers = num_workers
+
+    async def workers(self) -> tuple[HeardWorker, ...]:
+        """All announce themselves now; some come and go, and start anew."""
+        return tuple(self._hear(number) for number in range(self._num_workers))
+
+    def _hear(self, number: int) -> HeardWorker:
+        life = (self.now + number) // 600
+        name = f"w{number:04d}" if number % 10 else f"w{number:04d}-{life}"
+        counters = WorkerCounters(requests=self.now, generated_tokens=1000 * self.now, first_tokens=self.now)
+        worker = presence(worker=name, incarnation=str(life), capabilities=CAN, counters=counters, in_flight=number % 4)
+        return HeardWorker(worker, float(self.now))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [100])
+async def test_an_hour_takes_no_more_than_a_minute(num_workers: int) -> None:
+    """But for the points that are kept, whose size is known; also with a viewer that reads nothing."""
+    watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer(lambda: None)
+    tracemalloc.start()
+    try:
+        for second in range(1, HOUR_S + WARM_UP_S + 1):
+            watch.now = second
+            await heard.update(watch)
+            rows = [worker_row(each, heard.rates, float(second)) for each in heard.workers.values()]
+            lines = tuple(model_lines([each.presence for each in heard.workers.values()], {}, lambda *_: None))
+            viewer.offer("fleet", encode_event("fleet", {"workers": rows, "models": lines}))
+            if second % STEP_S == 0:
+                history.add(second // STEP_S, *worker_points(heard, (), (math.nan, {})))
+            if second == WARM_UP_S:
+                gc.collect()
+                before = tracemalloc.get_traced_memory()[0] - history.num_bytes
+        gc.collect()
+        after = tracemalloc.get_traced_memory()[0] - history.num_bytes
+    finally:
+        tracemalloc.stop()
+    event = viewer.__dict__["_pending"]["fleet"]
+    assert len(json.loads(event.partition(b"data: ")[2])["workers"]) == num_workers
+    # Of those that came and went, each is kept for an hour.
+    assert history.num_bytes <= (2 + num_workers + num_workers // 10 * 7) * SERIES_BYTES
+    assert after < 1.1 * before + 2_000_000
