@@ -4,13 +4,14 @@ import { openDialog } from "./dialog.js";
 import { el, setAttr, setText } from "./dom.js";
 import { compareNames, count, duration, plural } from "./format.js";
 import { stream } from "./live.js";
-import { ask } from "./session.js";
+import { ask, token } from "./session.js";
 import { now, on } from "./store.js";
 import { askForToken } from "./token_dialog.js";
 
 /** Workers of an answer that are listed; those that have not applied the command come first. */
 const MAX_LINES = 100;
 const NEEDS = "Commands need the token of admins.";
+const NOT_ADMINS = "The token that was given is not that of admins.";
 
 const sum = (workers) => workers.reduce((all, each) => all + each.in_flight, 0);
 
@@ -135,7 +136,7 @@ export function actButtons(table) {
   const give = el("button", { type: "button", class: "quiet", text: "Give the token", hidden: true, on: { click: () => askForToken(NEEDS, () => stream.restart()) } });
   const update = () => {
     const mayAct = now.hello?.may_act ?? false;
-    const reason = !now.hello ? "Not connected." : !mayAct ? NEEDS : !now.fleet?.bus_up ? "The service has no connection to NATS." : !now.fleet.workers.length ? "No worker is there." : "";
+    const reason = !now.hello ? "Not connected." : !mayAct ? (token() ? NOT_ADMINS : NEEDS) : !now.fleet?.bus_up ? "The service has no connection to NATS." : !now.fleet.workers.length ? "No worker is there." : "";
     for (const button of buttons) setAttr(button, "disabled", reason ? "" : null);
     give.hidden = !now.hello || mayAct;
     setText(why, reason);

@@ -1,0 +1,22 @@
+"""Pictures of the page for the docs, where `$ROLLBUS_SCREENSHOTS` names a folder for them; otherwise none are made."""
+
+import base64
+import os
+from pathlib import Path
+
+from tests.browser.page import Page
+
+__all__ = ["FOLDER", "photograph"]
+
+FOLDER = os.environ.get("ROLLBUS_SCREENSHOTS")
+
+
+async def photograph(page: Page, name: str) -> None:
+    """Write what is on the screen to the file page-`name`.png, if pictures are wanted."""
+    if FOLDER:
+        picture = await page.command("Page.captureScreenshot", format="png")
+        _write(Path(FOLDER, f"page-{name}.png"), picture["data"])
+
+
+def _write(path: Path, encoded: str) -> None:
+    path.write_bytes(base64.b64decode(encoded))

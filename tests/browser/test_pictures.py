@@ -1,0 +1,84 @@
+"""Each view as people see it, a fleet at work; with `$ROLLBUS_SCREENSHOTS` their pictures are kept for the docs."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome
+
+from tests.browser.accessibility import faint_texts, nameless
+from tests.browser.announcer import announced
+from tests.browser.page import DESKTOP, PHONE, Size, Theme, opened
+from tests.browser.past_hour import remember_an_hour
+from tests.browser.screenshots import photograph
+from tests.browser.small_fleet import MODEL, busy_fleet, in_trouble, under_load
+from tests.browser.test_request import EVENTS
+from tests.http.support import http_before
+from tests.support.requests import greedy
+from tests.support.streams import start_stream
+
+pytestmark = pytest.mark.slow
+
+WORKERS = 5
+REQUESTS = 90
+SCREENS: dict[str, tuple[Size, Theme]] = {
+    "fleet": (DESKTOP, "light"),
+    "fleet-dark": (DESKTOP, "dark"),
+    "fleet-phone": (PHONE, "light"),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, name: str) -> None:
+    """All can be read, and all has a name."""
+    size, theme = SCREENS[name]
+    async with (
+        busy_fleet(nats_url, fleet, tmp_path, WORKERS) as (_, two),
+        http_before(nats_url, fleet) as http,
+    ):
+        await http.rb.fleet.wait_for_workers(WORKERS)
+        async with under_load(http.rb, REQUESTS), opened(browser, f"{http.url}/", size=size, theme=theme) as page:
+            await page.until_text("[data-testid=tile-workers-value]", "5 of 5")
+            await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
+            async with announced(nats_url, fleet, in_trouble):
+                await page.until_text("[data-testid=tile-workers-value]", "6 of 8")
+                await page.until_text("[data-testid=tile-tokens-value]", lambda text: text not in (None, "–", "0"))
+                await photograph(page, name)
+                assert await faint_texts(page) == []
+                assert await nameless(page) == []
+
+
+async def test_throughput(
+    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour of points, and what comes now."""
+    remember_an_hour(monkeypatch, MODEL)
+    async with (
+        busy_fleet(nats_url, fleet, tmp_path, WORKERS),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/#/throughput") as page,
+    ):
+        await page.until("return document.querySelectorAll('#view-throughput canvas').length > 0")
+        await page.until_text("[data-testid=chart-tokens_per_s]", lambda text: bool(text) and "Tokens a second" in text)
+        await photograph(page, "throughput")
+        assert await faint_texts(page) == []
+        assert await nameless(page) == []
+
+
+async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """One that was held by a pause, and went on with other weights."""
+    async with (
+        busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
+        http_before(nats_url, fleet) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        stream = await start_stream(tasks, http.rb, greedy(1, 24, request_id="rollout-7"))
+        await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
+        await stream.reading
+        async with opened(browser, f"{http.url}/#/request?id=rollout-7") as page:
+            events = await page.until(EVENTS, lambda found: "ended" in found)
+            assert {"held", "resumed", "weights"} <= {*events}
+            await photograph(page, "request")
+            assert await faint_texts(page) == []
+            assert await nameless(page) == []
