@@ -28,12 +28,13 @@ __all__ = ["CommandListener"]
 
 logger = logging.getLogger(__name__)
 
-MAX_ACK_BYTES: Final = 16 << 10
-"""Of an ack that is decoded: those of reads have up to megabytes, and of the others a few hundred bytes are shown."""
+MAX_ACK_BYTES: Final = 256 << 10
+"""Of an ack that is decoded: those of reads have up to megabytes. That of new weights has the routing of a canary:
+46 KB at 61 layers."""
 MAX_PENDING: Final = 8192
 """Messages that wait here: what workers answer in a second or two. Those beyond it are dropped; a command's ledger at
 its controller is not touched."""
-MAX_PENDING_BYTES: Final = 16 << 20
+MAX_PENDING_BYTES: Final = 64 << 20
 READS: Final = (ReadExperts, ReadRequest, State)
 READ_ACK: Final = b'"command":"read_'
 """In the first bytes of the ack of a read."""

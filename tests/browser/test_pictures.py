@@ -12,6 +12,7 @@ from tests.browser.page import DESKTOP, PHONE, Size, Theme, opened
 from tests.browser.past_hour import remember_an_hour
 from tests.browser.screenshots import photograph
 from tests.browser.small_fleet import MODEL, busy_fleet, in_trouble, under_load
+from tests.browser.test_acts import LEDGERS
 from tests.browser.test_request import EVENTS
 from tests.http.support import http_before
 from tests.support.requests import greedy
@@ -40,6 +41,8 @@ async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
         async with under_load(http.rb, REQUESTS), opened(browser, f"{http.url}/", size=size, theme=theme) as page:
             await page.until_text("[data-testid=tile-workers-value]", "5 of 5")
             await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
+            # Their answers hold the routing of a canary: tens of kilobytes.
+            await page.until(LEDGERS, ["update_weights", "check_weights"])
             async with announced(nats_url, fleet, in_trouble):
                 await page.until_text("[data-testid=tile-workers-value]", "6 of 8")
                 await page.until_text("[data-testid=tile-tokens-value]", lambda text: text not in (None, "–", "0"))
