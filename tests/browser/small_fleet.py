@@ -5,15 +5,22 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pytest
+
 import rollbus
 from rollbus.schemas.presence import EngineStats, Staging, WorkerPresence, WorkerState
+from rollbus.schemas.rows import Rows
 from rollbus.workers.engines.synthetic import SyntheticConfig
+from rollbus.workers.engines.synthetic.model import SyntheticModel
+from rollbus.workers.engines.synthetic.weights import SyntheticWeights, checksum_of
 from tests.control.support import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.presences import capabilities, presence
 from tests.support.requests import endless
 
-__all__ = ["MODEL", "busy_fleet", "in_trouble", "under_load"]
+__all__ = ["MODEL", "SLOTS", "bias_router", "busy_fleet", "in_trouble", "under_load"]
 
 MODEL = "Qwen/Qwen3-30B-A3B"
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -88,3 +95,17 @@ def in_trouble(_: int) -> Iterator[WorkerPresence]:
         last_error="storage: no space left on /var/cache/rollbus: 61.1 GB are needed, 12.4 GB are free",
     )
     yield presence(worker="gen-92", model=MODEL, state=WorkerState.STARTING, start_left_s=40.0)
+
+
+def bias_router(monkeypatch: pytest.MonkeyPatch, weights: Path) -> None:
+    """Have the weights of a folder prefer the first experts of every third layer: they get half of its tokens."""
+    biased = SyntheticWeights.of(checksum_of(weights)).experts
+    chosen = SyntheticModel.rows
+
+    def rows(model: SyntheticModel, contexts: npt.NDArray[np.uint64], experts: npt.NDArray[np.uint64]) -> Rows:
+        found = chosen(model, contexts, experts)
+        is_biased = (experts == biased) & (contexts % np.uint64(2) == 0)
+        found[is_biased, ::3] = np.arange(model.config.top_k)
+        return found
+
+    monkeypatch.setattr(SyntheticModel, "rows", rows)

@@ -11,7 +11,7 @@ from tests.browser.announcer import announced
 from tests.browser.page import DESKTOP, PHONE, Size, Theme, opened
 from tests.browser.past_hour import remember_an_hour
 from tests.browser.screenshots import photograph
-from tests.browser.small_fleet import MODEL, busy_fleet, in_trouble, under_load
+from tests.browser.small_fleet import MODEL, SLOTS, bias_router, busy_fleet, in_trouble, under_load
 from tests.browser.test_acts import LEDGERS
 from tests.browser.test_request import EVENTS
 from tests.http.support import http_before
@@ -83,5 +83,24 @@ async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
             events = await page.until(EVENTS, lambda found: "ended" in found)
             assert {"held", "resumed", "weights"} <= {*events}
             await photograph(page, "request")
+            assert await faint_texts(page) == []
+            assert await nameless(page) == []
+
+
+async def test_experts(
+    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights that send most tokens to a few experts stand out, layer by layer."""
+    async with (
+        busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
+        http_before(nats_url, fleet) as http,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        bias_router(monkeypatch, two)
+        async with under_load(http.rb, SLOTS), opened(browser, f"{http.url}/#/experts?layer=12&expert=3") as page:
+            await page.until_text("[data-testid=imbalance]", lambda text: bool(text) and "Worst layer" in text)
+            await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
+            await page.until_text("[data-testid=version-summary]", lambda text: bool(text) and "v11 to v12" in text)
+            await photograph(page, "experts")
             assert await faint_texts(page) == []
             assert await nameless(page) == []

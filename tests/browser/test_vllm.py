@@ -1,21 +1,24 @@
-"""The page beside a real engine: its worker among synthetic ones."""
+"""The page beside a real engine: its worker among synthetic ones, and the load of its experts."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from selenium.webdriver import Chrome
 
+from tests.browser.expert_view import counts_of, until_counts
 from tests.browser.fleet_view import rows
 from tests.browser.page import opened
 from tests.http.support import http_before
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state
-from tests.support.real_fleet import RealWorkers
+from tests.support.real_fleet import RealWorkers, greedy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 VERSION = 5
+REQUESTS = 6
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +53,24 @@ async def test_two_synthetic_workers_and_one_on_vllm(browser: Chrome, nats_url: 
             assert cells["in_flight"].endswith(f"0 / {worker.capabilities.max_num_seqs}")
             assert worker.engine_stats is not None
             assert cells["kv_use"].endswith("0 %")
+
+
+@pytest.mark.routing
+async def test_the_heat_map_is_what_the_rows_say(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
+    """Without hits of the prefix cache, each cell has as many choices as the rows from position 0 on."""
+    await workers.have(1)
+    async with (
+        http_before(nats_url, workers.fleet) as http,
+        opened(browser, f"{http.url}/#/experts") as page,
+    ):
+        await http.rb.fleet.wait_for_workers()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(http.rb.complete(greedy(40 + i, 8, seed=i))) for i in range(REQUESTS)]
+        done = [task.result() for task in running]
+        [worker] = http.rb.fleet.workers
+        assert worker.capabilities is not None
+        assert worker.capabilities.routed_experts is not None
+        assert {generation.cached_tokens for generation in done} == {0}
+        expected = counts_of(done, worker.capabilities.routed_experts.num_experts)
+        await until_counts(page, "generated", expected["generated"])
+        await until_counts(page, "prompt", expected["prompt"])

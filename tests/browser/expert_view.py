@@ -1,0 +1,56 @@
+"""What the page's view of the experts shows, and what it should: the counts of the rows that a client got."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from selenium.webdriver.common.keys import Keys
+
+import rollbus
+from tests.browser.page import Page
+
+__all__ = ["Counts", "counts_of", "until_counts"]
+
+Counts = npt.NDArray[np.int64]
+CELL = "const {layer, expert, count} = document.querySelector('[data-testid=cell-readout]').dataset;"
+READOUT = f"{CELL} return [Number(layer), Number(expert), Number(count)];"
+TOTAL = "return Number(document.querySelector('[data-testid=cell-readout]')?.dataset.total)"
+
+
+def counts_of(generations: Iterable[rollbus.Generation], num_experts: int) -> dict[str, Counts]:
+    """Count the choices in rows that begin at 0, by plane: i8[num_layers, num_experts]."""
+    prompts, answers = [], []
+    for generation in generations:
+        rows = generation.routed_experts
+        assert rows is not None
+        # The last token was sampled and not computed.
+        prompt_len = len(rows) - (len(generation.token_ids) - 1)
+        prompts.append(rows[:prompt_len])
+        answers.append(rows[prompt_len:])
+    return {
+        name: _counts(np.concatenate(parts), num_experts)
+        for name, parts in (("prompt", prompts), ("generated", answers))
+    }
+
+
+def _counts(rows: npt.NDArray[np.integer], num_experts: int) -> Counts:
+    return np.stack([np.bincount(rows[:, layer].ravel(), minlength=num_experts) for layer in range(rows.shape[1])])
+
+
+async def until_counts(page: Page, plane: str, expected: Counts) -> None:
+    """Wait until a plane has as many choices as expected, and read each cell with the arrow keys."""
+    await page.click(f"label:has([data-testid=plane-{plane}])")
+    # Each layer has as many.
+    await page.until(TOTAL, int(expected[0].sum()))
+    await page.run("document.querySelector('[data-testid=heatmap]').focus()")
+    num_layers, num_experts = expected.shape
+    await page.press(Keys.PAGE_UP, Keys.HOME)
+    shown = np.full_like(expected, -1)
+    for layer in range(num_layers):
+        for _ in range(num_experts):
+            at, expert, count = await page.run(READOUT)
+            assert at == layer
+            shown[at, expert] = count
+            await page.press(Keys.RIGHT)
+        await page.press(Keys.HOME, Keys.DOWN)
+    assert np.array_equal(shown, expected), (shown.tolist(), expected.tolist())
