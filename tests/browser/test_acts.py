@@ -114,3 +114,15 @@ async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fle
         await send(page, "pause")
         await until_state(http.rb, lambda state: {one.state for one in state.workers} == {WorkerState.PAUSED})
         await check_leaves_no_trace(page, ADMIN)
+
+
+async def test_a_filter_that_shows_no_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """The dialog offers no worker, and not all of them."""
+    async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
+        await page.until(DISABLED, [False, False])
+        await page.click("[data-testid=worker-filter]")
+        await page.press("zzz")
+        await page.until(each("[data-testid=workers] tbody tr[data-key]", "one.dataset.key"), [])
+        await page.click("[data-testid=act-pause]")
+        await page.until_text("[data-testid=act-says]", "The filter shows no worker. Clear it to choose workers.")
+        assert await page.texts("[data-testid=act-confirm]") == []

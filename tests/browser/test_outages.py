@@ -39,6 +39,33 @@ async def until_well(page: Page) -> None:
     await page.until("return document.querySelector('[data-testid=banner]').checkVisibility()", False)
 
 
+SET_HIDDEN = """
+Object.defineProperty(document, "hidden", {value: arguments[0], configurable: true});
+document.dispatchEvent(new Event("visibilitychange"));
+"""
+SHORT_WAIT = (
+    "const wait = window.setTimeout; window.setTimeout = (f, ms, ...rest) => wait(f, ms === 30000 ? 50 : ms, ...rest);"
+)
+
+
+async def test_a_hidden_page_rests(browser: Chrome, nats_url: str, fleet: str) -> None:
+    """A page that is hidden for long gives its connection back, and is fed again as soon as it is shown."""
+    async with (
+        synthetic_worker(nats_url, fleet, worker_id="w0"),
+        http_before(nats_url, fleet) as http,
+        opened(browser, f"{http.url}/") as page,
+    ):
+        script = await page.command("Page.addScriptToEvaluateOnNewDocument", source=SHORT_WAIT)
+        await page.goto(f"{http.url}/?again")
+        await page.command("Page.removeScriptToEvaluateOnNewDocument", **script)
+        await until_well(page)
+        await page.run(SET_HIDDEN, True)
+        await page.until("return document.querySelector('[data-testid=link]').dataset.state", "resting")
+        await page.run(SET_HIDDEN, False)
+        await until_well(page)
+        await page.until_text(SERVING, "1 of 1")
+
+
 async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str) -> None:
     """Meanwhile the banner says since when there is no news; afterwards the page shows what is so now."""
     [address] = free_nodes(1)

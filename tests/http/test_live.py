@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from rollbus.bus.client.fleet_watch import FleetWatch
 from rollbus.frontend.http import server
-from rollbus.frontend.http.live import viewers
+from rollbus.frontend.http.live import live_fleet, viewers
+from rollbus.frontend.http.live.heard import Heard
 from rollbus.frontend.http.live.viewers import Viewer
 from rollbus.frontend.http.settings import Settings
 from tests.http.live_support import PATH, watching
@@ -98,6 +100,38 @@ async def test_no_more_viewers_than_allowed(nats_url: str, fleet: str, monkeypat
             assert "allowed: 2" in answer.json()["error"]["message"]
         while (await http.client.send(http.client.build_request("GET", PATH), stream=True)).status_code == 503:
             pass
+
+
+async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders of the data token cannot take all places; what refuses them says how an admin gets one."""
+    monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(viewers, "KEPT_FOR_ADMINS", 1)
+    async with http_before(nats_url, fleet, TOKENS) as http, watching(http, token="data"):
+        answer = await http.client.get(PATH, headers={"Authorization": "Bearer data"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_viewers")
+        assert "allowed: 1, and 1 more with the token of admins" in answer.json()["error"]["message"]
+        async with watching(http, token="admin") as stream:
+            assert stream.hello["may_act"]
+
+
+async def test_a_fault_of_the_view_ends_nothing_else(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody thought of is logged; the service goes on, and its viewers are told again."""
+    update, faults = Heard.update, [ZeroDivisionError("once")]
+
+    async def fail_once(self: Heard, watch: FleetWatch) -> None:
+        if faults:
+            raise faults.pop()
+        await update(self, watch)
+
+    monkeypatch.setattr(Heard, "update", fail_once)
+    monkeypatch.setattr(live_fleet, "RESTART_S", 0.0)
+    async with http_service(nats_url, fleet) as http, watching(http) as stream:
+        await stream.next("fleet")
+        assert (await http.client.get("/health")).status_code == 200
+    assert not faults
+    assert "live.failed" in caplog.text
 
 
 async def test_the_bus_is_down(nats_url: str, fleet: str) -> None:

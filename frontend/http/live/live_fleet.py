@@ -32,6 +32,8 @@ QUEUES_WAIT_S: Final = 2.0
 """For NATS to say how much waits, while nobody watches; well below `STEP_S`."""
 LISTEN_AGAIN_S: Final = 60.0
 """Until it is tried again to listen to commands, where that failed."""
+RESTART_S: Final = 5.0
+"""After a fault, until the fleet is followed again: a fault that lasts makes no flood of events in the log."""
 LINGER_S: Final = 10.0
 """For which commands are heard on when the last viewer has left: a page that is loaded again is back in a second."""
 
@@ -88,17 +90,27 @@ class LiveFleet:
 
     async def run(self) -> None:
         """Keep the history and tell viewers of the fleet, until cancelled."""
+        begun = asyncio.get_running_loop().time()
+        while True:
+            try:
+                await self._run(begun)
+            except Exception:
+                # Boundary: a fault of what people look at must not end the service that trainers use.
+                logger.exception("live.failed")
+                await asyncio.sleep(RESTART_S)
+
+    async def _run(self, begun: float) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep())
+            tasks.create_task(self._keep(begun))
             tasks.create_task(self._read())
             tasks.create_task(self._tell())
             tasks.create_task(self._listen())
             tasks.create_task(self.experts.run())
 
-    async def _keep(self) -> None:
+    async def _keep(self, begun: float) -> None:
         """Keep a point of each step, also while nobody watches."""
         loop = asyncio.get_running_loop()
-        begun, number = loop.time(), 0
+        number = self.history.number
         while True:
             number = max(number, int((loop.time() - begun) / STEP_S)) + 1
             await asyncio.sleep(begun + number * STEP_S - loop.time())

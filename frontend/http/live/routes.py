@@ -42,8 +42,9 @@ async def events(service: Service, request: Request) -> Response:
         return Response(media_type=ViewerStream.media_type)
     connection = request.scope["state"]["connection"]
     viewer = Viewer(connection.cut)
-    viewer.offer(HELLO, service.live.hello(may_act=has_access(request, service.settings.admin_token)))
-    request.state.until_answered.enter_context(service.live.viewers.joined(viewer))
+    is_admin = has_access(request, service.settings.admin_token)
+    viewer.offer(HELLO, service.live.hello(may_act=is_admin))
+    request.state.until_answered.enter_context(service.live.viewers.joined(viewer, is_admin=is_admin))
     if query.experts is not None:
         feed = service.live.experts.joined(viewer, query.experts, query.worker)
         request.state.until_answered.enter_context(feed)

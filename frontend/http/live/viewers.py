@@ -13,10 +13,12 @@ from ..calls import until_disconnect
 from ..errors import HttpError
 from .events import EventName
 
-__all__ = ["MAX_VIEWERS", "VIEWER_TIMEOUT_S", "Viewer", "ViewerStream", "Viewers"]
+__all__ = ["KEPT_FOR_ADMINS", "MAX_VIEWERS", "VIEWER_TIMEOUT_S", "Viewer", "ViewerStream", "Viewers"]
 
 MAX_VIEWERS: Final = 200
 """Far more people than look at one fleet. At a megabyte a second each they would fill a network."""
+KEPT_FOR_ADMINS: Final = 20
+"""Of these places: holders of the other token cannot fill all of them, and keep an admin out."""
 VIEWER_TIMEOUT_S: Final = 30.0
 """For a viewer to read a piece of an event. One that does not has thirty newer ones to come back for."""
 
@@ -89,16 +91,23 @@ class Viewers:
         return iter(tuple(self._viewers))
 
     @contextmanager
-    def joined(self, viewer: Viewer) -> Iterator[None]:
+    def joined(self, viewer: Viewer, *, is_admin: bool) -> Iterator[None]:
         """Count a viewer while the block lasts.
+
+        Args:
+            is_admin: the viewer may change the fleet, and use the places that are kept for admins.
 
         Raises:
             HttpError: 503, so many watch already, or the service stops.
         """
         if self._has_ended:
             raise HttpError(503, "the service stops", code="stopping")
-        if len(self._viewers) >= MAX_VIEWERS:
-            raise HttpError(503, f"{MAX_VIEWERS} viewers watch; allowed: {MAX_VIEWERS}", code="too_many_viewers")
+        allowed = MAX_VIEWERS if is_admin else MAX_VIEWERS - KEPT_FOR_ADMINS
+        if len(self._viewers) >= allowed:
+            message = f"{len(self._viewers)} viewers watch; allowed: {allowed}"
+            if not is_admin:
+                message += f", and {KEPT_FOR_ADMINS} more with the token of admins"
+            raise HttpError(503, message, code="too_many_viewers")
         self._viewers.add(viewer)
         self._some.set()
         self._none.clear()

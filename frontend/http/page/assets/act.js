@@ -55,7 +55,7 @@ function targets(act, shown) {
   const workers = now.fleet.workers;
   const found = [];
   if (!act.needsChoice) found.push(["all", `all ${plural(workers.length, "worker")}`, workers, {}]);
-  if (shown && shown.length) found.push(["filter", `${plural(shown.length, "worker")} that the filter shows`, shown, { workers: shown.map(({ worker }) => worker) }]);
+  if (shown) found.push(["filter", `${plural(shown.length, "worker")} that the filter shows`, shown, { workers: shown.map(({ worker }) => worker) }]);
   if (act.needsChoice) {
     const sorted = [...workers].sort((a, b) => compareNames(a.worker, b.worker));
     return [...found, ...sorted.map((each) => [`worker ${each.worker}`, each.worker, [each], { workers: [each.worker] }])];
@@ -99,9 +99,13 @@ async function send(act, fields, body, close) {
 
 function askFirst(act, shown) {
   openDialog(act.title, "act-dialog", (body, close) => {
+    if (shown && !shown.length) {
+      body.append(el("p", { class: "notice", data: { testid: "act-says" }, text: "The filter shows no worker. Clear it to choose workers." }), el("div", { class: "dialog-end" }, el("button", { type: "button", text: "Close", data: { testid: "act-cancel" }, on: { click: close } })));
+      return;
+    }
     const all = targets(act, shown);
     const select = el("select", { id: "act-target", data: { testid: "act-target" } }, ...all.map(([value, words]) => el("option", { value, text: words })));
-    if (shown && shown.length) select.value = "filter";
+    if (shown) select.value = "filter";
     const says = el("p", { data: { testid: "act-says" } });
     const warns = el("p", { class: "notice" });
     const extra = el("div");

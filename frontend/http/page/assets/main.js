@@ -22,7 +22,7 @@ const VIEWS = [
 const QUIET_MS = 2500;
 /** A connection that stands brings the fleet each second. */
 const SILENT_MS = 5000;
-const LINK_WORDS = { connecting: "connecting", live: "live", lost: "connection lost", denied: "token needed" };
+const LINK_WORDS = { connecting: "connecting", live: "live", lost: "connection lost", denied: "token needed", resting: "resting while hidden" };
 
 const main = document.getElementById("main");
 const banner = document.getElementById("banner");
@@ -72,7 +72,7 @@ function showLink() {
   const silent = Date.now() - heard.at;
   const isOld = silent > (kind === "live" ? SILENT_MS : QUIET_MS);
   setAttr(link, "data-state", kind);
-  setText(link.firstElementChild, kind === "live" ? "●" : kind === "connecting" ? "◌" : "✕");
+  setText(link.firstElementChild, kind === "live" ? "●" : ["connecting", "resting"].includes(kind) ? "◌" : "✕");
   setText(document.getElementById("link-text"), LINK_WORDS[kind]);
   document.body.classList.toggle("stale", isOld && now.fleet !== null);
   const words = problemWords(now.link, isOld ? silent : 0);
@@ -83,6 +83,7 @@ function showLink() {
 function problemWords({ kind, problem, retryAt }, silent) {
   const fleet = now.fleet;
   if (kind === "denied") return `Nothing is shown: ${problem}.`;
+  if (kind === "resting") return "";
   if (silent) {
     const wait = retryAt ? Math.max(0, Math.ceil((retryAt - Date.now()) / 1000)) : 0;
     const next = kind !== "lost" ? "" : wait ? ` Next try in ${wait} s.` : " Trying again.";

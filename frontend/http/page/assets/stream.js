@@ -7,11 +7,14 @@ const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 10_000;
 /** The service sends the fleet every second. Without any event for so long, the connection is dead. */
 const SILENCE_MS = 20_000;
+/** A page that is hidden for so long gives its connection back: a browser opens only six to one host. */
+const HIDDEN_MS = 30_000;
 
 /**
  * Reads `path` until stopped.
  * `onEvent(name, value)` gets each event; `onState(state)` gets `{kind, since, problem, retryAt}`, where `kind` is
- * `connecting`, `live`, `lost` (tried again at `retryAt`) or `denied` (waits for `restart`, with another token).
+ * `connecting`, `live`, `lost` (tried again at `retryAt`), `denied` (waits for `restart`, with another token) or
+ * `resting` (the page is hidden; the stream begins again when it is shown).
  * `onRefused(problem)` gets the refusal of a path that says something wrong; it returns the path to read instead.
  */
 export class EventStream {
@@ -25,9 +28,26 @@ export class EventStream {
     this.run = null;
     this.retry = 0;
     this.silence = 0;
-    const soon = () => this.state.kind === "lost" && !document.hidden && this.restart();
-    window.addEventListener("online", soon);
-    document.addEventListener("visibilitychange", soon);
+    this.hiding = 0;
+    window.addEventListener("online", () => this.#comeBack());
+    document.addEventListener("visibilitychange", () => {
+      clearTimeout(this.hiding);
+      if (document.hidden) this.hiding = setTimeout(() => this.#rest(), HIDDEN_MS);
+      else this.#comeBack();
+    });
+  }
+
+  #comeBack() {
+    if (!document.hidden && ["lost", "resting"].includes(this.state.kind)) this.restart();
+  }
+
+  #rest() {
+    if (this.state.kind === "denied") return;
+    clearTimeout(this.retry);
+    clearTimeout(this.silence);
+    this.run?.abort();
+    this.run = null;
+    this.#become("resting", null);
   }
 
   /** Begin, or begin again: with another path, or at once after a loss. */
