@@ -7,7 +7,7 @@ from rollbus.schemas.acks import Ack
 from rollbus.schemas.control import AckStatus, ReadExperts, ReadRequest
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.messages import decode_ack, encode_json
-from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
+from rollbus.schemas.telemetry import ExpertCounts, ExpertLoad, RequestTimeline, TimelineEvent
 from rollbus.workers.control.ack_publisher import cut_ack
 from rollbus.workers.control.reads import READS_PER_S, TelemetryReads
 from rollbus.workers.requests.expert_counter import ExpertCounter
@@ -77,3 +77,19 @@ def test_an_answer_fits_in_a_message() -> None:
     assert told.timelines
     assert told.timelines_left_out == 3 + 256 - len(told.timelines)
     assert told.timelines == timelines[-len(told.timelines) :]
+
+
+def test_counts_above_the_servers_limit_lose_their_oldest_versions() -> None:
+    """The newest stay; where one alone is too large, the ack says so, with the limit."""
+    counts = tuple(ExpertCounts(weight_version=version, prompt=bytes(3000)) for version in (3, 2, 1))
+    load = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=1, num_experts=1, top_k=1, counts=counts)
+    ack = Ack(
+        id="c", command="read_experts", worker="w", incarnation="1", model="m", status=AckStatus.APPLIED, experts=load
+    )
+    cut, refused = decode_ack(cut_ack(ack, 9000)), decode_ack(cut_ack(ack, 1000))
+
+    assert cut.experts is not None
+    assert [one.weight_version for one in cut.experts.counts] == [3, 2]
+    assert (refused.status, refused.experts) == (AckStatus.FAILED, None)
+    assert refused.error is not None
+    assert "allowed by the NATS server's max_payload: 1000" in refused.error.message
