@@ -25,6 +25,7 @@ BASES: dict[str, dict[str, Any]] = {
     "InitTransferBody": {"init_info": {}},
     "AddLoraBody": {"lora_name": "x", "source": {"uri": "file:///x"}},
     "AbortBody": {"request_ids": ["x"]},
+    "DrainBody": {"workers": ["x"]},
 }
 """A request that is right, by the name of what is decoded; all others may be empty."""
 VALUES: list[Any] = [

@@ -37,7 +37,7 @@ export function percent(value) {
 export function duration(seconds) {
   if (!known(seconds)) return NONE;
   if (seconds < 0) return `−${duration(-seconds)}`;
-  if (seconds === 0) return "0 s";
+  if (seconds < 0.00005) return "0 s";
   if (Number.isInteger(seconds) && seconds < 60) return `${seconds} s`;
   if (seconds < 0.00995) return `${(seconds * 1000).toFixed(1)} ms`;
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;

@@ -102,7 +102,7 @@ function fillLedger(item, ledger) {
 /** The last commands of any controller. */
 export function ledgersPanel() {
   const list = el("ol", { class: "ledgers" });
-  const none = el("p", { class: "empty", text: "No command was heard since this page was opened." });
+  const none = el("p", { class: "empty", hidden: true, text: "No command was heard since this page was opened." });
   return {
     root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands" })), list, none),
     update({ commands = [] }) {

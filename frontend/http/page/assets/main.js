@@ -7,6 +7,7 @@ import { clock, duration } from "./format.js";
 import { heard, stream } from "./live.js";
 import { requestView } from "./request.js";
 import { address, route } from "./router.js";
+import { token } from "./session.js";
 import { now, on } from "./store.js";
 import { startTheme } from "./theme.js";
 import { throughputView } from "./throughput.js";
@@ -94,7 +95,7 @@ function problemWords({ kind, problem, retryAt }, silent) {
 }
 
 on("link", ({ kind }) => {
-  if (kind === "denied") askForToken("The service asks for a token: that of requests shows the fleet, that of admins may also change it.", () => stream.restart());
+  if (kind === "denied") askForToken(token() ? `The service has refused this token: ${now.link.problem}.` : "The service asks for a token: that of requests shows the fleet, that of admins may also change it.", () => stream.restart());
   showLink();
 });
 on("fleet", showLink);

@@ -45,15 +45,18 @@ export function fleetTiles() {
         setText(node.lastElementChild, `${count(number)} ${words}`);
       });
       const rates = rows.filter(({ tokens_per_s: each }) => each !== null);
+      const serving = rates.filter(({ state }) => state === "serving");
       setText(tokens.value, rates.length ? rate(sum(rates, (row) => row.tokens_per_s)) : NONE);
-      setText(tokens.more, rates.length ? `${rate(sum(rates, (row) => row.tokens_per_s) / rates.length)} a worker` : "no rates yet");
+      setText(tokens.more, serving.length ? `${rate(sum(serving, (row) => row.tokens_per_s) / serving.length)} for each that serves` : "no rates yet");
       setText(waiting.value, count(sum(queues, (queue) => queue.waiting)));
       const unread = Object.keys(problems ?? {}).length;
-      setText(waiting.more, unread ? `${plural(unread, "queue")} cannot be read` : `${count(sum(queues, (queue) => queue.in_hand))} in workers' hands`);
-      const slots = sum(rows, (row) => row.slots);
+      setText(waiting.more, unread ? `${plural(unread, "queue")} cannot be read` : `${count(sum(queues, (queue) => queue.in_hand))} delivered, not acked`);
+      // A worker that starts knows neither its slots nor its weights.
+      const ready = rows.filter(({ state }) => state !== "starting");
+      const slots = sum(ready, (row) => row.slots);
       setText(flight.value, count(sum(rows, (row) => row.in_flight)));
-      setText(flight.more, `of ${plural(slots, "slot")}, ${count(sum(rows, (row) => row.waiting))} wait in engines`);
-      const found = tally(rows, (row) => row.weight_version).sort((a, b) => (b[0] ?? -1) - (a[0] ?? -1));
+      setText(flight.more, `of ${plural(slots, "slot")}, ${count(sum(rows, (row) => row.waiting))} waiting in engines`);
+      const found = tally(ready, (row) => row.weight_version).sort((a, b) => (b[0] ?? -1) - (a[0] ?? -1));
       setText(versions.value, found.length === 0 ? NONE : found.length === 1 ? version(found[0][0]) : `${version(found[0][0])} + ${count(found.length - 1)} older`);
       const named = found.slice(0, MAX_VERSIONS).map(([name, number]) => `${version(name)} × ${count(number)}`);
       if (found.length > MAX_VERSIONS) named.push(`older × ${count(sum(found.slice(MAX_VERSIONS), ([, number]) => number))}`);

@@ -1,14 +1,14 @@
 // One request over time: a lane for each attempt at a worker, with its phases as bars and its events as marks.
 
 import { el, svg } from "./dom.js";
-import { clock, count, duration, version } from "./format.js";
+import { clock, count, duration, plural, version } from "./format.js";
 
 const ROW = 46;
 const TOP = 26;
 const MIN_WIDE = 560;
 const LABEL_PX = 70;
 const PHASES = { published: ["in the queue", "wait"], offered: ["admitted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
-const WORDS = { published: "in the queue", offered: "admitted by the worker", started: "given to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "goes on", weights: "other weights", restarted: "prompt is computed anew", ended: "ended" };
+const WORDS = { published: "in the queue", offered: "admitted by the worker", started: "given to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "other weights", restarted: "prompt is computed anew", ended: "ended" };
 
 const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at }) => at));
 
@@ -16,7 +16,7 @@ const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at 
 export function detailsOf({ event, weight_version: of, tokens, cached_tokens: cached, reason }) {
   const parts = [];
   if (of !== null && of !== undefined) parts.push(`weights ${version(of)}`);
-  if (tokens !== null && tokens !== undefined) parts.push(event === "prefilled" ? `${count(tokens)} prompt tokens` : `${count(tokens)} tokens so far`);
+  if (tokens !== null && tokens !== undefined) parts.push(event === "prefilled" ? plural(tokens, "prompt token") : `${plural(tokens, "token")} ${event === "ended" ? "in all" : "so far"}`);
   if (cached) parts.push(`${count(cached)} of them cached`);
   if (reason) parts.push(reason);
   return parts.join(", ");

@@ -1,4 +1,4 @@
-// What the fleet was told, and who has not done it; and what waits in the queue.
+// The desired state of each model, the workers that have not reached it, and what waits in the queue.
 
 import { el, keyed, setAttr, setText, timeOf } from "./dom.js";
 import { NONE, clock, compareNames, count, plural, version } from "./format.js";
@@ -35,7 +35,7 @@ function fillCard(node, { told, workers }) {
   setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
   setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
   const late = told.behind;
-  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not done it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has done it." : `All ${count(workers)} workers have done it.`);
+  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
   const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
   if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
   keyed(card.behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
@@ -44,12 +44,12 @@ function fillCard(node, { told, workers }) {
   });
 }
 
-/** What each model's workers were told. */
+/** The desired state of each model. */
 export function toldPanel() {
   const list = el("div", { class: "cards" });
-  const none = el("p", { class: "empty", text: "Nothing is recorded, and no worker is there." });
+  const none = el("p", { class: "empty", hidden: true, text: "No model has a desired state, and no worker is there." });
   return {
-    root: el("section", { class: "panel", "aria-labelledby": "told-title", data: { testid: "told" } }, el("div", { class: "panel-head" }, el("h2", { id: "told-title", text: "What was told" })), list, none),
+    root: el("section", { class: "panel", "aria-labelledby": "told-title", data: { testid: "told" } }, el("div", { class: "panel-head" }, el("h2", { id: "told-title", text: "Desired state" })), list, none),
     update({ models, workers }) {
       none.hidden = models.length > 0;
       const items = models.map((told) => ({ told, workers: workers.filter(({ model }) => model === told.model).length }));
@@ -73,9 +73,9 @@ function clientWords(clients) {
 /** The queue by model and lane, with its clients. */
 export function queuePanel() {
   const body = el("tbody");
-  const none = el("p", { class: "empty", text: "No queue is there." });
+  const none = el("p", { class: "empty", hidden: true, text: "No queue is there." });
   const problems = el("ul", { class: "behind" });
-  const heads = [["Model", ""], ["Lane", ""], ["Waiting", "numeric"], ["In hand", "numeric"], ["By client", ""]];
+  const heads = [["Model", ""], ["Lane", ""], ["Waiting", "numeric"], ["Not acked", "numeric"], ["By client", ""]];
   const table = el("table", { class: "plain", "aria-label": "Queue by lane", data: { testid: "queues" } }, el("thead", {}, el("tr", {}, ...heads.map(([text, name]) => el("th", { scope: "col", class: name, text })))), body);
   return {
     root: el("section", { class: "panel", "aria-labelledby": "queue-title" }, el("div", { class: "panel-head" }, el("h2", { id: "queue-title", text: "Queue" })), el("div", { class: "scroll-x" }, table), none, problems),
