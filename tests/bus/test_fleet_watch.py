@@ -1,5 +1,6 @@
 """The fleet as a client hears it: workers, queues, and the commands of others."""
 
+from rollbus.bus.client.command_listener import MAX_ACK_BYTES
 from rollbus.bus.client.fleet_watch import watch_fleet
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Pause
@@ -23,7 +24,7 @@ async def test_garbage_changes_nothing(nats_url: str, fleet: str, one_worker: St
         forged = b'{"id":"1","command":"pause","worker":"other","incarnation":"","model":"m","status":"applied"}'
         await nats.publish(subjects.ack("eve", worker), forged)
         await nats.publish(subjects.ack("eve", worker), b'{"id":"1","command":"read_experts","experts":' + b"[" * 99)
-        await nats.publish(subjects.ack("eve", worker), b"[" * (1 << 17))
+        await nats.publish(subjects.ack("eve", worker), b"[" * (MAX_ACK_BYTES + 1))
         await nats.publish(subjects.control("eve"), encode_json(Pause(id="p", workers=("nobody",))))
         await nats.flush()
         await until_true(lambda: watch.bad_messages == 13)
