@@ -43,8 +43,9 @@ async def watch(address: str, count: int) -> None:
     for _ in range(count):
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.write(head)
-        await reader.readuntil(b"event: fleet")
         readers.append((reader, writer))
+    for reader, _ in readers:
+        await reader.readuntil(b"event: fleet")
     sys.stdout.write("all watch\n")
     sys.stdout.flush()
 
