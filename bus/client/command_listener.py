@@ -36,6 +36,7 @@ MAX_PENDING: Final = 8192
 its controller is not touched."""
 MAX_PENDING_BYTES: Final = 64 << 20
 READS: Final = (ReadExperts, ReadRequest, State)
+STATE: Final = State(id="x").command
 READ_ACK: Final = b'"command":"read_'
 """In the first bytes of the ack of a read."""
 
@@ -76,7 +77,12 @@ class CommandListener:
                 await self._subscribe(self._subjects.controls, self._on_command)
             except PermissionDenied:
                 self._may_hear_commands = False
-        await self._subscribe(self._subjects.acks, self._on_ack)
+        try:
+            await self._subscribe(self._subjects.acks, self._on_ack)
+        except BaseException:
+            # One without the other would show workers that never answer.
+            await self.stop()
+            raise
 
     async def _subscribe(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> None:
         subscription = await subscribe_permitted(
@@ -130,7 +136,9 @@ class CommandListener:
         except RemoteProtocolError as exc:
             self._note_bad(message, exc)
             return
-        if self._table.get(worker) is not None:
+        if ack.command == STATE:
+            self.passed_over += 1
+        elif self._table.get(worker) is not None:
             self._book.add_ack(ack, controller.rpartition(".")[2], time.time())
 
     def _note_bad(self, message: Msg, error: Exception) -> None:

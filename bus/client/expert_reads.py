@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -16,6 +16,9 @@ from ..protocol.telemetry.expert_answers import choose_workers, loads_of
 from ..protocol.telemetry.expert_book import INTERVAL_S
 
 __all__ = ["HeardLoads", "experts_command", "read_experts"]
+
+MAX_CLOCK_S: Final = 20.0
+"""By which clocks may differ: of a minute that is asked for, two thirds are still there."""
 
 
 class HeardLoads(NamedTuple):
@@ -61,4 +64,15 @@ async def read_experts(controller: Controller, command: ReadExperts) -> HeardLoa
         return HeardLoads(model, {}, left_out, asked, len(workers))
     result = await controller.read(replace(command, model=model, workers=asked))
     loads, silent = loads_of(result)
+    if command.window == "recent":
+        silent |= {name: problem for name, load in loads.items() if (problem := _clock_problem(load)) is not None}
+        loads = {name: load for name, load in loads.items() if name not in silent}
     return HeardLoads(model, loads, left_out | silent, asked, len(workers))
+
+
+def _clock_problem(load: ExpertLoad) -> str | None:
+    """Say why this worker's last seconds are others than this machine's; None: they are the same."""
+    ahead_s = load.number * INTERVAL_S - (time.time() - INTERVAL_S)
+    if abs(ahead_s) <= MAX_CLOCK_S:
+        return None
+    return f"its clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"

@@ -6,7 +6,6 @@ from typing import Final
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from ...schemas.errors import PermissionDenied
 from .connection import Connection, publish, subscribe
 
 __all__ = ["check_permitted", "publish_permitted", "subscribe_permitted"]
@@ -48,9 +47,9 @@ async def subscribe_permitted(
                 nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
             )
             await nats.confirm(timeout_s=ANSWER_S)
-    except PermissionDenied:
+    except BaseException:
         if subscription is not None:
-            # Else it would be asked for again after each reconnect.
+            # Else it would be asked for again after each reconnect, and one that was cancelled has no owner.
             await subscription.unsubscribe()
         raise
     return subscription

@@ -86,11 +86,12 @@ class OtelTracer:
                 result = self._provider.sampler.should_sample(
                     _context(parent), trace_id, name, _KINDS[kind], None, [_link(link) for link in links]
                 )
+                state = result.trace_state.to_header() if result.trace_state else ""
+                is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
         except ForeignError as exc:
             logger.warning("spans.not_sampled error=%s", exc)
-            result = SamplingResult(Decision.DROP)
-        state = result.trace_state.to_header() if result.trace_state else ""
-        return SpanContext(trace_id, new_span_id(), result.decision is Decision.RECORD_AND_SAMPLE, state or None)
+            state, is_sampled = "", False
+        return SpanContext(trace_id, new_span_id(), is_sampled, state or None)
 
     def current(self) -> SpanContext | None:
         """The active span of the calling code."""

@@ -20,7 +20,7 @@ NUM_WHOLE: Final = 2
 """The newest commands, which list all of their workers."""
 MAX_ERROR_CHARS: Final = 200
 MAX_BEGUN: Final = MAX_COMMANDS // 2
-"""Commands that are followed because one worker has answered them: what one worker makes up leaves room for others."""
+"""Commands that one worker alone has answered, and that were not heard: what it makes up leaves room for others."""
 MARGIN_S: Final = 10.0
 """Beyond a command's own time, until it counts as done whoever still owes an answer."""
 AWAITED: Final = "awaited"
@@ -81,8 +81,10 @@ class _Followed:
     epoch: int | None
     over_at: float
     workers: dict[str, WorkerAnswer]
+    is_heard: bool = True
+    """The command was heard; else it is known by the acks of those that answer it."""
     begun_by: str | None = None
-    """The worker whose ack was heard, and no command; None: the command was heard."""
+    """The one worker that is known to have answered a command that was not heard; None: there are several."""
     has_final: set[str] = field(default_factory=set)
 
     def line(self, now: float, *, is_whole: bool) -> CommandLine:
@@ -119,14 +121,22 @@ class CommandBook:
     def add_command(self, command: Command, controller: str, workers: Iterable[str], now: float) -> None:
         """Follow a command from now on; one that is repeated under its id changes nothing.
 
+        A command may be heard after its first acks: then those count, and the other workers are awaited.
+
         Args:
             workers: those that should answer.
         """
-        key = controller, command.id
-        if key in self._commands:
+        known = self._commands.get((controller, command.id))
+        if known is not None and known.is_heard:
             return
         concerned = dict.fromkeys(list(workers)[:MAX_WORKERS], _AWAITED)
         over_at = now + command.timeout_s + MARGIN_S
+        if known is not None:
+            known.is_heard, known.begun_by = True, None
+            known.epoch, known.over_at = command.epoch, over_at
+            known.workers = concerned | {name: known.workers[name] for name in known.workers if name in concerned}
+            known.has_final &= known.workers.keys()
+            return
         self._follow(_Followed(command.id, command.command, controller, now, command.epoch, over_at, concerned))
 
     def _follow(self, followed: _Followed) -> None:
@@ -143,8 +153,10 @@ class CommandBook:
         followed = self._commands.get((controller, ack.id))
         if followed is None:
             followed = self._begin(ack, controller, now)
-        if followed.begun_by is not None and len(followed.workers) < MAX_WORKERS:
+        if not followed.is_heard and len(followed.workers) < MAX_WORKERS:
             followed.workers.setdefault(ack.worker, _AWAITED)
+            if ack.worker != followed.begun_by:
+                followed.begun_by = None
         if ack.worker not in followed.workers:
             self.strangers += 1
             return
@@ -165,8 +177,9 @@ class CommandBook:
         begun = [key for key, each in self._commands.items() if each.begun_by == ack.worker]
         if len(begun) >= MAX_BEGUN:
             del self._commands[begun[0]]
+        over_at = now + LOAD_TIMEOUT_S + MARGIN_S
         followed = _Followed(
-            ack.id, ack.command, controller, now, ack.epoch, now + LOAD_TIMEOUT_S + MARGIN_S, {}, ack.worker
+            ack.id, ack.command, controller, now, ack.epoch, over_at, {}, is_heard=False, begun_by=ack.worker
         )
         self._follow(followed)
         return followed

@@ -148,17 +148,17 @@ class ExpertBook:
         if not self._num_pending:
             return
         planes = self._planes_in(self._open, self._version)
-        for plane, parts in self._pending.items():
+        pending, self._pending = self._pending, {"prompt": [], "generated": []}
+        self._num_pending = 0
+        for plane, parts in pending.items():
             if parts:
                 self._count(getattr(planes, plane), parts[0] if len(parts) == 1 else np.concatenate(parts))
-                parts.clear()
-        self._num_pending = 0
 
     def _count(self, counted: _Counted, rows: Rows) -> None:
         num_experts = self._routing.num_experts
         if num_experts <= np.iinfo(rows.dtype).max and len(rows) and int(rows.max()) >= num_experts:
             rows = rows[(rows < num_experts).all(axis=(1, 2))]
-        cells = np.add(rows.reshape(len(rows), -1), self._firsts, dtype=self._firsts.dtype)
+        cells = np.add(rows.reshape(len(rows), self._firsts.size), self._firsts, dtype=self._firsts.dtype)
         counted.counts += np.bincount(cells.ravel(), minlength=self._cells)
         counted.seen += len(rows)
 

@@ -192,8 +192,8 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     """Add up what these workers of one model answered, of the 8 highest versions of the weights.
 
     Returns:
-        The sum; None without a worker. And why workers are left out of it: their answer is unusable, or their routing
-        has another shape than that of most.
+        The sum; None without a worker. And why workers are left out of it: their answer is unusable, their routing has
+        another shape than that of most, or all of their versions are older than the 8 highest.
     """
     left_out: dict[str, str] = {}
     shapes = {worker: Shape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
@@ -212,6 +212,9 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
             ]
         except RemoteProtocolError as exc:
             left_out[worker] = str(exc)
+            continue
+        if loads[worker].counts and not decoded:
+            left_out[worker] = f"other workers have {MAX_EXPERT_VERSIONS} versions that are higher than all of its own"
             continue
         _add(merged, decoded)
         usable.append(worker)
@@ -243,7 +246,7 @@ def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
     )
 
 
-def imbalance(counts: Counts, top_k: int) -> Imbalance:
+def imbalance(counts: npt.NDArray[Any], top_k: int) -> Imbalance:
     """Say how uneven each layer is.
 
     Args:
@@ -251,6 +254,8 @@ def imbalance(counts: Counts, top_k: int) -> Imbalance:
             has one expert alone: one whose choices are all expert 0 is dense.
     """
     num_experts = counts.shape[1]
+    # Sums of large counts from the wire do not fit into 64 bits.
+    counts = counts.astype(np.float64)
     totals = counts.sum(axis=1)
     routes = totals > 0
     if top_k > 1:

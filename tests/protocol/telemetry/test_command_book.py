@@ -95,3 +95,25 @@ def test_it_is_bounded() -> None:
     assert [len(line.workers) for line in lines] == [MAX_WORKERS] * 2 + [MAX_LINES] * (MAX_COMMANDS - 2)
     assert all(line.counts == {"applied": 1, "awaited": MAX_WORKERS - 1} for line in lines)
     assert all("w0" not in line.workers for line in lines[2:])
+
+
+def test_a_command_that_is_heard_after_its_first_ack() -> None:
+    """The ack counts, the other workers are awaited, and those that the command does not concern are gone."""
+    book = CommandBook()
+    book.add_ack(ack("a", AckStatus.APPLIED), "boss", 100.0)
+    book.add_ack(ack("stranger", AckStatus.APPLIED), "boss", 100.0)
+    book.add_command(UPDATE, "boss", ["a", "b"], 101.0)
+    (line,) = book.lines(102.0)
+    assert (line.epoch, line.done, line.counts) == (7, False, {"applied": 1, "awaited": 1})
+    book.add_ack(ack("b", AckStatus.APPLIED), "boss", 103.0)
+    assert book.lines(103.0)[0].done
+
+
+def test_what_several_workers_answer_stays() -> None:
+    """A worker that is the first to answer many commands displaces none that others have answered, too."""
+    book = CommandBook()
+    book.add_ack(ack("fast", AckStatus.PROGRESS, "update"), "boss", 100.0)
+    book.add_ack(ack("slow", AckStatus.APPLIED, "update"), "boss", 101.0)
+    for number in range(MAX_COMMANDS - 1):
+        book.add_ack(ack("fast", AckStatus.APPLIED, f"c{number}"), "boss", 102.0)
+    assert book.lines(103.0)[-1].counts == {"progress": 1, "applied": 1}

@@ -164,3 +164,14 @@ def test_wide_models_are_counted_too() -> None:
         assert is_countable(routing)
         assert (decode_counts(counts.generated, num_layers, num_experts) == by_hand(rows, num_experts)).all()
     assert not is_countable(RoutedExpertsInfo(num_layers=5, top_k=1, num_experts=65_536, dtype="<u2"))
+
+
+def test_rows_with_experts_that_are_none() -> None:
+    """They are not counted, and harm nothing that comes later, also where no other rows wait beside them."""
+    book = ExpertBook(ROUTING, 0.0, UNIX)
+    bad = np.full((1, ROUTING.num_layers, ROUTING.top_k), 255, np.uint8)
+    book.add_rows(GENERATED, bad, 1, 0.0)
+    book.add_computed(GENERATED, 1, 1, 0.0)
+    assert book.load(0, "recent", INTERVAL_S).counts[0].generated_tokens.seen == 0
+    book.add_rows(GENERATED, rows_of(1, 2), 1, INTERVAL_S)
+    assert book.load(0, "recent", 2 * INTERVAL_S).counts[0].generated_tokens.seen == 2

@@ -180,3 +180,20 @@ def test_dense_layers_do_not_look_collapsed() -> None:
     assert found.unused.tolist() == [0, 2, 0, 0]
     assert found.summary() == pytest.approx((1.5, 2.0, 0.75, 2))
     assert imbalance(np.zeros((3, 4), np.int64), 2).summary() == (1.0, 1.0, 1.0, 0)
+
+
+def test_made_up_versions_do_not_hide_that_workers_are_missing() -> None:
+    """One worker that names eight higher versions than all others: those are left out by name."""
+    loads = {f"w{number}": load_of((7, ONES)) for number in range(3)}
+    loads["liar"] = load_of(*((2**31 - 1 - number, ONES) for number in range(MAX_EXPERT_VERSIONS)))
+    window, left_out = merge_loads(loads)
+    assert window is not None
+    assert window.workers == ("liar",)
+    assert left_out.keys() == {"w0", "w1", "w2"}
+
+
+def test_the_imbalance_of_the_largest_counts() -> None:
+    """Their sums and products fit into no integer of 64 bits."""
+    counts = np.zeros((1, 4096), np.int64)
+    counts[0, :2] = 2**53
+    assert imbalance(counts, 2).max_over_mean[0] == pytest.approx(2048)
