@@ -8,6 +8,7 @@ are left out: they change nothing, and their answers are large.
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -72,17 +73,16 @@ class CommandListener:
         """
         if self._subscriptions:
             return
-        if self._may_hear_commands:
-            try:
-                await self._subscribe(self._subjects.controls, self._on_command)
-            except PermissionDenied:
-                self._may_hear_commands = False
-        try:
-            await self._subscribe(self._subjects.acks, self._on_ack)
-        except BaseException:
+        async with AsyncExitStack() as undo:
             # One without the other would show workers that never answer.
-            await self.stop()
-            raise
+            undo.push_async_callback(self.stop)
+            if self._may_hear_commands:
+                try:
+                    await self._subscribe(self._subjects.controls, self._on_command)
+                except PermissionDenied:
+                    self._may_hear_commands = False
+            await self._subscribe(self._subjects.acks, self._on_ack)
+            undo.pop_all()
 
     async def _subscribe(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> None:
         subscription = await subscribe_permitted(

@@ -1,6 +1,7 @@
 """Asking a server whether this user may, where nobody would hear of the answer."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -40,19 +41,21 @@ async def subscribe_permitted(
         PermissionDenied: the user may not; nothing is subscribed to.
         Exception: as `subscribe`.
     """
-    subscription = None
-    try:
+    async with AsyncExitStack() as undo:
         async with nats.denials.expected(subject, "subscribe"):
             subscription = await subscribe(
                 nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
             )
-            await nats.confirm(timeout_s=ANSWER_S)
-    except BaseException:
-        if subscription is not None:
             # Else it would be asked for again after each reconnect, and one that was cancelled has no owner.
-            await subscription.unsubscribe()
-        raise
+            undo.push_async_callback(_end, nats, subscription)
+            await nats.confirm(timeout_s=ANSWER_S)
+        undo.pop_all()
     return subscription
+
+
+async def _end(nats: Connection, subscription: Subscription) -> None:
+    if not nats.is_closed:
+        await subscription.unsubscribe()
 
 
 async def check_permitted(nats: Connection) -> None:

@@ -45,13 +45,9 @@ class VersionEvent(msgspec.Struct, frozen=True, kw_only=True):
     generated: PlaneEvent
 
 
-class ExpertsPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """All layers that route, of both planes, in the last minute before a time."""
+class PlanePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """All layers that route, of one plane."""
 
-    at: float
-    """Unix time."""
-    weight_version: int
-    """The newest that was counted."""
     max_over_mean: float
     """Mean of the layers."""
     worst: float
@@ -60,6 +56,19 @@ class ExpertsPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the layers."""
     unused: int
     """Of all layers."""
+
+
+class ExpertsPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The last minute before a time."""
+
+    at: float
+    """Unix time."""
+    weight_version: int
+    """The newest that was counted."""
+    prompt: PlanePoint | None
+    """None: no prompt position was counted."""
+    generated: PlanePoint | None
+    """None: no generated token was counted."""
 
 
 class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,10 +152,20 @@ def experts_point(window: ExpertWindow | None, at: float) -> ExpertsPoint | None
     """Make the point of a window; None: no token was counted."""
     if window is None or not window.versions:
         return None
-    found = imbalance((window.prompt + window.generated).counts, window.shape.top_k).summary()
+    top_k = window.shape.top_k
     return ExpertsPoint(
         at=at,
         weight_version=window.versions[0].weight_version,
+        prompt=_plane_point(window.prompt, top_k),
+        generated=_plane_point(window.generated, top_k),
+    )
+
+
+def _plane_point(load: PlaneLoad, top_k: int) -> PlanePoint | None:
+    if not load.seen:
+        return None
+    found = imbalance(load.counts, top_k).summary()
+    return PlanePoint(
         max_over_mean=round(found.max_over_mean, 4),
         worst=round(found.worst, 4),
         entropy=round(found.entropy, 4),

@@ -1,6 +1,8 @@
 """Asks workers for the load of their experts while somebody looks: once for all who look at the same."""
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,12 +12,13 @@ from typing import Final
 from .... import bus
 from ....bus.protocol.telemetry.expert_answers import ExpertAnswers
 from ....schemas.errors import RollbusError
-from ..errors import HttpError
 from .events import EXPERTS, encode_event
 from .expert_event import ExpertsEvent, ExpertsPoint, experts_event, experts_point
 from .viewers import Viewer
 
 __all__ = ["MAX_FEEDS", "ExpertFeeds"]
+
+logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 5.0
 """Between two questions: workers count in intervals as long."""
@@ -24,8 +27,11 @@ VERSIONS_EVERY: Final = 6
 """Questions between two for everything that was counted by version of the weights, which changes slowly."""
 MAX_FEEDS: Final = 8
 """Pairs of a model and a worker that are looked at: each asks at most 64 workers."""
+HISTORY_S: Final = 3600.0
 NUM_POINTS: Final = 720
-"""An hour of them."""
+"""As many as `HISTORY_S` has."""
+KEPT_FOR_ADMINS: Final = 2
+"""Of `MAX_FEEDS`: holders of the other token cannot take all."""
 
 
 class _Feed:
@@ -37,36 +43,49 @@ class _Feed:
         self.viewers: set[Viewer] = set()
         self.latest: bytes | None = None
         self.due_at = 0.0
+        self.is_asking = False
         self._round = 0
         self._versions: ExpertAnswers | None = None
         self._over_time: deque[ExpertsPoint] = deque(maxlen=NUM_POINTS)
 
     async def ask(self, rb: bus.Client) -> None:
         """Ask the workers, and tell those who look."""
+        self.is_asking = True
         try:
             event = await self._ask(rb)
         except RollbusError as error:
-            event = ExpertsEvent(
-                model=self.model,
-                worker=self.worker,
-                at=round(time.time(), 3),
-                problem=str(error),
-                over_time=tuple(self._over_time),
-            )
+            event = self.failed(str(error))
+        except Exception:
+            # Boundary: a fault over the answers about one model must not hide the fleet from everybody.
+            logger.exception("experts.failed model=%s", self.model)
+            event = self.failed("the service has failed to add up the answers; its log says why")
+        finally:
+            self.is_asking = False
         self.latest = await asyncio.to_thread(encode_event, EXPERTS, event)
         for viewer in self.viewers:
             viewer.offer(EXPERTS, self.latest)
+
+    def failed(self, problem: str) -> ExpertsEvent:
+        """Return the event that says why there are no counts."""
+        over_time = tuple(self._over_time)
+        return ExpertsEvent(
+            model=self.model, worker=self.worker, at=round(time.time(), 3), problem=problem, over_time=over_time
+        )
 
     async def _ask(self, rb: bus.Client) -> ExpertsEvent:
         workers = None if self.worker is None else (self.worker,)
         answers = await rb.fleet.experts(self.model, workers=workers, last_s=WINDOW_S)
         if self._round % VERSIONS_EVERY == 0:
-            self._versions = await rb.fleet.experts(self.model, workers=workers, last_s=None)
+            # The last minute is told all the same.
+            with contextlib.suppress(RollbusError):
+                self._versions = await rb.fleet.experts(self.model, workers=workers, last_s=None)
         self._round += 1
         at = round(time.time(), 3)
         point = experts_point(answers.window, at)
         if point is not None:
             self._over_time.append(point)
+        while self._over_time and self._over_time[0].at < at - HISTORY_S:
+            self._over_time.popleft()
         # The arithmetic of eight versions of a large model takes a hundredth of a second.
         return await asyncio.to_thread(
             experts_event, answers, self._versions, tuple(self._over_time), worker=self.worker, at=at
@@ -87,20 +106,25 @@ class ExpertFeeds:
         return f"<ExpertFeeds {list(self._feeds)}>"
 
     @contextmanager
-    def joined(self, viewer: Viewer, model: str, worker: str | None) -> Iterator[None]:
+    def joined(self, viewer: Viewer, model: str, worker: str | None, *, is_admin: bool) -> Iterator[None]:
         """Have the experts of a model, or of one worker, told to a viewer while the block lasts.
 
-        Raises:
-            HttpError: 503, so many others are looked at.
+        If too many others are looked at, the viewer is told so in an event: it sees the fleet all the same.
+
+        Args:
+            is_admin: the viewer may take what is kept for admins.
         """
         key = model, worker
         feed = self._feeds.pop(key, None)
         if feed is None:
             feed = _Feed(model, worker)
             idle = [known for known, each in self._feeds.items() if not each.viewers]
-            if len(self._feeds) >= MAX_FEEDS and not idle:
-                message = f"the experts of {MAX_FEEDS} pairs of a model and a worker are watched; allowed: {MAX_FEEDS}"
-                raise HttpError(503, message, code="too_many_viewers")
+            allowed = MAX_FEEDS if is_admin else MAX_FEEDS - KEPT_FOR_ADMINS
+            if len(self._feeds) - len(idle) >= allowed:
+                problem = f"the experts of {len(self._feeds) - len(idle)} pairs of a model and a worker are watched"
+                viewer.offer(EXPERTS, encode_event(EXPERTS, feed.failed(f"{problem}; allowed: {allowed}")))
+                yield
+                return
             if len(self._feeds) >= MAX_FEEDS:
                 del self._feeds[idle[0]]
         self._feeds[key] = feed
@@ -116,16 +140,18 @@ class ExpertFeeds:
     async def run(self) -> None:
         """Ask again and again for what is looked at, until cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            watched = [feed for feed in self._feeds.values() if feed.viewers]
-            due = [feed for feed in watched if feed.due_at <= loop.time()]
-            for feed in due:
-                feed.due_at = loop.time() + PERIOD_S
-            async with asyncio.TaskGroup() as tasks:
-                for feed in due:
-                    tasks.create_task(feed.ask(self._rb))
-            next_at = min((feed.due_at for feed in self._feeds.values() if feed.viewers), default=None)
-            await self._wait(None if next_at is None else next_at - loop.time())
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                watched = [feed for feed in self._feeds.values() if feed.viewers]
+                for feed in watched:
+                    if feed.due_at > loop.time():
+                        continue
+                    feed.due_at = loop.time() + PERIOD_S
+                    # One that still waits for a slow worker does not hold up the others.
+                    if not feed.is_asking:
+                        tasks.create_task(feed.ask(self._rb))
+                next_at = min((feed.due_at for feed in watched), default=None)
+                await self._wait(None if next_at is None else next_at - loop.time())
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Wait until a question is due, or somebody else looks."""

@@ -46,7 +46,7 @@ async def events(service: Service, request: Request) -> Response:
     viewer.offer(HELLO, service.live.hello(may_act=is_admin))
     request.state.until_answered.enter_context(service.live.viewers.joined(viewer, is_admin=is_admin))
     if query.experts is not None:
-        feed = service.live.experts.joined(viewer, query.experts, query.worker)
+        feed = service.live.experts.joined(viewer, query.experts, query.worker, is_admin=is_admin)
         request.state.until_answered.enter_context(feed)
     connection.begin_watching()
     return ViewerStream(request, viewer)

@@ -41,7 +41,12 @@ const ACTS = [
     // A drain of all would leave no worker to hand requests to.
     needsChoice: true,
     says: (workers) => `${plural(workers.length, "worker")} will hand ${plural(sum(workers), "request")} in flight to other workers, and take no more until they are resumed.`,
-    warns: (workers) => (workers.length >= now.fleet.workers.filter(({ state }) => state === "serving").length ? "That is every worker that serves: requests would have no worker to go to." : ""),
+    warns: (workers) => {
+      const chosen = new Set(workers.map(({ worker }) => worker));
+      const left = new Set(now.fleet.workers.filter(({ worker, state }) => state === "serving" && !chosen.has(worker)).map(({ model }) => model));
+      const without = [...new Set(workers.map(({ model }) => model))].filter((model) => !left.has(model));
+      return without.length ? `No other worker serves ${without.join(", ")}: its requests would have no worker to go to.` : "";
+    },
   },
 ];
 

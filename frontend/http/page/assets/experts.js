@@ -16,6 +16,8 @@ import { workerChoice } from "./throughput.js";
 const PLANES = { generated: "generated tokens", prompt: "prompt tokens" };
 /** Of the chart over time: the service keeps so much. */
 const OVER_TIME_S = 3600;
+/** A point comes each 5 s while somebody looks; a longer silence is shown as a gap. */
+const GAP_S = 20;
 
 /** Counts as the service sends them: base64 of little-endian 32-bit numbers, which is what machines have. */
 export function countsOf(text, length) {
@@ -38,18 +40,33 @@ function legend() {
   return el("div", { class: "scale" }, el("span", { text: `Share: 1/${most} of even` }), bar, el("span", { text: `${most}× even` }), unused, el("span", { text: "never chosen" }));
 }
 
+/** The points of one plane; a null stands where nobody looked, or no token was counted. */
+function withGaps(all, plane) {
+  const points = [];
+  for (const { at, weight_version, [plane]: load } of all) {
+    const last = points.at(-1);
+    if (last && at - last.at > GAP_S) points.push({ at: last.at + 1, weight_version: last.weight_version });
+    points.push({ at, weight_version, ...load });
+  }
+  for (const point of points) for (const name of ["worst", "max_over_mean", "entropy", "unused"]) point[name] ??= null;
+  return points;
+}
+
 function overTime() {
   const options = { seconds: OVER_TIME_S, sync: "experts" };
   const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of the busiest expert of a layer, in times of the mean: over all layers, and in the worst one", testid: "experts-over-time", format: ratio });
+  const entropy = new TimeChart({ ...options, title: "Entropy", hint: "Entropy of the shares of a layer's experts, over that of even shares: 1 is even, 0 is one expert for all", testid: "entropy-over-time", format: (value) => decimals(value, 3) });
   const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts that no token chose, of all layers", testid: "unused-over-time", format: count, isWhole: true });
   return {
-    nodes: [worst.root, unused.root],
-    update(points) {
+    nodes: [worst.root, entropy.root, unused.root],
+    update(all, plane) {
+      const points = withGaps(all, plane);
       const times = points.map(({ at }) => at);
       const marks = points.flatMap(({ at, weight_version: to }, index) => (index && to !== points[index - 1].weight_version ? [{ at, text: version(to) }] : []));
       const first = times.length ? [Math.max(600, times.at(-1) - times[0])] : [600];
-      for (const chart of [worst, unused]) [chart.seconds] = first;
+      for (const chart of [worst, entropy, unused]) [chart.seconds] = first;
       worst.setData(times, [points.map((point) => point.worst), points.map((point) => point.max_over_mean)], ["worst layer", "mean of layers"], marks);
+      entropy.setData(times, [points.map((point) => point.entropy)], ["mean of layers"], marks);
       unused.setData(times, [points.map((point) => point.unused)], ["experts"], marks);
     },
   };
@@ -129,7 +146,7 @@ export function expertsView() {
     setText(summary, data.seen ? `Worst layer ${worst}: its busiest expert has ${ratio(data.max_over_mean[worst])} the mean. Mean entropy ${decimals(data.entropy.reduce((sum, each) => sum + each, 0) / layers, 3)} of 1. ${count(unused)} of ${count(layers * experts)} experts were never chosen.` : "");
     tables.update(shown, map);
     versions.update(event, plane);
-    time.update(event.over_time ?? []);
+    time.update(event.over_time ?? [], plane);
     const cell = { layer: Number(params.get("layer") ?? 0) || 0, expert: Number(params.get("expert") ?? 0) || 0 };
     if (!readout.matches(":empty") && map.canvas.matches(":hover")) return;
     map.pick(cell);

@@ -25,7 +25,16 @@ function deliver() {
   frame = 0;
   const names = [...waiting];
   waiting.clear();
-  for (const name of names) for (const listener of listeners.get(name) ?? []) listener(now[name]);
+  for (const name of names) {
+    for (const listener of listeners.get(name) ?? []) {
+      try {
+        listener(now[name]);
+      } catch (error) {
+        // One view that fails must not silence the others.
+        console.error(error);
+      }
+    }
+  }
 }
 
 document.addEventListener("visibilitychange", () => {

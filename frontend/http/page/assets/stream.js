@@ -76,7 +76,7 @@ export class EventStream {
       }
     } catch (error) {
       if (run !== this.run) return;
-      if (error instanceof HttpProblem && (error.status === 401 || error.status === 403)) {
+      if (error instanceof HttpProblem && error.status === 401) {
         clearTimeout(this.silence);
         this.#become("denied", error.message);
         return;
