@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,13 +11,12 @@ from typing import Final
 from .... import bus
 from ....bus.protocol.telemetry.expert_answers import ExpertAnswers
 from ....schemas.errors import RollbusError
+from .boundary import contained
 from .events import EXPERTS, encode_event
 from .expert_event import ExpertsEvent, ExpertsPoint, experts_event, experts_point
 from .viewers import Viewer
 
 __all__ = ["MAX_FEEDS", "ExpertFeeds"]
-
-logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 5.0
 """Between two questions: workers count in intervals as long."""
@@ -51,14 +49,13 @@ class _Feed:
     async def ask(self, rb: bus.Client) -> None:
         """Ask the workers, and tell those who look."""
         self.is_asking = True
+        event = self.failed("the service has failed to add up the answers; its log says why")
         try:
-            event = await self._ask(rb)
-        except RollbusError as error:
-            event = self.failed(str(error))
-        except Exception:
-            # Boundary: a fault over the answers about one model must not hide the fleet from everybody.
-            logger.exception("experts.failed model=%s", self.model)
-            event = self.failed("the service has failed to add up the answers; its log says why")
+            with contained("experts.failed"):
+                try:
+                    event = await self._ask(rb)
+                except RollbusError as error:
+                    event = self.failed(str(error))
         finally:
             self.is_asking = False
         self.latest = await asyncio.to_thread(encode_event, EXPERTS, event)

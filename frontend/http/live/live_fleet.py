@@ -11,6 +11,7 @@ from .... import __version__, bus
 from ....bus.client.fleet_watch import FleetWatch, watch_fleet
 from ....bus.protocol.telemetry.series import STEP_S, History
 from ....schemas.errors import RollbusError
+from .boundary import contained
 from .events import HELLO, PING, SNAPSHOT, FleetEvent, HelloEvent, WorkerRow, encode_event
 from .expert_feeds import ExpertFeeds
 from .fleet_event import model_lines, queue_lines, worker_row
@@ -92,12 +93,9 @@ class LiveFleet:
         """Keep the history and tell viewers of the fleet, until cancelled."""
         begun = asyncio.get_running_loop().time()
         while True:
-            try:
+            with contained("live.failed"):
                 await self._run(begun)
-            except Exception:
-                # Boundary: a fault of what people look at must not end the service that trainers use.
-                logger.exception("live.failed")
-                await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(RESTART_S)
 
     async def _run(self, begun: float) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from ....schemas.errors import RollbusError
+from ....schemas.foreign_code import ForeignError, foreign_code
 from ...tokenization import Tokenizer
 
 __all__ = [
@@ -198,12 +199,13 @@ class AnswerReader:
             self._has_failed = True
             return AnswerParts(content=text)
         try:
-            if size <= SHORT_TEXT:
-                return parse()
-            return await asyncio.get_running_loop().run_in_executor(POOL, parse)
-        except Exception as exc:  # noqa: BLE001 - whatever a parser raises, it raises of a model's text
-            # Boundary: to the parsers of others. The message may quote the text.
-            logger.warning("parser.failed error=%s chars=%d", type(exc).__name__, size)
+            with foreign_code():
+                if size <= SHORT_TEXT:
+                    return parse()
+                return await asyncio.get_running_loop().run_in_executor(POOL, parse)
+        except ForeignError as exc:
+            # Whatever a parser raises, it raises of a model's text, which its message may quote.
+            logger.warning("parser.failed error=%s chars=%d", type(exc.cause).__name__, size)
             self._has_failed = True
             return AnswerParts(content=text)
 
