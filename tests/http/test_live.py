@@ -131,7 +131,7 @@ async def test_a_fault_of_the_view_ends_nothing_else(
         await stream.next("fleet")
         assert (await http.client.get("/health")).status_code == 200
     assert not faults
-    assert "live.failed" in caplog.text
+    assert "view.failed part=fleet" in caplog.text
 
 
 async def test_the_bus_is_down(nats_url: str, fleet: str) -> None:

@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def contained(event: str) -> Iterator[None]:
-    """Log an error of the body as `event`, and go on behind the body. Cancellation passes."""
+def contained(part: str) -> Iterator[None]:
+    """Log an error of the body, which is this part of the view, and go on behind the body. Cancellation passes."""
     try:
         yield
     except Exception:
         # Boundary: a fault of what people look at must not end the service that trainers use.
-        logger.exception(event)
+        logger.exception("view.failed part=%s", part)

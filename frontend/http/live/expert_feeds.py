@@ -51,7 +51,7 @@ class _Feed:
         self.is_asking = True
         event = self.failed("the service has failed to add up the answers; its log says why")
         try:
-            with contained("experts.failed"):
+            with contained("experts"):
                 try:
                     event = await self._ask(rb)
                 except RollbusError as error:

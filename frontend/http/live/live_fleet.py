@@ -93,7 +93,7 @@ class LiveFleet:
         """Keep the history and tell viewers of the fleet, until cancelled."""
         begun = asyncio.get_running_loop().time()
         while True:
-            with contained("live.failed"):
+            with contained("fleet"):
                 await self._run(begun)
             await asyncio.sleep(RESTART_S)
 
