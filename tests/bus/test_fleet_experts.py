@@ -17,7 +17,7 @@ from tests.support.fleet import StartServed, synthetic_worker
 from tests.support.hand_control import controlled
 from tests.support.requests import greedy, short, sized
 from tests.support.streams import start_stream
-from tests.support.worker_process import LASTING, worker_process
+from tests.support.worker_process import worker_process
 
 pytestmark = pytest.mark.slow
 
@@ -85,24 +85,26 @@ async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> No
 
 async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
     """After kill -9 the survivor computes the prompt and the tokens before once more, as its prompt."""
-    lease = ("--lease-s", "2")
+    # Both are up before the stream: a process that starts takes the cores, and with them a short lease.
+    lease = ("--lease-s", "5")
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as doomed,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as a,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "b", engine_args=SLOW) as b,
     ):
-        await rb.fleet.wait_for_workers()
+        await rb.fleet.wait_for_workers(2)
         stream = rb.generate(greedy(5, 400))
-        chunks = [await anext(stream)]
-        async with worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=SLOW):
-            await rb.fleet.wait_for_workers(2)
-            doomed.kill()
-            chunks += [chunk async for chunk in stream]
-            before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
-            answers = await asked_until(rb, lambda window: window.generated.computed == 400 - before - 1)
+        # By then the queue has heard that the client has the offer: it delivers the request to nobody else.
+        chunks = [await anext(stream) for _ in range(40)]
+        doomed, survivor = (a, "b") if chunks[0].worker_id == "a" else (b, "a")
+        doomed.kill()
+        chunks += [chunk async for chunk in stream]
+        before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
+        answers = await asked_until(rb, lambda window: window.generated.computed == 400 - before - 1)
 
     window = answers.window
     assert window is not None
-    assert window.workers == ("b",)
+    assert window.workers == (survivor,)
     assert window.prompt.computed == 3 + before
     # The client has the rows of all positions but that of the last token of attempt 0.
     assert window.prompt.seen == 1

@@ -21,7 +21,7 @@ from tests.support.hand_control import controlled
 from tests.support.requests import endless, greedy, short, sized
 from tests.support.streams import start_stream
 from tests.support.waits import until, until_true
-from tests.support.worker_process import LASTING, worker_process
+from tests.support.worker_process import worker_process
 from tests.workers.links_support import queued
 
 pytestmark = pytest.mark.slow
@@ -188,25 +188,28 @@ async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
 
 async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str) -> None:
     """Kill -9 in the middle of a stream: the survivor tells of attempt 1, which begins with the tokens before it."""
-    lease = ("--lease-s", "2")
+    # Both are up before the stream: a process that starts takes the cores, and with them a short lease.
+    lease = ("--lease-s", "5")
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
-        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as doomed,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "a", engine_args=SLOW) as a,
+        worker_process(nats_url, fleet, *lease, "--worker-id", "b", engine_args=SLOW) as b,
     ):
-        await rb.fleet.wait_for_workers()
+        await rb.fleet.wait_for_workers(2)
         stream = rb.generate(greedy(5, 400, request_id="r"))
         chunks = [await anext(stream)]
         first = only(await rb.fleet.timelines("r"))
-        async with worker_process(nats_url, fleet, *LASTING, "--worker-id", "b", engine_args=SLOW):
-            await rb.fleet.wait_for_workers(2)
-            doomed.kill()
-            chunks += [chunk async for chunk in stream]
-            trace = await rb.fleet.timelines("r")
+        doomed = a if first.worker == "a" else b
+        doomed.kill()
+        chunks += [chunk async for chunk in stream]
+        trace = await rb.fleet.timelines("r")
 
-    told = only(trace)
+    # The queue may deliver attempt 0 once more, if its worker died before it said that the client has the offer.
+    [told] = [timeline for timeline in trace.timelines if timeline.attempt > 0]
     before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
-    assert (first.worker, first.attempt, first.prompt_tokens) == ("a", 0, 3)
-    assert (told.worker, told.attempt, told.lane) == ("b", 1, "resume")
+    assert (first.attempt, first.prompt_tokens) == (0, 3)
+    assert {first.worker, told.worker} == {"a", "b"}
+    assert (told.attempt, told.lane) == (1, "resume")
     assert told.prompt_tokens == 3 + before
     assert find(told, "ended").tokens == 400 - before
     assert trace.silent == {}

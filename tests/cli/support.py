@@ -221,9 +221,11 @@ def on_terminal(
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
     if size is not None:
         termios.tcsetwinsize(terminal, size[::-1])
+    # These two would win over the terminal's own size; readline writes them into the environment of pytest.
+    env = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         ["setsid", "--ctty", *(program or command(*args))],
-        env={**ENV, "TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {}),
+        env={**env, "TERM": "xterm"} | ({"COLUMNS": "1000"} if size is None else {}),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,

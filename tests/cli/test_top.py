@@ -92,7 +92,6 @@ async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
             terminal.press(b"\x1b[B\x1b[B")
             await until(terminal, "page: 3 to ")
             terminal.resize(120, 60)
-            # How many rows have room depends on what was heard of the queue, too.
             await until(terminal, r"page: 3 to [345]\d")
             terminal.press_ctrl_c()
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK

@@ -1,17 +1,19 @@
 """What a worker notes of its requests: where their tokens change, how each ends, and what never got in."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollbus.schemas.errors import ErrorCode, RequestError, RequestRejected
 from rollbus.schemas.limits import MAX_TIMELINE_EVENTS
-from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.messages import RequestKey, RequestMessage, encode
 from rollbus.schemas.presence import ClientState
 from rollbus.schemas.telemetry import RequestTimeline
 from rollbus.workers.engines.engine import TokenBatch
+from rollbus.workers.requests.incoming import IncomingRequest
 from rollbus.workers.requests.links import WorkerLinks
 from rollbus.workers.requests.worker_requests import Instructions
-from tests.workers.links_support import LATE, NOW, Ear, make_links, queued, step
+from tests.workers.links_support import LATE, NOW, Ear, capabilities, make_links, queued, request_of, step
 
 ENDS = {
     "engine": ("length", 3),
@@ -119,6 +121,22 @@ def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
     assert [event.event for event in timeline.events] == (["published"] if is_queued else []) + ["ended"]
     assert timeline.events[-1].reason == "queue_full"
     assert "in_flight=0 ended=0 refused=1" in repr(links.requests.timelines)
+
+
+def test_a_request_that_runs_here_is_not_returned() -> None:
+    """A second delivery that goes back to the queue leaves the one timeline open."""
+    links = make_links()
+    ear = Ear(links)
+    request = request_of(request_id="r")
+    message = queued()
+    asked = RequestMessage(client=ear.client, incarnation=ear.incarnation, request=msgspec.Raw(encode(request)))
+    message.data = encode(asked)
+    [origin] = IncomingRequest.origins_in(message)
+    links.offer(origin, request, capabilities(), NOW)
+
+    links.note_returned([message])
+
+    assert "in_flight=1 ended=0 refused=0" in repr(links.requests.timelines)
 
 
 def test_messages_that_do_not_decode_are_given_back_without_a_word() -> None:

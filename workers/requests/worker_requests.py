@@ -145,7 +145,12 @@ class WorkerRequestTable:
         return self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
 
     def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
-        """Have a timeline of a request that is not here: it was refused for `reason`, or given back to the queue."""
+        """Have a timeline of a request that is not here: it was refused for `reason`, or given back to the queue.
+
+        A redelivery of a request that runs here has no second timeline.
+        """
+        if self.find(origin.client, origin.incarnation, origin.key) is not None:
+            return
         self.timelines.end(self._begin_timeline(origin), reason, 0)
 
     def note_started(self, name: str) -> None:
