@@ -105,8 +105,16 @@ class FolderReader:
                         await self.run(file.write, parts)
                         on_bytes(sum(map(len, parts)))
             finally:
-                await self.run(file.close)
+                await self._close(file)
         _check_digest(info, file.digest, expected)
+
+    async def _close(self, file: NewFile) -> None:
+        """Close a file on the thread of the disk, also if the caller is cancelled before that thread has begun."""
+        closing = asyncio.get_running_loop().run_in_executor(self._disk, file.close)
+        try:
+            await asyncio.shield(closing)
+        finally:
+            await asyncio.wait((closing,))
 
     async def bucket_state(self) -> BucketState:
         """Ask how full the bucket is.
