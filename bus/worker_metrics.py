@@ -5,7 +5,7 @@ from typing import Final, Literal, NamedTuple
 
 from ..schemas.presence import EngineStats, WorkerPresence
 
-__all__ = ["VLLM_LABELS", "Family", "Sample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
+__all__ = ["VLLM_LABELS", "Family", "MetricSample", "exposition", "prefix_cache_hit_ratio", "worker_families"]
 
 Labels = Mapping[str, str]
 
@@ -110,7 +110,7 @@ STAGING_OUTCOMES: Final = {
 """Fields of `WorkerCounters` by how stagings ended."""
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value."""
 
     suffix: str
@@ -128,7 +128,7 @@ class Family(NamedTuple):
     text: str
     """What it is, on one line."""
     label_names: tuple[str, ...]
-    samples: list[Sample]
+    samples: list[MetricSample]
 
 
 def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
@@ -137,7 +137,7 @@ def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield from _weights(workers)
     yield from _as_vllm(workers)
     names = ("worker", "model", "state")
-    states = [Sample("", {**_labels(worker), "state": str(worker.state)}, 1) for worker in workers]
+    states = [MetricSample("", {**_labels(worker), "state": str(worker.state)}, 1) for worker in workers]
     yield Family("rollbus_worker_state", "gauge", "1 for the state that it is in", names, states)
 
 
@@ -167,13 +167,13 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _known("", ratios))
     for name, (field, text) in WORKER_TIMES.items():
         times = [
-            Sample(suffix, labels, getattr(counters, f"{field}{of}"))
+            MetricSample(suffix, labels, getattr(counters, f"{field}{of}"))
             for labels, counters in counted
             for suffix, of in (("_count", ""), ("_sum", "_s"))
         ]
         yield Family(f"rollbus_worker_{name}", "summary", text, names, times)
     for field, text in WORKER_COUNTERS.items():
-        totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
+        totals = [MetricSample("_total", labels, getattr(counters, field)) for labels, counters in counted]
         yield Family(f"rollbus_worker_{field}", "counter", text, names, totals)
 
 
@@ -181,7 +181,7 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     names = ("worker", "model")
     counted = [(_labels(one), one.counters) for one in workers if one.counters is not None]
     for name, (field, text) in WEIGHTS_COUNTERS.items():
-        totals = [Sample("_total", labels, getattr(counters, field)) for labels, counters in counted]
+        totals = [MetricSample("_total", labels, getattr(counters, field)) for labels, counters in counted]
         yield Family(f"rollbus_weights_{name}", "counter", text, names, totals)
     published = [(_labels(one), one.published) for one in workers if one.published is not None]
     for name, (field, text) in PUBLISHED_GAUGES.items():
@@ -190,14 +190,14 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
             values = [(labels, limit or None) for labels, limit in values]
         yield Family(f"rollbus_weights_{name}", "gauge", text, names, _known("", values))
     stagings = [
-        Sample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
+        MetricSample("_total", {**labels, "outcome": outcome}, getattr(counters, field))
         for labels, counters in counted
         for outcome, field in STAGING_OUTCOMES.items()
     ]
     text = "Stagings of weights and adapters by how they ended: staged, failed, cancelled"
     yield Family("rollbus_weights_stagings", "counter", text, (*names, "outcome"), stagings)
     shares = [
-        Sample("", _labels(one), min(one.staging.done_bytes / one.staging.total_bytes, 1.0))
+        MetricSample("", _labels(one), min(one.staging.done_bytes / one.staging.total_bytes, 1.0))
         for one in workers
         if one.staging is not None and one.staging.total_bytes
     ]
@@ -220,7 +220,7 @@ def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
         values = [(labels, getattr(stats, field)) for labels, stats in engines]
         yield Family(f"vllm:{name}", "counter", text, names, _known("_total", values))
     sizes = [
-        Sample("", {**labels, CACHE_SIZE: str(stats.kv_cache_tokens)}, 1)
+        MetricSample("", {**labels, CACHE_SIZE: str(stats.kv_cache_tokens)}, 1)
         for labels, stats in engines
         if stats.kv_cache_tokens is not None
     ]
@@ -228,8 +228,8 @@ def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
     yield Family("vllm:cache_config_info", "gauge", text, (*names, CACHE_SIZE), sizes)
 
 
-def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[Sample]:
-    return [Sample(suffix, labels, value) for labels, value in values if value is not None]
+def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[MetricSample]:
+    return [MetricSample(suffix, labels, value) for labels, value in values if value is not None]
 
 
 def exposition(workers: Sequence[WorkerPresence]) -> str:

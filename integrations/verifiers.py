@@ -36,12 +36,12 @@ INFO = "weight_versions"
 GENERATE = "/inference/v1/generate"
 
 
-class _Choice(msgspec.Struct):
+class _VersionsChoice(msgspec.Struct):
     weight_versions: list[int]
 
 
-class _Answer(msgspec.Struct):
-    choices: Annotated[list[_Choice], Meta(min_length=1)]
+class _VersionsAnswer(msgspec.Struct):
+    choices: Annotated[list[_VersionsChoice], Meta(min_length=1)]
 
 
 _answered: ContextVar[list[list[int]]] = ContextVar("_answered")
@@ -127,7 +127,7 @@ async def _note(response: httpx.Response) -> None:
     if not response.request.url.path.endswith(GENERATE) or response.status_code != httpx.codes.OK:
         return
     try:
-        answer = msgspec.json.decode(await response.aread(), type=_Answer)
+        answer = msgspec.json.decode(await response.aread(), type=_VersionsAnswer)
     except msgspec.DecodeError:
         return  # of another service: `samples` says what is missing
     _answered.get().append(answer.choices[0].weight_versions)

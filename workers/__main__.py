@@ -37,7 +37,7 @@ from .config import (
 )
 from .engines import ENGINES, make_engine
 from .engines.engine import Engine
-from .probe import Probe, listen
+from .probe import ProbeServer, listen
 from .reach import wait_for_server
 from .request_spans import RequestSpans
 from .worker import Worker
@@ -232,7 +232,9 @@ async def _run(
     async with contextlib.AsyncExitStack() as until_ended:
         if probed is not None:
             # It answers while the worker waits for a server, too.
-            probe = Probe(probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None)
+            probe = ProbeServer(
+                probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None
+            )
             await until_ended.enter_async_context(probe)
             logger.info("probe.listening port=%s", probe.port)
         try:

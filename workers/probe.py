@@ -18,7 +18,7 @@ from ..bus.worker_metrics import exposition
 from ..schemas.errors import InvalidRequest, RollbusError
 from ..schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["Probe", "listen"]
+__all__ = ["ProbeServer", "listen"]
 
 MAX_HEAD_BYTES: Final = 8192
 """Of a request: what probes send has some hundred."""
@@ -29,7 +29,7 @@ TIMEOUT_S: Final = 5.0
 MAX_PORT: Final = 65535
 
 
-class _Answer(NamedTuple):
+class _ProbeAnswer(NamedTuple):
     status: HTTPStatus
     body: str
     content_type: str = "application/json"
@@ -56,7 +56,7 @@ def listen(address: str) -> socket.socket:
         raise RollbusError(f"cannot listen at --probe {address}: {reason}") from exc
 
 
-class Probe:
+class ProbeServer:
     """Answers on a listening socket inside `async with`.
 
     Args:
@@ -113,7 +113,7 @@ class Probe:
             writer.transport.abort()
             self._tasks.pop(task, None)
 
-    async def _answer_of(self, reader: asyncio.StreamReader) -> _Answer:
+    async def _answer_of(self, reader: asyncio.StreamReader) -> _ProbeAnswer:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
@@ -126,24 +126,24 @@ class Probe:
             return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "allowed: GET")._replace(headers="Allow: GET\r\n")
         return self._answer(target.partition("?")[0])
 
-    def _answer(self, path: str) -> _Answer:
+    def _answer(self, path: str) -> _ProbeAnswer:
         if path not in ("/health", "/ready", "/metrics"):
             return _refusal(HTTPStatus.NOT_FOUND, "allowed: /health, /ready, /metrics")
         presence = self._describe()
         if path == "/metrics":
             text = "" if presence is None else exposition([presence])
-            return _Answer(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
+            return _ProbeAnswer(HTTPStatus.OK, text, "text/plain; version=0.0.4; charset=utf-8")
         state = None if presence is None else presence.state
         is_met = state is not WorkerState.FAILED if path == "/health" else state is WorkerState.SERVING
         body = json.dumps({"state": "connecting" if state is None else str(state)}) + "\n"
-        return _Answer(HTTPStatus.OK if is_met else HTTPStatus.SERVICE_UNAVAILABLE, body)
+        return _ProbeAnswer(HTTPStatus.OK if is_met else HTTPStatus.SERVICE_UNAVAILABLE, body)
 
 
-def _refusal(status: HTTPStatus, allowed: str) -> _Answer:
-    return _Answer(status, json.dumps({"error": f"{status.phrase}; {allowed}"}) + "\n")
+def _refusal(status: HTTPStatus, allowed: str) -> _ProbeAnswer:
+    return _ProbeAnswer(status, json.dumps({"error": f"{status.phrase}; {allowed}"}) + "\n")
 
 
-def _encode(answer: _Answer) -> bytes:
+def _encode(answer: _ProbeAnswer) -> bytes:
     body = answer.body.encode()
     head = (
         f"HTTP/1.1 {answer.status} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"

@@ -22,7 +22,7 @@ from .permissions import permissions
 from .tls import Tls
 from .users import WantedUser, credentials_path, keep_for_leafs, known_users
 
-__all__ = ["Link", "write_leaf"]
+__all__ = ["LeafLink", "write_leaf"]
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024**2
 """As at the hub."""
@@ -30,7 +30,7 @@ HUB_FILE: Final = "leafs.conf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LeafLink:
     """Between the leaf server and its hub."""
 
     hosts: Sequence[str]
@@ -41,7 +41,9 @@ class Link:
     """Certificate and key on each machine of the hub, `ca` on that of the leaf. Empty: no TLS."""
 
 
-def write_leaf(folder: Path, name: str, users: Iterable[WantedUser], link: Link, *, listen: str) -> tuple[Path, Path]:
+def write_leaf(
+    folder: Path, name: str, users: Iterable[WantedUser], link: LeafLink, *, listen: str
+) -> tuple[Path, Path]:
     """Write the configuration of a leaf server anew, and the hub's part; only the owner of the files can read them.
 
     Args:

@@ -41,7 +41,7 @@ def traced(tracer: Tracer, request: GenerateRequest) -> "tuple[GenerateRequest, 
 
 
 @dataclass(slots=True)
-class _Resume:
+class _ResumeSpan:
     context: SpanContext
     began_at: float
     attributes: dict[str, Attribute]
@@ -68,7 +68,7 @@ class CallSpans:
         self._versions: dict[int, None] = {}
         self._spans: list[Span] = []
         # By child: its resume that is under way, the span that stands for its latest attempt, and that one's worker.
-        self._resumes: dict[int, _Resume] = {}
+        self._resumes: dict[int, _ResumeSpan] = {}
         self._latest: dict[int, SpanContext] = {}
         self._workers: dict[int, str] = {}
 
@@ -134,7 +134,7 @@ class CallSpans:
         if (worker := self._workers.pop(index, None)) is not None:
             attributes[names.LOST_WORKER] = worker
         latest, context = self._latest.get(index), self._context.child()
-        self._resumes[index] = _Resume(context, child.since, attributes, () if latest is None else (latest,))
+        self._resumes[index] = _ResumeSpan(context, child.since, attributes, () if latest is None else (latest,))
         self._latest[index] = context
 
     def _end_resume(self, index: int, now: float) -> None:

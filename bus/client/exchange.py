@@ -213,7 +213,7 @@ class AttemptCoordinator:
                     self._publisher.record_admission(child, waited_s)
                 case on.Retract(refusal):
                     self._publisher.remove(child, refusal)
-                case on.Abort(worker, key):
+                case on.AbortAttempt(worker, key):
                     self._aborter.abort(worker, key)
                 case on.CountLoss(is_retried):
                     self._count_loss(open_call.model, is_retried)

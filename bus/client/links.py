@@ -59,7 +59,7 @@ class ClientLinkStats:
 
 
 @dataclass(slots=True)
-class _Link:
+class _WorkerLink:
     followed: FollowedLinks
     received_at: float
 
@@ -90,7 +90,7 @@ class ClientLinks:
         self._losses = losses
         self._incarnations_of = incarnations_of
         # The one not heard for longest first.
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _WorkerLink] = {}
         # Requests to be stopped, by worker: those in flight, and whatever a worker offers that nobody wants.
         self._aborts: dict[str, dict[RequestKey, None]] = {}
         # Workers to be written to now, and soon. These and the aborts are sets that keep their order.
@@ -153,7 +153,7 @@ class ClientLinks:
         if frame.client_incarnation != self._incarnation:
             return None
         # Put behind all others.
-        link = self._links.pop(worker, None) or _Link(FollowedLinks(self._incarnation), now)
+        link = self._links.pop(worker, None) or _WorkerLink(FollowedLinks(self._incarnation), now)
         self._links[worker] = link
         link.received_at = now
         receiver, ended = link.followed.receiver_of(frame, self._incarnations_of(worker))

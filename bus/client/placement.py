@@ -56,7 +56,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _PlacedRequest:
     """A request that a worker has, or was sent."""
 
     worker: str
@@ -85,7 +85,7 @@ class RequestPlacement:
         self._serving: dict[str, list[WorkerLoad]] = {}
         self._seen: FleetSnapshot | None = None
         # These are bounded by the requests in flight.
-        self._held: dict[ChildRequest, _Held] = {}
+        self._held: dict[ChildRequest, _PlacedRequest] = {}
         self._unanswered: Counter[str] = Counter()
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
         # By model: leaders in the queue.
@@ -309,10 +309,10 @@ class RequestPlacement:
     ) -> None:
         self.stats.placed[placement.reason] += 1
         self._policy(child.open_call.model).placed(wanted, placement, now)
-        held = self._held[child] = _Held(placement.worker or "", wanted, scope, placement)
+        held = self._held[child] = _PlacedRequest(placement.worker or "", wanted, scope, placement)
         self._unanswered[held.worker] += 1
 
-    def _note_answer(self, held: _Held) -> None:
+    def _note_answer(self, held: _PlacedRequest) -> None:
         """Its worker has it, or will not get it."""
         if held.placement is not None and not held.is_admitted:
             self._unanswered[held.worker] -= 1
@@ -354,7 +354,7 @@ class RequestPlacement:
         was_placed = held is not None
         if held is None:
             _, wanted, scope = self._wanted(child, self._loads(child.open_call.model))
-            held = self._held[child] = _Held(child.worker, wanted, scope, None)
+            held = self._held[child] = _PlacedRequest(child.worker, wanted, scope, None)
         followers = self._end_lead(child)
         if followers:
             self._admitted.append((child.worker, followers))
@@ -385,7 +385,7 @@ class RequestPlacement:
         self._in_queue[model].discard(child)
         return self._leaders[model].remove(child) if model in self._leaders else []
 
-    def _settle(self, child: ChildRequest, held: _Held, refusal: RequestError | None) -> None:
+    def _settle(self, child: ChildRequest, held: _PlacedRequest, refusal: RequestError | None) -> None:
         policy, stream, now = self._policy(child.open_call.model), child.stream, time.monotonic()
         self.stats.placements_refused += refusal is not None
         if refusal is not None and not held.is_admitted:

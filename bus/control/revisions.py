@@ -75,7 +75,7 @@ class _Revision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ReadRevisions:
     """How far this program has read."""
 
     newest: _Revision
@@ -93,7 +93,7 @@ class Revisions:
         self._nats = nats
         self._subjects = subjects
         self._signatures = nats.signatures
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _ReadRevisions] = {}
         """By subject; one for each model."""
         self.refused = 0
         """Revisions that do not count."""
@@ -126,7 +126,7 @@ class Revisions:
             revision = _Revision(sequence, data, headers)
             subject = self.subject(model)
             created = self._known[subject].created if subject in self._known else ""
-            self._known[subject] = _Known(revision, self._follow(subject, model, over, revision), created)
+            self._known[subject] = _ReadRevisions(revision, self._follow(subject, model, over, revision), created)
 
     async def newest(self, model: str) -> Found:
         """Read the newest state, by any author."""
@@ -153,22 +153,26 @@ class Revisions:
                 return datetime.fromisoformat(revision.stored_at) if found == epoch else None
         return None
 
-    async def _catch_up(self, subject: str, model: str, newest: _Revision, known: _Known | None) -> _Known:
+    async def _catch_up(
+        self, subject: str, model: str, newest: _Revision, known: _ReadRevisions | None
+    ) -> _ReadRevisions:
         """Go through the revisions since the known one; through all of a bucket that was lost and made anew."""
         if known is None:
             found = await self._go_through(subject, model, newest, 1, Found())
-            return _Known(newest, found, await self._creation())
+            return _ReadRevisions(newest, found, await self._creation())
         before, is_later = known.found, known.newest.sequence < newest.sequence
         if is_later:
             found = await self._go_through(subject, model, newest, known.newest.sequence + 1, before)
             if found.state is not before.state:
-                return _Known(newest, found, known.created)
+                return _ReadRevisions(newest, found, known.created)
         created = await self._creation()
         if is_later and known.created in {"", created}:
-            return _Known(newest, found, created)
+            return _ReadRevisions(newest, found, created)
         found = await self._go_through(subject, model, newest, 1, Found())
         # Where only what does not count is left in the history, what is known stands.
-        return _Known(newest, found if found.state is not None else replace(before, sequence=newest.sequence), created)
+        return _ReadRevisions(
+            newest, found if found.state is not None else replace(before, sequence=newest.sequence), created
+        )
 
     async def _go_through(self, subject: str, model: str, newest: _Revision, start: int, found: Found) -> Found:
         """Return what counts after the revisions from number `start` to `newest`, where `found` does before them."""

@@ -80,7 +80,7 @@ class PublisherStats:
 
 
 @dataclass(slots=True)
-class _Unanswered:
+class _UnansweredPublish:
     token: str
     subject: str
     data: bytes
@@ -123,11 +123,11 @@ class QueuePublisher:
         self._inbox = nats.new_inbox()
         self._numbers = itertools.count()
         # Oldest first, by the number in their reply subject.
-        self._unanswered: dict[int, _Unanswered] = {}
+        self._unanswered: dict[int, _UnansweredPublish] = {}
         self._number_of: dict[str, int] = {}
         self._has_unanswered = asyncio.Event()
         # By number: those that wait for room, and not for an answer.
-        self._kept: dict[int, _Unanswered] = {}
+        self._kept: dict[int, _UnansweredPublish] = {}
         self._held_back = HeldBack()
         self._has_kept, self._has_room = asyncio.Event(), asyncio.Event()
         self.stats = PublisherStats()
@@ -222,7 +222,7 @@ class QueuePublisher:
             return
         subject = self._subjects.request(self._client, model, lane)
         number = next(self._numbers)
-        unanswered = _Unanswered(token, subject, data, msg_id, time.monotonic() + ttl_s)
+        unanswered = _UnansweredPublish(token, subject, data, msg_id, time.monotonic() + ttl_s)
         self._number_of[token] = number
         self.stats.publishes += 1
         if self._held_back.holds(subject):
@@ -245,7 +245,7 @@ class QueuePublisher:
             del self._kept[number]
             self._held_back.discard(number)
 
-    async def _send(self, number: int, unanswered: _Unanswered) -> None:
+    async def _send(self, number: int, unanswered: _UnansweredPublish) -> None:
         now = time.monotonic()
         unanswered.published_at = now
         headers = {
@@ -271,7 +271,7 @@ class QueuePublisher:
         if due:
             logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
 
-    async def _send_again(self, number: int, unanswered: _Unanswered) -> bool:
+    async def _send_again(self, number: int, unanswered: _UnansweredPublish) -> bool:
         """Publish a request again, behind the others: it is the youngest now. False: the connection takes no more."""
         self._unanswered[number] = unanswered
         self._has_unanswered.set()
@@ -285,7 +285,7 @@ class QueuePublisher:
             return False
         return True
 
-    def _keep_back(self, number: int, unanswered: _Unanswered) -> None:
+    def _keep_back(self, number: int, unanswered: _UnansweredPublish) -> None:
         """Wait for room in this client's share of a lane."""
         self._unanswered.pop(number, None)
         self._kept[number] = unanswered

@@ -14,13 +14,13 @@ from ...bus.subjects import Subjects
 from ...schemas.presence import WorkerPresence, WorkerState
 from .exits import CommandFailed, ExitCode
 
-__all__ = ["FleetWatch", "watch_fleet"]
+__all__ = ["LocalFleetWatch", "watch_fleet"]
 
 EXPIRE_EVERY_S: Final = 1.0
 """How often leases are looked at: workers announce themselves as often."""
 
 
-class FleetWatch:
+class LocalFleetWatch:
     """The workers that announce themselves.
 
     Args:
@@ -57,7 +57,7 @@ class FleetWatch:
 @asynccontextmanager
 async def watch_fleet(
     server: Server, fleet: str, on_presence: Callable[[Sequence[WorkerPresence]], None]
-) -> AsyncIterator[FleetWatch]:
+) -> AsyncIterator[LocalFleetWatch]:
     """Listen to the announcements of a fleet's workers for a block. This is no client: workers take no notice of it.
 
     Args:
@@ -78,7 +78,7 @@ async def watch_fleet(
         await subscribe(nats, subjects.presences, receive)
         async with asyncio.TaskGroup() as tasks:
             expiring = tasks.create_task(_expire(watcher), name="expire leases")
-            yield FleetWatch(watcher, changed)
+            yield LocalFleetWatch(watcher, changed)
             expiring.cancel()
 
 

@@ -79,13 +79,13 @@ async def run_workers(
         ExceptionGroup: of `WorkerDied`, when a worker ends by itself, and of what the body raises.
     """
     workers = Workers(remaining=len(specs))
-    watches: dict[asyncio.Task[None], _Worker] = {}
+    watches: dict[asyncio.Task[None], _SupervisedWorker] = {}
     read_end, write_end = os.pipe()
     try:
         async with asyncio.TaskGroup() as tasks:
             try:
                 for spec in specs:
-                    worker = _Worker(spec, workers, on_line, on_end or on_line, read_end)
+                    worker = _SupervisedWorker(spec, workers, on_line, on_end or on_line, read_end)
                     await worker.start()
                     watches[tasks.create_task(worker.run(), name=f"watch {spec.name}")] = worker
                 yield workers
@@ -215,7 +215,7 @@ class _Output:
         self._on_line(line)
 
 
-class _Worker:
+class _SupervisedWorker:
     """One of several workers: the process that runs now, and those that follow it.
 
     Args:
@@ -309,7 +309,7 @@ def _last(tail: Sequence[str]) -> str:
     return f"; its last line: {tail[-1]}" if tail else ""
 
 
-async def _stop(workers: Mapping[asyncio.Task[None], _Worker], stop_s: float) -> None:
+async def _stop(workers: Mapping[asyncio.Task[None], _SupervisedWorker], stop_s: float) -> None:
     """Ask all workers to end, wait for them together, and kill those that are late."""
     for worker in workers.values():
         worker.stop()

@@ -35,7 +35,7 @@ class _Rows(msgspec.Struct, frozen=True):
     key: str | None = None
 
 
-class _Sibling(msgspec.Struct, frozen=True):
+class _SiblingResult(msgspec.Struct, frozen=True):
     routed_experts: _Rows | None = None
 
 
@@ -46,7 +46,7 @@ class _ResultLine(msgspec.Struct, frozen=True):
     fingerprint: str
     error: dict[str, object] | None = None
     routed_experts: _Rows | None = None
-    siblings: list[_Sibling] = []
+    siblings: list[_SiblingResult] = []
 
     def keys(self) -> Iterator[str]:
         """The keys of its arrays in the `.npz`."""

@@ -28,7 +28,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     """Of this service."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How much this service has to do."""
 
     server_load: int
@@ -54,7 +54,7 @@ async def version(service: Service, _request: Request) -> Response:
 
 async def load(service: Service, _request: Request) -> Response:
     """vLLM's: requests for tokens that are under way at this service."""
-    return json_response(Load(server_load=service.admission.in_flight))
+    return json_response(ServiceLoad(server_load=service.admission.in_flight))
 
 
 async def server_info(service: Service, request: Request) -> Response:
@@ -79,6 +79,6 @@ async def server_info(service: Service, request: Request) -> Response:
 
 ROUTES: RouteTable = {
     ("GET", "/version"): HttpRoute(version, answer=Version),
-    ("GET", "/load"): HttpRoute(load, answer=Load),
+    ("GET", "/load"): HttpRoute(load, answer=ServiceLoad),
     ("GET", "/server_info"): HttpRoute(server_info, query=InfoQuery),
 }

@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
     """Null where the engine does not say."""
 
 
-class RoutedExperts(msgspec.Struct):
+class RoutedExpertsJson(msgspec.Struct):
     """Which experts the router chose: `shape[0]` rows of positions, of `shape[1]` layers, of `shape[2]` experts."""
 
     data: str
@@ -92,7 +92,7 @@ class GenerateChoice(msgspec.Struct):
     weight_versions: list[int]
     """Of the weights that made each of the tokens."""
     logprobs: ContentLogprobs | None
-    routed_experts: RoutedExperts | None
+    routed_experts: RoutedExpertsJson | None
     """Null from a model without experts."""
     sampling_mask: list[list[int]] | None
 
@@ -120,7 +120,7 @@ class EngineData(msgspec.Struct):
     completion_token_ids: list[int]
     completion_logprobs: list[float]
     completion_weight_versions: list[int]
-    routed_experts: RoutedExperts | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType = msgspec.UNSET
 
 
 class NvExtAnswer(msgspec.Struct):
@@ -131,7 +131,7 @@ class NvExtAnswer(msgspec.Struct):
     completion_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """The same."""
-    routed_experts: RoutedExperts | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType = msgspec.UNSET
     worker_id: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     timing: dict[str, float | None] | msgspec.UnsetType = msgspec.UNSET
     weight_version: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -177,7 +177,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: int | str | None
     logprobs: ContentLogprobs | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    routed_experts: RoutedExperts | msgspec.UnsetType | None = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
     """With `return_routed_experts`."""
 
 
@@ -216,7 +216,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_logprobs: PromptLogprobs
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    routed_experts: RoutedExperts | msgspec.UnsetType | None = msgspec.UNSET
+    routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
     """With `return_routed_experts`."""
 
 

@@ -15,7 +15,7 @@ from .service import Service
 from .stops import AnswerText
 from .tokens import Tokens
 
-__all__ = ["Choice", "Update", "collect_answers", "updates", "usage_of"]
+__all__ = ["AnswerChoice", "Update", "collect_answers", "updates", "usage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Update:
     """Those of them that belong to the answer."""
 
 
-class Choice:
+class AnswerChoice:
     """One answer, as it grows.
 
     Args:
@@ -92,8 +92,8 @@ class Choice:
 
 
 async def updates(
-    service: Service, user: str, requests: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
-) -> AsyncGenerator[tuple[Choice, Update], None]:
+    service: Service, user: str, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
+) -> AsyncGenerator[tuple[AnswerChoice, Update], None]:
     """What chunks add to the answers, until all have ended; closing aborts the others.
 
     Args:
@@ -117,7 +117,7 @@ async def collect_answers(
     service: Service,
     http_request: Request,
     requests: Sequence[bus.GenerateRequest],
-    choices: Sequence[Choice],
+    choices: Sequence[AnswerChoice],
     *,
     may_stop: bool,
 ) -> None:
@@ -138,7 +138,7 @@ async def collect_answers(
 
 
 async def _read_updates(
-    service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[Choice]
+    service: Service, http_request: Request, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
 ) -> None:
     async with aclosing(updates(service, service.user_of(http_request), requests, choices)) as found:
         async for _ in found:

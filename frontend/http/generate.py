@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ... import bus
 from ..tokenization import Tokenizer
 from .answer_types import GenerateAnswer, Usage
-from .answers import Choice, collect_answers, updates, usage_of
+from .answers import AnswerChoice, collect_answers, updates, usage_of
 from .body import decode_body, read_body
 from .calls import JsonPieces
 from .errors import HttpError, unsupported
@@ -18,8 +18,8 @@ from .generate_answer import answer_json, event_json
 from .generate_body import (
     PREFIX,
     GenerateBody,
+    GenerateStreamOptions,
     SamplingBody,
-    StreamOptions,
     body_names,
     check_supported,
     request_fields,
@@ -44,7 +44,7 @@ async def generate(service: Service, request: Request) -> Response:
     names = body_names(body)
     built = build_request(service, request, target, sampling=sampling, fields=fields, names=names)
     choices = [
-        Choice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
+        AnswerChoice(child, built, _text(built, body.sampling_params, tokenizer), keep=not body.stream)
         for child in range(built.sampling.n)
     ]
     if body.stream:
@@ -90,11 +90,11 @@ async def _events(
     user: str,
     body: GenerateBody,
     request: bus.GenerateRequest,
-    choices: Sequence[Choice],
+    choices: Sequence[AnswerChoice],
     names: Mapping[str, str],
 ) -> AsyncGenerator[bytes, None]:
     """One event for each chunk, with its routing, and at last the usage if it is asked for."""
-    options = body.stream_options or StreamOptions()
+    options = body.stream_options or GenerateStreamOptions()
     with_prompt = service.settings.returns_tokens or body.return_token_ids
     prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
     with named_errors(names, request):

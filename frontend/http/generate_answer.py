@@ -10,7 +10,7 @@ import numpy as np
 from ... import bus
 from ...schemas.rows import Rows
 from .answer_types import SampledToken, TopToken, Usage
-from .answers import Choice, usage_of
+from .answers import AnswerChoice, usage_of
 from .logprobs_json import list_json, prompt_logprobs_json
 from .request_target import RequestTarget
 from .routing_json import routed_experts_json
@@ -20,7 +20,7 @@ __all__ = ["answer_json", "event_json"]
 
 
 def answer_json(
-    request: bus.GenerateRequest, target: RequestTarget, choices: Sequence[Choice], *, with_prompt: bool
+    request: bus.GenerateRequest, target: RequestTarget, choices: Sequence[AnswerChoice], *, with_prompt: bool
 ) -> Iterator[bytes]:
     """The answer that is no stream, in pieces; what can be wrong with it is found before the first of them.
 
@@ -55,7 +55,7 @@ def answer_json(
 
 def event_json(
     request: bus.GenerateRequest,
-    update: tuple[Choice, Tokens] | None,
+    update: tuple[AnswerChoice, Tokens] | None,
     *,
     usage: Usage | None = None,
     prompt_token_ids: list[int] | None = None,
@@ -71,7 +71,7 @@ def event_json(
     return b"".join((*pieces, b"]}"))
 
 
-def _choice_json(choice: Choice, tokens: Tokens, rows: Rows | None) -> Iterator[bytes]:
+def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None) -> Iterator[bytes]:
     small = {
         "index": choice.index,
         "finish_reason": choice.finish_reason,

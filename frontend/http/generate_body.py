@@ -9,10 +9,18 @@ from ..tokenization import Tokenizer
 from .errors import unsupported
 from .sampling import SamplingFields, bus_sampling, check_sampling, sampling_names
 
-__all__ = ["PREFIX", "GenerateBody", "SamplingBody", "StreamOptions", "body_names", "check_supported", "request_fields"]
+__all__ = [
+    "PREFIX",
+    "GenerateBody",
+    "GenerateStreamOptions",
+    "SamplingBody",
+    "body_names",
+    "check_supported",
+    "request_fields",
+]
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """What a stream tells beside the tokens."""
 
     include_usage: bool | None = False
@@ -46,7 +54,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Of a model or of an adapter; None: the fleet's only model."""
     stream: bool | None = False
     """Server-sent events, as tokens come."""
-    stream_options: StreamOptions | None = None
+    stream_options: GenerateStreamOptions | None = None
     """What a stream tells beside the tokens."""
     return_token_ids: bool | None = None
     """The prompt's token ids stand in the answer, too."""

@@ -21,7 +21,7 @@ from ...schemas.presence import WorkerPresence
 from .fair_line import FairLine, Ticket
 from .metrics import Metrics
 
-__all__ = ["Turn", "Turns", "room_of"]
+__all__ = ["FleetTurn", "Turns", "room_of"]
 
 MIN_AHEAD: Final = 8
 """Samples in the fleet's queue, so that a worker that has room for one need not wait for this service."""
@@ -42,7 +42,7 @@ def room_of(workers: Sequence[WorkerPresence], model: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FleetTurn:
     """A request that may go to the fleet now."""
 
     request: bus.GenerateRequest
@@ -68,7 +68,7 @@ class Turns:
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
 
     @asynccontextmanager
-    async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[Turn]:
+    async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[FleetTurn]:
         """Wait for a request's turn, which ends with the block at the latest.
 
         Raises:
@@ -80,7 +80,7 @@ class Turns:
         end = partial(self._end, model, ticket)
         try:
             self._call_up(model)
-            yield Turn(request if ticket.is_due else await self._wait(ticket, request), end)
+            yield FleetTurn(request if ticket.is_due else await self._wait(ticket, request), end)
         finally:
             end()
 

@@ -17,7 +17,7 @@ import rollbus
 from rollbus import GenerateRequest, NoWorkers
 from rollbus.frontend.cli import app, main
 from rollbus.frontend.cli.bench.bench import BenchTarget, target_of
-from rollbus.frontend.cli.bench.load import Load
+from rollbus.frontend.cli.bench.load import BenchLoad
 from rollbus.frontend.cli.bench.rounds import measure
 from rollbus.frontend.cli.commands.bench import names_nobody
 from rollbus.frontend.cli.exits import CommandFailed, ExitCode, cause_of
@@ -30,7 +30,7 @@ from tests.support.invariants import observing
 from tests.support.presences import capabilities, presence
 from tests.support.waits import until_true
 
-SMALL = Load(input_tokens=7, output_tokens=5)
+SMALL = BenchLoad(input_tokens=7, output_tokens=5)
 ROW_BYTES = 16
 """Of the synthetic model: 4 layers, top 4, a byte each."""
 ENGINE = SyntheticConfig().capabilities
@@ -39,7 +39,7 @@ NOBODY = "no_workers: no live worker serves synthetic"
 OPTIONS = ("--input-tokens", "7", "--output-tokens", "5", "--requests", "6", "--rounds", "2", "--json")
 
 
-def requests(load: Load = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000) -> list[GenerateRequest]:
+def requests(load: BenchLoad = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000) -> list[GenerateRequest]:
     """What a round of `count` requests sends."""
     return list(load.requests("synthetic", vocab_size, count, np.random.default_rng(seed)))
 
@@ -56,7 +56,7 @@ def once_more(request: GenerateRequest) -> GenerateRequest:
 
 def test_every_prompt_is_new() -> None:
     """Prompts differ in a round and from seed to seed; a seed repeats them, with another cache salt in each run."""
-    first, again, other = requests(), requests(Load(input_tokens=7, output_tokens=5)), requests(seed=1)
+    first, again, other = requests(), requests(BenchLoad(input_tokens=7, output_tokens=5)), requests(seed=1)
 
     assert len(set(prompts(first))) == 6
     assert prompts(first) == prompts(again)
@@ -68,12 +68,12 @@ def test_every_prompt_is_new() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (Load(input_tokens=65_530, output_tokens=7), "65537 together; allowed: 65536, the max_model_len"),
-        (Load(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
-        (Load(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
+        (BenchLoad(input_tokens=65_530, output_tokens=7), "65537 together; allowed: 65536, the max_model_len"),
+        (BenchLoad(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
+        (BenchLoad(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
     ],
 )
-def test_what_no_engine_can_do_is_a_usage_error(load: Load, words: str) -> None:
+def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> None:
     """Before anything is sent; of several workers the weakest counts."""
     without_experts = SyntheticConfig(num_experts=0, max_model_len=70_000).capabilities
     strong = SyntheticConfig(max_model_len=70_000).capabilities
@@ -81,7 +81,7 @@ def test_what_no_engine_can_do_is_a_usage_error(load: Load, words: str) -> None:
     with pytest.raises(CommandFailed, match=words) as caught:
         load.check([strong, ENGINE, without_experts])
     assert caught.value.exit_code == ExitCode.USAGE
-    Load(input_tokens=65_530, output_tokens=6, logprobs=20).check([strong, ENGINE, without_experts])
+    BenchLoad(input_tokens=65_530, output_tokens=6, logprobs=20).check([strong, ENGINE, without_experts])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool
     ended: list[int] = []
     async with served(nats_url, fleet, weight_version=3) as (rb, *_):
         taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
-        without = Load(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
+        without = BenchLoad(input_tokens=7, output_tokens=5, routing=False, logprobs=None)
         bare = await measure(rb, requests(without), 4, streams=streams)
 
     assert (taken.requests, taken.tokens, len(ended)) == (6, 30, 6)
@@ -168,7 +168,7 @@ async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
 @pytest.mark.slow
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
     """Not even those of an earlier run with the same seed; the same requests once more would be."""
-    earlier, later = (requests(Load(input_tokens=40, output_tokens=5)) for _ in range(2))
+    earlier, later = (requests(BenchLoad(input_tokens=40, output_tokens=5)) for _ in range(2))
     async with served(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
         cached.append((await measure(rb, map(once_more, later), 6, streams=True)).cached_tokens)

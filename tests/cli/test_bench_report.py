@@ -5,7 +5,7 @@ from array import array
 
 from rollbus.frontend.cli.bench import BenchOptions, ConcurrencyResult
 from rollbus.frontend.cli.bench.bench import BenchTarget
-from rollbus.frontend.cli.bench.load import Load
+from rollbus.frontend.cli.bench.load import BenchLoad
 from rollbus.frontend.cli.bench.report import Report
 from rollbus.frontend.cli.bench.rounds import Round
 from rollbus.frontend.cli.figures import Spread, percentile
@@ -13,7 +13,7 @@ from rollbus.frontend.cli.figures import Spread, percentile
 
 def report(*outcomes: ConcurrencyResult) -> Report:
     """A report of these."""
-    options = BenchOptions(load=Load(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
+    options = BenchOptions(load=BenchLoad(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
     target = BenchTarget("m", [])
     return Report(
         command="rollbus bench", fleet="f", target=target, options=options, outcomes=outcomes, is_synthetic=False

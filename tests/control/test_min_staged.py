@@ -11,7 +11,7 @@ from rollbus.frontend.cli.exits import ExitCode, exit_code_of_ledger
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import InvalidRequest
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.fleet_states import until_state
@@ -25,10 +25,10 @@ class OneAtOnce:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.gate = asyncio.Event()
-        self._first: Sources | None = None
+        self._first: WeightSources | None = None
 
-    async def checkpoint(self, sources: Sources, report: Callable[[str], None]) -> Path:
-        """As `Sources.checkpoint`."""
+    async def checkpoint(self, sources: WeightSources, report: Callable[[str], None]) -> Path:
+        """As `WeightSources.checkpoint`."""
         report("fetching")
         self._first = self._first or sources
         if sources is not self._first:
@@ -42,10 +42,10 @@ async def test_an_update_waits_for_those_that_have_staged(
     """The others are fenced at the record, stand in the ledger as late, and get there by themselves."""
     store = OneAtOnce(write_checkpoint(tmp_path / "2", fill=2))
 
-    async def checkpoint(self: Sources, _source: WeightSource, report: Callable[[str], None]) -> Path:
+    async def checkpoint(self: WeightSources, _source: WeightSource, report: Callable[[str], None]) -> Path:
         return await store.checkpoint(self, report)
 
-    monkeypatch.setattr(Sources, "checkpoint", checkpoint)
+    monkeypatch.setattr(WeightSources, "checkpoint", checkpoint)
     async with (
         synthetic_worker(nats_url, fleet, worker_id="a", weight_version=1),
         synthetic_worker(nats_url, fleet, worker_id="b", weight_version=1),

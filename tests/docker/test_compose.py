@@ -12,7 +12,7 @@ import yaml
 
 from rollbus import __version__
 from rollbus.schemas.presence import WorkerState
-from rollbus.workers.probe import Probe, listen
+from rollbus.workers.probe import ProbeServer, listen
 from tests.support.nats_server import IMAGE
 from tests.support.presences import presence
 
@@ -112,7 +112,7 @@ async def test_a_workers_health_is_what_its_probe_says(state: WorkerState, is_he
     assert address is not None
     assert 'HTTPConnection("{}", {}'.format(*address[1].split(":")) in health.read_text()
 
-    async with Probe(listen("127.0.0.1:0"), lambda: presence(state=state)) as probe:
+    async with ProbeServer(listen("127.0.0.1:0"), lambda: presence(state=state)) as probe:
         program = health.read_text().replace("8081", str(probe.port))
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=PIPE)
         stdout, _ = await process.communicate()

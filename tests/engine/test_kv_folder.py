@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollbus.workers.engines.vllm.kv.blocks import Blocks
+from rollbus.workers.engines.vllm.kv.blocks import KvBlocks
 from rollbus.workers.engines.vllm.kv.folder import KvFolder, Sweeper, new_kv_id
 from rollbus.workers.engines.vllm.kv.phase_tracker import BlockTransfer
 
@@ -38,10 +38,10 @@ def test_there_and_back(folder: KvFolder, tmp_path: Path, per_block: int) -> Non
     source, target = caches(0, per_block=per_block), caches(1, per_block=per_block)
     untouched = {name: cache.clone() for name, cache in target.items()}
     kv_id = new_kv_id()
-    Blocks(folder, source, NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[5, 0, 3]))
+    KvBlocks(folder, source, NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[5, 0, 3]))
     assert [file.name for file in (tmp_path / kv_id).iterdir()] == [f"{SHARD}.safetensors"]
 
-    assert Blocks(folder, target, NUM_BLOCKS, SHARD).load(BlockTransfer(kv_id=kv_id, block_ids=[2, 7], first_block=1))
+    assert KvBlocks(folder, target, NUM_BLOCKS, SHARD).load(BlockTransfer(kv_id=kv_id, block_ids=[2, 7], first_block=1))
     for name, cache in target.items():
         blocks = cache.view(NUM_BLOCKS, -1)
         stored = source[name].view(NUM_BLOCKS, -1)
@@ -56,10 +56,10 @@ def test_several_processes_of_one_engine(folder: KvFolder, tmp_path: Path) -> No
     kv_id = new_kv_id()
     shards = [(f"pp0-tp{rank}", caches(rank), caches(9)) for rank in range(2)]
     for shard, source, _ in shards:
-        Blocks(folder, source, NUM_BLOCKS, shard).store(BlockTransfer(kv_id=kv_id, block_ids=[1]))
+        KvBlocks(folder, source, NUM_BLOCKS, shard).store(BlockTransfer(kv_id=kv_id, block_ids=[1]))
     for shard, source, target in shards:
         assert (tmp_path / kv_id).is_dir()
-        assert Blocks(folder, target, NUM_BLOCKS, shard).load(BlockTransfer(kv_id=kv_id, block_ids=[4]))
+        assert KvBlocks(folder, target, NUM_BLOCKS, shard).load(BlockTransfer(kv_id=kv_id, block_ids=[4]))
         assert all(torch.equal(target[name][4], source[name][1]) for name in source)
     assert list(tmp_path.iterdir()) == []
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) ->
     source = caches(0, dtype=torch.bfloat16 if damage == "other dtype" else torch.float32)
     if damage == "other layers":
         del source["layers.1"]
-    Blocks(folder, source, NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[1, 2]))
+    KvBlocks(folder, source, NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[1, 2]))
     file = folder.file(kv_id, SHARD)
     if damage == "missing":
         file.unlink()
@@ -81,7 +81,7 @@ def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) ->
     wanted = [4, 5, 6] if damage == "too few blocks" else [4, 5]
     job = BlockTransfer(kv_id="../other" if damage == "bad id" else kv_id, block_ids=wanted)
 
-    assert not Blocks(folder, target, NUM_BLOCKS, SHARD).load(job)
+    assert not KvBlocks(folder, target, NUM_BLOCKS, SHARD).load(job)
     assert all(torch.equal(target[name], cache) for name, cache in caches(1).items())
     assert list(tmp_path.glob("*/*.safetensors")) == ([file] if damage == "bad id" else [])
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
     kv_id = new_kv_id()
     # In the place of the file that is written first.
     (tmp_path / kv_id / f"{SHARD}.tmp").mkdir(parents=True)
-    Blocks(folder, caches(0), NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[1]))
+    KvBlocks(folder, caches(0), NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[1]))
 
     assert list(tmp_path.iterdir()) == []
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
 def test_a_cache_without_blocks_is_refused(folder: KvFolder) -> None:
     """Where a layer keeps something else than blocks, nothing is stored wrongly: the engine does not start."""
     with pytest.raises(TypeError, match=r"layers\.0 is not made of 8 blocks"):
-        Blocks(folder, {"layers.0": [torch.zeros(8), torch.zeros(8)]}, NUM_BLOCKS, SHARD)
+        KvBlocks(folder, {"layers.0": [torch.zeros(8), torch.zeros(8)]}, NUM_BLOCKS, SHARD)
 
 
 def test_what_was_abandoned_is_swept(folder: KvFolder, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
     """A kernel of this dtype passes; the next number in one column, two rows swapped and a lost bias do not."""
     import torch
 
-    from rollbus.workers.engines.vllm.probes import Probe, linear_probe
+    from rollbus.workers.engines.vllm.probes import ModuleProbe, linear_probe
 
     kind = getattr(torch, dtype)
     weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1)).to(kind)
@@ -25,7 +25,7 @@ def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
     nudged, swapped = weight.clone(), weight.clone()
     nudged[:, 0] *= 1 + 16 * torch.finfo(kind).eps
     swapped[[3, 4]] = weight[[4, 3]]
-    assert isinstance(probe, Probe)
+    assert isinstance(probe, ModuleProbe)
     assert probe.difference(compute(weight, bias)) is None
     assert "differs in" in str(probe.difference(compute(nudged, bias)))
     assert "differs in" in str(probe.difference(compute(swapped, bias)))

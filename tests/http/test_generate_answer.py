@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbus
-from rollbus.frontend.http.answers import Choice
+from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
 from rollbus.frontend.http.generate_answer import answer_json
 from rollbus.frontend.http.request_target import RequestTarget
@@ -47,7 +47,7 @@ RESULT = rollbus.Generation(
 
 def answer(**changes: Any) -> Any:
     """The answer of the result with some fields changed."""
-    choice = Choice(0, WANTED, None, keep=True)
+    choice = AnswerChoice(0, WANTED, None, keep=True)
     choice.add(Tokens.of_generation(dataclasses.replace(RESULT, **changes), WANTED))
     return json.loads(b"".join(answer_json(WANTED, TARGET, [choice], with_prompt=False)))
 

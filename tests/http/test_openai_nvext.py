@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import rollbus
-from rollbus.frontend.http.answers import Choice
+from rollbus.frontend.http.answers import AnswerChoice
 from rollbus.frontend.http.errors import HttpError
-from rollbus.frontend.http.openai.nvext import Clock, nvext_json
+from rollbus.frontend.http.openai.nvext import RequestClock, nvext_json
 from rollbus.frontend.http.request_target import RequestTarget
 from rollbus.frontend.http.stops import text_of
 from rollbus.frontend.http.tokens import Scores, Tokens
@@ -208,7 +208,7 @@ def target() -> RequestTarget:
     return RequestTarget(worker=presence(capabilities=model), capabilities=model, lora=None)
 
 
-def choice(*stops: str) -> tuple[rollbus.GenerateRequest, Choice, Tokens]:
+def choice(*stops: str) -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
     """An answer that has not begun, and three tokens for it."""
     wanted = rollbus.GenerateRequest(prompt_token_ids=PROMPT, sampling=rollbus.SamplingParams(logprobs=0))
     text = text_of(wanted, byte_level(), stops, include_stop=False, skip_special_tokens=True)
@@ -218,12 +218,12 @@ def choice(*stops: str) -> tuple[rollbus.GenerateRequest, Choice, Tokens]:
         rows=np.ones((7, 4, 4), "u1"),
         finish_reason=rollbus.FinishReason.LENGTH,
     )
-    return wanted, Choice(0, wanted, text, keep=True), tokens
+    return wanted, AnswerChoice(0, wanted, text, keep=True), tokens
 
 
 def nvext(wanted: rollbus.GenerateRequest, tokens: Tokens) -> Any:
     """All of it."""
-    return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, Clock())))
+    return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, RequestClock())))
 
 
 def test_an_answer_without_tokens_has_empty_lists() -> None:

@@ -15,7 +15,7 @@ from rollbus.frontend.http.openai import parsers
 from rollbus.frontend.http.openai.parsers import ParserUnavailable, load_parsers
 from rollbus.frontend.http.settings import Settings
 from rollbus.workers.engines.synthetic import SyntheticConfig
-from rollbus.workers.engines.synthetic.batch import Batch
+from rollbus.workers.engines.synthetic.batch import SyntheticBatch
 from tests.http.openai_support import CHAT, client_of
 from tests.http.small_tokenizers import byte_level, make_byte_level, save
 from tests.http.support import Http, http_service
@@ -48,7 +48,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         table["count"] += np.uint64(1)
         return sampled
 
-    monkeypatch.setattr(Batch, "_sample", sample)
+    monkeypatch.setattr(SyntheticBatch, "_sample", sample)
     return texts
 
 

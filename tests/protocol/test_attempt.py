@@ -127,9 +127,9 @@ def test_a_worker_that_lost_it_is_told_to_stop_unless_it_said_so_itself() -> Non
     key = request.key
 
     assert request.handle(on.Lost(failure()), 4.0) == (
-        on.Retract(), on.Abort("w0", key), on.CountLoss(is_retried=True), on.Schedule()
+        on.Retract(), on.AbortAttempt("w0", key), on.CountLoss(is_retried=True), on.Schedule()
     )  # fmt: skip
-    assert request.handle(on.Offered("w0", "one"), 5.0) == (on.Abort("w0", request.key),)
+    assert request.handle(on.Offered("w0", "one"), 5.0) == (on.AbortAttempt("w0", request.key),)
 
 
 def test_a_first_request_is_published_though_no_worker_serves() -> None:
@@ -181,7 +181,7 @@ def test_two_workers_with_unreadable_frames_end_the_request() -> None:
     request.handle(possible(), 5.0)
     request.handle(on.Offered("w1", "one"), 6.0)
 
-    assert kinds(request.handle(on.Lost(error, unreadable_at="w1"), 7.0)) == [on.Retract, on.Abort, on.Fail]
+    assert kinds(request.handle(on.Lost(error, unreadable_at="w1"), 7.0)) == [on.Retract, on.AbortAttempt, on.Fail]
 
 
 def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
@@ -201,7 +201,7 @@ def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
     """The first one keeps it; one of the same name would hear the abort, too, so that it is not sent to that."""
     request = running()
 
-    assert request.handle(on.Offered("w1", "one"), 4.0) == (on.Abort("w1", request.key),)
+    assert request.handle(on.Offered("w1", "one"), 4.0) == (on.AbortAttempt("w1", request.key),)
     assert request.handle(on.Offered("w0", "two"), 4.0) == ()
     assert (request.worker, request.incarnation) == ("w0", "one")
 
@@ -210,9 +210,9 @@ def test_a_request_that_has_ended_refuses_offers_and_does_no_more() -> None:
     """Also of the worker that had it: an offer is older than the end, or of an engine that runs for no client."""
     request = running()
     key = request.key
-    assert request.handle(on.Stopped(), 4.0) == (on.Retract(), on.Abort("w0", key))
+    assert request.handle(on.Stopped(), 4.0) == (on.Retract(), on.AbortAttempt("w0", key))
 
-    assert request.handle(on.Offered("w0", "one"), 5.0) == (on.Abort("w0", key),)
+    assert request.handle(on.Offered("w0", "one"), 5.0) == (on.AbortAttempt("w0", key),)
     late: list[on.Event] = [
         possible(), on.PrefillDecided("p"), on.Oversized(2, 1), on.PublishFailed(0), on.Stored(0),
         on.NotStored(0, failure(), is_served=True), on.WorkerSilent(failure()), on.Lost(failure()),

@@ -63,14 +63,14 @@ class Attempts(RuleBasedStateMachine):
     def execute(self, instructions: Sequence[on.Instruction]) -> None:
         for instruction in instructions:
             was_over = self.num_ends > 0 or self.has_left
-            assert not was_over or isinstance(instruction, on.Abort)
+            assert not was_over or isinstance(instruction, on.AbortAttempt)
             match instruction:
                 case on.Publish(worker, kv):
                     self.publish(worker, kv)
                 case on.WakeAt(time):
                     assert self.now < time <= self.now + HAND_OVER_S
                     self.wakes.append(time)
-                case on.Abort(worker, key):
+                case on.AbortAttempt(worker, key):
                     for job in self.jobs:
                         job.is_over |= (job.worker, job.key) == (worker, key)
                 case on.Deliver(chunks):
@@ -109,7 +109,7 @@ class Attempts(RuleBasedStateMachine):
         if not is_refusal:
             answer = self.send(on.Offered(*life))
             if (request.worker, request.incarnation) != life:
-                assert on.Abort(job.worker, job.key) in answer
+                assert on.AbortAttempt(job.worker, job.key) in answer
                 return
         if chunk is not None:
             delivered, instructions = request.add(chunk, self.now)

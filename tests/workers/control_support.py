@@ -23,7 +23,7 @@ from rollbus.workers.requests.in_flight import InFlightRequests
 from rollbus.workers.requests.intake import RequestIntake
 from rollbus.workers.requests.links import WorkerLinks
 from rollbus.workers.requests.worker_requests import Instructions
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import write_adapter, write_checkpoint
 from tests.workers.links_support import MAX_PAYLOAD, NOW, Ear
 
@@ -82,7 +82,7 @@ class Rig:
             cast(QueuePuller, self.door),
             execute=self._carry_out,
         )
-        sources = Sources(roots=[root], own=self.own, cache=root / "cache", model="m", worker="w1", objects=None)
+        sources = WeightSources(roots=[root], own=self.own, cache=root / "cache", model="m", worker="w1", objects=None)
         versions = self.links.versions
         self.loras = Loras(self.flow, sources, versions)
         self.weights = WeightManager(worker, self.flow, sources, self.loras, versions)

@@ -15,7 +15,7 @@ from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError, ErrorCode
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import handled
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.fleet import is_idle, synthetic_worker
 from tests.support.gated_engine import GatedEngine, running
 from tests.support.hand_client import hand_client
@@ -279,13 +279,13 @@ async def test_weights_that_could_not_be_fetched_are_tried_again(
     """A worker that catches up while the storage is away is outdated, and has the weights once the storage is back."""
     is_away = True
 
-    async def checkpoint(_self: Sources, _source: WeightSource, _report: Callable[[str], None]) -> Path:
+    async def checkpoint(_self: WeightSources, _source: WeightSource, _report: Callable[[str], None]) -> Path:
         if is_away:
             raise ControlError(ControlCode.STORAGE, "it is away")
         return tmp_path
 
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(Sources, "checkpoint", checkpoint)
+    monkeypatch.setattr(WeightSources, "checkpoint", checkpoint)
     monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("update_weights", version=5, source={"objects": "bucket/prefix"})

@@ -10,7 +10,7 @@ import pytest
 from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import ignore, write_checkpoint, write_sharded
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
@@ -39,11 +39,13 @@ async def go_on(name: str, into: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def machine(nats_url: str, tmp_path: Path, *, dtype: str = "BF16") -> AsyncIterator[tuple[Versions, Sources]]:
+async def machine(
+    nats_url: str, tmp_path: Path, *, dtype: str = "BF16"
+) -> AsyncIterator[tuple[Versions, WeightSources]]:
     """An empty chain, and the sources of a worker that has nothing at hand."""
     own = write_checkpoint(tmp_path / "own", dtype=dtype)
     objects = ObjectReader(nats_url, name="test")
-    sources = Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects)
+    sources = WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         yield Versions(nats, bucket, tmp_path), sources
 
@@ -54,7 +56,7 @@ def entries(tmp_path: Path) -> list[str]:
     return [entry.name for entry in root.iterdir() if not entry.name.endswith(".lock")]
 
 
-async def cut_short(sources: Sources, source: WeightSource, on_fetch: list[OnFetch], num_whole: int) -> None:
+async def cut_short(sources: WeightSources, source: WeightSource, on_fetch: list[OnFetch], num_whole: int) -> None:
     """Cancel a staging in the middle of the object that follows so many."""
     is_there = asyncio.Event()
 

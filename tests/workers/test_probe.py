@@ -17,7 +17,7 @@ from rollbus.bus.worker_metrics import exposition
 from rollbus.schemas.presence import EngineStats, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import PublishedVersion
 from rollbus.workers import probe as probe_module
-from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, Probe, listen
+from rollbus.workers.probe import MAX_CONNECTIONS, MAX_HEAD_BYTES, ProbeServer, listen
 from tests.support.fleet_states import until_worker
 from tests.support.patience import SOON_S
 from tests.support.presences import presence
@@ -49,7 +49,7 @@ async def get(port: int, path: str) -> Answer:
 @contextlib.asynccontextmanager
 async def probed(described: WorkerPresence | None) -> AsyncIterator[int]:
     """The port of a probe of a worker that says this of itself."""
-    async with Probe(listen("127.0.0.1:0"), lambda: described) as probe:
+    async with ProbeServer(listen("127.0.0.1:0"), lambda: described) as probe:
         yield probe.port
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rollbus.bus.objects import ObjectReader, delete_prefix
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.manifest import Link, delta_name
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
@@ -27,11 +27,11 @@ async def chain(nats_url: str, tmp_path: Path) -> AsyncIterator[Versions]:
         yield Versions(nats, bucket, tmp_path)
 
 
-def worker(nats_url: str, tmp_path: Path, name: str = "w1") -> Sources:
+def worker(nats_url: str, tmp_path: Path, name: str = "w1") -> WeightSources:
     """The sources of a worker of the machine `tmp_path`."""
     own = write_checkpoint(tmp_path / "own", dtype="BF16")
     objects = ObjectReader(nats_url, name="test")
-    return Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
+    return WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
 
 
 def stepped(weights: Weights, seed: int) -> Weights:
@@ -53,7 +53,7 @@ async def publish_steps(versions: Versions, num: int) -> list[Weights]:
     return steps
 
 
-def fetched(sources: Sources) -> int:
+def fetched(sources: WeightSources) -> int:
     """Bytes that the last staging fetched."""
     assert sources.last_staged is not None
     return sources.last_staged.fetched_bytes

@@ -9,19 +9,19 @@ import pytest
 
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import MODEL, ignore, write_checkpoint, write_safetensors, write_sharded
 
 NORM: Final = "model.norm.weight"
 
 
-def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] | None = None) -> Sources:
+def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] | None = None) -> WeightSources:
     """Sources that allow `tmp_path / "root"`."""
     allowed = (tmp_path / "root",) if roots is None else roots
-    return Sources(roots=allowed, own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
+    return WeightSources(roots=allowed, own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
 
 
-async def refusal(checked: Sources, path: Path | str) -> ControlError:
+async def refusal(checked: WeightSources, path: Path | str) -> ControlError:
     """What is said about a checkpoint that must be refused."""
     with pytest.raises(ControlError) as raised:
         await checked.checkpoint(WeightSource(path=str(path)), ignore)

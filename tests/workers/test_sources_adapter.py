@@ -5,19 +5,21 @@ import pytest
 
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import ignore, write_adapter, write_checkpoint
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def sources(tmp_path: Path, *, is_own_known: bool = True) -> Sources:
+def sources(tmp_path: Path, *, is_own_known: bool = True) -> WeightSources:
     """Sources that allow `tmp_path / "root"`."""
     own = write_checkpoint(tmp_path / "own") if is_own_known else None
-    return Sources(roots=[tmp_path / "root"], own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
+    return WeightSources(
+        roots=[tmp_path / "root"], own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None
+    )
 
 
-async def refusal(checked: Sources, path: Path) -> ControlError:
+async def refusal(checked: WeightSources, path: Path) -> ControlError:
     """What is said about an adapter that must be refused."""
     with pytest.raises(ControlError) as raised:
         await checked.adapter(WeightSource(path=str(path)), ignore)

@@ -11,22 +11,22 @@ from rollbus.bus.nats.connection import Connection
 from rollbus.bus.objects import FolderReader, ObjectReader, delete_prefix, put_folder
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.sources import Sources, folder_store, staged
+from rollbus.workers.sources import WeightSources, folder_store, staged
 from rollbus.workers.sources.folder_store import FolderStore, PartialFolder
 from tests.support.checkpoints import MODEL, ignore, write_adapter, write_checkpoint
 from tests.support.connections import opened
 from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 
 
-def worker(nats_url: str, tmp_path: Path, name: str) -> Sources:
+def worker(nats_url: str, tmp_path: Path, name: str) -> WeightSources:
     """The sources of a worker that allows no path."""
     own = write_checkpoint(tmp_path / "own")
     objects = ObjectReader(nats_url, name="test")
-    return Sources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
+    return WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
 
 
 @contextlib.asynccontextmanager
-async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads", Sources]]:
+async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads", WeightSources]]:
     """A bucket, and the sources of a worker that allows no path."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         yield Uploads(nats, bucket), worker(nats_url, tmp_path, "w1")
@@ -110,7 +110,7 @@ async def test_a_staged_adapter_that_somebody_changes_is_not_used(nats_url: str,
             assert files_in(fetched) == files_in(folder)
 
 
-async def change_while_loaded(sources: Sources, folder: Path) -> None:
+async def change_while_loaded(sources: WeightSources, folder: Path) -> None:
     """Change a folder while an engine reads it."""
     async with sources.using(folder) as verify_unchanged:
         change(folder)
@@ -231,7 +231,7 @@ async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
 
     root = write_checkpoint(tmp_path / "root" / "step-1").parent
     slow = Slow("nats://127.0.0.1:1", name="test")
-    sources = Sources(roots=[root], own=None, cache=tmp_path / "cache", model="m", worker="w1", objects=slow)
+    sources = WeightSources(roots=[root], own=None, cache=tmp_path / "cache", model="m", worker="w1", objects=slow)
 
     async def fetch(objects: str) -> str:
         with pytest.raises(ControlError) as raised:

@@ -10,7 +10,7 @@ from rollbus.schemas.control import AckStatus, WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.control import ack_publisher, handled
-from rollbus.workers.sources import Sources
+from rollbus.workers.sources import WeightSources
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet import synthetic_worker
 from tests.support.hand_client import hand_client
@@ -43,7 +43,7 @@ class Store:
         return {"objects": f"{BASE}/{name}"}
 
     async def checkpoint(self, source: WeightSource, report: Callable[[str], None]) -> Path:
-        """As `Sources.checkpoint`."""
+        """As `WeightSources.checkpoint`."""
         name = str(source.objects).rpartition("/")[2]
         self.calls.append(name)
         report("fetching")
@@ -62,10 +62,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """The store that all workers of the test read."""
     made = Store(tmp_path)
 
-    async def checkpoint(_self: Sources, source: WeightSource, report: Callable[[str], None]) -> Path:
+    async def checkpoint(_self: WeightSources, source: WeightSource, report: Callable[[str], None]) -> Path:
         return await made.checkpoint(source, report)
 
-    monkeypatch.setattr(Sources, "checkpoint", checkpoint)
+    monkeypatch.setattr(WeightSources, "checkpoint", checkpoint)
     return made
 
 
@@ -292,7 +292,9 @@ async def test_an_adapter_is_staged_while_the_worker_serves(
     """Requests run during its download, and the adapter is there afterwards; one that cannot be had changes nothing."""
     gate = asyncio.Event()
 
-    async def adapter(_self: Sources, source: WeightSource, report: Callable[[str], None], **_fields: object) -> Path:
+    async def adapter(
+        _self: WeightSources, source: WeightSource, report: Callable[[str], None], **_fields: object
+    ) -> Path:
         report("fetching")
         await gate.wait()
         if str(source.objects).endswith("bad"):
@@ -300,7 +302,7 @@ async def test_an_adapter_is_staged_while_the_worker_serves(
         return tmp_path
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(Sources, "adapter", adapter)
+    monkeypatch.setattr(WeightSources, "adapter", adapter)
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         load = await boss.command("load_lora", name="a", version=3, source={"objects": "bucket/good"})
         await boss.until(lambda: any(ack.stage == "fetching" for ack in boss.acks(load)))

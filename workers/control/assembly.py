@@ -10,7 +10,7 @@ from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher
-from ..sources import Sources
+from ..sources import WeightSources
 from ..sources.quiet_threads import NICE
 from .ack_publisher import AckPublisher
 from .command_handler import CommandHandler
@@ -28,9 +28,9 @@ from .weights import WeightManager
 __all__ = ["make_control", "make_sources"]
 
 
-def make_sources(config: WorkerConfig) -> Sources:
+def make_sources(config: WorkerConfig) -> WeightSources:
     """Where this worker's weights and adapters may come from."""
-    return Sources(
+    return WeightSources(
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),
         cache=Path(config.cache_dir) / config.fleet,
@@ -49,7 +49,7 @@ def make_control(
     lifecycle: WorkerLifecycle,
     in_flight: InFlightRequests,
     publisher: OutboundPublisher,
-    sources: Sources,
+    sources: WeightSources,
 ) -> CommandHandler:
     """Make the parts that carry out commands; nothing of them runs yet."""
     versions = in_flight.links.versions

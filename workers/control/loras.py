@@ -14,7 +14,7 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
-from ..sources import Report, Sources
+from ..sources import Report, WeightSources
 from .deadline import Deadline
 from .staging import StageKey
 from .supported import check_adapters_supported
@@ -41,7 +41,7 @@ class Loras:
         versions: of which `loras` is kept here.
     """
 
-    def __init__(self, in_flight: InFlightRequests, sources: Sources, versions: Versions) -> None:
+    def __init__(self, in_flight: InFlightRequests, sources: WeightSources, versions: Versions) -> None:
         self._in_flight = in_flight
         self._sources = sources
         self._versions = versions

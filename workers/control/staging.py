@@ -17,7 +17,7 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ...schemas.presence import Capabilities, Staging
 from ...schemas.weights import PublishedVersion
-from ..sources import Sources
+from ..sources import WeightSources
 from .boundary import command_boundary
 from .supported import check_adapters_supported, check_weights_supported
 
@@ -63,7 +63,7 @@ class StagerStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _StagingJob:
     key: StageKey
     is_desired: bool = False
     num_waiting: int = 0
@@ -84,14 +84,14 @@ class Stager:
         capabilities: returns those of the started engine: what it cannot load is not fetched.
     """
 
-    def __init__(self, sources: Sources, capabilities: Callable[[], Capabilities]) -> None:
+    def __init__(self, sources: WeightSources, capabilities: Callable[[], Capabilities]) -> None:
         self._sources = sources
         self._capabilities = capabilities
         self.on_change: Callable[[], None] = lambda: None
         """Called when a source has reached a stage, was staged or has failed."""
         # At most one for each register and each check under way.
-        self._jobs: dict[StageKey, _Job] = {}
-        self._current: tuple[_Job, asyncio.Task[None]] | None = None
+        self._jobs: dict[StageKey, _StagingJob] = {}
+        self._current: tuple[_StagingJob, asyncio.Task[None]] | None = None
         self._is_due = asyncio.Event()
         self._costs: OrderedDict[StageKey, StageCost] = OrderedDict()
         self.stats = StagerStats()
@@ -115,7 +115,7 @@ class Stager:
         Cancellation: the staging is cancelled too, unless somebody else needs it.
 
         Raises:
-            ControlError: as `Sources.checkpoint` and `Sources.adapter`, and `unsupported`.
+            ControlError: as `WeightSources.checkpoint` and `WeightSources.adapter`, and `unsupported`.
         """
         job = self._job(key)
         job.num_waiting += 1
@@ -157,7 +157,7 @@ class Stager:
         """The published version of the weights that was staged last; None: there was none."""
         return self._sources.published
 
-    def _progress(self, job: _Job) -> Staging:
+    def _progress(self, job: _StagingJob) -> Staging:
         staging, source = self._sources.staging, str(job.key.source)[:MAX_ERROR_CHARS]
         is_current = self._current is not None and self._current[0] is job
         if is_current and staging is not None and (staging.source, staging.stage) == (source, job.stage):
@@ -174,10 +174,10 @@ class Stager:
                     self._current = job, group.create_task(self._run(job))
                 self._current = None
 
-    def _job(self, key: StageKey) -> _Job:
-        return self._jobs.setdefault(key, _Job(key))
+    def _job(self, key: StageKey) -> _StagingJob:
+        return self._jobs.setdefault(key, _StagingJob(key))
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _StagingJob | None:
         waiting = [job for job in self._jobs.values() if not job.done.is_set()]
         desired = [job for job in waiting if job.is_desired]
         return next(iter(desired or waiting), None)
@@ -194,7 +194,7 @@ class Stager:
                 task.cancel()
         self._is_due.set()
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, job: _StagingJob) -> None:
         cost = self._costs.setdefault(job.key, StageCost())
         self._costs.move_to_end(job.key)
         while len(self._costs) > MAX_COSTS:
@@ -225,7 +225,7 @@ class Stager:
         job.done.set()
         self.on_change()
 
-    async def _bring(self, job: _Job) -> None:
+    async def _bring(self, job: _StagingJob) -> None:
         def report(stage: str) -> None:
             job.stage = stage
             self.on_change()

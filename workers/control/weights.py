@@ -22,7 +22,7 @@ from ...schemas.errors import ControlCode, ControlError, EngineDead
 from ..config import WorkerConfig
 from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
-from ..sources import Report, Sources
+from ..sources import Report, WeightSources
 from .canary import Canaries, Fingerprint, fingerprint_of
 from .deadline import Deadline
 from .loras import Loras
@@ -52,7 +52,7 @@ class WeightManager:
         self,
         config: WorkerConfig,
         in_flight: InFlightRequests,
-        sources: Sources,
+        sources: WeightSources,
         loras: Loras,
         versions: Versions,
     ) -> None:

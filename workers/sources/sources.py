@@ -31,7 +31,7 @@ from .read_ahead import FileNotes, WatchedFolders, checkpoint_files, note_files,
 from .roots import allowed_folder, bad_source
 from .staged import StagedFolders
 
-__all__ = ["Report", "Sources", "Staged"]
+__all__ = ["Report", "Staged", "WeightSources"]
 
 VerifyUnchanged = Callable[[], Awaitable[None]]
 
@@ -58,7 +58,7 @@ class _Own(NamedTuple):
     config: Mapping[str, Any]
 
 
-class Sources:
+class WeightSources:
     """Checks sources, and stages those that lie in the object store. Files are read on other threads.
 
     Args:

@@ -17,7 +17,7 @@ UPLOAD_GOOD_S: Final = 60.0
 name by now. A published version never changes."""
 
 
-class _Known(NamedTuple):
+class _StagedFolder(NamedTuple):
     digest: str
     expires_at: float
     """On the monotonic clock."""
@@ -36,7 +36,7 @@ class StagedFolders:
         self.store = store
         self._max_held = max_held
         self._clock = clock
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _StagedFolder] = {}
         self._holds: dict[str, Hold] = {}
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class StagedFolders:
         """Note which folder a source is, and hold it; return the folder."""
         expires_at = math.inf if is_published else self._clock() + UPLOAD_GOOD_S
         self._known.pop(objects, None)
-        self._known[objects] = _Known(hold.digest, expires_at)
+        self._known[objects] = _StagedFolder(hold.digest, expires_at)
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._hold(hold)

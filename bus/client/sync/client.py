@@ -32,7 +32,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class _Blocks(Protocol[T_co]):
+class _BlockingCall(Protocol[T_co]):
     """Blocks for what a `T_co` is awaited for."""
 
     @property
@@ -43,11 +43,11 @@ class _Blocks(Protocol[T_co]):
 
 def _blocking(
     method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[_Blocks[T], P], R]:
+) -> Callable[Concatenate[_BlockingCall[T], P], R]:
     """Make the method that blocks for what `method` is awaited for."""
 
     @wraps(method)
-    def wait(self: _Blocks[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wait(self: _BlockingCall[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(method(self._awaited, *args, **kwargs))
 
     return wait

@@ -16,13 +16,13 @@ from .owner_thread import OwnerThread
 __all__ = ["BlockingGroups", "HandedPrompts"]
 
 
-class End(Enum):
+class EndOfPrompts(Enum):
     """There are no more prompts."""
 
     END = "end"
 
 
-END: Final = End.END
+END: Final = EndOfPrompts.END
 LEFT: Final = "these groups were left in the midst of a step"
 
 
@@ -30,7 +30,7 @@ class HandedPrompts:
     """An async iterable whose prompts another thread brings, each when it is wanted. Use it from the owner's loop."""
 
     def __init__(self) -> None:
-        self._wanted: asyncio.Future[Prompt | End] | None = None
+        self._wanted: asyncio.Future[Prompt | EndOfPrompts] | None = None
         self._woken = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class HandedPrompts:
             prompt = await self._wanted
         finally:
             self._wanted = None
-        if isinstance(prompt, End):
+        if isinstance(prompt, EndOfPrompts):
             raise StopAsyncIteration
         return prompt
 
@@ -68,7 +68,7 @@ class HandedPrompts:
         """Have `is_wanted` look again."""
         self._woken.set()
 
-    async def bring(self, prompt: "Prompt | End") -> None:
+    async def bring(self, prompt: "Prompt | EndOfPrompts") -> None:
         """Hand over the prompt that is wanted, or the end. Without effect where its groups were left meanwhile."""
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(prompt)

@@ -94,7 +94,7 @@ class TensorFeed:
         self._has_begun.wait()
         if not self._is_begun:
             return
-        with _Drawing(self._end):
+        with _EndHandover(self._end):
             for item in self._items:
                 if self._is_stopped:
                     return
@@ -135,7 +135,7 @@ def _bytes_of(items: Iterable[object]) -> int:
     return sum(size for size in sizes if isinstance(size, int))
 
 
-class _Drawing:
+class _EndHandover:
     """Hands what ends a block to another thread, which raises it. Only an interruption is raised in both.
 
     Args:

@@ -51,7 +51,7 @@ ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _PublicationJob:
     """A publication under way."""
 
     publication: Publication
@@ -66,7 +66,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Stored:
+class _StoredObjects:
     """What a publication has stored so far."""
 
     num_bytes: int = 0
@@ -212,7 +212,9 @@ class VersionPublisher:
                 plan = DraftPlan(has_delta=False, has_anchor=True, file=ADAPTER_FILE)
                 draft = Draft(plan, Snapshot(), None)
                 publication = self._versions.begin(command.version, command.name)
-                published = await self._store(feed, _Job(publication, plan, draft, (), files, command.name), started)
+                published = await self._store(
+                    feed, _PublicationJob(publication, plan, draft, (), files, command.name), started
+                )
                 if not options.updates:
                     await self._loader.clean()
                     return published
@@ -233,7 +235,7 @@ class VersionPublisher:
             options.command.version, has_delta=plan.has_delta, has_anchor=plan.has_anchor
         )
         async with self._drafted(plan, feed) as draft:
-            job = _Job(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
+            job = _PublicationJob(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
             published = await self._store(feed, job, started)
             await _to_end(draft.commit, published.digest)
         self._is_out_of_step = False
@@ -259,7 +261,7 @@ class VersionPublisher:
             plan = DraftPlan(
                 has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
             )
-            stored = _Stored()
+            stored = _StoredObjects()
             async with publication.alive(self._rank):
                 draft = await stack.enter_async_context(self._drafted(plan, feed))
                 feed.begin(draft)
@@ -293,7 +295,7 @@ class VersionPublisher:
             yield draft
             unless_committed.pop_all()
 
-    async def _store(self, feed: TensorFeed, job: _Job, started: float) -> PublishedWeights:
+    async def _store(self, feed: TensorFeed, job: _PublicationJob, started: float) -> PublishedWeights:
         publication, is_committed = job.publication, False
         try:
             stored = await self._upload(feed, job)
@@ -324,9 +326,9 @@ class VersionPublisher:
         )
         return published
 
-    async def _upload(self, feed: TensorFeed, job: _Job) -> _Stored:
+    async def _upload(self, feed: TensorFeed, job: _PublicationJob) -> _StoredObjects:
         """Store all objects but the manifest, while the tensors are drawn."""
-        stored = _Stored()
+        stored = _StoredObjects()
         if job.ranks_timeout_s is not None and self._num_ranks > 1:
             await job.publication.announce()
         feed.begin(job.draft)
@@ -342,7 +344,7 @@ class VersionPublisher:
                 await self._put(job.publication, found, stored)
         return stored
 
-    async def _collect(self, job: _Job, stored: _Stored, timeout_s: float) -> None:
+    async def _collect(self, job: _PublicationJob, stored: _StoredObjects, timeout_s: float) -> None:
         """Add what the other ranks have stored."""
         self._is_out_of_step = True
         lists = await job.publication.collect(self._num_ranks, timeout_s)
@@ -352,13 +354,13 @@ class VersionPublisher:
         stored.delta_bytes += sums.delta_bytes
         stored.num_bytes += sums.delta_bytes + sums.anchor_bytes
 
-    async def _put(self, publication: Publication, found: StoredObject, stored: _Stored) -> None:
+    async def _put(self, publication: Publication, found: StoredObject, stored: _StoredObjects) -> None:
         stored.started = stored.started or time.monotonic()
         await publication.put(found.name, read_off_loop(found))
         stored.upload_s = time.monotonic() - stored.started
         stored.num_bytes += found.num_bytes
 
-    def _manifest(self, job: _Job, stored: _Stored) -> Manifest:
+    def _manifest(self, job: _PublicationJob, stored: _StoredObjects) -> Manifest:
         files = {name: file.sha256 for name, file in stored.files.items()}
         digest = content_digest(stored.entries, files)
         delta_bytes = stored.delta_bytes if job.plan.has_delta else None

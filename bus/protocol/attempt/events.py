@@ -158,7 +158,7 @@ class Retract(Instruction, frozen=True):
     refusal: RequestError | None = None
 
 
-class Abort(Instruction, frozen=True):
+class AbortAttempt(Instruction, frozen=True):
     """Have this worker stop this attempt."""
 
     worker: str

@@ -278,7 +278,7 @@ class AttemptMachine:
             # Another worker of the same id would hear an abort, too, and may be the one that has this attempt.
             return NOTHING
         if self.state not in OUT or self.worker is not None:
-            return (on.Abort(offer.worker, self.key),)
+            return (on.AbortAttempt(offer.worker, self.key),)
         self._move(RequestEvent.ADMITTED, now)
         self.worker, self.incarnation, self._payload = offer.worker, offer.incarnation, None
         self.workers.append(offer.worker)
@@ -367,7 +367,7 @@ class AttemptMachine:
         return on.Retract(), *aborts, *delivered
 
     def _aborts(self) -> Sequence[Instruction]:
-        return NOTHING if self.worker is None else (on.Abort(self.worker, self.key),)
+        return NOTHING if self.worker is None else (on.AbortAttempt(self.worker, self.key),)
 
     def _move(self, event: RequestEvent, now: float, *, until: float = math.inf) -> None:
         self.state = REQUEST.next(self.state, event)

@@ -56,7 +56,7 @@ class _Leader:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingFollower:
     client: str
     lane: Lane
     turn: Turn
@@ -67,7 +67,7 @@ class FollowerBacklog(Generic[K]):
     """The followers that wait at one worker."""
 
     def __init__(self) -> None:
-        self._waiting: dict[K, _Waiting] = {}
+        self._waiting: dict[K, _WaitingFollower] = {}
         # By client, group and lane, as these had their turn last.
         self._leaders: OrderedDict[tuple[str, str, Lane], _Leader] = OrderedDict()
         self._shares = FollowerShares()
@@ -135,7 +135,7 @@ class FollowerBacklog(Generic[K]):
 
     def add(self, key: K, client: str, lane: Lane, turn: Turn, now: float) -> None:
         """Have an admitted follower wait."""
-        self._waiting[key] = _Waiting(client, lane, turn, now)
+        self._waiting[key] = _WaitingFollower(client, lane, turn, now)
 
     def pop(self, lanes_waiting: Collection[Lane] | None, num_turns: int, now: float) -> Begun[K] | None:
         """Return the follower that gets a free slot; None: none waits, or the slot is one of the queue.

@@ -90,7 +90,7 @@ class Decision(NamedTuple, Generic[K]):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingPrefill:
     requirements: PrefillRequirements
     until: float
     serial: int
@@ -101,7 +101,7 @@ class PrefillQueue(Generic[K]):
 
     def __init__(self) -> None:
         self._serials = itertools.count()
-        self._waiting: dict[K, _Waiting] = {}
+        self._waiting: dict[K, _WaitingPrefill] = {}
         # By priority, then in order of arrival; entries of what has left are skipped. Bounded by twice the waiting.
         self._order: list[tuple[int, int, K]] = []
         self._worker_of: dict[K, str] = {}
@@ -121,7 +121,7 @@ class PrefillQueue(Generic[K]):
 
     def add(self, key: K, requirements: PrefillRequirements, *, until: float) -> None:
         """Put a request that is neither waiting nor at a worker into the line, for as long as `until`."""
-        entry = _Waiting(requirements, until, next(self._serials))
+        entry = _WaitingPrefill(requirements, until, next(self._serials))
         self._waiting[key] = entry
         heapq.heappush(self._order, (requirements.priority, entry.serial, key))
         self._earliest = min(self._earliest, until)
@@ -181,7 +181,9 @@ class PrefillQueue(Generic[K]):
             self._earliest = min((entry.until for entry in self._waiting.values()), default=math.inf)
         return decisions
 
-    def _decide(self, key: K, entry: _Waiting, workers: Sequence[PrefillWorkerInfo], now: float) -> Decision[K] | None:
+    def _decide(
+        self, key: K, entry: _WaitingPrefill, workers: Sequence[PrefillWorkerInfo], now: float
+    ) -> Decision[K] | None:
         able = [candidate for candidate in workers if entry.requirements.is_met_by(candidate)]
         worker = self._choose(entry.requirements, able)
         if worker is not None:

@@ -38,7 +38,7 @@ class _TerminalChunk(NamedTuple):
     kv_params: bytes | None = None
 
 
-class _Plan(NamedTuple):
+class _ChunkPlan(NamedTuple):
     """What the next chunk holds."""
 
     prompt_logprobs: PromptLogprobs | None
@@ -229,10 +229,10 @@ class ChunkWriter:
             return None
         return self._cut(plan)
 
-    def _plan(self) -> _Plan:
+    def _plan(self) -> _ChunkPlan:
         if self._prompt_logprobs:
             part = self._prompt_logprobs[0]
-            return _Plan(part, 0, 0, False, self._chunk_overhead + _prompt_bytes(part))
+            return _ChunkPlan(part, 0, 0, False, self._chunk_overhead + _prompt_bytes(part))
         num_tokens, num_rows = self._next_counts()
         run = self._runs[0] if self._runs else None
         num_bytes = self._chunk_overhead + num_rows * self._row_bytes
@@ -250,7 +250,7 @@ class ChunkWriter:
             # They may be as large as a part: then they go alone, after the rest.
             is_terminal = num_bytes + num_kv_bytes <= self.segment_bytes or not (num_tokens or num_rows)
             num_bytes += num_kv_bytes if is_terminal else 0
-        return _Plan(None, num_tokens, num_rows, is_terminal, num_bytes)
+        return _ChunkPlan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
     def _next_counts(self) -> tuple[int, int]:
         """How many tokens and rows go into one chunk: as many as fit, the rows only as far as the tokens need them."""
@@ -274,7 +274,7 @@ class ChunkWriter:
     def _rows_per_part(self) -> int:
         return max(self.segment_bytes // max(self._row_bytes, 1), 1)
 
-    def _cut(self, plan: _Plan) -> Chunk:
+    def _cut(self, plan: _ChunkPlan) -> Chunk:
         self.last_bytes = plan.num_bytes
         weight_version, lora_version = self._weight_version, self._lora_version
         token_ids, logprobs, top, mask, kv_recomputed = b"", None, None, None, None
@@ -315,7 +315,7 @@ class ChunkWriter:
         self._num_chunks += 1
         return chunk
 
-    def _pop_rows(self, plan: _Plan) -> RoutedExperts | None:
+    def _pop_rows(self, plan: _ChunkPlan) -> RoutedExperts | None:
         routing, count = self._routing, plan.num_rows
         # Where there is no row at all, the receiver still learns the shape.
         if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
@@ -370,7 +370,7 @@ class ChunkWriter:
         self.is_ended = True
         self._weight_version = weight_version
         self._ending = ending
-        return self._cut(_Plan(None, 0, 0, True, 0))
+        return self._cut(_ChunkPlan(None, 0, 0, True, 0))
 
 
 def _prompt_bytes(part: PromptLogprobs) -> int:

@@ -27,7 +27,7 @@ AWAITED: Final = "awaited"
 """The status of a worker that has not answered; the others are those of acks."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class StagingProgress(msgspec.Struct, frozen=True):
     """How far a worker is with staging."""
 
     done_bytes: int
@@ -41,7 +41,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """`awaited`, or that of its last ack."""
     stage: str | None = None
     """With `progress`: what it is doing."""
-    progress: Progress | None = None
+    progress: StagingProgress | None = None
     """With `progress`: how far it is with staging."""
     error: str | None = None
     """Why it has not applied the command."""
@@ -71,7 +71,7 @@ class CommandLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedCommand:
     """One command."""
 
     id: str
@@ -111,7 +111,7 @@ class CommandBook:
     """
 
     def __init__(self) -> None:
-        self._commands: OrderedDict[tuple[str, str], _Followed] = OrderedDict()
+        self._commands: OrderedDict[tuple[str, str], _FollowedCommand] = OrderedDict()
         self.strangers = 0
 
     def __repr__(self) -> str:
@@ -137,9 +137,9 @@ class CommandBook:
             known.workers = concerned | {name: known.workers[name] for name in known.workers if name in concerned}
             known.has_final &= known.workers.keys()
             return
-        self._follow(_Followed(command.id, command.command, controller, now, command.epoch, over_at, concerned))
+        self._follow(_FollowedCommand(command.id, command.command, controller, now, command.epoch, over_at, concerned))
 
-    def _follow(self, followed: _Followed) -> None:
+    def _follow(self, followed: _FollowedCommand) -> None:
         self._commands[followed.controller, followed.id] = followed
         while len(self._commands) > MAX_COMMANDS:
             self._commands.popitem(last=False)
@@ -168,17 +168,17 @@ class CommandBook:
         followed.workers[ack.worker] = WorkerAnswer(
             status=ack.status,
             stage=ack.stage,
-            progress=None if staging is None else Progress(staging.done_bytes, staging.total_bytes),
+            progress=None if staging is None else StagingProgress(staging.done_bytes, staging.total_bytes),
             error=None if ack.error is None else ack.error.message[:MAX_ERROR_CHARS],
             seconds=round(ack.seconds, 3),
         )
 
-    def _begin(self, ack: Ack, controller: str, now: float) -> _Followed:
+    def _begin(self, ack: Ack, controller: str, now: float) -> _FollowedCommand:
         begun = [key for key, each in self._commands.items() if each.begun_by == ack.worker]
         if len(begun) >= MAX_BEGUN:
             del self._commands[begun[0]]
         over_at = now + LOAD_TIMEOUT_S + MARGIN_S
-        followed = _Followed(
+        followed = _FollowedCommand(
             ack.id, ack.command, controller, now, ack.epoch, over_at, {}, is_heard=False, begun_by=ack.worker
         )
         self._follow(followed)

@@ -31,7 +31,7 @@ Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
 
 
-class _Counted:
+class _CountedPositions:
     """The positions of one plane, under one version of the weights."""
 
     __slots__ = ("computed", "counts", "seen")
@@ -41,7 +41,7 @@ class _Counted:
         self.computed = 0
         self.seen = 0
 
-    def add(self, other: "_Counted") -> None:
+    def add(self, other: "_CountedPositions") -> None:
         self.counts += other.counts
         self.computed += other.computed
         self.seen += other.seen
@@ -52,8 +52,8 @@ class _Counted:
 
 
 class _Planes(NamedTuple):
-    prompt: _Counted
-    generated: _Counted
+    prompt: _CountedPositions
+    generated: _CountedPositions
 
 
 _ByVersion = OrderedDict[int, _Planes]
@@ -136,7 +136,7 @@ class ExpertBook:
     def _planes_in(self, versions: _ByVersion, weight_version: int) -> _Planes:
         planes = versions.get(weight_version)
         if planes is None:
-            planes = versions[weight_version] = _Planes(_Counted(self._cells), _Counted(self._cells))
+            planes = versions[weight_version] = _Planes(_CountedPositions(self._cells), _CountedPositions(self._cells))
             if len(versions) > MAX_EXPERT_VERSIONS:
                 versions.popitem(last=False)
         elif next(reversed(versions)) != weight_version:
@@ -154,7 +154,7 @@ class ExpertBook:
             if parts:
                 self._count(getattr(planes, plane), parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def _count(self, counted: _Counted, rows: Rows) -> None:
+    def _count(self, counted: _CountedPositions, rows: Rows) -> None:
         num_experts = self._routing.num_experts
         if num_experts <= np.iinfo(rows.dtype).max and len(rows) and int(rows.max()) >= num_experts:
             rows = rows[(rows < num_experts).all(axis=(1, 2))]

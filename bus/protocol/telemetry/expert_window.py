@@ -20,11 +20,11 @@ from ....schemas.telemetry import COUNT_DTYPE, ExpertCounts, ExpertLoad, TokenTa
 
 __all__ = [
     "Counts",
+    "ExpertShape",
     "ExpertWindow",
     "Imbalance",
     "ImbalanceSummary",
     "PlaneLoad",
-    "Shape",
     "VersionLoad",
     "add_windows",
     "decode_counts",
@@ -41,7 +41,7 @@ LEVEL: Final = 1
 """Of zlib: higher ones take a worker three times as long for a tenth less."""
 
 
-class Shape(NamedTuple):
+class ExpertShape(NamedTuple):
     """Of a model's routing."""
 
     num_layers: int
@@ -92,7 +92,7 @@ class VersionLoad:
 class ExpertWindow:
     """The load of experts of some workers of one model over some time."""
 
-    shape: Shape
+    shape: ExpertShape
     seconds: float
     """How long the longest of the answers was."""
     versions: tuple[VersionLoad, ...]
@@ -145,7 +145,7 @@ class Imbalance(NamedTuple):
         return ImbalanceSummary(float(ratios.mean()), float(ratios.max()), float(entropy.mean()), int(unused.sum()))
 
 
-def empty_plane(shape: Shape) -> PlaneLoad:
+def empty_plane(shape: ExpertShape) -> PlaneLoad:
     """Nothing was counted."""
     return PlaneLoad(np.zeros((shape.num_layers, shape.num_experts), np.int64))
 
@@ -196,7 +196,7 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
         another shape than that of most, or all of their versions are older than the 8 highest.
     """
     left_out: dict[str, str] = {}
-    shapes = {worker: Shape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
+    shapes = {worker: ExpertShape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
     ranked = Counter(shape for shape in shapes.values() if shape.cells <= MAX_EXPERT_CELLS).most_common(1)
     shape = ranked[0][0] if ranked else None
     equal = sorted(worker for worker in loads if shapes[worker] == shape)
@@ -284,7 +284,7 @@ def _sorted(merged: dict[int, VersionLoad]) -> tuple[VersionLoad, ...]:
     return tuple(merged[version] for version in sorted(merged, reverse=True))
 
 
-def _decode(counts: ExpertCounts, shape: Shape) -> VersionLoad:
+def _decode(counts: ExpertCounts, shape: ExpertShape) -> VersionLoad:
     version = counts.weight_version
     return VersionLoad(
         version,
@@ -293,6 +293,6 @@ def _decode(counts: ExpertCounts, shape: Shape) -> VersionLoad:
     )
 
 
-def _plane(data: bytes, tally: TokenTally, shape: Shape, name: str) -> PlaneLoad:
+def _plane(data: bytes, tally: TokenTally, shape: ExpertShape, name: str) -> PlaneLoad:
     counts = decode_counts(data, shape.num_layers, shape.num_experts, name=name)
     return PlaneLoad(counts, tally.computed, tally.seen)

@@ -66,7 +66,7 @@ class Rates(NamedTuple):
 NO_RATES: Final = Rates()
 
 
-class _Counted(NamedTuple):
+class _WorkerCounts(NamedTuple):
     """What a worker had counted at one time: numbers in the order of the fields of `Rates`."""
 
     at: float
@@ -74,15 +74,15 @@ class _Counted(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedWorker:
     """One incarnation of a worker."""
 
     incarnation: str
     model: str
-    counted: deque[_Counted] = field(default_factory=deque)
+    counted: deque[_WorkerCounts] = field(default_factory=deque)
     rates: Rates = NO_RATES
 
-    def add(self, new: _Counted) -> None:
+    def add(self, new: _WorkerCounts) -> None:
         """Handle an announcement; one that came no later than the one before is the same."""
         counted = self.counted
         if counted and new.at <= counted[-1].at:
@@ -111,7 +111,7 @@ class FleetRates:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Followed] = {}
+        self._workers: dict[str, _FollowedWorker] = {}
 
     def __repr__(self) -> str:
         """One line with the number of workers."""
@@ -137,8 +137,8 @@ class FleetRates:
         if worker.counters is None or (known is None and len(self._workers) >= MAX_WORKERS):
             return
         if known is None or known.incarnation != worker.incarnation or known.model != worker.model:
-            known = self._workers[worker.worker] = _Followed(worker.incarnation, worker.model)
-        known.add(_Counted(now, _counts(worker)))
+            known = self._workers[worker.worker] = _FollowedWorker(worker.incarnation, worker.model)
+        known.add(_WorkerCounts(now, _counts(worker)))
 
     def forget(self, worker: str) -> None:
         """Drop a worker that is gone."""

@@ -11,7 +11,7 @@ from ....schemas.acks import Ack
 from ....schemas.telemetry import RequestTimeline, TimelineEvent
 from ..fleet.command_result import CommandResult
 
-__all__ = ["Pause", "Phases", "RequestTrace", "WorkerTimeline", "clock_skews", "merge_timelines", "phases_of"]
+__all__ = ["Phases", "RequestPause", "RequestTrace", "WorkerTimeline", "clock_skews", "merge_timelines", "phases_of"]
 
 MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
 """As many timelines as a request can have: workers that are well tell of no more."""
@@ -82,7 +82,7 @@ def _order(timeline: WorkerTimeline) -> tuple[str, int, int, float, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class RequestPause:
     """A time in which a request stood still."""
 
     at: float
@@ -103,7 +103,7 @@ class Phases:
     """In the engine, until the prompt was computed."""
     decode_s: float | None
     """From the first token to the end, without pauses."""
-    pauses: tuple[Pause, ...]
+    pauses: tuple[RequestPause, ...]
 
 
 def phases_of(timeline: RequestTimeline) -> Phases:
@@ -128,16 +128,16 @@ def _between(first: dict[str, float], begin: str, end: str) -> float | None:
     return first[end] - first[begin] if begin in first and end in first else None
 
 
-def _pauses(events: Iterable[TimelineEvent]) -> Iterable[Pause]:
+def _pauses(events: Iterable[TimelineEvent]) -> Iterable[RequestPause]:
     held: TimelineEvent | None = None
     for event in events:
         if event.event == "held":
             held = event
         elif event.event in ("resumed", "ended") and held is not None:
-            yield Pause(held.at, event.at - held.at, held.reason)
+            yield RequestPause(held.at, event.at - held.at, held.reason)
             held = None
     if held is not None:
-        yield Pause(held.at, None, held.reason)
+        yield RequestPause(held.at, None, held.reason)
 
 
 def clock_skews(timelines: Iterable[WorkerTimeline]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from ..console import progress
 from ..exits import CommandFailed
 from ..figures import in_turns
 from ..serving import serving_workers
-from .load import Load, refused
+from .load import BenchLoad, refused
 from .rounds import ConcurrencyResult, Round, measure
 
 __all__ = ["MAX_CONCURRENCY", "MAX_ROUND_TOKENS", "Bench", "BenchOptions", "BenchTarget", "target_of"]
@@ -36,7 +36,7 @@ class BenchOptions:
         CommandFailed: the numbers do not go together; the message names the options and what is allowed.
     """
 
-    load: Load
+    load: BenchLoad
     concurrencies: Sequence[int]
     rounds: int
     num_requests: int | None = None

@@ -10,11 +10,11 @@ from ....bus import GenerateRequest, SamplingParams
 from ....schemas.presence import Capabilities
 from ..exits import CommandFailed, ExitCode
 
-__all__ = ["Load", "refused"]
+__all__ = ["BenchLoad", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BenchLoad:
     """The size of each request, and what is to come back with its tokens."""
 
     input_tokens: int

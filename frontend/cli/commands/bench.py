@@ -87,11 +87,11 @@ def number_or_none(text: str) -> int | None:
 def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
     """Measure, and say what came of it."""
     from ..bench import BenchOptions
-    from ..bench.load import Load
+    from ..bench.load import BenchLoad
 
     if args.synthetic and args.model is not None:
         raise CommandFailed("--model is of a fleet, and --synthetic has a model of its own", ExitCode.USAGE)
-    load = Load(
+    load = BenchLoad(
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,
         logprobs=args.logprobs,

@@ -173,14 +173,14 @@ def _init(args: argparse.Namespace) -> int:
 
 def _leaf(args: argparse.Namespace) -> int:
     from ....bus.auth.credentials import DEFAULT_FLEET
-    from ....bus.auth.leaf import Link, write_leaf
+    from ....bus.auth.leaf import LeafLink, write_leaf
     from ....bus.auth.tls import Tls
     from ..console import print_json, write
 
     if not args.hub or not args.user:
         raise CommandFailed("whose leaf? as in --hub a.example --user trainer-alice --user worker-w0", ExitCode.USAGE)
     fleet = args.fleet or DEFAULT_FLEET
-    link = Link(
+    link = LeafLink(
         hosts=args.hub,
         port=args.leaf_port,
         tls=Tls(**_tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")),

@@ -23,7 +23,7 @@ READ_EVERY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedFleet:
     """What NATS has of the fleet, as it was last read."""
 
     queues: tuple[QueueDepth, ...] = ()
@@ -38,7 +38,7 @@ class FleetFollower:
     def __init__(self, watch: FleetWatch) -> None:
         self._watch = watch
         self._rates = FleetRates()
-        self._recorded = _Recorded()
+        self._recorded = _RecordedFleet()
         self._has_read = asyncio.Event()
         self._heard_at = time.time()
 

@@ -91,7 +91,7 @@ class FullScreen:
                 termios.tcsetattr(self._keys, termios.TCSANOW, self._before)
 
 
-class _Held(logging.Handler):
+class _LogBuffer(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.records: deque[logging.LogRecord] = deque(maxlen=MAX_HELD_LOGS)
@@ -106,7 +106,7 @@ def held_logs() -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    root, held = logging.getLogger(), _Held()
+    root, held = logging.getLogger(), _LogBuffer()
     before = root.handlers[:]
     root.handlers[:] = [held]
     try:

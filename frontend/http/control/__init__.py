@@ -13,12 +13,12 @@ from starlette.responses import Response
 from ..service import HttpRoute, RouteTable, Service
 from . import bodies, commands, loras, not_served, operations, ranks, reads
 from .answers import LOAD_LORA_OF_VLLM, LORA_OF_PRIME, RL, UNLOAD_LORA_OF_VLLM, VLLM, ResponseStyle
-from .commands import Call
+from .commands import CommandCall
 from .reading import read_fields
 
 __all__ = ["ADMIN_ROUTES", "ROUTES"]
 
-Command = Callable[[Call[Any]], Awaitable[Response]]
+Command = Callable[[CommandCall[Any]], Awaitable[Response]]
 _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]] = {
     "/v1/rl/pause": (commands.pause, bodies.PauseBody, RL),
     "/v1/rl/resume": (commands.resume, bodies.ResumeBody, RL),
@@ -51,7 +51,7 @@ the route answers."""
 
 def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
     async def handle(service: Service, request: Request) -> Response:
-        return await command(Call(service, request, await read_fields(service, request, body), style))
+        return await command(CommandCall(service, request, await read_fields(service, request, body), style))
 
     # The OpenAPI document says it of the route.
     handle.__doc__ = command.__doc__

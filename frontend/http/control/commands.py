@@ -25,7 +25,7 @@ from .reading import either
 from .versions import version_and_label, with_version
 
 __all__ = [
-    "Call",
+    "CommandCall",
     "abort",
     "drain",
     "finish_weight_update",
@@ -54,7 +54,7 @@ Fields = TypeVar("Fields", bound=bodies.SendBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[Fields]):
+class CommandCall(Generic[Fields]):
     """One HTTP request for a command: what was read, and how its route answers."""
 
     service: Service
@@ -108,7 +108,7 @@ class Call(Generic[Fields]):
         return json_response({**(extra(ledger) if callable(extra) else extra), **ledger_as_json(ledger)})
 
 
-async def pause(call: Call[bodies.PauseBody]) -> Response:
+async def pause(call: CommandCall[bodies.PauseBody]) -> Response:
     """Have workers take no more requests; with `async`, 202 and an operation that can be asked for."""
     fields = call.fields
     mode = _pause_mode(fields)
@@ -134,18 +134,18 @@ def _is_paused(ledger: bus.CommandResult) -> dict[str, object]:
     return {"status": "paused", "inflight_requests": in_flight}
 
 
-async def resume(call: Call[bodies.ResumeBody]) -> Response:
+async def resume(call: CommandCall[bodies.ResumeBody]) -> Response:
     """Have workers take requests again: it undoes a pause, and a drain."""
     return await call.answer(call.fleet.resume(**call.options), "resume", {"status": "resumed"})
 
 
-async def drain(call: Call[bodies.DrainBody]) -> Response:
+async def drain(call: CommandCall[bodies.DrainBody]) -> Response:
     """Have workers hand their requests to others and take no more, until `resume`."""
     options = {name: value for name, value in call.options.items() if name != "workers"}
     return await call.answer(call.fleet.drain(call.fields.workers, **options), "drain", {"status": "drained"})
 
 
-async def flush_cache(call: Call[bodies.FlushBody]) -> Response:
+async def flush_cache(call: CommandCall[bodies.FlushBody]) -> Response:
     """Forget the prefix caches; requests in flight make it fail, unless `preempt` or `reset_running_requests`."""
     fields = call.fields
     if fields.reset_external:
@@ -155,7 +155,7 @@ async def flush_cache(call: Call[bodies.FlushBody]) -> Response:
     return await call.answer(work, "flush_cache", {"status": "ok", "success": True})
 
 
-async def update_weights(call: Call[bodies.UpdateBody]) -> Response:
+async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
     """Replace the weights of all workers of a model, as one; with vLLM's `update_info`, pass on a part of them."""
     fields = call.fields
     if fields.update_info is not None:
@@ -218,7 +218,10 @@ def _check_source(name: str, path: str | None, objects: str | None) -> None:
 
 
 async def load_lora(
-    call: Call[bodies.LoadLoraBody], *, extra: Mapping[str, object] = LOADED, names: Mapping[str, str] | None = None
+    call: CommandCall[bodies.LoadLoraBody],
+    *,
+    extra: Mapping[str, object] = LOADED,
+    names: Mapping[str, str] | None = None,
 ) -> Response:
     """Load a LoRA adapter into all workers of a model, or replace the one of the same name where that is allowed."""
     fields = call.fields
@@ -245,7 +248,7 @@ async def is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
     return has_it or any(name in desired_loras(each) for each in state.desired.values() if model in (None, each.model))
 
 
-async def unload_lora(call: Call[bodies.UnloadLoraBody], *, extra: Mapping[str, object] = LOADED) -> Response:
+async def unload_lora(call: CommandCall[bodies.UnloadLoraBody], *, extra: Mapping[str, object] = LOADED) -> Response:
     """Unload a LoRA adapter; one that is not there is fine."""
     fields = call.fields
     work = call.fleet.unload_lora(_lora_name(fields), **call.options)
@@ -260,14 +263,14 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
     return name
 
 
-async def abort(call: Call[bodies.AbortBody]) -> Response:
+async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
     """End requests in flight, of any client; 404 if no worker has any of them, but not under vLLM's name."""
     bare = map(without_prefix, call.fields.request_ids)
     names = tuple(dict.fromkeys([*call.fields.request_ids, *bare]))
     return await call.answer(_aborted(call, names), "abort", _num_aborted)
 
 
-async def _aborted(call: Call[bodies.AbortBody], names: tuple[str, ...]) -> bus.CommandResult:
+async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...]) -> bus.CommandResult:
     try:
         return await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
@@ -281,7 +284,7 @@ def _num_aborted(ledger: bus.CommandResult) -> dict[str, object]:
     return {"status": "aborted", "aborted": sum(len(ack.request_ids or ()) for ack in ledger.applied.values())}
 
 
-async def sleep(call: Call[bodies.SleepBody]) -> Response:
+async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:
     """Have engines give up their memory; requests in flight go back to the queue."""
     mode = call.fields.mode
     if mode != "abort":
@@ -289,28 +292,28 @@ async def sleep(call: Call[bodies.SleepBody]) -> Response:
     return await call.answer(call.fleet.sleep(call.fields.level, **call.options), "sleep", {"status": "asleep"})
 
 
-async def wake(call: Call[bodies.WakeBody]) -> Response:
+async def wake(call: CommandCall[bodies.WakeBody]) -> Response:
     """Have engines take their memory back."""
     if call.fields.tags:
         raise invalid("tags", "is given", "null: all memory comes back at once")
     return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
 
 
-async def init_weight_transfer(call: Call[bodies.InitTransferBody]) -> Response:
+async def init_weight_transfer(call: CommandCall[bodies.InitTransferBody]) -> Response:
     """Set up vLLM's own transfer of weights in the engines of all workers of a model."""
     work = begin_transfer(call.service, call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
     extra = {"message": "Weight transfer initialized"}
     return await call.answer(work, "init_weight_transfer", extra, {"info": "init_info"})
 
 
-async def start_weight_update(call: Call[bodies.StartTransferBody]) -> Response:
+async def start_weight_update(call: CommandCall[bodies.StartTransferBody]) -> Response:
     """Hold the requests in flight, and begin to take weights."""
     _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
     return await call.answer(work, "start_weight_update", {"message": "Weight update started"})
 
 
-async def finish_weight_update(call: Call[bodies.FinishTransferBody]) -> Response:
+async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> Response:
     """Use the weights that came, under a version: the client's, or the next."""
     fields = call.fields
     given, label = version_and_label(fields.version, fields.weight_version)

@@ -12,7 +12,7 @@ from ..service import Service
 from ..status import json_response
 from . import bodies
 from .answers import LORA_OF_PRIME
-from .commands import Call, is_loaded, load_lora, unload_lora
+from .commands import CommandCall, is_loaded, load_lora, unload_lora
 from .reading import read_query
 from .reads import FleetQuery, fleet_state
 
@@ -50,7 +50,7 @@ async def list_loras(service: Service, request: Request) -> Response:
     return json_response(answer)
 
 
-async def add_lora(call: Call[bodies.AddLoraBody]) -> Response:
+async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
     """Dynamo's: load a LoRA adapter into all workers of a model, or replace the one of the same name."""
     fields = call.fields
     path, objects = _place(fields.source.uri)
@@ -60,7 +60,7 @@ async def add_lora(call: Call[bodies.AddLoraBody]) -> Response:
     )
     extra = {"status": "success", "message": f"adapter {fields.lora_name} is loaded", "lora_name": fields.lora_name}
     names = {"source": "source.uri", "name": "lora_name"}
-    asked = Call(call.service, call.request, given, call.style)
+    asked = CommandCall(call.service, call.request, given, call.style)
     return await load_lora(asked, extra=extra, names=names)
 
 
@@ -85,5 +85,5 @@ async def remove_lora(service: Service, request: Request) -> Response:
     if not await is_loaded(service.rb.fleet, name, sent.model):
         raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
     same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
-    call = Call(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
+    call = CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
     return await unload_lora(call, extra={"status": "success", "message": f"adapter {name} is gone", "lora_name": name})

@@ -32,7 +32,7 @@ KEPT_FOR_ADMINS: Final = 2
 """Of `MAX_FEEDS`: holders of the other token cannot take all."""
 
 
-class _Feed:
+class _ExpertFeed:
     """The load of one model's experts, of sampled workers or of one worker, and those who look at it."""
 
     def __init__(self, model: str, worker: str | None) -> None:
@@ -95,7 +95,7 @@ class ExpertFeeds:
     def __init__(self, rb: bus.Client) -> None:
         self._rb = rb
         # The one that was looked at last comes last.
-        self._feeds: dict[tuple[str, str | None], _Feed] = {}
+        self._feeds: dict[tuple[str, str | None], _ExpertFeed] = {}
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class ExpertFeeds:
         key = model, worker
         feed = self._feeds.pop(key, None)
         if feed is None:
-            feed = _Feed(model, worker)
+            feed = _ExpertFeed(model, worker)
             idle = [known for known, each in self._feeds.items() if not each.viewers]
             allowed = MAX_FEEDS if is_admin else MAX_FEEDS - KEPT_FOR_ADMINS
             if len(self._feeds) - len(idle) >= allowed:

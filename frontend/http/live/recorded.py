@@ -12,7 +12,7 @@ from ....schemas.errors import PermissionDenied, RollbusError
 from ....schemas.request import Lane
 from .fleet_event import pause_epoch
 
-__all__ = ["Recorded", "RecordedReader"]
+__all__ = ["RecordedReader", "RecordedState"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Clients = dict[tuple[str, Lane, str], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedState:
     """What was read last."""
 
     queues: tuple[QueueDepth, ...] = ()
@@ -47,7 +47,7 @@ class RecordedReader:
     """
 
     def __init__(self) -> None:
-        self.latest = Recorded()
+        self.latest = RecordedState()
         self._list_at = 0.0
         # By model and epoch.
         self._times: dict[tuple[str, int], float | None] = {}
@@ -78,7 +78,7 @@ class RecordedReader:
         while len(self._times) > MAX_TIMES:
             del self._times[next(iter(self._times))]
         clients = await self._clients(watch, {depth.model for depth in queues})
-        self.latest = Recorded(queues, queue_problems, desired, clients, problem)
+        self.latest = RecordedState(queues, queue_problems, desired, clients, problem)
 
     async def _clients(self, watch: FleetWatch, models: set[str]) -> Clients | None:
         if time.monotonic() < self._list_at:

@@ -9,12 +9,12 @@ from ....schemas import limits
 from ..errors import unsupported
 from ..sampling import SamplingFields, TokenIds, check_sampling
 
-__all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "StreamOptions", "check_served"]
+__all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
 
 Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
+class OpenAIStreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     """What a stream tells beside the text."""
 
     include_usage: bool | None = None
@@ -62,7 +62,7 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: OpenAIStreamOptions | None = None
     response_format: dict[str, Any] | None = None
 
     # vLLM's.

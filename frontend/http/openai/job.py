@@ -16,7 +16,7 @@ from .... import bus
 from ....schemas.rows import Rows
 from ...tokenization import Tokenizer
 from ..answer_types import Usage
-from ..answers import Choice, Update, collect_answers, updates, usage_of
+from ..answers import AnswerChoice, Update, collect_answers, updates, usage_of
 from ..calls import JsonPieces
 from ..logprobs_json import prompt_logprobs_json
 from ..request_target import RequestTarget, id_headers, named_errors
@@ -25,11 +25,11 @@ from ..service import Service
 from ..stops import AnswerText, text_of
 from ..tokens import Scores, Tokens, prompt_scores, whole_rows
 from .echo import Echo, EchoedScores
-from .nvext import Clock, nvext_json
+from .nvext import RequestClock, nvext_json
 from .options import Options
 from .parsers import AnswerParts, AnswerReader
 from .reading import Reading, parts_json
-from .shapes import Namer, Shape
+from .shapes import AnswerShape, Namer
 
 __all__ = ["CompletionHandler"]
 
@@ -40,7 +40,7 @@ class CompletionHandler:
 
     service: Service
     http_request: Request
-    shape: Shape
+    shape: AnswerShape
     target: RequestTarget
     tokenizer: Tokenizer | None
     """None: there are token ids only, on both ways."""
@@ -49,7 +49,7 @@ class CompletionHandler:
     options: Options
     names: Mapping[str, str]
     """What the body calls the bus's fields."""
-    clock: Clock
+    clock: RequestClock
     reading: Reading | None = None
     """How a chat's answers are parsed; None: their text is content."""
     echo: Echo | None = None
@@ -84,10 +84,10 @@ class CompletionHandler:
         """
         return await self.service.stream(self.http_request, self._events(), id_headers(self.requests[0]))
 
-    def _choices(self, *, keep: bool) -> list[Choice]:
+    def _choices(self, *, keep: bool) -> list[AnswerChoice]:
         """By prompt and then by child."""
         return [
-            Choice(
+            AnswerChoice(
                 at * request.sampling.n + child,
                 request,
                 self._text(request),
@@ -109,17 +109,17 @@ class CompletionHandler:
             skip_special_tokens=self.options.skip_special_tokens,
         )
 
-    def _echoed(self, choice: Choice, update: Update, *, is_first: bool = True) -> Update:
+    def _echoed(self, choice: AnswerChoice, update: Update, *, is_first: bool = True) -> Update:
         at = choice.index // self.requests[0].sampling.n
         return update if self.echo is None else self.echo.update(at, update, is_first=is_first)
 
-    def _readers(self, choices: Sequence[Choice]) -> list[AnswerReader | None]:
+    def _readers(self, choices: Sequence[AnswerChoice]) -> list[AnswerReader | None]:
         reading = self.reading if self.options.text else None
         return [None if reading is None else reading.reader(choice.request) for choice in choices]
 
     def _shown(
         self,
-        choice: Choice,
+        choice: AnswerChoice,
         update: Update,
         reader: AnswerReader | None,
         parts: AnswerParts | None,
@@ -136,7 +136,7 @@ class CompletionHandler:
         }
 
     def _answer_json(
-        self, choices: Sequence[Choice], whole: Sequence[Update], shown: Sequence[dict[str, Any]]
+        self, choices: Sequence[AnswerChoice], whole: Sequence[Update], shown: Sequence[dict[str, Any]]
     ) -> Iterator[bytes]:
         """The answer in pieces; what can be wrong with it is found before the first of them."""
         n = self.requests[0].sampling.n
@@ -178,7 +178,7 @@ class CompletionHandler:
 
     def _choice_json(
         self,
-        choice: Choice,
+        choice: AnswerChoice,
         update: Update,
         shown: dict[str, Any],
         of_prompt: Scores | None = None,
@@ -248,7 +248,7 @@ class CompletionHandler:
             if self.options.usage:
                 yield self._event(None, choices)
 
-    def _is_news(self, choice: Choice, update: Update, parts: AnswerParts | None) -> bool:
+    def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
         """Whether a stream's reader learns anything from it."""
         options = self.options
         shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
@@ -256,7 +256,7 @@ class CompletionHandler:
         return bool(text or choice.finish_reason or (shows_tokens and len(update.tokens.ids)))
 
     def _event(
-        self, shown: bytes | None, choices: Sequence[Choice], *, prompt: bool = False, nvext: bytes = b""
+        self, shown: bytes | None, choices: Sequence[AnswerChoice], *, prompt: bool = False, nvext: bytes = b""
     ) -> bytes:
         """One event of a stream; without an answer to tell of, that with the usage."""
         event: dict[str, Any] = {
@@ -283,7 +283,7 @@ class CompletionHandler:
     def _id(self) -> str:
         return f"{self.shape.id_prefix}{self.requests[0].request_id}"
 
-    def _usage(self, choices: Sequence[Choice]) -> Usage:
+    def _usage(self, choices: Sequence[AnswerChoice]) -> Usage:
         # Of several answers to a prompt, one has read it; the others may have found it.
         firsts = choices[:: self.requests[0].sampling.n]
         return usage_of(

@@ -13,10 +13,10 @@ from ..request_target import RequestTarget
 from ..routing_json import routed_experts_json
 from ..tokens import Tokens, json_logprobs, whole_rows
 
-__all__ = ["Clock", "nvext_json"]
+__all__ = ["RequestClock", "nvext_json"]
 
 
-class Clock:
+class RequestClock:
     """Times of one HTTP request."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Clock:
 
 
 def nvext_json(
-    extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: Clock
+    extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: RequestClock
 ) -> Iterator[bytes]:
     """The object in pieces; what can be wrong is found before the first of them.
 

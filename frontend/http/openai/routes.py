@@ -17,7 +17,7 @@ from ..service import HttpRoute, RouteTable, Service
 from .body import ChatBody, CompletionBody, check_served
 from .echo import read_echo
 from .job import CompletionHandler
-from .nvext import Clock
+from .nvext import RequestClock
 from .options import bus_fields, bus_names, read_options, sampling_fields
 from .prompts import chat_prompt, completion_prompts
 from .reading import Reading
@@ -29,7 +29,7 @@ __all__ = ["ROUTES"]
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, as OpenAI's API; with `nvext.token_data`, continue token ids."""
-    clock = Clock()
+    clock = RequestClock()
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), ChatBody)
     return await _answer(service, request, body, clock)
@@ -37,13 +37,13 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue texts or token ids, as OpenAI's API."""
-    clock = Clock()
+    clock = RequestClock()
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), CompletionBody)
     return await _answer(service, request, body, clock)
 
 
-async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: Clock) -> Response:
+async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
     check_served(body)
     target = find_target(service, body.model)
     options = read_options(body, target, returns_tokens=service.settings.returns_tokens)

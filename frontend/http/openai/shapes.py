@@ -7,21 +7,21 @@ from typing import Any, Final, Protocol
 
 from ...tokenization import Tokenizer, token_text
 from ..answer_types import Message, SampledToken, TopToken
-from ..answers import Choice
+from ..answers import AnswerChoice
 from ..logprobs_json import list_json
 from ..tokens import Scored
 
-__all__ = ["CHAT", "COMPLETION", "Namer", "Shape"]
+__all__ = ["CHAT", "COMPLETION", "AnswerShape", "Namer"]
 
 
-class Blocks(Protocol):
+class TokenBlocks(Protocol):
     """Tokens and their log probabilities, block by block."""
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
         """What stands at each position: its own token first."""
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How one route writes answers."""
 
     id_prefix: str
@@ -30,13 +30,13 @@ class Shape(Protocol):
     prompt_is_common: bool
     """All answers are to one prompt, whose token ids and logprobs stand beside them."""
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """What stands in a stream before the first text of an answer."""
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         """The text of an answer, or a part of it."""
 
-    def logprobs(self, choice: Choice, scores: Blocks, namer: "Namer", width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
         """The logprobs of the answer's next tokens, with `width` alternatives of each, in pieces."""
 
 
@@ -68,7 +68,7 @@ class _ChatShape:
     event_object = "chat.completion.chunk"
     prompt_is_common = True
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
         return {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
@@ -81,7 +81,7 @@ class _ChatShape:
             return {"delta": {"content": text}}
         return {"message": Message("assistant", text, None)}
 
-    def logprobs(self, choice: Choice, scores: Blocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def named(each: Scored) -> tuple[str, float, list[int] | None]:
             data = namer.bytes(each.token_id)
             return namer.name(each.token_id), each.logprob, None if data is None else list(data)
@@ -103,13 +103,13 @@ class _Completion:
     event_object = "text_completion"
     prompt_is_common = False
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
         return None
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, choice: Choice, scores: Blocks, namer: Namer, width: int) -> Iterator[bytes]:
+    def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: Namer, width: int) -> Iterator[bytes]:
         def names() -> Iterator[list[str]]:
             return ([namer.name(position[0].token_id) for position in block] for block in scores.blocks())
 
@@ -135,5 +135,5 @@ class _Completion:
         yield b"}"
 
 
-CHAT: Final[Shape] = _ChatShape()
-COMPLETION: Final[Shape] = _Completion()
+CHAT: Final[AnswerShape] = _ChatShape()
+COMPLETION: Final[AnswerShape] = _Completion()

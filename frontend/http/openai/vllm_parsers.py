@@ -85,7 +85,7 @@ class VllmParsers:
             request = self._request_class(**_request_fields(question))
         except ValueError as exc:
             raise invalid("tools", f"cannot be used: {_first_line(exc)}", "what vLLM takes") from exc
-        plan = _Plan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
+        plan = _ParserPlan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
         try:
             parser = plan.make()
         except FAILURES as exc:
@@ -100,7 +100,7 @@ class VllmParsers:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ParserPlan:
     parser_class: Any
     tokenizer: Any
     request: Any
@@ -124,11 +124,11 @@ class _Plan:
         )
 
     def answer_parser(self) -> AnswerParser:
-        return _AnswerParser(self.make(), self.request)
+        return _VllmAnswerParser(self.make(), self.request)
 
 
 @dataclass(frozen=True, slots=True)
-class _AnswerParser:
+class _VllmAnswerParser:
     parser: Any
     request: Any
 

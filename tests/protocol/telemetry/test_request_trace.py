@@ -5,7 +5,7 @@ import pytest
 
 from rollbus.bus.protocol.fleet.command_result import CommandResult
 from rollbus.bus.protocol.telemetry.request_trace import (
-    Pause,
+    RequestPause,
     WorkerTimeline,
     clock_skews,
     merge_timelines,
@@ -122,7 +122,7 @@ def test_where_the_time_went() -> None:
     phases = phases_of(told)
 
     assert (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s) == (2, 1, 4, 8)
-    assert phases.pauses == (Pause(20, 5, None),)
+    assert phases.pauses == (RequestPause(20, 5, None),)
 
 
 def test_what_has_not_happened_has_no_duration() -> None:
@@ -130,12 +130,12 @@ def test_what_has_not_happened_has_no_duration() -> None:
     phases = phases_of(timeline((12, "offered"), (13, "started"), (14, "held")))
 
     assert (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s) == (None, 1, None, None)
-    assert phases.pauses == (Pause(14, None, None),)
+    assert phases.pauses == (RequestPause(14, None, None),)
 
 
 def test_a_pause_ends_with_its_request() -> None:
     """An abort under a pause."""
-    assert phases_of(timeline((14, "held"), (16, "ended"))).pauses == (Pause(14, 2, None),)
+    assert phases_of(timeline((14, "held"), (16, "ended"))).pauses == (RequestPause(14, 2, None),)
 
 
 @pytest.mark.parametrize(

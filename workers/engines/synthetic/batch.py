@@ -15,7 +15,7 @@ from .kv import SyntheticKv
 from .model import Prefilled, Running, SyntheticModel
 from .weights import SyntheticWeights
 
-__all__ = ["Batch"]
+__all__ = ["SyntheticBatch"]
 
 Column = npt.NDArray[np.uint64]
 
@@ -39,7 +39,7 @@ _COLUMNS = np.dtype(
 """One row for each request: unsigned, as all arithmetic of hashes is modulo 2**64."""
 
 
-class Batch:
+class SyntheticBatch:
     """The requests that an engine runs.
 
     Args:

@@ -20,7 +20,7 @@ from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats
 from ....schemas.request import GenerateRequest
 from ....schemas.wire_version import MALFORMED
-from .batch import Batch
+from .batch import SyntheticBatch
 from .config import SyntheticConfig
 from .kv import PrefixCache, SyntheticKv
 from .model import Running, SyntheticModel
@@ -55,7 +55,7 @@ class SyntheticEngine:
         self._waiting: deque[Running] = deque()
         # Whose prompts are being computed.
         self._prefilling: list[Running] = []
-        self._running = Batch(self._model, self._weights_of)
+        self._running = SyntheticBatch(self._model, self._weights_of)
         # Whose KV is on its way.
         self._loading: dict[str, tuple[Running, bytes]] = {}
         self._failed: list[RequestStep] = []

@@ -11,7 +11,7 @@ from ....schemas.errors import EngineDead
 from .contract import CONTRACT
 from .contract_loaded import check_loaded
 from .contract_need import FIRST, PAST, Need
-from .contract_source import Sources
+from .contract_source import ModuleSources
 
 __all__ = ["check", "find_gaps", "needs_of", "release_in"]
 
@@ -53,7 +53,7 @@ def find_gaps(folder: Path) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _find_gaps(folder: Path) -> tuple[str, ...]:
-    sources = Sources(folder)
+    sources = ModuleSources(folder)
     return tuple(dict.fromkeys(gap for need in needs_of(release_in(folder)) for gap in sources.gaps(need)))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .contract_need import Need, call_gap, override_gap
 
-__all__ = ["Sources"]
+__all__ = ["ModuleSources"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 MAX_HOPS = 16
@@ -24,7 +24,7 @@ class _Place:
     node: ast.AST
 
 
-class Sources:
+class ModuleSources:
     """The modules below one folder `vllm`; each is read once.
 
     Args:
@@ -116,7 +116,7 @@ class Sources:
 class _Class:
     """One class with what it inherits from others of vLLM."""
 
-    def __init__(self, sources: Sources, place: _Place) -> None:
+    def __init__(self, sources: ModuleSources, place: _Place) -> None:
         self._sources = sources
         self._mro = sources.mro(place)
 

@@ -49,8 +49,8 @@ def forked_cores() -> Iterator[None]:
     if choose is None or not _is_for_cpus():
         yield
         return
-    if not isinstance(choose, _Choice):
-        utils.get_mp_context = _Choice(choose)
+    if not isinstance(choose, _StartMethod):
+        utils.get_mp_context = _StartMethod(choose)
     token = _forks.set(True)
     try:
         yield
@@ -58,7 +58,7 @@ def forked_cores() -> Iterator[None]:
         _forks.reset(token)
 
 
-class _Choice:
+class _StartMethod:
     """Stands for the function by which vLLM chooses how to start engine cores (utils/system_utils.py)."""
 
     def __init__(self, choose: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = [
     "ACTIVATIONS",
     "Experts",
-    "Probe",
+    "ModuleProbe",
     "embedding_probe",
     "experts_probe",
     "experts_routing",
@@ -46,7 +46,7 @@ CPU_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Probe:
+class ModuleProbe:
     """An input, and the output that the weights give for it."""
 
     inputs: Tensor
@@ -72,7 +72,7 @@ class Probe:
         return f"differs in {int(is_wrong.sum())} of {is_wrong.numel()} numbers, by up to {worst:.2g} of {largest:.2g}"
 
 
-def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> Probe:
+def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
     """Return the probe of a module that computes `x @ weight.T + bias`.
 
     Args:
@@ -97,17 +97,17 @@ def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ste
     unit = _unit(dtype)
     tolerance = expected.abs() * unit + NUM_SIGMAS * (_accumulation(dtype, num_in) + step) * norms + num_in * SMALLEST
     tolerance[: len(columns)] = expected[: len(columns)].abs() * (_exact_unit(dtype) + step) + SMALLEST
-    return Probe(inputs, expected, tolerance, len(columns))
+    return ModuleProbe(inputs, expected, tolerance, len(columns))
 
 
-def embedding_probe(weight: Tensor, num_rows: int) -> Probe:
+def embedding_probe(weight: Tensor, num_rows: int) -> ModuleProbe:
     """Return the probe of a module that looks up rows of `weight`, of which the first `num_rows` are in use."""
     ids = _spread(num_rows, NUM_IDS)
     expected = weight[ids.to(weight.device)].to("cpu", torch.float64)
-    return Probe(ids.to(weight.device), expected, torch.zeros_like(expected))
+    return ModuleProbe(ids.to(weight.device), expected, torch.zeros_like(expected))
 
 
-def head_probes(maps: Tensor, dtype: torch.dtype) -> Probe:
+def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
     """Return the probe of a module that multiplies each head's vector by its own matrix, `maps[head, in, out]`.
 
     Inputs and outputs are `[head * row, ...]`; no kernel has rounded the matrices.
@@ -117,7 +117,7 @@ def head_probes(maps: Tensor, dtype: torch.dtype) -> Probe:
     wide = maps.to("cpu", torch.float64)
     expected = torch.bmm(inputs, wide).flatten(0, 1)
     tolerance = NUM_SIGMAS * _exact_unit(dtype) * wide.norm(dim=1).repeat_interleave(NUM_DENSE, 0)
-    return Probe(inputs, expected, tolerance)
+    return ModuleProbe(inputs, expected, tolerance)
 
 
 def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ class Experts:
     activation: Activation
 
 
-def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> Probe:
+def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
     """Return the probe of experts, whose rows are routed by `experts_routing`; the rest as of `linear_probe`."""
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     ids, weights = experts_routing(len(w13), top_k)
@@ -207,7 +207,7 @@ def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: flo
             expected[row] += share * output
             variance[row] += (share * (noise_of_output + output.abs() * unit)).square()
     tolerance = NUM_SIGMAS * variance.sqrt() + 2 * unit * expected.abs() + w2.shape[2] * SMALLEST
-    return Probe(inputs, expected.cpu(), tolerance.cpu())
+    return ModuleProbe(inputs, expected.cpu(), tolerance.cpu())
 
 
 def plain_difference(actual: Tensor, raw: Tensor) -> str | None:

@@ -36,7 +36,7 @@ class WrongOutput(Exception):
 
 
 @dataclasses.dataclass(slots=True)
-class _Load:
+class _ProbedLoad:
     """What is known of one load."""
 
     checks: list[tuple[str, Callable[[], str | None]]] = dataclasses.field(default_factory=list)
@@ -70,12 +70,12 @@ class Probing:
         self._latent: dict[Any, list[Any]] = {}
         self._convolutions: Copies | None = None
         """Found before the first load, since after one that has failed they may differ."""
-        self._load = _Load()
+        self._load = _ProbedLoad()
 
     def watch(self) -> None:
         """Compute the references of what vLLM loads from now on, until `unwatch`."""
         self.unwatch()
-        self._load = _Load()
+        self._load = _ProbedLoad()
         self._names = {module: name.replace(WRAPPED, "") for name, module in self._model.named_modules()}
         self._sharing = _find_sharing(self._model)
         self._latent = _find_latent(self._model)
@@ -128,7 +128,7 @@ class Probing:
         Raises:
             WrongOutput: it names the first modules that give something else.
         """
-        load, self._load = self._load, _Load()
+        load, self._load = self._load, _ProbedLoad()
         probed = self._run(load)
         empty = [module for module in self._names if module not in load.covered and _holds_weights(module)]
         names = sorted(self._names[module] for module in empty)
@@ -144,7 +144,7 @@ class Probing:
         unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
         return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
 
-    def _run(self, load: _Load) -> set[str]:
+    def _run(self, load: _ProbedLoad) -> set[str]:
         """Compare what was put off until all is loaded; returns the modules that give what they have to."""
         import torch
 

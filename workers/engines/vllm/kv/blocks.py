@@ -13,12 +13,12 @@ from .....schemas.foreign_code import ForeignError, foreign_code
 from .folder import KvFolder
 from .phase_tracker import BlockTransfer
 
-__all__ = ["Blocks"]
+__all__ = ["KvBlocks"]
 
 logger = logging.getLogger(__name__)
 
 
-class Blocks:
+class KvBlocks:
     """The KV cache of one process.
 
     Args:

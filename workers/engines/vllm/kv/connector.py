@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from .blocks import Blocks
+from .blocks import KvBlocks
 from .config import STORAGE, TTL
 from .folder import KvFolder, Sweeper
 from .phase_tracker import BlockTransfer, KvPhaseTracker
@@ -48,7 +48,7 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._num_blocks: int = kv_cache_config.num_blocks
         self._tracker: KvPhaseTracker | None = None
         self._sweeper: Sweeper | None = None
-        self._blocks: Blocks | None = None
+        self._blocks: KvBlocks | None = None
         self._lost_block_ids: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._tracker = KvPhaseTracker(self._folder, vllm_config.cache_config.block_size)
@@ -88,7 +88,7 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         shard = f"pp{get_pp_group().rank_in_group}-tp{get_tp_group().rank_in_group}"
-        self._blocks = Blocks(self._folder, kv_caches, self._num_blocks, shard)
+        self._blocks = KvBlocks(self._folder, kv_caches, self._num_blocks, shard)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load what this step needs, before it is computed; blocks until it is there."""
