@@ -1,1 +1,1 @@
-"""The processes that run engines: one worker, one engine."""
+"""Worker processes. Each worker runs one engine."""

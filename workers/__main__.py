@@ -1,7 +1,7 @@
 """The worker process: `python -m rollbus.workers`, or `rollbus worker`.
 
-Without a NATS server it waits for one. Exit codes: 0 stopped in order, 1 failed (the engine died, NATS refused the
-user), 2 usage, 78 another worker has the same id.
+The worker waits until a NATS server accepts its connection. Exit codes: 0 stopped on request, 1 failed (the engine died
+or NATS refused the user), 2 wrong usage, 78 another worker has the same id.
 """
 
 import argparse
@@ -47,93 +47,122 @@ __all__ = ["main"]
 logger = logging.getLogger("rollbus.workers")
 
 KV_ARG = "kv_transfer_config"
-"""The engine argument that `--kv-transfer-config` stands for."""
+"""Name of the engine argument that `--kv-transfer-config` sets."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of a worker."""
+    """Return the parser of a worker's command line."""
     parser = argparse.ArgumentParser(prog="rollbus worker", description="One worker: one engine on the bus.")
     parser.add_argument(
-        "--nats", metavar="URL", default=default_url(), help="NATS server, or several of one cluster: a,b,c"
+        "--nats",
+        metavar="URL",
+        default=default_url(),
+        help="URL of the NATS server, or of several of one cluster: a,b,c (default: $ROLLBUS_NATS)",
     )
-    parser.add_argument("--creds", metavar="FILE", help="the NATS user that it is (default: $ROLLBUS_CREDS, or none)")
-    parser.add_argument("--fleet", metavar="NAME", help="whose requests to serve (default: as --creds say)")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint; needed for the engine vllm")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
-    parser.add_argument("--engine-args", metavar="JSON", type=_json_object, default={}, help="what the engine takes")
     parser.add_argument(
-        "--role", choices=get_args(Role), help="prefill: only prompts, whose KV goes to decode workers (default: both)"
+        "--creds", metavar="FILE", help="credentials of the NATS user (default: $ROLLBUS_CREDS, or none)"
+    )
+    parser.add_argument("--fleet", metavar="NAME", help="fleet to serve (default: the fleet of --creds)")
+    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument(
+        "--engine-args", metavar="JSON", type=_json_object, default={}, help="arguments of the engine (default: none)"
+    )
+    parser.add_argument(
+        "--role",
+        choices=get_args(Role),
+        help="prefill: compute prompts only and send their KV to decode workers (default: both)",
     )
     parser.add_argument(
         "--kv-transfer-config",
         metavar="JSON",
         type=_json_object,
-        help="vLLM's KV connector; prefill and decode need it",
+        help="configuration of vLLM's KV connector (required for the roles prefill and decode)",
     )
-    parser.add_argument("--served-model-name", metavar="NAME", help="default: the directory's name")
-    parser.add_argument("--weight-version", metavar="N", type=int, default=0, help="of the checkpoint")
-    parser.add_argument("--worker-id", metavar="ID", help="default: host, process id and four random characters")
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the checkpoint's folder)",
+    )
+    parser.add_argument(
+        "--weight-version", metavar="N", type=int, default=0, help="version of the checkpoint (default: 0)"
+    )
+    parser.add_argument(
+        "--worker-id", metavar="ID", help="id of this worker (default: host, process id and four random characters)"
+    )
     parser.add_argument(
         "--listen-s",
         metavar="S",
         type=float,
         help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
     )
-    parser.add_argument("--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="of its announcements")
+    parser.add_argument(
+        "--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="lease in seconds (default: %(default)g)"
+    )
     parser.add_argument(
         "--engine-timeout-s",
         metavar="S",
         type=float,
         default=DEFAULT_ENGINE_TIMEOUT_S,
-        help="a busy engine that makes no step for so long is dead",
+        help="seconds without a step after which an engine with open requests counts as dead (default: %(default)g)",
     )
     parser.add_argument(
         "--start-timeout",
         metavar="S",
         type=float,
         default=DEFAULT_START_TIMEOUT_S,
-        help="seconds for which requests may wait for this worker to start (default: %(default)g)",
+        help="seconds that requests may wait for this worker to start (default: %(default)g)",
     )
     parser.add_argument(
         "--weight-root",
         metavar="DIR",
         action="append",
         default=[],
-        help="below which commands may name checkpoints and adapters; may be repeated",
+        help="folder with checkpoints and adapters that commands may name; may be repeated (default: none)",
     )
     _add_staging(parser)
     parser.add_argument(
         "--no-prove-reload",
         action="store_true",
-        help="do not load the checkpoint a second time to prove that weights can be replaced",
+        help="skip the second load of the checkpoint, which verifies that the engine can replace weights",
     )
     parser.add_argument(
-        "--probe", metavar="HOST:PORT", help="answer /health, /ready and /metrics there over HTTP (default: nowhere)"
+        "--probe", metavar="HOST:PORT", help="address for /health, /ready and /metrics over HTTP (default: none)"
     )
     parser.add_argument(
         "--otel",
         action="store_true",
-        help="export spans of requests as the variables OTEL_* say; needs rollbus[otel]",
+        help="export spans of requests to the destination in OTEL_*; requires rollbus[otel]",
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text", help="json: one object a line")
-    parser.add_argument("--parent-pipe", metavar="FD", type=int, help="stop when this file descriptor reaches its end")
+    parser.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        default="text",
+        help="json: one object per line (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parent-pipe",
+        metavar="FD",
+        type=int,
+        help="file descriptor of a pipe; the worker stops when the other end is closed (default: none)",
+    )
     return parser
 
 
 def _add_staging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache-dir", metavar="DIR", help="for what is fetched; default: ~/.cache/rollbus")
+    parser.add_argument("--cache-dir", metavar="DIR", help="folder for fetched weights (default: ~/.cache/rollbus)")
     parser.add_argument(
         "--stage-bytes",
         metavar="N",
         type=int,
-        help="bytes that fetched weights of all workers of the fleet may take on this machine (default: no limit)",
+        help="bytes of fetched weights on this machine, for all workers of the fleet (default: no limit)",
     )
     parser.add_argument(
         "--fetch-rate",
         metavar="BYTES_PER_S",
         type=int,
-        help="bytes in a second at which this worker fetches weights (default: no limit)",
+        help="bytes per second at which this worker fetches weights (default: no limit)",
     )
 
 
@@ -141,9 +170,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"no JSON: {exc}") from None
+        raise argparse.ArgumentTypeError(f"is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
+        raise argparse.ArgumentTypeError("is not a JSON object")
     return value
 
 
@@ -157,12 +186,12 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until it is told to stop; returns the exit code."""
+    """Run a worker until it stops; return the exit code."""
     arguments = parser()
     args = arguments.parse_args(argv)
     set_up(args.log_level.upper(), args.log_format)
     if args.model is None and args.engine != "synthetic":
-        arguments.error(f"--model is needed for the engine {args.engine}")
+        arguments.error(f"--model is required for the engine {args.engine}")
     try:
         server = Server.named(args.nats, args.creds)
         fleet, worker_id = worker_identity(server.credentials, fleet=args.fleet, worker=args.worker_id)
@@ -177,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
             lease_s=args.lease_s,
-            # No other worker has an id that is made here.
+            # A generated id is unique: there is no other worker to listen for.
             listen_s=args.listen_s if worker_id is not None else 0.0,
             engine_timeout_s=args.engine_timeout_s,
             start_timeout_s=args.start_timeout,
@@ -231,7 +260,7 @@ async def _run(
         watch_parent(parent_pipe, lambda: loop.call_soon_threadsafe(stop))
     async with contextlib.AsyncExitStack() as until_ended:
         if probed is not None:
-            # It answers while the worker waits for a server, too.
+            # The probe also answers while the worker waits for a NATS server.
             probe = ProbeServer(
                 probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None
             )
@@ -253,14 +282,14 @@ async def _run(
 
 
 def watch_parent(fd: int, on_end: Callable[[], object]) -> None:
-    """Call `on_end` from a thread when the other end of the pipe `fd` is closed, as it is when the parent dies."""
+    """Call `on_end` from a thread when the other end of the pipe `fd` closes, for example because the parent died."""
 
     def wait() -> None:
         while os.read(fd, 4096):
             pass
         on_end()
 
-    # A thread, so that neither a busy event loop nor an engine that is loading delays it.
+    # Use a thread: a busy event loop or a loading engine must not delay the call.
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""How one worker is set up."""
+"""The configuration of one worker."""
 
 import os
 import socket
@@ -23,70 +23,71 @@ __all__ = [
 ]
 
 DEFAULT_LEASE_S = 5.0
-"""Five heartbeats: a busy machine may delay a few of them, and a dead worker is still noticed soon."""
+"""Five heartbeats: a busy machine may delay some of them, and peers still detect a dead worker within seconds."""
 DEFAULT_ENGINE_TIMEOUT_S = 300.0
-"""Far above the longest step: that of a long prompt on a CPU."""
+"""Far above the duration of the longest step, which is that of a long prompt on a CPU."""
 
 DEFAULT_START_TIMEOUT_S = 1800.0
-"""Loading a large model from a slow disk takes many minutes."""
+"""A large model on a slow disk takes many minutes to load."""
 LEASE_MARGIN_S = 1.0
-"""A worker gives up this long before others may take it for dead, and takes others for dead this much later."""
+"""Seconds. A worker fences itself this long before its lease expires, and treats a peer as lost this long after."""
 
 
 def default_worker_id() -> str:
-    """A name that is unique in practice: host, process and four random characters."""
+    """Return an id that is unique in practice: host, process id and four random characters."""
     host = "".join(c if c.isascii() and (c.isalnum() or c == "-") else "-" for c in socket.gethostname())[:32]
     return f"{host}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
 
 
 def default_cache_dir() -> str:
-    """Where this user's programs keep what they can fetch again."""
+    """Return the cache folder of this user, for files that can be fetched again."""
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(caches) / "rollbus")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to know besides its engine; checked on construction (`InvalidRequest`)."""
+    """The configuration of a worker, without that of its engine. The constructor raises `InvalidRequest`."""
 
     nats_url: str
     credentials: Credentials | None = None
-    """Of the NATS user that it is; None: the server lets everybody in."""
+    """Credentials of the NATS user; None: the server accepts every connection."""
     tls: Tls = Tls()
-    """With which files the connection is protected."""
+    """TLS files of the connection."""
     replicas: int | None = None
-    """Of the queue and the bucket, if the worker makes them; None: as many as is usual."""
+    """Replicas of the queue and the bucket if the worker creates them; None: the default of the cluster."""
     model: str
-    """Served model name: what requests call it."""
+    """Name of the served model in requests."""
     fleet: str = "default"
     worker_id: str = msgspec.field(default_factory=default_worker_id)
     weight_version: int = 0
-    """Of the checkpoint that the engine loads at its start."""
+    """Version of the checkpoint that the engine loads at its start."""
     model_path: str | None = None
-    """Where the checkpoint lies, for tools on the same machine that want its tokenizer."""
+    """Path of the checkpoint, for tools on the same machine that need its tokenizer."""
     lease_s: float = DEFAULT_LEASE_S
-    """For how long an announcement is good."""
+    """Seconds for which presence is valid."""
     listen_s: float | None = None
-    """Seconds for which it listens for another worker of its id before it serves, while its engine loads; None: one
-    lease. 0: it does not listen, because no other worker can have its id."""
+    """Seconds for which the worker listens for another worker of its id before it serves, while its engine loads; None:
+    one lease. 0: do not listen, because no other worker can have this id."""
     engine_timeout_s: float = DEFAULT_ENGINE_TIMEOUT_S
-    """An engine that has requests and makes no step for so long counts as dead."""
+    """Seconds without a step after which an engine with open requests counts as dead."""
     start_timeout_s: float = DEFAULT_START_TIMEOUT_S
-    """From the start of the worker; requests that wait for a worker do not wait longer for this one to serve."""
+    """Seconds since the worker's start. After that, waiting requests no longer wait for this worker to serve."""
     max_held_bytes: int = 512 * 1024**2
-    """Results that clients have not taken: above it no more requests are taken, above twice that some are given up."""
+    """Bytes of results that clients have not acknowledged. Above this, the worker pulls no requests; above twice this,
+    it fails open requests."""
     weight_roots: tuple[str, ...] = ()
-    """Folders below which commands may name checkpoints and adapters; none: no paths are taken."""
+    """Folders that contain the checkpoints and adapters that commands may name; empty: commands may name no path."""
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
-    """Where fetched checkpoints and adapters go: one copy for all workers of the fleet on this machine."""
+    """Folder of fetched checkpoints and adapters: one copy for all workers of the fleet on this machine."""
     stage_bytes: int | None = None
-    """Bytes that all of them may take there; None: what the disk has."""
+    """Maximum bytes of all fetched files in that folder; None: the size of the disk."""
     fetch_rate: int | None = None
-    """Bytes in a second at which this worker fetches them; None: as fast as they come."""
+    """Bytes per second at which this worker fetches files; None: no limit."""
     prove_reload: bool = True
-    """At the start, load the checkpoint once more, and serve only if that changes nothing."""
+    """At the start, load the checkpoint a second time, and serve only if outputs stay the same."""
 
     def __post_init__(self) -> None:
-        """Check names and range."""
+        """Validate names and ranges."""
         check_subject_token("fleet", self.fleet)
         check_subject_token("worker_id", self.worker_id)
         worker_identity(self.credentials, fleet=self.fleet, worker=self.worker_id)
@@ -105,5 +106,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def server(self) -> Server:
-        """Where it connects, and as whom."""
+        """The NATS server, with credentials and TLS files."""
         return Server(self.nats_url, self.credentials, self.tls, self.replicas)

@@ -1,8 +1,7 @@
-"""What supervisors ask a worker over HTTP: is it alive, does it serve, and its metrics.
+"""The HTTP probe of a worker, for supervisors: liveness, readiness and metrics.
 
-Small on purpose: a worker has no other HTTP server, and strangers may reach this one. It takes one GET without a body
-on each connection, and nothing that it answers is secret. It runs on the worker's event loop, so that a worker whose
-loop hangs does not answer.
+The server is minimal, because untrusted programs may reach it. It accepts one GET without a body per connection, and
+its responses contain nothing secret. It runs on the worker's event loop, so a worker whose loop hangs does not answer.
 """
 
 import asyncio
@@ -21,11 +20,11 @@ from ..schemas.presence import WorkerPresence, WorkerState
 __all__ = ["ProbeServer", "listen"]
 
 MAX_HEAD_BYTES: Final = 8192
-"""Of a request: what probes send has some hundred."""
+"""Maximum bytes of a request head; probes send a few hundred."""
 MAX_CONNECTIONS: Final = 16
-"""At a time; one more ends the oldest. Probes and a scraper need one each."""
+"""Maximum open connections; a further connection closes the oldest. Each probe and each scraper needs one."""
 TIMEOUT_S: Final = 5.0
-"""For a request and its answer together."""
+"""Seconds for a request and its response together."""
 MAX_PORT: Final = 65535
 
 
@@ -37,11 +36,11 @@ class _ProbeAnswer(NamedTuple):
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at `HOST:PORT`; called before anything else is started, so that an error comes first.
+    """Listen at `HOST:PORT`. Call this before the worker starts anything else, so that an error is reported first.
 
     Raises:
-        InvalidRequest: it is no address.
-        RollbusError: the address is in use, or not of this machine.
+        InvalidRequest: `address` is not `HOST:PORT`.
+        RollbusError: the address is in use, or does not belong to this machine.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -51,39 +50,39 @@ def listen(address: str) -> socket.socket:
     try:
         return socket.create_server((host, int(port)), family=family, backlog=MAX_CONNECTIONS)
     except OSError as exc:
-        # The text of socket repeats the address; an unknown host has no number of the system's.
+        # The text of `socket` repeats the address. An unknown host has no errno.
         reason = str(exc) if exc.errno is None or exc.errno < 0 else os.strerror(exc.errno)
         raise RollbusError(f"cannot listen at --probe {address}: {reason}") from exc
 
 
 class ProbeServer:
-    """Answers on a listening socket inside `async with`.
+    """Answers probes on a listening socket inside `async with`.
 
     Args:
-        describe: the worker's presence now; None while it has no connection to NATS.
+        describe: returns the worker's current presence; None while the worker has no connection to NATS.
     """
 
     def __init__(self, on: socket.socket, describe: Callable[[], WorkerPresence | None]) -> None:
         self._socket = on
         self._describe = describe
-        # One for each connection, the oldest first.
+        # One task per connection, the oldest first.
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port of the listening socket."""
         port: int = self._socket.getsockname()[1]
         return port
 
     async def __aenter__(self) -> Self:
-        """Begin to answer."""
+        """Start to answer."""
         self._server = await asyncio.start_server(self._handle, sock=self._socket, limit=MAX_HEAD_BYTES)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop to listen, and cut off what is being answered."""
+        """Stop listening, and close open connections."""
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -95,7 +94,7 @@ class ProbeServer:
         if task is None:
             raise RuntimeError("not called in a task")
         if len(self._tasks) >= MAX_CONNECTIONS:
-            # Not the new one: a stranger with idle connections would keep health checks out.
+            # Close the oldest connection, not the new one: otherwise idle connections could block health checks.
             oldest = next(iter(self._tasks))
             del self._tasks[oldest]
             oldest.cancel()
@@ -107,7 +106,7 @@ class ProbeServer:
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            # It went away, or is too slow.
+            # The peer disconnected, or is too slow.
             pass
         finally:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Waiting for a NATS server, as a supervisor expects of a process that it starts beside one, and for a queue there."""
+"""Waits for a NATS server and for the queue of a model: a supervisor may start the worker before the server."""
 
 import asyncio
 import logging
@@ -17,29 +17,29 @@ __all__ = ["REPEAT_S", "wait_for_queue", "wait_for_server"]
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 30.0
-"""Between two lines that say so: enough to be seen in the end of a log, and some thousand lines a day."""
+"""Seconds between two log lines about the wait: the end of a log shows one, and a day has a few thousand."""
 
 QUEUE_RETRY_S: Final = 1.0
-"""Between attempts to make the queue, for a server that starts, or has no JetStream yet."""
+"""Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
 
 
 async def wait_for_server(server: Server, *, name: str) -> None:
-    """Return when a NATS server has let this user in, however long that takes.
+    """Wait without a limit until a NATS server accepts this user.
 
     Args:
-        name: what the server's monitoring shows.
+        name: name of the connection in the server's monitoring.
 
-    Cancellation: leaves nothing behind.
+    Cancellation: leaves no connection open.
 
     Raises:
-        BusBroken: the server refuses this user, or TLS with it fails: waiting would not help.
+        BusBroken: the server refuses this user, or TLS fails. A longer wait would not help.
     """
     next_line_at = 0.0
     while True:
         try:
             connection = await open_connection(server, name=name)
         except ServerUnreachable as exc:
-            # The attempt itself has waited.
+            # The attempt included the wait.
             if time.monotonic() >= next_line_at:
                 next_line_at = time.monotonic() + REPEAT_S
                 logger.warning("worker.waits_for_server error=%s", exc)
@@ -49,10 +49,10 @@ async def wait_for_server(server: Server, *, name: str) -> None:
 
 
 async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
-    """Return when there is a queue: who hears that a worker serves publishes to it.
+    """Wait until the queue exists: clients publish to it as soon as they know that a worker serves.
 
     Args:
-        pulls: of the task that pulls; it has mostly made the queue while the engine was starting.
+        pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.
     """
     while not pulls.ensured:
         try:

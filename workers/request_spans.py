@@ -1,4 +1,4 @@
-"""The spans of requests at a worker, made of their timelines when they have ended: nothing is done meanwhile."""
+"""OpenTelemetry spans of requests at a worker, created from the timeline after the request has ended."""
 
 from typing import Final
 
@@ -15,10 +15,10 @@ _FINISH_REASONS: Final = frozenset(map(str, FinishReason)) - {FinishReason.ERROR
 
 
 class RequestSpans:
-    """Two spans for each sampled request: from its offer to its end, and of that the time in the engine.
+    """Exports two spans per sampled request: from the offer to the end, and the part in the engine.
 
     Args:
-        model: as requests call it.
+        model: name of the model in requests.
     """
 
     def __init__(self, tracer: Tracer, *, worker: str, model: str) -> None:
@@ -27,7 +27,7 @@ class RequestSpans:
         self._model = model
 
     def export(self, timeline: RequestTimeline) -> None:
-        """Make the spans of a timeline that has ended; none of a request that the worker never offered to run."""
+        """Export the spans of an ended timeline; export none if the worker never offered the request."""
         at: dict[str, TimelineEvent] = {}
         for event in timeline.events:
             at.setdefault(event.event, event)

@@ -59,9 +59,9 @@ __all__ = ["Worker"]
 logger = logging.getLogger(__name__)
 
 KEEP_S = 2.0
-"""Between two words to the queue about a request in hand: at less than half of its `ack_wait_s`, one may be lost."""
+"""Seconds between two in-progress acks of a queue message: below half of `ack_wait_s`, so that one ack may be lost."""
 WIND_DOWN_S = 2.0
-"""For clients to acknowledge the last frames of a worker that stops."""
+"""Seconds for clients to acknowledge the last frames of a worker that stops."""
 
 
 class Worker:
@@ -69,8 +69,8 @@ class Worker:
 
     Args:
         config: names, addresses and bounds.
-        engine: not started; `run` starts and closes it.
-        on_request_ended: called with the timeline of each request that has ended, at once; must not block.
+        engine: an engine that is not started; `run` starts and closes it.
+        on_request_ended: called with the timeline of each request as soon as the request ends; must not block.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Worker:
         self._death: EngineDead | None = None
         self._stopping = asyncio.Event()
         self._sources = make_sources(config)
-        # Made by `run`, once there is a connection.
+        # `run` creates these after it has connected.
         self._nats: Connection
         self._runner: EngineRunner
         self._lifecycle: WorkerLifecycle
@@ -111,16 +111,16 @@ class Worker:
         return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
 
     def stop(self) -> None:
-        """Ask `run` to end: open requests fail with `worker_stopped`, then the engine is closed."""
+        """Ask `run` to return: open requests fail with `worker_stopped`, then the engine closes."""
         self._stopping.set()
 
     async def run(self) -> None:
         """Serve until `stop` is called.
 
         Raises:
-            BusBroken: no NATS server answers, or it does not let this user be a worker.
-            EngineDead: the engine could not be started or died; every open request was told.
-            DuplicateWorker: another worker has the same id, and keeps it.
+            BusBroken: no NATS server answers, or its permissions do not let this user be a worker.
+            EngineDead: the engine did not start, or died; every open request has failed.
+            DuplicateWorker: another worker has the same id and keeps it.
         """
         self._nats = await open_connection(
             self._config.server,
@@ -169,7 +169,7 @@ class Worker:
         self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
         self._puller = QueuePuller(
             *(nats, self._subjects, config.model),
-            room=lambda: self._intake.queue_room(),  # noqa: PLW0108 (the intake is made below)
+            room=lambda: self._intake.queue_room(),  # noqa: PLW0108 (the intake is created below)
             on_request=lambda message: self._intake.accept(message),  # noqa: PLW0108
         )
         self._intake = RequestIntake(config, self._lifecycle, self._links, self._runner, self._execute, self._puller)
@@ -177,7 +177,7 @@ class Worker:
         self._control = make_control(config, nats, self._lifecycle, self._in_flight, self._publisher, self._sources)
 
     def _work(self) -> dict[str, Coroutine[None, None, None]]:
-        """What runs side by side until the worker stops."""
+        """Return the coroutines that run concurrently until the worker stops, by name."""
         return {
             "lifecycle": self._lifecycle.run(),
             "engine": self._guard(self._run_engine),
@@ -191,7 +191,7 @@ class Worker:
         }
 
     async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Stop the worker in order when its engine has died, rather than end all tasks with what is open."""
+        """Run `work`. If the engine dies, stop the worker in order and do not cancel the other tasks at once."""
         try:
             await work()
         except EngineDead as exc:
@@ -201,7 +201,7 @@ class Worker:
         """Start the engine, subscribe to requests, and forward the engine's steps.
 
         Raises:
-            EngineDead: always, at last.
+            EngineDead: at the end of every run.
         """
         await self._runner.start()
         self._links.begin(self._engine, time.monotonic())
@@ -209,7 +209,7 @@ class Worker:
         await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
         await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)
         await wait_for_queue(self._nats, self._subjects, self._config.model, self._puller.stats)
-        # The presence of a serving worker follows the subscriptions on the same connection: its readers are heard here.
+        # The presence `serving` follows the subscriptions on the same connection: messages of its readers arrive here.
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
 
@@ -220,7 +220,7 @@ class Worker:
             self._give_up(exc)
 
     async def _keep_house(self) -> None:
-        """Every second: who is late, who needs to hear that this worker is there, does the engine move?"""
+        """Every second: end overdue requests, send due heartbeats, and check that the engine makes progress."""
         for beats in itertools.count(1):
             await asyncio.sleep(HEARTBEAT_S)
             try:
@@ -267,7 +267,7 @@ class Worker:
             logger.warning("message.bad subject=%s error=%s", message.subject, exc)
 
     async def _on_reconnect(self) -> None:
-        """Links go on: heartbeats tell what was lost, and it is sent again."""
+        """Continue the links: heartbeats show clients which frames were lost, and the worker sends these again."""
         self._links.leases.restart_leases(time.monotonic())
         if self._nats.max_payload < self._max_payload:
             self._lifecycle.fence("frames are too large for what the server takes now")
@@ -277,7 +277,7 @@ class Worker:
         self._puller.wake()
 
     def _on_error(self, error: Exception) -> None:
-        """Stop when the server has ended the connection for good; the rest is counted by the connection."""
+        """Stop if the server ended the connection for good. The connection counts all other errors."""
         if isinstance(error, BusBroken):
             self._give_up(error)
 
@@ -302,7 +302,7 @@ class Worker:
         self._puller.wake()
 
     def _on_fenced(self) -> None:
-        """Give up all that is open, without a word to anyone."""
+        """Remove all open requests and publish nothing about them."""
         self._intake.clear()
         self._publisher.clear()
         self._control.fence()
@@ -321,11 +321,11 @@ class Worker:
         self._stopping.set()
 
     async def _wind_down(self) -> None:
-        """End what is open and see the last frames off, until all clients that live have them."""
+        """End the open requests and publish the last frames until all live clients have acknowledged them."""
         code, reason = ErrorCode.WORKER_STOPPED, "the worker was stopped"
         if self._death is not None:
             code, reason = ErrorCode.ENGINE_DEAD, f"the engine died: {self._death}"
-        # What its engine never saw did not kill it: that goes back to the queue.
+        # Requests that never reached the engine did not cause its death, so they go back to the queue.
         self._puller.pause()
         self._intake.stop()
         self._execute(self._links.fail(self._links.requests.names, RequestError(code=code, message=reason)))
@@ -335,11 +335,11 @@ class Worker:
                 await self._publisher.wait_acknowledged()
         except TimeoutError:
             logger.warning("worker.unsettled worker=%s links=%r", self._config.worker_id, self._links)
-            # What nobody confirmed by now the next worker may answer.
+            # Requests without an acknowledgment by now may go to another worker.
             await self._publisher.publish_all([message.nak for message in self._links.requests.messages])
 
     def stats(self) -> WorkerStats:
-        """The counters; once `run` has connected."""
+        """Return the counters. Valid after `run` has connected."""
         return WorkerStats(
             intake=replace(self._intake.stats),
             links=replace(self._links.stats),
@@ -356,11 +356,11 @@ class Worker:
 
     @property
     def is_assembled(self) -> bool:
-        """True once there is a connection, and with it all that `presence` tells of."""
+        """True after `run` has connected and `presence` can be called."""
         return "_control" in self.__dict__
 
     def presence(self) -> WorkerPresence:
-        """What this worker says of itself now; the lease is looked at first, which may have run out just now."""
+        """Return the current presence. This checks the lease first, which may have expired."""
         free_slots, uptime_s = max(self._intake.room(), 0), time.monotonic() - self._started_at
         versions, reconciler, state = self._links.versions, self._control.reconciler, self._lifecycle.state
         return WorkerPresence(

@@ -1,4 +1,4 @@
-"""What a worker counts."""
+"""The counters of a worker."""
 
 from dataclasses import dataclass
 
@@ -14,28 +14,28 @@ __all__ = ["WorkerStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
-    """Counters since the start: whatever is dropped anywhere in a worker is in one of them."""
+    """Counters since the start. Every message that a worker drops is in one of them."""
 
     intake: IntakeStats
     links: WorkerLinkStats
     puller: PullerStats
     frames: int
-    """Frames published, those sent again included."""
+    """Published frames, including repeated ones."""
     frames_lost: int
-    """Frames that could not be published; on a link they are sent again."""
+    """Frames that could not be published; a link sends them again."""
     bad_messages: int
-    """Messages of clients that did not decode."""
+    """Messages of clients that could not be decoded."""
     bad_commands: int
-    """Commands that did not decode, and of which nobody could be told so."""
+    """Commands that could not be decoded, and whose controller could not be informed."""
     times_fenced: int
     connection: ConnectionStats
-    """Messages dropped before they were heard, and those over which this side stumbled."""
+    """Messages dropped before they were received, and messages whose handling failed."""
     credit_stalls: int
-    """How often a client's chunks had to wait for want of its credit."""
+    """How often chunks waited because the client had granted no credit."""
     stagings: StagerStats
 
     def counters(self) -> WorkerCounters:
-        """Those that the worker announces."""
+        """Return the counters that presence contains."""
         links = self.links
         return WorkerCounters(
             requests=links.offered,

@@ -28,8 +28,8 @@ BAD_COMMAND_LINES = {
     "weight version": (["--engine", "synthetic", "--weight-version", "-1"], "weight_version is -1; allowed"),
     "lease": (["--engine", "synthetic", "--lease-s", "1"], "lease_s is 1.0; allowed: a number from 2"),
     "engine timeout": (["--engine", "synthetic", "--engine-timeout-s", "0"], "engine_timeout_s is 0.0; allowed"),
-    "engine args json": (["--engine", "synthetic", "--engine-args", "{"], "no JSON"),
-    "engine args list": (["--engine", "synthetic", "--engine-args", "[]"], "not a JSON object"),
+    "engine args json": (["--engine", "synthetic", "--engine-args", "{"], "is not valid JSON"),
+    "engine args list": (["--engine", "synthetic", "--engine-args", "[]"], "is not a JSON object"),
     "engine args name": (["--engine", "synthetic", "--engine-args", '{"foo": 1}'], "unknown field `foo`"),
 }
 

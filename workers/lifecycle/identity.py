@@ -1,4 +1,4 @@
-"""Hears what is announced under this worker's id, and gives way to another worker that keeps the id."""
+"""Receives presence under this worker's id, and ends this worker if another worker keeps the id."""
 
 import logging
 import socket
@@ -19,19 +19,19 @@ __all__ = ["HOST", "IdGuard"]
 logger = logging.getLogger(__name__)
 
 HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
-"""Of this machine, as workers announce it."""
+"""Name of this machine in presence."""
 
 
 class IdGuard:
-    """Looks for other workers of this worker's id.
+    """Detects other workers of this worker's id.
 
     Args:
-        worker_id: of this worker.
-        on_duplicate: called once, with the error that ends this worker.
+        worker_id: id of this worker.
+        on_duplicate: called once with the error that ends this worker.
 
     Attributes:
         duplicate: that error; None while this worker keeps its id.
-        bad_messages: announcements that did not decode.
+        bad_messages: number of presence messages that could not be decoded.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class IdGuard:
         return f"<IdGuard {self._worker_id} duplicate={self.duplicate}>"
 
     async def receive(self, message: Msg) -> None:
-        """Take an announcement of this worker or of another one of its id."""
+        """Handle presence of this worker or of another worker with its id."""
         try:
             presence = decode_presence(message.data)
         except RemoteProtocolError as exc:
@@ -68,7 +68,7 @@ class IdGuard:
 
 
 def _text(other: WorkerPresence) -> str:
-    """Name the worker that keeps the id, and say what to do."""
+    """Return a message with the worker that keeps the id and the next step."""
     started = datetime.now(UTC) - timedelta(seconds=other.uptime_s)
     return (
         f"worker id {other.worker} is in use by another process: host {other.host or 'unknown'}, "

@@ -69,7 +69,7 @@ class WorkerLifecycle:
         self._incarnations = deque([new_incarnation()], maxlen=MAX_INCARNATIONS)
         self._held_since: float | None = None
         self.knows_target: Callable[[], bool] = lambda: True
-        """Returns False while what is desired of this worker may have changed without it; then it accepts nothing."""
+        """Returns False while the desired state may have changed without this worker; then it accepts no request."""
         self._has_published = False
         self._has_given_way = False
         self.state = WORKER.initial
@@ -134,7 +134,7 @@ class WorkerLifecycle:
         self._on_changed()
 
     def request_presence(self) -> None:
-        """Have presence published now rather than with the next heartbeat."""
+        """Request that presence is published now, before the next heartbeat."""
         self._is_requested.set()
 
     def may_publish(self) -> bool:
@@ -150,7 +150,7 @@ class WorkerLifecycle:
         return False
 
     def may_accept(self) -> bool:
-        """Return True if the worker may accept requests: it may publish, serves, and knows what is desired of it."""
+        """Return True if the worker may accept requests: it may publish, serves, and knows the desired state."""
         return self.state is WorkerState.SERVING and self.knows_target() and self.may_publish()
 
     def fence(self, reason: str) -> None:
