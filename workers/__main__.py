@@ -63,27 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--creds", metavar="FILE", help="credentials of the NATS user (default: $ROLLBUS_CREDS, or none)"
     )
     parser.add_argument("--fleet", metavar="NAME", help="fleet to serve (default: the fleet of --creds)")
-    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
-    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
-    parser.add_argument(
-        "--engine-args", metavar="JSON", type=_json_object, default={}, help="arguments of the engine (default: none)"
-    )
-    parser.add_argument(
-        "--role",
-        choices=get_args(Role),
-        help="prefill: compute prompts only and send their KV to decode workers (default: both)",
-    )
-    parser.add_argument(
-        "--kv-transfer-config",
-        metavar="JSON",
-        type=_json_object,
-        help="configuration of vLLM's KV connector (required for the roles prefill and decode)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="name of the model in requests (default: the name of the checkpoint's folder)",
-    )
+    _add_engine(parser)
     parser.add_argument(
         "--weight-version", metavar="N", type=int, default=0, help="version of the checkpoint (default: 0)"
     )
@@ -96,23 +76,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
     )
-    parser.add_argument(
-        "--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="lease in seconds (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--engine-timeout-s",
-        metavar="S",
-        type=float,
-        default=DEFAULT_ENGINE_TIMEOUT_S,
-        help="seconds without a step after which an engine with open requests counts as dead (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        metavar="S",
-        type=float,
-        default=DEFAULT_START_TIMEOUT_S,
-        help="seconds that requests may wait for this worker to start (default: %(default)g)",
-    )
+    _add_times(parser)
     parser.add_argument(
         "--weight-root",
         metavar="DIR",
@@ -148,6 +112,50 @@ def parser() -> argparse.ArgumentParser:
         help="file descriptor of a pipe; the worker stops when the other end is closed (default: none)",
     )
     return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="folder of the checkpoint (required for the engine vllm)")
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="vllm")
+    parser.add_argument(
+        "--engine-args", metavar="JSON", type=_json_object, default={}, help="arguments of the engine (default: none)"
+    )
+    parser.add_argument(
+        "--role",
+        choices=get_args(Role),
+        help="prefill: compute prompts only and send their KV to decode workers (default: both)",
+    )
+    parser.add_argument(
+        "--kv-transfer-config",
+        metavar="JSON",
+        type=_json_object,
+        help="configuration of vLLM's KV connector (required for the roles prefill and decode)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the checkpoint's folder)",
+    )
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lease-s", metavar="S", type=float, default=DEFAULT_LEASE_S, help="lease in seconds (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--engine-timeout-s",
+        metavar="S",
+        type=float,
+        default=DEFAULT_ENGINE_TIMEOUT_S,
+        help="seconds without a step after which an engine with open requests counts as dead (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        metavar="S",
+        type=float,
+        default=DEFAULT_START_TIMEOUT_S,
+        help="seconds that requests may wait for this worker to start (default: %(default)g)",
+    )
 
 
 def _add_staging(parser: argparse.ArgumentParser) -> None:
