@@ -110,7 +110,7 @@ async def test_masks_that_fit_no_message_are_refused(one_worker: StartServed) ->
     """A `top_k` of a large vocabulary; without masks it is served."""
     config = SyntheticConfig(sampling_mask=True, vocab_size=150_000)
     async with one_worker(config=config) as (rb, *_):
-        with pytest.raises(RequestRejected, match=r"ask with sampling\.top_k up to 65536") as caught:
+        with pytest.raises(RequestRejected, match=r"set sampling\.top_k to at most 65536") as caught:
             await rb.complete(request(top_k=100_000))
         await rb.complete(request(top_k=100_000, return_sampling_mask=False))
         generation = await rb.complete(request(200, top_k=65_536))

@@ -90,7 +90,7 @@ def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
     versions = Versions(3, 3, {"a": 1}, frozenset({"a", "b"}))
     waits = [wait_for_weights_s(request(lora="b"), versions, count) for count in (1, 2, 3, 99)]
     assert waits == [0.25, 0.5, 1.0, 8.0]
-    with pytest.raises(RequestRejected, match="lora 'b' is desired of the fleet and not loaded on this worker") as e:
+    with pytest.raises(RequestRejected, match="lora 'b' is desired in the fleet and not loaded on this worker") as e:
         check_request(request(lora="b"), CAPABILITIES, versions)
     assert e.value.code is ErrorCode.QUEUE_FULL
     for name in ("a", "c", None):

@@ -21,7 +21,7 @@ from tests.support.worker_process import worker_process
 pytestmark = pytest.mark.slow
 
 BAD_COMMAND_LINES = {
-    "no model": (["--engine", "vllm"], "--model is needed"),
+    "no model": (["--engine", "vllm"], "--model is required"),
     "engine": (["--engine", "other"], "invalid choice: 'other'"),
     "worker id": (["--engine", "synthetic", "--worker-id", "a.b"], "worker_id is 'a.b'; allowed: 1 to"),
     "fleet": (["--engine", "synthetic", "--fleet", "a b"], "fleet is 'a b'; allowed: 1 to"),

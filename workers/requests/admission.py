@@ -1,4 +1,4 @@
-"""What an engine can do, and of which weights, decides which requests it sees: the others are refused or wait."""
+"""Checks whether this engine, with its present weights, can run a request. Other requests are rejected or wait."""
 
 import re
 
@@ -22,37 +22,38 @@ __all__ = [
 ]
 
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
-"""One or more tokens of a subject, without wildcards and without what would end a line of NATS's protocol."""
+"""One or more tokens of a subject, without wildcards and without characters that end a line of the NATS protocol."""
 WEIGHTS_ARE_COMING_S = 0.25
-"""Between two looks at a request for weights that this worker is to have: soon it, or another, will have them."""
+"""Seconds until the queue delivers a request again that needs the desired weights, which some worker will soon have."""
 MAX_TOO_NEW_S = 4.0
-"""Between two looks at a request for weights of which this worker has not heard: when there are some, it should not
-wait for much longer, and a thousand that wait cost a fleet 2% of one core."""
+"""Maximum seconds until the queue delivers a request again that needs weights which this worker does not know. A
+request should not wait much longer when these weights exist; a thousand waiting requests cost a fleet 2% of one
+core."""
 MAX_DOUBLINGS = 5
-"""From one second to more than that."""
+"""Doublings from one second to more than `MAX_TOO_NEW_S`."""
 ADAPTER_S = 0.25
-"""Before the first other look at a request for an adapter that this worker could not load: another mostly has it."""
+"""Seconds until the queue first delivers a request again whose adapter this worker lacks; usually another has it."""
 MAX_SHOWN_LORAS = 8
-"""Names in an error message: enough to see a misspelt one."""
+"""Maximum names in an error message: enough to find a misspelt name."""
 
 
 def check_reply_to(reply_to: str, prefix: str) -> None:
-    """Refuse subjects other than those below `prefix`: frames must not reach others' subjects.
+    """Check that `reply_to` is a subject below `prefix`: frames must not reach the subjects of other clients.
 
     Raises:
-        RemoteProtocolError: it is none.
+        RemoteProtocolError: `reply_to` is not such a subject.
     """
     if not reply_to.startswith(prefix) or _SUBJECT_TAIL.fullmatch(reply_to.removeprefix(prefix)) is None:
-        raise RemoteProtocolError(f"reply_to is no subject below {prefix}")
+        raise RemoteProtocolError(f"reply_to is not a subject below {prefix}")
 
 
 def check_request(request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> None:
-    """Refuse what this engine cannot do, or should not with these weights.
+    """Check that this engine supports the request and that its weights are acceptable.
 
     Raises:
-        InvalidRequest: a value that is wrong for this model: names the field and the allowed range.
-        RequestRejected: something that this engine does not offer, an adapter that is not loaded, or weights older than
-            asked for.
+        InvalidRequest: a value is wrong for this model; the error names the field and the allowed range.
+        RequestRejected: the engine lacks a feature, the adapter is not loaded, or the weights are older than
+            `min_weight_version`.
     """
     try:
         check_prompt(request, capabilities)
@@ -65,12 +66,12 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
 
 
 def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_delivered: int) -> float:
-    """After how many seconds the queue should hand this request out again; 0: this worker has what it is for.
+    """Return the seconds after which the queue should deliver this request again; 0: this worker can run it.
 
-    It waits for later weights, or for an adapter that this worker lacks and another may have.
+    A request waits for later weights, or for an adapter that this worker lacks and another worker may have.
 
     Args:
-        num_delivered: how often the queue has handed it out, from 1: the wait grows with it.
+        num_delivered: number of deliveries by the queue, from 1; the wait grows with it.
     """
     factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
     wanted = request.min_weight_version
@@ -82,40 +83,40 @@ def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_deliver
 
 
 def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int | None, versions: Versions) -> None:
-    """Refuse a request that has waited until weights came for which it is too old.
+    """Check that the target version has not moved too far while the request waited.
 
     Args:
-        attempt: as its message says.
-        submitted_target: the weights that the fleet was to have when it was submitted, as its message says; None in
-            later attempts: what has begun to run is not dropped.
+        attempt: attempt number in the message.
+        submitted_target: target version at the time of submission, from the message; None in later attempts: a request
+            that has started is not dropped.
 
     Raises:
-        InvalidRequest: `max_weight_lag` is set, and the message does not say where to count from.
-        RequestRejected: the weights have moved on by more than `max_weight_lag`.
+        InvalidRequest: `max_weight_lag` is set, and the message has no `target_version` to count from.
+        RequestRejected: the target version has grown by more than `max_weight_lag`.
     """
     if request.max_weight_lag is None or (submitted_target is None and attempt > 0):
         return
     if submitted_target is None:
         raise InvalidRequest(
             field="max_weight_lag",
-            problem=f"is {request.max_weight_lag} in a message without target_version, from where it counts",
-            allowed="only with target_version in the request's message",
+            problem=f"is {request.max_weight_lag} in a message without target_version, from which the lag counts",
+            allowed="only in a message with target_version",
         )
     lag = versions.target_version - submitted_target
     if lag > request.max_weight_lag:
         raise RequestRejected(
             code=ErrorCode.TOO_STALE,
-            message=f"the weights went from version {submitted_target} to {versions.target_version} while it waited, "
+            message=f"the weights went from version {submitted_target} to {versions.target_version} during the wait, "
             f"by more than max_weight_lag={request.max_weight_lag}",
             request_id=request.request_id,
         )
 
 
 def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
-    """Refuse routing of which a single row fits no message of this server.
+    """Check that one row of routed experts fits a message of this NATS server.
 
     Raises:
-        RequestRejected: it would be returned, and its rows are larger than `max_bytes`.
+        RequestRejected: rows would be returned, and one row is larger than `max_bytes`.
     """
     routing = capabilities.routed_experts
     if routing is None or request.return_routed_experts is False or routing.row_bytes <= max_bytes:
@@ -123,16 +124,16 @@ def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_byt
     raise RequestRejected(
         code=ErrorCode.TOO_LARGE,
         message=f"a row of this model's routed experts takes {routing.row_bytes} bytes, and the NATS server's "
-        f"max_payload leaves {max_bytes} for one: raise it, or ask with return_routed_experts=False",
+        f"max_payload leaves {max_bytes} for a row: raise max_payload, or set return_routed_experts=False",
         request_id=request.request_id,
     )
 
 
 def check_mask_size(request: GenerateRequest, capabilities: Capabilities, max_bytes: int) -> None:
-    """Refuse sampling masks of which a single one may fit no message of this server.
+    """Check that one sampling mask fits a message of this NATS server.
 
     Raises:
-        RequestRejected: they would be returned, and `top_k` ids take more than `max_bytes`.
+        RequestRejected: masks would be returned, and `top_k` ids take more than `max_bytes`.
     """
     if not capabilities.sampling_mask or request.return_sampling_mask is False:
         return
@@ -143,17 +144,17 @@ def check_mask_size(request: GenerateRequest, capabilities: Capabilities, max_by
     raise RequestRejected(
         code=ErrorCode.TOO_LARGE,
         message=f"a sampling mask of up to {num_ids} ids takes {4 * num_ids} bytes, and a message has room for "
-        f"{max_bytes}: ask with sampling.top_k up to {max_bytes // 4}, or with return_sampling_mask=False",
+        f"{max_bytes}: set sampling.top_k to at most {max_bytes // 4}, or return_sampling_mask=False",
         request_id=request.request_id,
     )
 
 
 def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: Capabilities) -> None:
-    """Refuse prefill legs, unless that is all that this worker takes.
+    """Check that the phase of the request fits the role of this worker.
 
     Raises:
-        InvalidRequest: a prefill leg for more than one token.
-        RequestRejected: the worker's role is another.
+        InvalidRequest: a prefill phase asks for more than one token.
+        RequestRejected: the worker has another role.
     """
     is_prefill = kv is not None and kv.is_prefill
     if is_prefill != (capabilities.role == "prefill"):
@@ -167,13 +168,13 @@ def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: C
         raise InvalidRequest(
             field="sampling.max_tokens",
             problem=f"is {request.sampling.max_tokens}",
-            allowed="1 in a prefill leg",
+            allowed="1 in a prefill phase",
             request_id=request.request_id,
         )
 
 
 def can_use(kv: KvTransfer, request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> bool:
-    """The engine may be given `kv` with the request: it asks for KV, or was made by the weights that it has now."""
+    """True if the engine may use `kv`: it requests KV, or its KV was computed with the present weights."""
     if kv.is_prefill:
         return True
     lora_version = None if request.lora is None else versions.loras.get(request.lora)
@@ -201,10 +202,10 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
             message="return_sampling_mask is true, and this worker's engine makes no sampling masks",
         )
     if _is_with_others(request, versions):
-        # As from a worker without a free slot: who handed it over puts it into the queue.
+        # The same answer as from a worker without a free slot: the client then puts the request into the queue.
         raise RequestRejected(
             code=ErrorCode.QUEUE_FULL,
-            message=f"lora {request.lora!r} is desired of the fleet and not loaded on this worker",
+            message=f"lora {request.lora!r} is desired in the fleet and not loaded on this worker",
         )
     if request.lora is not None and request.lora not in versions.loras:
         loaded = sorted(versions.loras)[:MAX_SHOWN_LORAS]
@@ -221,7 +222,7 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
 
 
 def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
-    """This worker lacks its adapter, and others should have it."""
+    """True if this worker lacks the adapter of the request and other workers should have it."""
     return request.lora is not None and request.lora not in versions.loras and request.lora in versions.desired_loras
 
 
@@ -230,5 +231,5 @@ def not_for_kv(error: RequestError, kv: KvTransfer | None) -> RequestError:
     if kv is None or kv.is_prefill:
         return error
     return RequestError(
-        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused it with its KV: {error.message}"
+        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused the request with its KV: {error.message}"
     )

@@ -1,9 +1,9 @@
-"""Which positions of an engine's steps count for the load of experts, and in which plane.
+"""Selects the positions of engine steps that count for the load of experts, and the plane of each.
 
-Counted are positions that the engine computed, each time that it did: generated tokens, and those of a prompt behind
-its cached tokens, once it has its first token. The last generated token of a request was never computed. After a
-preemption the engine computes everything anew, of which no rows come: that is computed and not seen. Requests of the
-worker's own, and steps that come after a request's end, are not counted.
+A position counts each time that the engine computes it: generated tokens, and prompt tokens behind the cached ones once
+the request has its first token. The engine never computes the last generated token of a request. After a preemption the
+engine computes all positions again without rows: these count as computed and not as seen. Requests of the worker itself
+and steps after the end of a request do not count.
 """
 
 import time
@@ -20,7 +20,7 @@ __all__ = ["ExpertCounter"]
 
 
 class ExpertCounter:
-    """The load of experts of one worker. Plain state, no I/O; where no routing is returned, nothing is counted."""
+    """Counts the load of experts of one worker. Plain state, no I/O. Without routed experts it counts nothing."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -32,22 +32,22 @@ class ExpertCounter:
         return f"<ExpertCounter {self._book!r}>"
 
     def begin(self, routing: RoutedExpertsInfo | None, now: float) -> None:
-        """Count from now on what an engine with this routing computes.
+        """Start to count for an engine with these routed experts.
 
         Args:
-            routing: None: the engine returns none.
+            routing: None: the engine returns no routed experts.
         """
         self._has_begun = True
         self._routing = routing
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Forget all counts, as the worker goes on as another incarnation."""
+        """Remove all counts: the worker continues as another incarnation."""
         routing = self._routing
         self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now, time.time())
 
     def load(self, since: int, window: Window, now: float) -> ExpertLoad | None:
-        """Return what was counted, as `ExpertBook.load`; None: the engine returns no routing.
+        """Return the counts as `ExpertBook.load` does; None: the engine returns no routed experts.
 
         Raises:
             ControlError: the engine has not started, or its model has too many experts.
@@ -61,16 +61,17 @@ class ExpertCounter:
         return None if self._book is None else self._book.load(since, window, now)
 
     def add_batch(self, batch: TokenBatch, weight_version: int, now: float) -> None:
-        """Count a batch of requests that are open: each of them had its first token before."""
+        """Count a batch of open requests, each of which already has its first token."""
         if self._book is not None:
             self._book.add_computed("generated", len(batch), weight_version, now)
             if batch.routed_experts is not None:
                 self._book.add_rows("generated", batch.routed_experts, weight_version, now)
 
     def add_step(self, step: RequestStep, request: WorkerRequest, weight_version: int, now: float) -> None:
-        """Count a step that its open request has taken.
+        """Count a step that was added to its open request.
 
-        Steps before the first token come with the one that brings it, in order, once `request.cached_tokens` is known.
+        Steps before the first token are counted together with that token, in order: then `request.cached_tokens` is
+        known.
         """
         if self._book is not None:
             self._count_computed(self._book, step, request, weight_version, now)

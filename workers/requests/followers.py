@@ -1,4 +1,4 @@
-"""The requests that follow others of their group to a worker, from their offer until the engine has a slot for them."""
+"""Followers: requests that follow others of their group to a worker. They wait here, offered, until a slot is free."""
 
 import time
 from collections.abc import Callable, Collection
@@ -15,10 +15,10 @@ __all__ = ["WaitingFollowers"]
 
 
 class WaitingFollowers:
-    """The followers that were offered, and that the engine has not seen.
+    """The offered followers that are not in the engine yet.
 
     Args:
-        execute: executes instructions, and has sent what there is to send.
+        execute: executes instructions and wakes the publisher.
     """
 
     def __init__(self, links: WorkerLinks, execute: Callable[[Instructions], None], stats: IntakeStats) -> None:
@@ -26,7 +26,7 @@ class WaitingFollowers:
         self.backlog = self.turns.backlog
         self._links = links
         self._execute = execute
-        # By engine name; those of the backlog.
+        # The followers of the backlog, by engine name.
         self._requests: dict[str, GenerateRequest] = {}
         self._stats = stats
 
@@ -35,36 +35,36 @@ class WaitingFollowers:
         return repr(self.backlog)
 
     def __len__(self) -> int:
-        """Followers that wait."""
+        """Number of waiting followers."""
         return len(self.backlog)
 
     def add(self, name: str, client: str, request: GenerateRequest, turn: Turn) -> None:
-        """Have an offered follower wait, by its engine name."""
+        """Add an offered follower by its engine name."""
         self._requests[name] = request
         self.backlog.add(name, client, lane_of(request.priority), turn, time.monotonic())
 
     def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
-        """Return the follower that gets one of the free slots, as `SlotTurns.pop`."""
+        """Return the follower that gets the next free slot, as `SlotTurns.pop` does."""
         name = self.turns.pop(lanes_waiting, num_free, time.monotonic())
         return None if name is None else (name, self._requests.pop(name))
 
     def remove(self, names: Collection[str]) -> None:
-        """Forget followers that have ended; others are ignored."""
+        """Remove followers that have ended; ignore unknown names."""
         if names and self._requests:
             self.backlog.remove(names)
             for name in names:
                 self._requests.pop(name, None)
 
     def clear(self) -> None:
-        """Forget all: this worker has lost its lease."""
+        """Remove all: this worker has lost its lease."""
         self.remove(self.backlog.pop_all())
 
     def refuse_all(self) -> None:
-        """Refuse all: their clients put them into the queue."""
+        """Reject all: their clients put them into the queue."""
         self._refuse(self.backlog.pop_all(), "this worker accepts no requests now")
 
     def refuse_stalled(self) -> None:
-        """Refuse those that wait while none gets a slot."""
+        """Reject the followers of a lane that makes no progress."""
         reason = f"no request of a group got a slot here for {STALLED_S:g} s"
         self._refuse(self.backlog.pop_stalled(time.monotonic()), reason)
 

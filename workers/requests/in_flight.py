@@ -1,6 +1,6 @@
-"""The requests in flight of a worker: pausing, aborting and restarting them, and holding the steps made of them.
+"""Pauses, aborts and restarts the requests in flight of a worker, and holds their steps.
 
-The caller decides that requests must stop, and first takes the worker out of `serving`, so that no more come in.
+The caller decides that requests must stop. It first changes the state from `serving`, so that no more requests arrive.
 """
 
 import asyncio
@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 NO_TOKENS = np.empty(0, np.int32)
 GATHER_S = 0.1
-"""How long tokens are gathered whose clients take results whole: a few steps of a large model, and what a worker that
-dies costs at most on top."""
+"""Maximum seconds for which tokens of unstreamed requests are batched: a few steps of a large model. A worker that dies
+loses at most this much more."""
 
 
 class InFlightRequests:
-    """The requests in a worker's engine, and the steps that the engine makes of them.
+    """The requests in a worker's engine, and the steps of the engine.
 
-    Every coroutine raises `EngineDead` if the engine is gone. Where a method takes `lora`, it acts on the open requests
-    that use this adapter; None: on all.
+    Every coroutine raises `EngineDead` if the engine is dead. A method with `lora` acts on the open requests that use
+    this adapter; None: on all.
 
     Args:
-        execute: executes instructions, and has sent what there is to send.
+        execute: executes instructions and wakes the publisher.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class InFlightRequests:
         self._puller = puller
         self._execute = execute
         self._changed = asyncio.Event()
-        # With no more of a request than it may still generate; None: steps go on to the links.
+        # At most the tokens that each request may still generate; None: steps go to the links.
         self._held_steps: list[RequestStep] | None = None
-        # The worker's own requests, of which there is one at a time.
+        # The requests of the worker itself, one at a time.
         self._own: dict[str, list[RequestStep]] = {}
         self._num_own = 0
         self._gather_timer: asyncio.TimerHandle | None = None
@@ -72,20 +72,20 @@ class InFlightRequests:
 
     @property
     def count(self) -> int:
-        """Requests that are open towards their clients, or that the engine still has."""
+        """Number of requests that are open for their clients or still in the engine."""
         return max(len(self.links.requests), self.runner.num_inside)
 
     async def stop(self, mode: PauseMode, timeout_s: float, reason: str = "pause") -> None:
-        """Accept no more, and pause, finish or abort the requests in flight; from any mode to any other.
+        """Accept no more requests, and pause, finish or abort the requests in flight. Any mode may follow any other.
 
-        Afterwards, by `mode`: `keep`, the engine is paused, and all that was sampled before is in the links; `wait`
-        and `abort`, the engine runs, and nothing is in flight.
+        After `keep`, the engine is paused and all sampled tokens are in the links. After `wait` and `abort`, the engine
+        runs and no request is in flight.
 
         Args:
-            reason: what timelines say that a pause is for.
+            reason: reason of the pause in timelines.
 
         Raises:
-            ControlError: `timeout`, with the number in flight; still nothing is accepted, and requests go on.
+            ControlError: `timeout`, with the number of requests in flight. They continue, and no request is accepted.
         """
         self.stop_intake()
         try:
@@ -93,7 +93,7 @@ class InFlightRequests:
                 if mode == "keep":
                     await self.pause_engine(reason)
                     return
-                # Held since weights were replaced under a pause: what is to end has to be delivered.
+                # Steps are held because weights were replaced under a pause: requests that end must deliver them.
                 self.release_steps()
                 if mode == "abort":
                     self.abort(self.links.requests.names)
@@ -105,7 +105,7 @@ class InFlightRequests:
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
     def stop_intake(self) -> None:
-        """Pull and accept no more requests; those that wait in the intake go back to the queue."""
+        """Pull and accept no more requests; requests that wait in the intake go back to the queue."""
         self._puller.pause()
         self._intake.nak_incoming()
 
@@ -115,24 +115,24 @@ class InFlightRequests:
         self._puller.resume()
 
     async def resume_engine(self) -> None:
-        """Release the held steps and resume the engine: the requests in flight go on."""
+        """Release the held steps and resume the engine: the requests in flight continue."""
         self.links.requests.resume()
         self.release_steps()
         await self.runner.resume()
 
     async def pause_engine(self, reason: str = "pause") -> None:
-        """Pause the engine; all that it has made is then in the links, or held. See `stop` for the reason."""
+        """Pause the engine. On return all its steps are in the links or held. `reason` is as in `stop`."""
         await self.runner.pause()
         self.flush()
         self.links.requests.hold(reason)
 
     def hold_steps(self) -> None:
-        """Hold the steps that the engine makes from now on."""
+        """Hold all steps of the engine from now on."""
         if self._held_steps is None:
             self._held_steps = []
 
     def release_steps(self) -> None:
-        """Give the links the held steps as if they were made now, with the present weight version."""
+        """Add the held steps to the links with the present weight version."""
         held, self._held_steps = self._held_steps, None
         if held:
             self.add_steps(held)
@@ -144,15 +144,15 @@ class InFlightRequests:
         self._execute(self.links.fail(names, _fenced("what this worker made of it was not to be trusted")))
 
     async def run_alone(self, request: GenerateRequest, timeout_s: float) -> list[RequestStep]:
-        """Have the running engine execute a request of the worker's own; its steps never reach a client.
+        """Run a request of the worker itself on the running engine. Its steps never reach a client.
 
-        Cancellation: the engine is told to abort it.
+        Cancellation: the request is aborted in the engine.
 
         Raises:
-            ControlError: `timeout`; `engine_error`, the engine refused or failed it.
+            ControlError: `timeout`; `engine_error`: the engine refused the request or failed it.
         """
         self._num_own += 1
-        # Clients' names begin with the client, which is never empty.
+        # Names of clients' requests begin with the client, which is never empty.
         key = f"/{request.request_id}/{self._num_own}"
         steps = self._own[key] = []
         try:
@@ -185,11 +185,11 @@ class InFlightRequests:
         self.flush()
 
     def flush(self) -> None:
-        """Give the links all that was gathered."""
+        """Add all batched tokens to the links."""
         self._execute(self.links.flush())
 
     def _divert_steps(self, steps: list[RequestStep]) -> None:
-        """Give steps to the worker's own requests, and hold the others if steps are held."""
+        """Route steps to the requests of the worker itself; hold the other steps if steps are held."""
         if self._own:
             for step in steps:
                 if step.key in self._own:
@@ -201,7 +201,7 @@ class InFlightRequests:
             self._execute(self.links.add_steps(steps, time.monotonic()))
 
     def wake_waiters(self) -> None:
-        """Wake what waits here: a request may have ended."""
+        """Wake the waiting methods: a request may have ended."""
         self._changed.set()
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
@@ -210,8 +210,8 @@ class InFlightRequests:
             await self._changed.wait()
 
     def abort(self, names: Sequence[str]) -> None:
-        """End requests with ABORT, by their engine names; what was made of them before is delivered."""
-        # Otherwise they would end with the next step that the engine makes of them, perhaps much later.
+        """Abort requests by their engine names. Tokens sampled before are delivered."""
+        # Without this they would end with their next engine step, perhaps much later.
         meant = {name for name in names if self.runner.is_engine_paused or self.runner.is_fetching(name)}
         if meant:
             held = self._held_steps or []
@@ -223,16 +223,16 @@ class InFlightRequests:
         self._execute(Instructions(abort=list(names)))
 
     async def abort_and_wait(self, names: Sequence[str]) -> None:
-        """Abort requests; on return a running engine does not have them any more."""
+        """Abort requests. On return a running engine no longer has them."""
         self.abort(names)
         if not self.runner.is_engine_paused:
             await self._until(lambda: not self.runner.has_any(names))
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Abort all requests; on return none is in flight, also if the engine is paused.
+        """Abort all requests. On return none is in flight, also if the engine is paused.
 
         Raises:
-            ControlError: `timeout`; towards clients all requests have ended.
+            ControlError: `timeout`. For clients all requests have ended.
         """
         self.abort(self.links.requests.names)
         try:
@@ -243,25 +243,25 @@ class InFlightRequests:
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
     def fail_for_retry(self, reason: str) -> None:
-        """End all that is in flight as `worker_fenced`: other workers go on with it."""
+        """Fail all requests in flight as `worker_fenced`: other workers resume them."""
         if self.links.requests:
-            logger.warning("flow.given_up requests=%s reason=%s", len(self.links.requests), reason)
+            logger.warning("requests.handed_to_other_workers count=%s reason=%s", len(self.links.requests), reason)
         self.fail_using(None, reason)
         self.release_steps()
 
     def fail_using(self, lora: str | None, reason: str) -> None:
-        """End requests as `worker_fenced`: other workers go on with them, as this one has lost what they use."""
+        """Fail requests as `worker_fenced`, because this worker lost their adapter: other workers resume them."""
         self._execute(self.links.fail(self.links.requests.names_using(lora), _fenced(reason)))
 
     def fail_awaiting_kv(self, lora: str | None, reason: str) -> None:
-        """End prefill and decode phases without a token, to be run again: KV of different weights must not meet."""
+        """Fail prefill and decode phases without a token: KV of different weights must not be mixed."""
         names = self.links.requests.names_awaiting_kv(lora)
         self._execute(self.links.fail(names, RequestError(code=ErrorCode.KV_TRANSFER_FAILED, message=reason)))
 
     async def restart(self, lora: str | None) -> None:
-        """Have the paused engine restart requests without a token: their KV is to be of the new weights alone.
+        """Restart requests without a token in the paused engine: the new weights alone compute their KV.
 
-        The attempt stays the same, and clients do not notice: they have nothing of it yet.
+        The attempt stays the same: clients have received no chunk of these requests yet.
         """
         names = self.links.requests.restart_unbegun(lora)
         if not names:

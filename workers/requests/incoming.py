@@ -1,4 +1,4 @@
-"""Requests as they arrive at a worker: one message with one sample, or with several siblings."""
+"""Incoming requests of a worker: a message has one sample or several siblings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from .worker_requests import RequestOrigin
 __all__ = ["IncomingRequest"]
 
 MAX_INDEX = 2**31 - 1
-"""The largest attempt number of the wire."""
+"""The largest attempt number on the wire."""
 
 
 class _Ids(msgspec.Struct):
@@ -38,35 +38,35 @@ _ids_decoder = msgspec.msgpack.Decoder(_Ids)
 
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
-    """One message that was received, and of its samples those that are not accepted or refused yet."""
+    """A received message, with those of its samples that are neither accepted nor rejected yet."""
 
     client: str
-    """As the subject says."""
+    """Name of the client, from the subject."""
     envelope: RequestMessage
     samples: tuple[Sibling, ...]
-    """At least one. The first of the message stands for the envelope's child, and keeps the request's own seed."""
+    """At least one. The first sample of the message is the envelope's child and keeps the request's own seed."""
     message: QueuedRequest | None = None
-    """Of the queue; None for a direct request."""
+    """The queue message; None for a direct request."""
     turn: Turn | None = None
-    """The samples follow others of their group, and wait for a slot in such a turn; None: they follow none."""
+    """Turn in which the samples, as followers of their group, wait for a slot; None: they are not followers."""
 
     @classmethod
     def decode(cls, client: str, data: bytes, message: QueuedRequest | None = None) -> "IncomingRequest":
-        """Decode the envelope of a request that the subject says is of `client`.
+        """Decode the envelope of a request; `client` comes from the subject.
 
         Raises:
-            RemoteProtocolError: it is no request message, or another client's.
+            RemoteProtocolError: the data is not a request message, or names another client.
         """
         envelope = decode_request_message(data)
         if envelope.client != client:
-            raise RemoteProtocolError(f"client {client} signed as {envelope.client}")
+            raise RemoteProtocolError(f"client {client} sent a request in the name of {envelope.client}")
         if envelope.reply_to is not None and message is None:
-            raise RemoteProtocolError("a direct request with reply_to")
+            raise RemoteProtocolError("a direct request must not have reply_to")
         return cls(client, envelope, (Sibling(envelope.child), *envelope.siblings), message)
 
     @classmethod
     def origins_in(cls, message: QueuedRequest) -> list[RequestOrigin]:
-        """Return the origins of the requests in a queue message; none of a message that does not decode."""
+        """Return the origins of the requests in a queue message; empty if the message cannot be decoded."""
         try:
             incoming = cls.decode(message.client, message.data, message)
         except RemoteProtocolError:
@@ -75,7 +75,7 @@ class IncomingRequest:
         return [] if request_id is None else incoming.origins(request_id)
 
     def group(self) -> str | None:
-        """The name of the group of its samples, as its client wrote it; None where it has no usable ids."""
+        """The group of the samples, as written by the client; None without usable ids."""
         try:
             ids = _ids_decoder.decode(self.envelope.request)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -83,14 +83,14 @@ class IncomingRequest:
         return ids.request_id if ids.group_id is None else ids.group_id
 
     def is_poison(self, request: GenerateRequest | RequestError) -> bool:
-        """Return True if it was delivered too often; waits for weights or an adapter may take any number of times."""
+        """True if the queue delivered the message too often. A wait for weights or an adapter may take any number."""
         if self.message is None or self.message.num_delivered <= MAX_DELIVERIES:
             return False
         # An invalid request never reaches an engine, however often it is delivered.
         return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
 
     def with_samples(self, samples: Sequence[Sibling], turn: Turn | None = None) -> "IncomingRequest":
-        """The same message with some of its samples."""
+        """Return the same message with only these samples."""
         return replace(self, samples=tuple(samples), turn=turn)
 
     def origins(self, request_id: str) -> list[RequestOrigin]:
@@ -117,13 +117,13 @@ class IncomingRequest:
         return msgspec.structs.replace(request, sampling=sampling)
 
     def decode_request(self, versions: Versions, plain_prefix: str) -> tuple[GenerateRequest | RequestError, str]:
-        """Decode the request, and its id; an error in place of a request that is wrong or too stale.
+        """Decode the request and its id. An invalid or too stale request is returned as an error.
 
         Args:
-            plain_prefix: of the subjects that frames in plain mode may go to.
+            plain_prefix: prefix of the subjects that frames in plain mode may use.
 
         Raises:
-            RemoteProtocolError: it has no usable id, or no subject to answer.
+            RemoteProtocolError: the request has no usable id, or no valid `reply_to`.
         """
         envelope = self.envelope
         if envelope.reply_to is not None:
@@ -139,5 +139,5 @@ class IncomingRequest:
             request = RequestRejected(code=ErrorCode.INVALID_REQUEST, message=str(exc))
             request_id = request_id_of(envelope.request)
         if request_id is None:
-            raise RemoteProtocolError(f"without a usable request_id: {request}")
+            raise RemoteProtocolError(f"the request has no usable request_id: {request}")
         return request, request_id

@@ -1,4 +1,4 @@
-"""The incoming requests of a worker: those from the queue, and those that clients place here directly."""
+"""The incoming requests of a worker: from the queue, and directly from clients (placed requests)."""
 
 import asyncio
 import logging
@@ -40,17 +40,17 @@ __all__ = ["RequestIntake"]
 logger = logging.getLogger(__name__)
 
 MAX_ARRIVALS = 4096
-"""Requests that wait to enter the engine: about as many as it has free slots. Above it they go back to the queue."""
+"""Maximum requests that wait to enter the engine. Further requests go back to the queue."""
 ADMIT_AT_ONCE = 16
-"""Requests of a burst that are admitted, for some milliseconds, before the engine's steps may be published."""
+"""Requests of a burst that are admitted, in a few milliseconds, before the loop may publish engine steps."""
 
 
 class RequestIntake:
-    """Checks and accepts requests one after another, as far as the engine has free slots.
+    """Checks and accepts requests one by one while the engine has free slots.
 
     Args:
-        execute: executes instructions, and has sent what there is to send.
-        puller: gives this intake the requests of the queue; woken when none waits here, as there may be room for more.
+        execute: executes instructions and wakes the publisher.
+        puller: pulls requests of the queue for this intake; woken when no request waits here.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class RequestIntake:
         return f"<RequestIntake waiting={self.num_waiting} {self._turns!r} {self.stats}>"
 
     def room(self) -> int:
-        """Return how many more requests would start at once, as `_free` and after the followers that wait."""
+        """Return how many more requests would start at once: free slots minus waiting followers."""
         free = self._free()
         return free if free <= 0 else max(free - self._num_coming - len(self.followers), 0)
 
     def _free(self) -> int:
-        """Return how many more slots there are; below 0, by the number of the requests that must wait.
+        """Return the number of free slots; if negative, that many requests must wait.
 
-        At most 0 while this worker accepts none, stops, or holds too much that clients have not acknowledged.
+        At most 0 while this worker accepts no requests, stops, or holds too many unacknowledged bytes.
         """
         free = self._engine.num_free - self.num_waiting
         if free <= 0:
@@ -105,9 +105,9 @@ class RequestIntake:
         free = max(free - self._num_coming, 0)
         num_due = self._turns.num_due(self._puller.lanes_waiting(), free)
         if num_due:
-            # They left the slot to the queue, and the last pull has brought nothing.
+            # The followers left the slot to the queue, and the last pull returned no request.
             self._has_incoming.set()
-        # Followers come with them: what is pulled beyond would wait here while other workers have room.
+        # Followers arrive with these: further pulled requests would wait here while other workers have free slots.
         return math.ceil((free - num_due) / (1 + self.followers.backlog.mean_followers))
 
     @property
@@ -127,11 +127,11 @@ class RequestIntake:
 
     @property
     def messages(self) -> list[QueuedRequest]:
-        """Queue messages of the requests that wait here."""
+        """Queue messages of the waiting requests."""
         return [incoming.message for incoming in self._incoming if incoming.message is not None]
 
     def accept(self, message: QueuedRequest) -> None:
-        """Accept a request from the queue; if that is not possible, another worker gets it."""
+        """Accept a request from the queue, or return it for another worker."""
         self.stats.taken += 1
         if not self._lifecycle.may_publish():
             self.stats.not_serving += 1
@@ -142,10 +142,10 @@ class RequestIntake:
             self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
-        """Accept what a client has placed here, each sample by itself; refuse what gets no slot and may not wait."""
+        """Accept a placed request, each sample by itself. Reject samples that get no slot and may not wait."""
         self.stats.taken += 1
         if not self._lifecycle.may_publish() or len(self._incoming) >= MAX_ARRIVALS:
-            # Unanswered, the client puts it into the queue.
+            # Without an answer, the client puts the request into the queue.
             self.stats.not_serving += 1
         elif (incoming := self._decode(client, data)) is not None:
             for begins, samples in self._admit_placed(incoming).items():
@@ -155,7 +155,7 @@ class RequestIntake:
                     self._add(incoming.with_samples(samples, None if begins == "now" else begins))
 
     def _decode(self, client: str, data: bytes, message: QueuedRequest | None = None) -> IncomingRequest | None:
-        """Decode a message; return None if nobody can be answered, and then remove it from the queue."""
+        """Decode a message. If there is no client to answer, remove it from the queue and return None."""
         try:
             return IncomingRequest.decode(client, data, message)
         except RemoteProtocolError as exc:
@@ -168,7 +168,7 @@ class RequestIntake:
         self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:
-        """Return the samples of a direct message, by when they begin; None: they are refused."""
+        """Return the samples of a direct message, by the time of their start; None: rejected."""
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
         envelope, now = incoming.envelope, time.monotonic()
         may_wait = envelope.may_wait and envelope.kv is None and self._lifecycle.may_accept() and not self._is_stopping
@@ -185,7 +185,7 @@ class RequestIntake:
         return found
 
     def _refuse(self, incoming: IncomingRequest, reason: str) -> None:
-        """Answer the samples of a direct message that the queue is the place for them."""
+        """Reject the samples of a direct message as `queue_full`: their client puts them into the queue."""
         request_id = request_id_of(incoming.envelope.request)
         if request_id is None:
             self._drop_bad(incoming.client, None, RemoteProtocolError("without a usable request_id"))
@@ -205,12 +205,12 @@ class RequestIntake:
         """Return requests to the queue."""
         self.stats.returned += len(messages)
         self._links.note_returned(messages)
-        # Without a delay, workers that all pause at once would pass requests round.
+        # Without a delay, workers that pause together would hand requests to each other in a loop.
         delay_s = 0.0 if self._is_stopping else NAK_DELAY_S
         self._execute(Instructions(nak=[(message, delay_s) for message in messages]))
 
     def nak_incoming(self) -> None:
-        """Return what has not entered the engine to the queue, and refuse direct requests."""
+        """Return requests that have not entered the engine to the queue, and reject direct requests."""
         messages, placed = self.messages, [incoming for incoming in self._incoming if incoming.message is None]
         self._incoming.clear()
         self._nak(messages)
@@ -222,23 +222,23 @@ class RequestIntake:
         self.followers.refuse_all()
 
     def abort(self, names: Sequence[str]) -> None:
-        """Stop requests, by their engine names: in the engine, or before it."""
+        """Abort requests by their engine names, in the engine or before it."""
         self.followers.remove(names)
         self._engine.abort(names)
 
     def wake(self) -> None:
-        """Look again: there may be slots for the followers that wait, and for the queue."""
+        """Wake the intake: there may be free slots for waiting followers and for the queue."""
         if self.followers:
             self._has_incoming.set()
         self._puller.wake()
 
     def stop(self) -> None:
-        """Accept nothing more, for good, and return what has not entered the engine."""
+        """Stop for good: accept no more requests, and return those that have not entered the engine."""
         self._is_stopping = True
         self.nak_incoming()
 
     def clear(self) -> None:
-        """Remove what waits: this worker has lost its lease, and other workers may have it already."""
+        """Remove the waiting requests: this worker has lost its lease, and other workers may have them."""
         self.stats.not_serving += len(self._incoming)
         self._incoming.clear()
         self.followers.clear()
@@ -260,7 +260,7 @@ class RequestIntake:
             self._puller.wake()
 
     async def _start_followers(self) -> None:
-        """Submit the followers that wait, as far as there are slots."""
+        """Submit waiting followers while there are free slots."""
         while self.followers and (free := self._free()) > 0:
             follower = self.followers.pop(self._puller.lanes_waiting(), free)
             if follower is None:
@@ -308,7 +308,7 @@ class RequestIntake:
         await self._offer(incoming, samples, request, capabilities)
 
     def _is_settled(self, origin: RequestOrigin) -> bool:
-        """True if a request of a dead client was dropped, or one that is here already was not added again."""
+        """True if the request needs no admission: its client is dead, or the request is here already."""
         if self._links.is_client_dead(origin):
             self.stats.gone += 1
             self._execute(Instructions.acking(origin.message))
@@ -325,7 +325,7 @@ class RequestIntake:
         request: GenerateRequest,
         capabilities: Capabilities,
     ) -> None:
-        """Offer the samples of a message to their client, and then submit them to the engine."""
+        """Offer the samples of a message to their client, then submit them to the engine."""
         kv, now = incoming.envelope.kv, time.monotonic()
         if kv is not None and not can_use(kv, request, capabilities, self._links.versions):
             self.stats.kv_unused += 1
@@ -347,7 +347,7 @@ class RequestIntake:
                 self.followers.add(name, incoming.client, one, incoming.turn)
             self._execute(Instructions())
             return
-        # All of them, before the engine is given the first: an abort must find each.
+        # Reserve all names before the first submission: an abort must find each of them.
         self._engine.reserve(offered)
         self._links.offer_again(offered if incoming.envelope.may_wait else ())
         self._execute(Instructions())
@@ -357,10 +357,10 @@ class RequestIntake:
     def _check(
         self, incoming: IncomingRequest, request: GenerateRequest | RequestError, capabilities: Capabilities
     ) -> GenerateRequest:
-        """Return the request if it may be offered and submitted.
+        """Return the request if the worker may offer and submit it.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: the request is rejected.
         """
         if incoming.message is not None and len(incoming.samples) > 1:
             raise InvalidRequest(
@@ -370,7 +370,8 @@ class RequestIntake:
             self.stats.poison += 1
             raise RequestError(
                 code=ErrorCode.POISON_REQUEST,
-                message=f"{MAX_DELIVERIES} workers were given it, and no client confirmed what one of them said",
+                message=f"the queue delivered this request {MAX_DELIVERIES} times, "
+                "and the client acknowledged none of the offers",
             )
         if isinstance(request, RequestError):
             raise request
@@ -389,10 +390,10 @@ class RequestIntake:
         except RequestError as exc:
             instructions = self._links.fail([name], not_for_kv(exc, kv))
         except EngineDead as exc:
-            # The engine's own task sees this error too, stops this worker and fails its requests.
+            # The engine's task raises this error too; it stops this worker and fails its requests.
             logger.warning("request.not_submitted name=%s error=%s", name, exc)
         except Exception as exc:
-            # Boundary of one request: any other error of an engine fails this request, and the others go on.
+            # Boundary of one request: any other error of an engine fails this request only.
             logger.exception("request.failed name=%s", name)
             error = RequestError(code=ErrorCode.ENGINE_ERROR, message=f"{type(exc).__name__}: {exc}")
             instructions = self._links.fail([name], error)

@@ -1,4 +1,4 @@
-"""Counters of what a worker received."""
+"""Counters of the requests that a worker received."""
 
 from dataclasses import dataclass, field
 
@@ -14,31 +14,31 @@ class IntakeStats:
     taken: int = 0
     """Messages received, each with one request or with siblings."""
     bad: int = 0
-    """Without a usable client or request id to answer."""
+    """Messages without a usable client or request id to answer."""
     gone: int = 0
-    """Of clients that are dead."""
+    """Requests of dead clients."""
     returned: int = 0
-    """Returned to the queue, because this worker accepts none now or too many wait."""
+    """Requests returned to the queue because this worker accepts none now or too many wait."""
     too_new: int = 0
-    """Returned to the queue, for workers with later weights, or with an adapter that this one lacks."""
+    """Requests returned to the queue for workers with later weights, or with an adapter that this worker lacks."""
     placed: int = 0
-    """Direct ones that were offered to their clients."""
+    """Direct requests that were offered to their clients."""
     placed_for: dict[str, int] = field(
         default_factory=lambda: {str(reason): 0 for reason in PlacementReason if reason is not PlacementReason.QUEUED}
     )
-    """Of these, how many came for each reason that their clients named."""
+    """Direct requests by the reason that their clients named."""
     refused: int = 0
-    """Direct ones for which there was no free slot, also after a wait, or whose slot belongs to the queue or to another
-    client."""
+    """Direct requests rejected because no slot became free for them, or because the slot belongs to the queue or to
+    another client."""
     not_serving: int = 0
-    """Received while this worker could not publish: the queue, or the client, gives them to another worker."""
+    """Requests received while this worker could not publish; the queue or the client gives them to another worker."""
     poison: int = 0
-    """Delivered too often."""
+    """Requests that the queue delivered too often."""
     kv_unused: int = 0
-    """Decode phases with KV of other weights, or of a connector that the engine lacks: it is computed again."""
+    """Decode phases whose KV came from other weights or an unknown connector: the engine computes it again."""
 
     def count_placed(self, count: int, reason: str) -> None:
-        """Count direct requests that were offered; a reason of a later release is none of the known ones."""
+        """Count offered direct requests; an unknown reason, from a later release, is counted under no reason."""
         self.placed += count
         if reason in self.placed_for:
             self.placed_for[reason] += count

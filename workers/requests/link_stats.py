@@ -1,4 +1,4 @@
-"""What happened on the links of a worker, counted."""
+"""Counters of the links of a worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,56 +11,56 @@ __all__ = ["WorkerLinkStats"]
 
 @dataclass(slots=True)
 class WorkerLinkStats:
-    """Counters since the worker was started: whatever is dropped is counted."""
+    """Counters since the start of the worker. Every dropped item is counted."""
 
     offered: int = 0
     rejected: int = 0
     prompt_tokens: int = 0
-    """Of what was offered."""
+    """Prompt tokens of offered requests."""
     cached_prompt_tokens: int = 0
-    """Of the prompts of requests that have a token, those that the engine did not compute."""
+    """Prompt tokens that the engine found in its cache, of requests with a first token."""
     recomputed_prompt_tokens: int = 0
-    """Of the same prompts, those that the engine computed."""
+    """Prompt tokens that the engine computed, of the same requests."""
     generated_tokens: int = 0
     routing_bytes: int = 0
-    """Rows of routed experts, as the engine gave them."""
+    """Bytes of rows of routed experts, as the engine returned them."""
     first_tokens: int = 0
-    """Requests that have a token."""
+    """Requests with a first token."""
     first_tokens_s: float = 0.0
-    """Seconds from their offers to their first tokens, added up."""
+    """Sum of the seconds from offer to first token."""
     next_tokens: int = 0
-    """Tokens of all later steps."""
+    """Tokens of all steps after the first token."""
     next_tokens_s: float = 0.0
-    """Seconds from the steps before them to theirs, added up."""
+    """Sum of the seconds between consecutive steps of these tokens."""
     ended: int = 0
-    """Ended by the engine: stopped, full, aborted or failed."""
+    """Requests that the engine ended: stop, length, abort or error."""
     failed: int = 0
-    """Ended by the worker with an error."""
+    """Requests that the worker ended with an error."""
     stopped: int = 0
-    """Ended because their clients did not want them; what was unsent of them was dropped."""
+    """Requests aborted by their clients; their unsent chunks were dropped."""
     confirmed: int = 0
-    """Offers that their clients took."""
+    """Offers that clients acknowledged."""
     late_steps: int = 0
-    """Engine output of requests that had ended."""
+    """Engine steps of requests that had ended."""
     repeated: int = 0
-    """Requests that the queue delivered again although they were here."""
+    """Requests that the queue delivered again while they were here."""
     fenced: int = 0
-    """Requests given up because the worker's lease ran out."""
+    """Requests removed because the worker's lease expired."""
     clients_gone: int = 0
-    """Lives of clients that ended: closed, expired or followed by another."""
+    """Ended client incarnations: closed, expired or replaced by another."""
     requests_of_gone: int = 0
-    """Their requests that were dropped."""
+    """Dropped requests of these incarnations."""
     over_budget: int = 0
-    """Requests ended because their unread results were too large."""
+    """Requests failed because their unacknowledged results were too large."""
     late_messages: int = 0
-    """Messages of lives of clients that are over for good."""
+    """Messages of client incarnations that have ended for good."""
     bad_messages: int = 0
-    """Messages that acknowledge what was never sent."""
+    """Messages that acknowledge frames which were never sent."""
     links_broken: int = 0
-    """Links given up for a new one, since the client had lost its place or a frame could not be published."""
+    """Links replaced by a new link: the client had lost its position, or a frame could not be published."""
     frames_resent: int = 0
     kv_too_large: int = 0
-    """KV parameters that fit no frame of this server: the decode leg computes the prompt anew."""
+    """KV parameters too large for a frame: the decode phase computes the prompt again."""
 
     def count_prompt(self, request: WorkerRequest) -> None:
         """Count the prompt of a request that has its first token."""
@@ -68,7 +68,7 @@ class WorkerLinkStats:
         self.recomputed_prompt_tokens += max(request.prompt_len - request.cached_tokens, 0)
 
     def count(self, step: RequestStep, request: WorkerRequest, now: float) -> None:
-        """Count what a step brought that was taken for a request."""
+        """Count a step that was added to a request."""
         if step.routed_experts is not None:
             self.routing_bytes += step.routed_experts.nbytes
         num_tokens = len(step.token_ids)
@@ -84,7 +84,7 @@ class WorkerLinkStats:
         request.last_at, request.has_token = now, True
 
     def count_batch(self, batch: TokenBatch, gathered: Sequence[WorkerRequest], now: float) -> None:
-        """Count a batch that was taken for these requests, of which none has its first token there."""
+        """Count a batch that was added to these requests, none of which has its first token in it."""
         if batch.routed_experts is not None:
             self.routing_bytes += batch.routed_experts.nbytes
         self.generated_tokens += len(gathered)

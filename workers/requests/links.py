@@ -1,9 +1,9 @@
 """The links, leases and requests that a worker has for its clients. Plain state, no I/O.
 
-Each event is a method, and returns the `Instructions` that follow. What is to be published waits in `outbound`.
+Each event is a method that returns `Instructions`. Chunks and frames to be published wait in `outbound`.
 
-Invariants: a request that was offered or rejected gets exactly one terminal chunk, behind its other chunks. Its message
-leaves the queue only after its client has confirmed the offer or does not want it, or when that client is gone.
+Invariants: an offered or rejected request gets exactly one terminal chunk, after its other chunks. Its message leaves
+the queue only after the client has acknowledged the offer, has aborted the request, or has ended.
 """
 
 import logging
@@ -36,7 +36,7 @@ __all__ = ["WorkerLinks"]
 logger = logging.getLogger(__name__)
 
 REMEMBER_S = 60.0
-"""How long the frames of a lost client are kept for its return."""
+"""Seconds for which the frames of a lost client are kept for its return."""
 DEFAULT_LEASE_S = 5.0
 """The lease of a client whose link message arrives before its presence."""
 
@@ -45,8 +45,8 @@ class WorkerLinks:
     """The links, leases and requests of one worker.
 
     Args:
-        incarnation: of the worker.
-        max_payload: of the NATS server, in bytes; no frame exceeds it.
+        incarnation: incarnation of the worker.
+        max_payload: of the NATS server, in bytes. No frame is larger.
     """
 
     def __init__(self, config: WorkerConfig, incarnation: str, *, max_payload: int) -> None:
@@ -57,7 +57,7 @@ class WorkerLinks:
         self.outbound = OutboundRegistry(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
         self.stats = WorkerLinkStats()
         self.reports_kv = False
-        """The engine reports KV that it computes anew; set before requests are offered."""
+        """True if the engine reports KV that it computes again; set before requests are offered."""
         self._terminator = RequestTerminator(self.requests, self.outbound, self.versions, self.stats)
         self.dispatcher = StepDispatcher(self.requests, self.outbound, self.versions, self._terminator, self.stats)
 
@@ -66,7 +66,7 @@ class WorkerLinks:
         return f"<WorkerLinks {self.outbound!r} {self.requests!r}>"
 
     def begin(self, engine: Engine, now: float) -> None:
-        """Take note of what an engine reports that has started."""
+        """Store the capabilities of an engine that has started."""
         self.reports_kv = engine.reports_recomputed_kv
         self.dispatcher.experts.begin(engine.capabilities.routed_experts, now)
 
@@ -84,7 +84,7 @@ class WorkerLinks:
             link = self.outbound.find(origin.client, origin.incarnation)
             if link is None or origin.key not in link.sender.keys:
                 return None
-            # Ended and confirmed: only its chunks are still to be sent.
+            # The request has ended and its offer is acknowledged; only chunks are still to be sent.
         self.stats.repeated += 1
         if message is None:
             return Instructions()
@@ -119,8 +119,8 @@ class WorkerLinks:
         """Accept a request that is not here, and offer it to its client; return its engine name.
 
         Args:
-            kv: which the engine is given with it.
-            gathers: its tokens may be gathered for a moment.
+            kv: KV transfer for the engine.
+            gathers: the worker may batch its tokens.
         """
         routing = None if request.return_routed_experts is False else capabilities.routed_experts
         writer = ChunkWriter(
@@ -142,12 +142,13 @@ class WorkerLinks:
         worker_request.timeline.offer(self.versions.weight_version, request.prompt_len, request.traceparent)
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
         worker_request.prompt_len = request.prompt_len
-        # An adapter may change while other weights stay: such tokens go on at once, with the version that holds.
+        # An adapter may change while the base weights stay, so its tokens are forwarded at once with the present
+        # version.
         worker_request.gathers = gathers and request.lora is None
         return worker_request.name
 
     def offer_again(self, names: Iterable[str]) -> None:
-        """Tell the clients of offered requests which may wait that the engine gets these now."""
+        """Offer waiting requests again, because the engine gets them now."""
         for request in filter(None, map(self.requests.open, names)):
             if isinstance(request.outbound, OutboundLink):
                 request.outbound.sender.offer_again(request.origin.key)
@@ -182,12 +183,13 @@ class WorkerLinks:
             self.outbound.touch(link)
             self.requests.note_refused(origin, error.code.value)
             return
-        # Offered, so that the message leaves the queue with the client's ack: until then another worker may answer.
+        # Offer the rejection, so that the message leaves the queue with the client's ack: until then another worker may
+        # answer.
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, segment_bytes=self.outbound.segment_bytes)
         self._terminator.fail(self._accept(origin, writer, now), error)
 
     def note_returned(self, messages: Iterable[QueuedRequest]) -> None:
-        """Have timelines of requests that go back to the queue, and that were not offered."""
+        """Write timelines of requests that return to the queue without an offer."""
         for message in messages:
             for origin in IncomingRequest.origins_in(message):
                 self.requests.note_refused(origin)
@@ -200,20 +202,20 @@ class WorkerLinks:
         return instructions
 
     def flush(self) -> Instructions:
-        """Give the outbounds all that was gathered."""
+        """Add all batched tokens to the outbounds."""
         instructions = Instructions()
         self.dispatcher.flush(instructions)
         return instructions
 
     def fail(self, names: Sequence[str], error: RequestError) -> Instructions:
-        """End open requests with `error`; those that have ended are left alone."""
+        """End open requests with `error`; ignore ended requests."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.failed += 1
             self._terminator.fail(request, error)
         return Instructions(abort=list(names))
 
     def refuse(self, names: Sequence[str], error: RequestError) -> None:
-        """End requests that were offered and that the engine has not seen: their clients put them into the queue."""
+        """Reject offered requests that are not in the engine: their clients put them into the queue."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.rejected += 1
             self._terminator.fail(request, error)
@@ -239,7 +241,8 @@ class WorkerLinks:
         self.leases.renew_lease(client, incarnation, now)
         incarnations = self.outbound.incarnations_of(client)
         if any(other != incarnation for other in incarnations) and not self.leases.is_dead(client, incarnation):
-            # Only a live incarnation sends link messages: it is the later one, though its presence may be on its way.
+            # Only a live incarnation sends link messages, so this is the latest one even if its presence has not
+            # arrived yet.
             announced = ClientPresence(
                 client=client, incarnation=incarnation, state=ClientState.LIVE, lease_s=DEFAULT_LEASE_S
             )
@@ -247,13 +250,13 @@ class WorkerLinks:
         self._clear_lost(client, incarnation)
 
     def _clear_lost(self, client: str, incarnation: str) -> None:
-        """Keep the link of a client that may have counted as lost."""
+        """Keep the link of a client that was perhaps marked lost."""
         link = self.outbound.find(client, incarnation)
         if link is not None:
             link.lost_at = None
 
     def _apply_link_state(self, client: str, message: LinkMessage, instructions: Instructions) -> None:
-        """Apply acks and credit; a client that follows another link gets a heartbeat of the present one."""
+        """Apply acks and credit. A client that follows an old link gets a heartbeat of the present one."""
         link = self.outbound.link(client, message.client_incarnation)
         self.outbound.touch(link)
         if message.link != link.sender.link:
@@ -280,9 +283,9 @@ class WorkerLinks:
             link.resend(progress.resend)
 
     def break_link(self, link: OutboundLink, instructions: Instructions) -> None:
-        """Replace a link, without the requests on it.
+        """Replace a link by a new one without its requests.
 
-        Its client then asks again for those that it had confirmed; the others go back to the queue.
+        The client then publishes its acknowledged requests again; the other requests go back to the queue.
         """
         self.stats.links_broken += 1
         self._terminator.remove_link(link, instructions, to_other_workers=True)
@@ -307,7 +310,7 @@ class WorkerLinks:
     # Time
 
     def expire(self, now: float) -> Instructions:
-        """End what is late: clients that are silent or read nothing, plain requests past their deadline."""
+        """End silent clients, clients that read nothing, and plain requests past their deadline."""
         instructions = Instructions()
         for link in [link for link in self.outbound.links() if link.sender.is_overrun]:
             self.break_link(link, instructions)
@@ -316,19 +319,21 @@ class WorkerLinks:
         lost = [(link.lost_at, link) for link in self.outbound.links() if link.lost_at is not None]
         excess = self.outbound.held_bytes - self._max_held_bytes
         for lost_at, link in sorted(lost, key=lambda item: item[0]):
-            # The frames of dead clients must not keep live ones from being served.
+            # Frames of dead clients must not block live clients.
             if now - lost_at > REMEMBER_S or excess > 0:
                 excess -= link.held_bytes
                 self._terminator.remove_link(link, instructions)
         for request in self.requests:
             if request.deadline is not None and now > request.deadline and self.requests.is_open(request):
                 self.stats.failed += 1
-                self._terminator.fail(request, RequestError(code=ErrorCode.TIMEOUT, message="its timeout_s passed"))
+                self._terminator.fail(
+                    request, RequestError(code=ErrorCode.TIMEOUT, message="the request exceeded its timeout_s")
+                )
                 instructions.abort.append(request.name)
         return instructions
 
     def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
-        """End the requests of a client that went silent; if it returns soon, it receives the errors."""
+        """End the requests of a silent client. If it returns soon, it receives the errors."""
         logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
         self.stats.clients_gone += 1
         link = self.outbound.find(ended.client, ended.incarnation)

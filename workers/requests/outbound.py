@@ -14,9 +14,9 @@ from ...schemas.messages import RequestKey
 __all__ = ["Outbound", "OutboundLink", "OutboundRegistry", "OutgoingFrame", "PlainOutbound"]
 
 MAX_FRAME_BYTES = 512 * 1024
-"""Larger messages are no faster, and delay the frames behind them."""
+"""Larger messages are not faster, and they delay the frames behind them."""
 FRAME_MARGIN_BYTES = 4096
-"""Left below that for what a frame holds besides its chunks, and again for what a chunk holds besides its parts."""
+"""Bytes reserved for the other fields of a frame, and again for the other fields of a chunk."""
 
 
 class OutgoingFrame(NamedTuple):
@@ -25,7 +25,7 @@ class OutgoingFrame(NamedTuple):
     subject: str
     data: bytes
     message: QueuedRequest | None = None
-    """Of the queue, to be acked once the frame was published."""
+    """The queue message, to be acked after the frame was published."""
 
 
 class OutboundLink:
@@ -34,13 +34,14 @@ class OutboundLink:
     def __init__(self, client: str, subject: str, sender: LinkSender) -> None:
         self.client = client
         self.incarnation = sender.client_incarnation
-        """Of the client."""
+        """Incarnation of the client."""
         self.subject = subject
         self.sender = sender
         self.needs_heartbeat = False
-        """A heartbeat is due, behind the frames that are."""
+        """True if a heartbeat is due after the waiting frames."""
         self.lost_at: float | None = None
-        """When the client was marked lost; None while it lives. Its frames are kept until it returns or is removed."""
+        """Time at which the client was marked lost; None while it is live. Frames are kept until it returns or is
+        removed."""
         self.resting_bytes = 0
         """For `OutboundRegistry`, which counts it in its sum."""
         self._resends: deque[bytes] = deque()
@@ -55,7 +56,7 @@ class OutboundLink:
         return self.sender.held_bytes
 
     def resend(self, frames: list[bytes]) -> None:
-        """Send these frames again before all new ones, instead of those of an earlier call."""
+        """Send these frames again before all new ones; they replace the frames of an earlier call."""
         self._resends = deque(frames)
 
     def next_frame(self) -> OutgoingFrame | None:
@@ -73,7 +74,7 @@ class PlainOutbound:
     def __init__(self, subject: str, writer: ChunkWriter, sender: PlainSender, message: QueuedRequest) -> None:
         self.subject = subject
         self.message = message
-        """The queue message, acked behind the terminal chunk; the last delivery counts."""
+        """The queue message, acked after the terminal chunk. A redelivery replaces it."""
         self.resting_bytes = 0
         """For `OutboundRegistry`, which counts it in its sum."""
         self._writer = writer
@@ -86,7 +87,7 @@ class PlainOutbound:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are not published yet."""
+        """Bytes to be published."""
         return self._writer.unsent_bytes + sum(map(len, self._frames))
 
     def next_frame(self) -> OutgoingFrame | None:
@@ -107,17 +108,17 @@ class OutboundRegistry:
     """All outbounds of a worker, and which of them may have something to publish.
 
     Args:
-        incarnation: of the worker.
-        max_payload: of the NATS server, in bytes; no frame exceeds it.
+        incarnation: incarnation of the worker.
+        max_payload: of the NATS server, in bytes. No frame is larger.
     """
 
     def __init__(self, worker_id: str, subjects: Subjects, incarnation: str, *, max_payload: int) -> None:
         self._worker_id = worker_id
         self._subjects = subjects
-        # By client and incarnation: two incarnations may overlap until the presence of the later one arrives.
+        # By client and incarnation. Two incarnations may overlap until the presence of the later one arrives.
         self._links: dict[str, dict[str, OutboundLink]] = {}
         self._plain: set[PlainOutbound] = set()
-        # The few that change; the bytes of the others are added up in `_resting_bytes`.
+        # The outbounds that change; `_resting_bytes` is the sum over all others.
         self._touched: dict[Outbound, None] = {}
         self._resting_bytes = 0
         self._past_stalls = 0
@@ -129,9 +130,9 @@ class OutboundRegistry:
         margin = min(FRAME_MARGIN_BYTES, max_payload // 4)
         self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - margin
         self.max_part_bytes = self._max_frame_bytes - margin
-        """A row that takes more fits no frame."""
+        """Maximum bytes of a row: a larger one fits no frame."""
         self.segment_bytes = min(SEGMENT_BYTES, self.max_part_bytes)
-        """For the writers of chunks that are to fit."""
+        """Bytes of a segment, for chunk writers."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -142,12 +143,12 @@ class OutboundRegistry:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that clients have not acknowledged, and that were not sent to plain programs."""
+        """Bytes that clients have not acknowledged, plus bytes not yet published to plain programs."""
         return self._resting_bytes + sum(outbound.held_bytes for outbound in self._touched)
 
     @property
     def credit_stalls(self) -> int:
-        """How often chunks had to wait for credit, on all links that there were."""
+        """Number of times that chunks waited for credit, on all links since the start."""
         return self._past_stalls + sum(link.sender.credit_stalls for link in self.links())
 
     @property
@@ -156,24 +157,24 @@ class OutboundRegistry:
         return not self._plain and all(link.sender.is_idle for link in self.links() if link.lost_at is None)
 
     def links(self) -> Iterator[OutboundLink]:
-        """All links; none may be opened or removed meanwhile."""
+        """All links. Do not open or remove links during the iteration."""
         for incarnations in self._links.values():
             yield from incarnations.values()
 
     def frame_counts(self) -> dict[str, int]:
-        """Frames numbered so far on each link, by `<client>/<incarnation>`."""
+        """Return the number of sealed frames of each link, by `<client>/<incarnation>`."""
         return {f"{link.client}/{link.incarnation}": link.sender.num_frames for link in self.links()}
 
     def incarnations_of(self, client: str) -> Mapping[str, OutboundLink]:
-        """A client's links by its incarnations."""
+        """Return the links of a client by incarnation."""
         return self._links.get(client, {})
 
     def find(self, client: str, incarnation: str) -> OutboundLink | None:
-        """The link to this incarnation of a client, if there is one."""
+        """Return the link to this incarnation of a client, or None."""
         return self.incarnations_of(client).get(incarnation)
 
     def link(self, client: str, incarnation: str) -> OutboundLink:
-        """Return the link to this incarnation of a client; open the next one if there is none."""
+        """Return the link to this incarnation of a client; open one if there is none."""
         link = self.find(client, incarnation)
         if link is None:
             sender = LinkSender(
@@ -184,12 +185,12 @@ class OutboundRegistry:
             )
             link = OutboundLink(client, self._subjects.frame(client, self._worker_id), sender)
             self._links.setdefault(client, {})[incarnation] = link
-            # Counted over all clients: a client that was removed here must find a later number than it remembers.
+            # One counter for all clients: a client that was removed here must receive a higher link number than before.
             self._num_links += 1
         return link
 
     def open_plain(self, key: RequestKey, subject: str, writer: ChunkWriter, message: QueuedRequest) -> PlainOutbound:
-        """Open the outbound of one plain request; it is removed with its last frame."""
+        """Open the outbound of one plain request; its last frame removes it."""
         sender = PlainSender(key, writer, incarnation=self.incarnation, max_frame_bytes=self._max_frame_bytes)
         outbound = PlainOutbound(subject, writer, sender, message)
         self._plain.add(outbound)
@@ -214,30 +215,30 @@ class OutboundRegistry:
         self._begin(incarnation, max_payload)
 
     def request_heartbeats(self) -> None:
-        """Have a heartbeat sent on each link whose client may wait for a frame."""
+        """Request a heartbeat on each link whose client may wait for a frame."""
         for link in self.links():
             if link.lost_at is None and link.sender.needs_heartbeat:
                 self.request_heartbeat(link)
 
     def request_heartbeat(self, link: OutboundLink) -> None:
-        """Have a heartbeat sent: it has the number of the link and of its last frame."""
+        """Request a heartbeat, which contains the number of the link and of its last frame."""
         link.needs_heartbeat = True
         self.touch(link)
 
     def touch(self, outbound: Outbound) -> None:
-        """Note that an outbound changes, and may have something to publish."""
+        """Mark an outbound as changed: it may have frames to publish."""
         self._resting_bytes -= outbound.resting_bytes
         outbound.resting_bytes = 0
         self._touched[outbound] = None
 
     def _rest(self, outbound: Outbound) -> None:
-        """Note that an outbound has nothing to publish until it is touched."""
+        """Mark an outbound as idle until the next `touch`."""
         del self._touched[outbound]
         outbound.resting_bytes = outbound.held_bytes
         self._resting_bytes += outbound.resting_bytes
 
     def sendable(self) -> list[Outbound]:
-        """Outbounds that may have something to publish; publish one frame of each in turn."""
+        """Outbounds that may have frames to publish. Publish one frame of each in turn."""
         return list(self._touched)
 
     def next_frame(self, outbound: Outbound) -> OutgoingFrame | None:

@@ -1,4 +1,4 @@
-"""Publishes a worker's outgoing messages: frames to clients, acks to the queue and to controllers.
+"""Publishes a worker's outgoing messages: frames to clients, acks to the queue and command acks to controllers.
 
 It publishes only while the worker holds its lease.
 """
@@ -19,18 +19,18 @@ __all__ = ["OutboundPublisher"]
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1024**2
-"""Published bytes that the network has not taken: above it, frames wait where they can be merged and overtaken."""
+"""Maximum published bytes in the socket buffer. Above it, frames stay unsealed, so that they can be merged."""
 DRAIN_S = 1.0
-"""Seconds to wait for the network to take them before the next check."""
+"""Seconds to wait for the socket buffer to drain before the next check."""
 
 
 class OutboundPublisher:
     """Publishes one frame of each outbound in turn, and acks.
 
-    While the connection is down, or the worker may not publish, everything waits; a fence removes it.
+    While the connection is down or the worker may not publish, all messages wait. A fence removes them.
 
     Args:
-        on_broken: called with an outbound if the server will never take one of its frames.
+        on_broken: called with an outbound if the server will never accept one of its frames.
     """
 
     def __init__(
@@ -41,28 +41,28 @@ class OutboundPublisher:
         self._links = links
         self._on_broken = on_broken
         self._has_frames = asyncio.Event()
-        # Bounded by the worker requests and the commands under way.
+        # Bounded by the number of worker requests and open commands.
         self._acks: deque[Callable[[], Awaitable[None]]] = deque()
         self._has_acks = asyncio.Event()
         self._changed = asyncio.Event()
         self.frames = 0
-        """Frames published."""
+        """Number of published frames."""
         self.frames_lost = 0
-        """Frames that could not be published; on a link they are sent again."""
+        """Number of frames that could not be published; a link sends them again."""
 
     def __repr__(self) -> str:
         """One line with counts."""
         return f"<OutboundPublisher frames={self.frames} lost={self.frames_lost} acks={len(self._acks)}>"
 
     def wake(self) -> None:
-        """Publish what can be published now."""
+        """Wake the publisher."""
         self._changed.set()
         self._has_frames.set()
         if self._acks:
             self._has_acks.set()
 
     def enqueue_acks(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Publish acks of queue messages or commands, in this order, when that is possible."""
+        """Append acks of queue messages or commands; they are published in this order as soon as possible."""
         self._acks.extend(acks)
         self.wake()
 
@@ -79,14 +79,14 @@ class OutboundPublisher:
             await self._changed.wait()
 
     async def wait_sent(self) -> None:
-        """Wait until no frame can be published: the rest lacks credit, a connection or a lease."""
+        """Wait until no frame can be published: the remaining ones lack credit, a connection or a lease."""
         while self._can_send() and self._links.outbound.sendable():
             self._changed.clear()
             self._has_frames.set()
             await self._changed.wait()
 
     def clear(self) -> None:
-        """Remove the acks that wait, because the worker was fenced."""
+        """Remove the waiting acks because the worker was fenced."""
         self._acks.clear()
 
     def _can_send(self) -> bool:
@@ -104,7 +104,7 @@ class OutboundPublisher:
             self._changed.set()
 
     async def _publish_frame(self, outbound: Outbound) -> None:
-        """Publish the next frame of `outbound`, which is sealed only now, when it can leave."""
+        """Seal and publish the next frame of `outbound`."""
         if not self._can_send():
             return
         incarnation = self._lifecycle.incarnation
@@ -124,11 +124,12 @@ class OutboundPublisher:
             return
         self.frames += 1
         if outgoing.message is not None and self._lifecycle.incarnation == incarnation:
-            # Behind the frame on the same connection, or not at all: if the frame is lost, the queue delivers again.
+            # After the frame on the same connection, or not at all: if the frame is lost, the queue delivers the
+            # request again.
             await self._publish_ack(outgoing.message.ack)
 
     async def _yield_to_others(self) -> None:
-        """Let a step that is ready be published before the next frame of a large backlog."""
+        """Let the loop add a ready step before the next frame of a large backlog."""
         await asyncio.sleep(0)
         while self._nats.is_connected and self._nats.pending_data_size > MAX_UNSENT_BYTES:
             await self._nats.confirm(timeout_s=DRAIN_S)
@@ -143,10 +144,10 @@ class OutboundPublisher:
             self._changed.set()
 
     async def publish_all(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Publish acks, naks or in-progress answers to the queue now, ahead of those that wait."""
+        """Publish acks, naks or in-progress acks to the queue now, ahead of the waiting ones."""
         incarnation = self._lifecycle.incarnation
         for ack in acks:
-            # After a fence in the middle of this, the rest is about requests that the worker has given up.
+            # If the worker is fenced during this loop, the remaining acks belong to requests that it no longer has.
             if not self._can_send() or self._lifecycle.incarnation != incarnation:
                 return
             await self._publish_ack(ack)
@@ -155,5 +156,5 @@ class OutboundPublisher:
         try:
             await ack()
         except BusBroken as exc:
-            # The queue delivers the message again, and controllers repeat their commands.
-            logger.warning("word.lost error=%s", exc)
+            # The loss is harmless: the queue delivers the message again, and controllers repeat their commands.
+            logger.warning("ack.publish_failed error=%s", exc)

@@ -1,4 +1,4 @@
-"""Forwards the output of engine steps to the outbounds, with its versions; single tokens are gathered."""
+"""Forwards engine steps to the outbounds with their weight versions, and batches tokens of unstreamed requests."""
 
 import logging
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class StepDispatcher:
         self._stats = stats
         self._gathering = TokenBatcher()
         self.experts = ExpertCounter()
-        """Counts which experts the requests' tokens chose."""
+        """Counts the experts that routers chose for the tokens."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -50,7 +50,7 @@ class StepDispatcher:
 
     @property
     def is_gathering(self) -> bool:
-        """True if there are tokens that no outbound has been given yet."""
+        """True if there are batched tokens that no outbound has yet."""
         return len(self._gathering) > 0
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float, instructions: Instructions) -> None:
@@ -70,7 +70,7 @@ class StepDispatcher:
             self._stats.kv_too_large += 1
             step.kv_params = None
         if not request.has_token and not len(step.token_ids) and step.finish_reason is None:
-            # It leaves with the first token: until then new weights may restart the request.
+            # The step leaves with the first token: until then new weights may restart the request.
             request.early_steps.append(step)
             return
         had_token = request.has_token
@@ -93,7 +93,7 @@ class StepDispatcher:
             self._requests.end(request, event, reason.value)
 
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
-        """Gather what may be gathered of a batch; the rest is taken as it is."""
+        """Batch the tokens of unstreamed requests; forward the others at once."""
         found = [self._requests.open(key) for key in batch.keys]
         gathered = [request for request in found if request is not None and request.gathers]
         if len(gathered) < len(found):
@@ -120,22 +120,22 @@ class StepDispatcher:
                 self._flush_request(held_in_full, instructions)
 
     def flush(self, instructions: Instructions) -> None:
-        """Give the outbounds all that was gathered."""
+        """Add all batched tokens to the outbounds."""
         for name in self._gathering.keys:
             request = self._requests.open(name)
             if request is None:
-                # The worker or its client has ended it meanwhile.
+                # The worker or the client ended the request in the meantime.
                 self._gathering.drop(name)
             else:
                 self._flush_request(request, instructions)
 
     def _flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
-        """Forward what was gathered of an open request; return False if that failed the request."""
+        """Forward the batched tokens of an open request; return False if that failed the request."""
         run = self._gathering.pop(request.name)
         return run is None or self._forward(request, run, self._gathering.weight_version, instructions)
 
     def _forward_early(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
-        """Forward the steps before the first token, which `step` brings; return False if that failed the request.
+        """Forward the early steps before `step`, which has the first token; return False if that failed the request.
 
         A request that ends without a token has no rows.
         """
@@ -174,5 +174,5 @@ class StepDispatcher:
         instructions.abort.append(request.name)
 
     def clear(self) -> None:
-        """Forget what was gathered."""
+        """Remove all batched tokens."""
         self._gathering.clear()

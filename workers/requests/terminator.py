@@ -1,4 +1,4 @@
-"""Ends the requests of a worker other than by their engine. Plain state, no I/O."""
+"""Ends requests on behalf of the worker or the client, not of the engine. Plain state, no I/O."""
 
 from ...bus.protocol.states import WorkerRequestEvent
 from ...bus.protocol.telemetry.timeline import RETURNED
@@ -14,7 +14,7 @@ __all__ = ["RequestTerminator"]
 
 
 class RequestTerminator:
-    """Ends requests; shares its arguments with `WorkerLinks`."""
+    """Ends requests; it shares the state of `WorkerLinks`."""
 
     def __init__(
         self, requests: WorkerRequestTable, outbound: OutboundRegistry, versions: Versions, stats: WorkerLinkStats
@@ -31,7 +31,7 @@ class RequestTerminator:
         self._requests.end(request, WorkerRequestEvent.FINISHED, error.code.value)
 
     def fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
-        """End a request with `error` that has a terminal chunk to be sent, whether or not the engine still has it."""
+        """End with `error` a request whose terminal chunk is still to be sent, whether or not the engine has it."""
         request = self._requests.find(link.client, link.incarnation, key)
         if request is not None and self._requests.is_open(request):
             self.fail(request, error)
@@ -42,14 +42,14 @@ class RequestTerminator:
         self._stats.failed += 1
 
     def abort(self, client: str, incarnation: str, key: RequestKey, instructions: Instructions) -> None:
-        """Stop a request that its client does not want here: nobody wants it from the queue either."""
+        """Abort a request for its client, and remove its message from the queue."""
         request = self._requests.find(client, incarnation, key)
         is_open = request is not None and self._requests.is_open(request)
         if request is not None and is_open:
             instructions.abort.append(request.name)
         link = self._outbound.find(client, incarnation)
         if link is None:
-            # In plain mode the engine ends it: what was made until then is on its way.
+            # In plain mode the engine ends the request, and all tokens until then are delivered.
             return
         if key in link.sender.keys:
             self._stats.stopped += 1
@@ -61,7 +61,7 @@ class RequestTerminator:
             self.ack(request, instructions)
 
     def ack(self, request: WorkerRequest, instructions: Instructions) -> None:
-        """Let the queue forget a request, if it still keeps it."""
+        """Ack the queue message of a request, if there is one."""
         message = self._requests.pop_message(request)
         if message is not None:
             instructions.ack.append(message)
@@ -70,7 +70,7 @@ class RequestTerminator:
         """Remove a link and its requests; return the number of requests.
 
         Args:
-            to_other_workers: give messages that the queue still keeps to other workers; else ack them.
+            to_other_workers: nak the queue messages, so that other workers receive them; if False, ack them.
         """
         requests = self._requests.of_client(link.client, link.incarnation)
         reason = RETURNED if to_other_workers else ErrorCode.CLIENT_LOST.value
@@ -87,7 +87,7 @@ class RequestTerminator:
         return len(requests)
 
     def keep_within(self, max_held_bytes: int, instructions: Instructions) -> None:
-        """End requests whose results nobody reads, those that hold most first, down to so many bytes in all."""
+        """Fail the requests with the most unacknowledged bytes until at most `max_held_bytes` remain."""
         excess = self._outbound.held_bytes - max_held_bytes
         if excess <= 0:
             return
@@ -95,7 +95,8 @@ class RequestTerminator:
             (link.sender.unsent_bytes(key), key, link) for link in self._outbound.links() for key in link.sender.keys
         ]
         error = RequestError(
-            code=ErrorCode.OVER_BUDGET, message=f"this worker holds more than {max_held_bytes} unread bytes"
+            code=ErrorCode.OVER_BUDGET,
+            message=f"this worker holds more than {max_held_bytes} unacknowledged bytes",
         )
         for num_bytes, key, link in sorted(unsent, key=lambda item: item[0], reverse=True):
             if excess <= 0 or not num_bytes:

@@ -1,4 +1,4 @@
-"""Of which weights a worker's tokens are."""
+"""The weight versions of a worker."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ __all__ = ["Versions"]
 
 @dataclass(slots=True)
 class Versions:
-    """What holds now; whatever the engine hands over bears it."""
+    """Present versions; the worker attaches them to each engine step."""
 
     weight_version: int
-    """Of the weights that the engine samples from."""
+    """Version of the weights that the engine samples from."""
     target_version: int
-    """Of those that it should have."""
+    """Version of the desired weights."""
     loras: dict[str, int] = field(default_factory=dict)
-    """Of each adapter that is loaded, by the name that requests call it."""
+    """Version of each loaded adapter, by its name in requests."""
     desired_loras: frozenset[str] = frozenset()
-    """Names of adapters that some worker of the model should have: another may have what this one lacks."""
+    """Names of the desired adapters of the model: another worker may have one that this worker lacks."""

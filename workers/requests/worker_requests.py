@@ -1,4 +1,4 @@
-"""The requests that a worker has accepted: those in its engine, and those with an unsettled queue message."""
+"""Worker requests: accepted requests that are in the engine, or whose queue message is not acked yet."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,46 +21,46 @@ class RequestOrigin:
 
     client: str
     incarnation: str
-    """Of the client; empty in plain mode."""
+    """Incarnation of the client; empty in plain mode."""
     key: RequestKey
     message: QueuedRequest | None = None
-    """Of the queue; None for a direct request."""
+    """The queue message; None for a direct request."""
     reply_to: str | None = None
-    """Plain mode: where frames go."""
+    """Plain mode: subject of the frames."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
-    """One request."""
+    """One accepted request."""
 
     name: str
-    """Inside the engine, which never sees the same name twice."""
+    """Name in the engine, unique in this process."""
     origin: RequestOrigin
-    """Without the message."""
+    """Origin without the message."""
     outbound: Outbound
     message: QueuedRequest | None
-    """The queue keeps it for another worker until it is acked; None if there is none any more."""
+    """The queue message until it is acked or nakked; after that None."""
     writer: ChunkWriter
-    """Of its chunks."""
+    """Writer of its chunks."""
     timeline: OpenTimeline
     deadline: float | None = None
-    """When this worker ends the request; None: its client does."""
+    """Monotonic time at which this worker ends the request; None: the client ends it."""
     lora: str | None = None
-    """The adapter that it uses."""
+    """Name of its adapter; None: no adapter."""
     prompt_len: int = 0
-    """Tokens of its prompt."""
+    """Number of prompt tokens."""
     cached_tokens: int = 0
-    """Of these, the tokens that its engine did not compute; known with its first token."""
+    """Prompt tokens from the engine's cache; known with the first token."""
     gathers: bool = False
-    """Its client does not stream: tokens may be gathered for a moment."""
+    """True if the client does not stream, so that the worker may batch tokens."""
     awaits_kv: bool = False
-    """A prefill or decode phase without a token yet."""
+    """True for a prefill or decode phase without a token."""
     last_at: float = 0.0
-    """Time of its last token, or of the offer if it has none."""
+    """Monotonic time of the last token; before the first token, of the offer."""
     has_token: bool = False
-    """Its engine has sampled a token."""
+    """True if the engine has sampled a token."""
     early_steps: list[RequestStep] = field(default_factory=list)
-    """Steps before its first token, which leave with that token; at most the rows of a prompt."""
+    """Steps before the first token, which leave with that token; at most the rows of a prompt."""
     state: WorkerRequestState = WORKER_REQUEST.initial
 
     def transition(self, event: WorkerRequestEvent) -> None:
@@ -70,29 +70,29 @@ class WorkerRequest:
 
 @dataclass(slots=True)
 class Instructions:
-    """What follows from an event, for the worker to execute."""
+    """Side effects of an event, for the worker to execute."""
 
     abort: list[str] = field(default_factory=list)
     """Engine names of requests to abort."""
     ack: list[QueuedRequest] = field(default_factory=list)
-    """Messages that may leave the queue."""
+    """Queue messages to ack."""
     nak: list[tuple[QueuedRequest, float]] = field(default_factory=list)
-    """Messages for another worker, each after so many seconds."""
+    """Queue messages to nak, each with the seconds until the next delivery."""
 
     @classmethod
     def acking(cls, message: QueuedRequest | None) -> "Instructions":
-        """Remove a message that no client waits for from the queue, if there is one."""
+        """Return instructions to ack a message, if there is one."""
         return cls(ack=[] if message is None else [message])
 
 
 class WorkerRequestTable:
-    """Requests that are open in the engine or unsettled in the queue, by engine name and by client and key."""
+    """The worker requests, by engine name and by client and key."""
 
     def __init__(self) -> None:
         self.timelines = TimelineBook()
-        """Of all requests that came here, also of those that were refused or given back."""
+        """Timelines of all received requests, including rejected and returned ones."""
         self._by_name: dict[str, WorkerRequest] = {}
-        # By client and its incarnation, which is empty in plain mode; only those with a request.
+        # By client and incarnation, which is empty in plain mode. Only clients with a request have an entry.
         self._by_client: dict[tuple[str, str], dict[RequestKey, WorkerRequest]] = {}
         self._serial = 0
 
@@ -105,17 +105,17 @@ class WorkerRequestTable:
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[WorkerRequest]:
-        """All open or unsettled requests; a copy, so that requests may be ended meanwhile."""
+        """Iterate over a copy of all worker requests, so that the caller may end requests."""
         return iter([request for client in self._by_client.values() for request in client.values()])
 
     @property
     def names(self) -> list[str]:
-        """Of the open requests."""
+        """Engine names of the open requests."""
         return list(self._by_name)
 
     @property
     def messages(self) -> list[QueuedRequest]:
-        """Queue messages to answer as in progress: without an answer, the queue gives them to another worker."""
+        """Queue messages that are not acked yet. The worker sends in-progress acks for them."""
         return [request.message for request in self if request.message is not None]
 
     def add(
@@ -126,11 +126,11 @@ class WorkerRequestTable:
         deadline: float | None = None,
         lora: str | None = None,
     ) -> WorkerRequest:
-        """Add an accepted request, which must not be here already."""
+        """Add an accepted request that is not here yet."""
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
-        # The message is not kept in the origin too: it would keep the prompt in memory until the end.
+        # The origin does not keep the message, because that would keep the prompt in memory until the end.
         timeline = self._begin_timeline(origin)
         request = WorkerRequest(
             name, replace(origin, message=None), outbound, origin.message, writer, timeline, deadline, lora
@@ -145,34 +145,34 @@ class WorkerRequestTable:
         return self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
 
     def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
-        """Have a timeline of a request that is not here: it was refused for `reason`, or given back to the queue.
+        """Write the timeline of a request that was rejected for `reason` or returned to the queue.
 
-        A redelivery of a request that runs here has no second timeline.
+        The redelivery of a request that is open here gets no second timeline.
         """
         if self.find(origin.client, origin.incarnation, origin.key) is not None:
             return
         self.timelines.end(self._begin_timeline(origin), reason, 0)
 
     def note_started(self, name: str) -> None:
-        """Note that the engine gets an open request now."""
+        """Record that an open request goes to the engine now."""
         request = self.open(name)
         if request is not None:
             request.timeline.add("started")
 
     def open(self, name: str) -> WorkerRequest | None:
-        """The open request of this engine name."""
+        """Return the open request of this engine name, or None."""
         return self._by_name.get(name)
 
     def names_using(self, lora: str | None) -> list[str]:
-        """Names of the open requests that use this adapter; None: of all."""
+        """Return the engine names of the open requests that use this adapter; None: of all."""
         return [request.name for request in self._using(lora)]
 
     def names_awaiting_kv(self, lora: str | None) -> list[str]:
-        """Of these, prefill and decode phases without a token: their KV is of the present weights alone."""
+        """Return the engine names of prefill and decode phases without a token; `lora` is as in `names_using`."""
         return [request.name for request in self._using(lora) if request.awaits_kv]
 
     def restart_unbegun(self, lora: str | None) -> list[str]:
-        """Discard the early steps of those without a token, and return their names in the order of their arrival."""
+        """Discard the early steps of requests without a token; return their names in the order of arrival."""
         unbegun = [request for request in self._using(lora) if not request.has_token]
         for request in unbegun:
             request.early_steps.clear()
@@ -182,7 +182,7 @@ class WorkerRequestTable:
         return [request for request in self._by_name.values() if lora is None or request.lora == lora]
 
     def names_by_id(self, request_ids: Collection[str]) -> dict[str, list[str]]:
-        """Names of the open requests of any client, by these ids; an id without one is left out."""
+        """Return the engine names of open requests by these request ids, of any client; omit ids without one."""
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
             if request.origin.key.request_id in request_ids:
@@ -190,36 +190,36 @@ class WorkerRequestTable:
         return names
 
     def find(self, client: str, incarnation: str, key: RequestKey) -> WorkerRequest | None:
-        """The request that a client calls `key`; in plain mode `incarnation` is empty."""
+        """Return the request with this client and key, or None; in plain mode `incarnation` is empty."""
         return self._by_client.get((client, incarnation), {}).get(key)
 
     def of_client(self, client: str, incarnation: str) -> list[WorkerRequest]:
-        """All requests of one incarnation of a client."""
+        """Return all requests of one incarnation of a client."""
         return list(self._by_client.get((client, incarnation), {}).values())
 
     def find_by_message(self, message: QueuedRequest) -> WorkerRequest | None:
-        """The request with this queue message."""
+        """Return the request with this queue message, or None."""
         return next((request for request in self if request.message is message), None)
 
     def is_open(self, request: WorkerRequest) -> bool:
-        """True if it was not ended."""
+        """True if the request has not ended."""
         return request.name in self._by_name
 
     def hold(self, reason: str) -> None:
-        """Note that the open requests stand still, and for what."""
+        """Record in the timelines of open requests that they are paused, and the reason."""
         for request in self._by_name.values():
             request.timeline.hold(reason, request.writer.taken_tokens)
 
     def resume(self) -> None:
-        """Note that the open requests go on."""
+        """Record in the timelines of open requests that they continue."""
         for request in self._by_name.values():
             request.timeline.resume()
 
     def end(self, request: WorkerRequest, event: WorkerRequestEvent, reason: str) -> None:
-        """End an open request; it stays here until its queue message is settled.
+        """End an open request; it stays in the table until its queue message is acked or nakked.
 
         Args:
-            reason: of the end, as `TimelineBook.end`.
+            reason: reason of the end, as in `TimelineBook.end`.
         """
         del self._by_name[request.name]
         self.timelines.end(request.timeline, reason, request.writer.taken_tokens)
@@ -228,7 +228,7 @@ class WorkerRequestTable:
             self._remove(request.origin)
 
     def pop_message(self, request: WorkerRequest) -> QueuedRequest | None:
-        """Remove and return the queue message of a request, to be acked or nakked; None if there is none."""
+        """Remove and return the queue message of a request for an ack or nak; None if there is none."""
         message, request.message = request.message, None
         if not self.is_open(request):
             self._remove(request.origin)
@@ -242,7 +242,7 @@ class WorkerRequestTable:
             self._by_client.pop(client, None)
 
     def clear(self) -> list[str]:
-        """Remove everything, as this worker has lost its lease; return the engine names of the open requests."""
+        """Remove all requests because this worker lost its lease; return the engine names of the open ones."""
         names = self.names
         for request in self._by_name.values():
             self.timelines.end(request.timeline, ErrorCode.WORKER_FENCED.value, request.writer.taken_tokens)
