@@ -1,4 +1,4 @@
-"""Write the tables of permissions in docs/operations.md: `python -m tests.auth.permissions_doc`."""
+"""Write the tables of permissions in docs/operate/secure.md: `python -m tests.auth.permissions_doc`."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from rollbus.bus.auth.permissions import JETSTREAM_RULES, SUBJECT_RULES
 
 __all__ = ["DOC", "with_table"]
 
-DOC = Path(__file__).parents[2] / "docs" / "operations.md"
+DOC = Path(__file__).parents[2] / "docs" / "operate" / "secure.md"
 PARTS = re.compile(r"(<!-- table: (permissions|jetstream) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

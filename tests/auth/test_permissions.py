@@ -77,7 +77,7 @@ def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
 
 
 def test_the_documented_table_is_the_code() -> None:
-    """docs/operations.md has what bus/auth/permissions.py says: `python -m tests.auth.permissions_doc` writes it."""
+    """docs/operate/secure.md has the rules of the code: `python -m tests.auth.permissions_doc` writes its tables."""
     text = DOC.read_text()
 
     assert text == with_table(text)

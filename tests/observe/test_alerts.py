@@ -13,7 +13,7 @@ from tests.observe.promtool import needs_promtool, promtool, promtool_check_metr
 from tests.observe.shipped import ALERTS, PROMETHEUS, rules
 
 UNIT_TESTS = Path(__file__).parent / "alerts_test.yml"
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "observe.md"
 NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
 
 
@@ -56,14 +56,14 @@ def test_each_alert_has_a_unit_test() -> None:
 
 def test_each_alert_says_what_to_do() -> None:
     """Summary, action and page, a severity, and a wait; the table of the page has all alerts with severity and wait."""
-    written = re.findall(r"^\| `(Rollbus\w+)` \| (\w+), (\w+) \|", OPERATIONS.read_text(), re.M)
+    written = re.findall(r"^\| `(Rollbus\w+)` \| (\w+), (\w+) \|", PAGE.read_text(), re.M)
     alerts = [rule for rule in rules() if "alert" in rule]
 
     assert written == [(rule["alert"], rule["labels"]["severity"], rule["for"]) for rule in alerts]
     for rule in alerts:
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert rule["annotations"].keys() == {"summary", "action", "runbook"}
-        assert rule["annotations"]["runbook"] == "docs/operations.md#alerts"
+        assert rule["annotations"]["runbook"] == "docs/operate/observe.md#alerts"
     assert len({rule["annotations"]["summary"] for rule in alerts}) == len(alerts)
     assert len({rule["annotations"]["action"] for rule in alerts}) == len(alerts)
 
