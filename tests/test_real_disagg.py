@@ -166,6 +166,7 @@ def check_legs(generation: Generation, request: GenerateRequest) -> None:
         assert generation.cached_tokens == request.prompt_len // BLOCK * BLOCK
 
 
+@pytest.mark.proves("P24")
 async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
     """Tokens, logprobs and routing are a single worker's, from any row of the prompt on."""
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
@@ -265,6 +266,7 @@ async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.proves("P24")
 async def test_new_weights_between_legs(pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]) -> None:
     """An update between the legs mixes no weights: KV of the old ones is used by the old ones or by nobody."""
     request = greedy(100, 200, seed=21, cache_salt="between")

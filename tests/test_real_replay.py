@@ -44,6 +44,7 @@ def logprobs_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
     return chosen
 
 
+@pytest.mark.proves("P23")
 async def test_replay_with_the_workers_weights_changes_nothing(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:

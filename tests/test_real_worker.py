@@ -15,6 +15,7 @@ from tests.support.results import TOLERANCE, assert_same, expert_sets
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
+@pytest.mark.proves("P15")
 async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
     """200 prompt and 100 sampled tokens: the experts of every row and layer, and the logprobs, are Hugging Face's."""
     request = GenerateRequest(
@@ -67,6 +68,7 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
             assert set(together[request.request_id].weight_versions) == {WEIGHT_VERSION}
 
 
+@pytest.mark.proves("P14")
 async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
     """Every streamed chunk brings the rows of what its steps computed: the prompt's first, then one for each token."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
@@ -108,6 +110,7 @@ async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
         check_generation(await rb.complete(request), request)
 
 
+@pytest.mark.proves("P27")
 async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) -> None:
     """A request that the model cannot serve says what is allowed, while others run beside it."""
     too_long = greedy(8192, 1, request_id="long")

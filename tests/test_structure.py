@@ -83,6 +83,7 @@ def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "venv" / "bin"
 
 
+@pytest.mark.proves("P32")
 @pytest.mark.slow
 def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
     """Installed without extras, bus and schemas import, and no engine, library of models or of traces comes along."""

@@ -55,6 +55,7 @@ async def is_refused(server: Server) -> None:
     assert "hunter2" not in str(told.value)
 
 
+@pytest.mark.proves("P26")
 @on_both_loops
 @pytest.mark.parametrize("asked_by", ["url", "ca", "certificate", "key of a user"])
 def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: str) -> None:
@@ -89,6 +90,7 @@ async def loses_its_server(server: TlsServer) -> None:
     assert b"secret" in server.received[-1]
 
 
+@pytest.mark.proves("P26")
 @on_both_loops
 def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: str) -> None:
     """Each time; what was published meanwhile waits for the server that has TLS."""

@@ -115,6 +115,7 @@ def test_every_subject_is_tried() -> None:
     assert list(OWN) == [rule.subject for rule in SUBJECT_RULES]
 
 
+@pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
 async def test_each_subject_is_for_whom_it_is_meant(role: Role, tmp_path: Path) -> None:
     """With each role's credentials: under the own name what the role does, and nothing under another's."""
@@ -190,6 +191,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield "_INBOX_trainer.bob.x", set()
 
 
+@pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
 async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_path: Path) -> None:
     """Requests of others cannot be read, deleted or purged, nor what workers are told be changed."""
@@ -200,6 +202,7 @@ async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_p
     assert found == {where: role in roles for where, roles in operations(stream)}
 
 
+@pytest.mark.proves("P25")
 async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
     """While bob has his request answered, alice has subscribed to all that she can think of."""
     heard: list[str] = []

@@ -31,6 +31,7 @@ from tests.support.fleet import synthetic_worker
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proves("P25")
 async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
     """Neither what is recorded nor what only is said; the worker goes on, and so do the trainer's own requests."""
     async with guarded(tmp_path) as guard:
@@ -57,6 +58,7 @@ async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.proves("P25")
 async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
     """They fail with a code of their own, long before their deadline."""
     async with guarded(tmp_path) as guard:
@@ -72,6 +74,7 @@ async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
     assert not caught.value.retryable
 
 
+@pytest.mark.proves("P25")
 async def test_a_worker_cannot_command(tmp_path: Path) -> None:
     """With its key alone nothing goes to the control subjects, and nothing is recorded."""
     async with guarded(tmp_path) as guard:

@@ -25,6 +25,7 @@ BLOCKED_S = LEASE_S + 2.5
 """Longer than a lease and its margins, of either side."""
 
 
+@pytest.mark.proves("P6")
 async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> None:
     """Blocked for longer than a lease while results stream in: no attempt, no frame and no worker is lost."""
     requests = [sized(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]

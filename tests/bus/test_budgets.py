@@ -50,6 +50,7 @@ async def test_many_requests_are_taken_as_there_is_room(
     assert seen == 5000
 
 
+@pytest.mark.proves("P6")
 async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed) -> None:
     """Above `max_unread_bytes` `complete_many` takes no more requests until results are read; all come in the end."""
     taken = 0
@@ -94,6 +95,7 @@ async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_work
         assert rb.stats().unread_bytes >= 1000
 
 
+@pytest.mark.proves("P6")
 async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: StartServed) -> None:
     """Unread, a stream comes in to its end, holds no other up, and then takes no more memory."""
     async with (

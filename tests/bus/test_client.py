@@ -125,6 +125,7 @@ async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) 
         assert (await rb.complete(sized(model="org/a.b"))).finish_reason == "length"
 
 
+@pytest.mark.proves("P27")
 async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None:
     """Among good requests, those that the model cannot serve fail alone, each with the field and what is allowed."""
     config = SyntheticConfig(max_model_len=64, vocab_size=100)
@@ -154,6 +155,7 @@ async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None
         check_generation(results[request.request_id], request)
 
 
+@pytest.mark.proves("P28")
 async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
     """A model without experts returns None for routing, and a clear error when routing is demanded."""
     config = SyntheticConfig(num_experts=0)

@@ -27,6 +27,7 @@ Give = Callable[[Fleet], Awaitable[rollbus.CommandResult]]
 pytestmark = pytest.mark.slow  # each client waits half a second for who is there
 
 
+@pytest.mark.proves("P18")
 async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
     """It is recorded, each worker hears it once with its epoch, and the ledger has all of them."""
     async with controlled(nats_url, fleet, "a", "b") as control:

@@ -73,6 +73,7 @@ async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: st
         assert set(heard) == {"check_weights", "update_weights"}
 
 
+@pytest.mark.proves("P22")
 @pytest.mark.parametrize(
     "answer",
     [

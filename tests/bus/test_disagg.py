@@ -37,6 +37,7 @@ async def check_equal(
         assert_equal(result, expected[result.request_id])
 
 
+@pytest.mark.proves("P24")
 @pytest.mark.parametrize("num_experts", [16, 300])
 async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_experts: int) -> None:
     """Prompts of 1 to 500 tokens, rows from their start, middle and end, of one and two bytes, 32 and more at a time.

@@ -222,6 +222,7 @@ async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet:
     assert list(by_id["b"].token_ids) == [7]
 
 
+@pytest.mark.proves("P13")
 async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
     """A worker whose totals are wrong is not believed, and is told to stop."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

@@ -38,6 +38,7 @@ async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
         done[data] = done.get(data, 0) + 1
 
 
+@pytest.mark.proves("P5")
 async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) -> None:
     """After a crash what waits comes in order, and what was in hand and not acked comes again."""
     require_binary()
@@ -82,6 +83,7 @@ async def test_pulls_outlive_the_server(fleet: str) -> None:
         assert worker.puller.stats.ensured == 1
 
 
+@pytest.mark.proves("P5")
 async def test_requests_outlive_servers_under_load(fleet: str) -> None:
     """With the server killed again and again, every request is worked off, and the queue is empty in the end."""
     require_binary()

@@ -23,6 +23,7 @@ SETTINGS = Settings(
 )
 
 
+@pytest.mark.proves("P1", "P8")
 async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
     """Requests while workers and server are killed, stopped and restarted: each result once, as if undisturbed.
 

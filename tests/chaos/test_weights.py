@@ -11,6 +11,7 @@ from tests.support.nats_server import require_binary
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proves("P9")
 async def test_every_version_is_exact_whatever_goes_wrong(tmp_path: Path) -> None:
     """30 versions, each while something fails: folders, tokens and the store are as they must be after each."""
     require_binary()

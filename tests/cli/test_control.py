@@ -143,6 +143,7 @@ async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None
     assert {worker["worker"]: worker["result"] for worker in told["workers"]} == {"w0": "applied", "w1": "stale"}
 
 
+@pytest.mark.proves("P18")
 @pytest.mark.parametrize(
     ("answers", "code"),
     [

@@ -47,6 +47,7 @@ def test_an_abort_says_what_it_ended() -> None:
     assert [row[-1] for row in rows] == ["ended x, y", "had none of them"]
 
 
+@pytest.mark.proves("P20")
 def test_an_update_says_what_was_compared() -> None:
     """Modules that could not be probed are named, three of them in a row for people, up to 64 for programs."""
     names = tuple(f"layers.{number} (it is quantized)" for number in range(4))

@@ -154,6 +154,7 @@ async def test_an_error_of_the_body_stops_the_workers() -> None:
     assert not any(map(is_alive, heard.pids))
 
 
+@pytest.mark.proves("P29")
 def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
     """The pipe that a worker is given reaches its end when the parent is killed, however many workers hold it."""
     worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"

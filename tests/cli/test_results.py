@@ -123,6 +123,7 @@ def test_one_failed_sample_fails_the_prompt() -> None:
     assert first_error(generation(0, siblings=(generation(0, child=1),))) is None
 
 
+@pytest.mark.proves("P30")
 @pytest.mark.slow
 @pytest.mark.parametrize("with_npz", [False, True])
 def test_a_run_that_was_cut_anywhere_is_resumed(tmp_path: Path, with_npz: bool) -> None:

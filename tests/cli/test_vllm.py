@@ -171,6 +171,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.proves("P29")
 def test_nothing_is_left_when_up_is_killed(up: Up) -> None:
     """After SIGKILL, the NATS server, the worker and the engine's own processes all end."""
     family = descendants_of(up.process.pid)

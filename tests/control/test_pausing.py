@@ -28,6 +28,7 @@ def table(stdout: str) -> list[list[str]]:
     return [line.split()[:2] for line in stdout.splitlines()[1:-1]]
 
 
+@pytest.mark.proves("P21")
 async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Paused, no worker takes anything and what is sent waits in the queue; after the resume all is answered.
 

@@ -66,6 +66,7 @@ def started_on(url: str, checkpoints: Sequence[Path], cache: Path) -> Iterator[l
             fleet.stop()
 
 
+@pytest.mark.proves("P9")
 async def test_published_versions_are_those_of_fresh_engines(
     nats_url: str, tiny_moe_float32: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
     assert (expert_sets(rows)[past] != old_rows[past]).any()
 
 
+@pytest.mark.proves("P19")
 async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) -> None:
     """Streams finish, with tokens of version 1, then of 2; after that all answers equal a fresh engine's on them."""
     old = await fleets.old.have(2)
@@ -170,6 +171,7 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
         assert_same(generation, fresh[name])
 
 
+@pytest.mark.proves("P17")
 async def test_long_prompts_under_an_update_have_kv_of_the_versions_that_they_tell(
     fleets: Fleets, tiny_moes: tuple[Path, Path]
 ) -> None:

@@ -140,6 +140,7 @@ NAMED: dict[MakeSource, str] = {
 """What the message must name."""
 
 
+@pytest.mark.proves("P22")
 async def test_bad_sources_are_refused_by_all_before_anything_is_touched(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:

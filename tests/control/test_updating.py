@@ -19,6 +19,7 @@ from tests.support.streams import start_stream
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proves("P16")
 async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Streams of two workers go on to their ends, first with tokens of version 1, then of 2, none of 1 after one of 2.
 
@@ -133,6 +134,7 @@ async def test_a_worker_that_could_not_load_serves_nothing(
     assert back.weight_version == 2
 
 
+@pytest.mark.proves("P19")
 async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """An engine that says ok and routes otherwise: its canary differs from the others', and it serves nothing."""
     one, two = folders(tmp_path)

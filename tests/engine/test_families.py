@@ -31,6 +31,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results | {"log": done.stdout + done.stderr}
 
 
+@pytest.mark.proves("P20")
 @pytest.mark.parametrize("family", [*FAMILIES, "adapters"])
 def test_updated_model_equals_transformers(updates: dict[str, Any], family: str) -> None:
     """With other weights loaded, each family computes what they give, and each of its modules was compared."""
@@ -45,6 +46,7 @@ def test_updated_model_equals_transformers(updates: dict[str, Any], family: str)
     assert seen["answer"]["unprobed"] == []
 
 
+@pytest.mark.proves("P20")
 @pytest.mark.parametrize(
     ("family", "breakage", "module"),
     [

@@ -73,6 +73,7 @@ def changed_copy(model: Path, folder: Path, change: Callable[[dict[str, Any]], N
     return folder
 
 
+@pytest.mark.proves("P19")
 def test_loaded_weights_are_those_of_a_fresh_engine(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:

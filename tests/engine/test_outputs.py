@@ -45,6 +45,7 @@ def apart(requests: OpenRequests, *outputs: StepOutput) -> tuple[list[RequestSte
     return split(steps), broken
 
 
+@pytest.mark.proves("P14")
 def test_rows_are_counted_from_the_start() -> None:
     """The first step has the prompt's rows from `start` on, each later one those of its tokens."""
     requests, engine_id = opened(start=1)
@@ -55,6 +56,7 @@ def test_rows_are_counted_from_the_start() -> None:
     assert len(requests) == 1
 
 
+@pytest.mark.proves("P14")
 @pytest.mark.parametrize("count", [2, 4])
 def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
     """Too few or too many rows never leave: the request fails, and the engine is told to stop it."""

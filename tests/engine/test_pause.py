@@ -76,6 +76,7 @@ class Reading:
         return self.num_tokens
 
 
+@pytest.mark.proves("P21")
 @pytest.mark.parametrize("name", ["moe", "fallback"])
 def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.FixtureRequest) -> None:
     """Nothing comes between pause and resume, not even what was sampled before; the streams equal undisturbed ones."""

@@ -59,6 +59,7 @@ async def swap(running: RunningEngine, model: Path) -> tuple[list[Result], int]:
     return [results[key] for key in keys], len(waiting)
 
 
+@pytest.mark.proves("P17")
 @pytest.mark.parametrize("name", ["reloaded", "fallback"])
 def test_prompts_that_were_half_computed_are_computed_anew(
     name: str, models: dict[str, Path], request: pytest.FixtureRequest

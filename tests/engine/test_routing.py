@@ -38,6 +38,7 @@ def hugging_face(oracle: Result, models: dict[str, Path]) -> Any:
         return model(torch.tensor([ORACLE_PROMPT + oracle.token_ids]), output_router_logits=True)
 
 
+@pytest.mark.proves("P15")
 def test_logprobs_equal_hugging_face(oracle: Result, hugging_face: Any) -> None:
     """In float32 logprobs agree to 1e-4."""
     logprobs = hugging_face.logits[0].log_softmax(-1)[199:-1].numpy()
@@ -45,6 +46,7 @@ def test_logprobs_equal_hugging_face(oracle: Result, hugging_face: Any) -> None:
     assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
 
 
+@pytest.mark.proves("P15")
 @pytest.mark.routing
 def test_routing_equals_hugging_face(oracle: Result, hugging_face: Any) -> None:
     """In float32 every row has the experts that Hugging Face's model chooses."""
@@ -55,6 +57,7 @@ def test_routing_equals_hugging_face(oracle: Result, hugging_face: Any) -> None:
     assert np.array_equal(np.sort(oracle.rows, axis=-1), np.sort(experts, axis=-1))
 
 
+@pytest.mark.proves("P15")
 @pytest.mark.routing
 async def test_tokens_equal_a_direct_asyncllm(
     oracle: Result, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ async def until_queued(observer: Observer, at_least: int) -> None:
     await until(are_queued, True)
 
 
+@pytest.mark.proves("P7")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_killed_client_is_worked_for_no_longer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str

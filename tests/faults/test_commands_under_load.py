@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 
+@pytest.mark.proves("P21")
 async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
     """Kept and awaited pauses, alone, twice, and crossed by another controller's resumes, leave every result exact."""
     load = await Load.mixed(150, CONFIG)

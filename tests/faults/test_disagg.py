@@ -137,6 +137,7 @@ async def tokens_after(rb: rollbus.Client, request: GenerateRequest, first: int,
     return [int(token) for token in again.token_ids]
 
 
+@pytest.mark.proves("P24")
 @pytest.mark.usefixtures("unhurried")
 async def test_weights_that_change_between_the_legs_make_the_kv_useless(
     nats_url: str, fleet: str, tmp_path: Path

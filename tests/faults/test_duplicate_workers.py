@@ -66,6 +66,7 @@ async def error_of(process: Process) -> str:
     return written
 
 
+@pytest.mark.proves("P4")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [False, True])
 async def test_a_second_worker_of_an_id_gives_way(
@@ -94,6 +95,7 @@ async def test_a_second_worker_of_an_id_gives_way(
     assert lost == 0
 
 
+@pytest.mark.proves("P4")
 @pytest.mark.slow
 async def test_of_two_workers_that_start_together_one_serves(nats_url: str, fleet: str) -> None:
     """Exactly one exits, either of them, and clients know at once which one is left."""
@@ -115,6 +117,7 @@ async def test_of_two_workers_that_start_together_one_serves(nats_url: str, flee
         assert waiting[left].returncode is None
 
 
+@pytest.mark.proves("P4")
 @pytest.mark.slow
 async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet: str) -> None:
     """After SIGSTOP for longer than its lease, the id is that of the worker which has held it meanwhile."""

@@ -114,6 +114,7 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
         assert life.times_fenced == 0
 
 
+@pytest.mark.proves("P2")
 @pytest.mark.parametrize(
     ("direction", "cut_off"), [(Direction.TO_CLIENT, "w"), (Direction.BOTH, "w"), (Direction.BOTH, "d")]
 )

@@ -62,6 +62,7 @@ async def results_of(rb: rollbus.Client, requests: list[GenerateRequest]) -> dic
     return {generation.request_id: generation async for generation in rb.complete_many(requests)}
 
 
+@pytest.mark.proves("P3")
 @pytest.mark.parametrize("workers", [("a",), ("a", "b", "c")])
 async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
     """Of 60 requests two kill engines: these alone end as poison, after at most three engines each."""

@@ -33,6 +33,7 @@ async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> Reque
     return caught.value
 
 
+@pytest.mark.proves("P2")
 async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, real_workers: RealWorkers) -> None:
     """Kill -9 of a worker midway: another goes on, tokens and experts equal an undisturbed run's, no process stays."""
     sampling = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)

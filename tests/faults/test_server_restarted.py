@@ -22,6 +22,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 """With few slots, so that many requests wait in the queue."""
 
 
+@pytest.mark.proves("P5")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> None:
     """Killed under load and restarted at once: links go on, the queue is still there, no request is asked for again."""
@@ -47,6 +48,7 @@ async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> No
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P5")
 async def test_a_server_away_for_three_seconds(fleet: str) -> None:
     """Killed under load and restarted after 3 s: every request completes, a stream that is being read among them."""
     require_binary()

@@ -26,6 +26,7 @@ TOTAL_BYTES = NUM_REQUESTS * PROMPT_LEN * ROW_BYTES
 """24 MB: many times what a client's window allows."""
 
 
+@pytest.mark.proves("P6")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_slow_client_loses_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str

@@ -60,6 +60,7 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
             await rb.complete(endless())
 
 
+@pytest.mark.proves("P2")
 async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fleet: str) -> None:
     """Of two workers one is killed under load: every request comes back once, equal to the same one undisturbed."""
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
@@ -82,6 +83,7 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P2")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
 async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
     """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens.
@@ -138,6 +140,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
+@pytest.mark.proves("P1")
 async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:
     """When the engine dies, open requests fail as `engine_dead` and the process exits with a non-zero code."""
     async with (
@@ -153,6 +156,7 @@ async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None
             assert await process.wait() == 1
 
 
+@pytest.mark.proves("P3")
 async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: str, fleet: str) -> None:
     """After the second engine that died under it, a request is poison: the third worker never sees it."""
     async with (

@@ -20,6 +20,7 @@ LEASE = ("--lease-s", "2")
 ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 
 
+@pytest.mark.proves("P2")
 async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
     """SIGSTOP under load, SIGCONT when all is done elsewhere: every result once and right, and it serves again."""
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))

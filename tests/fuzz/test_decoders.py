@@ -35,6 +35,7 @@ def check(decode: Callable[[bytes], object], data: bytes) -> None:
     assert taken < SPARE_BYTES + BYTES_PER_BYTE * len(data), f"{len(data)} bytes took {taken}"
 
 
+@pytest.mark.proves("P11")
 @every_decoder
 @given(data=st.binary(max_size=400))
 @example(data=b"\xdc\xff\xff" + b"\x80" * 65_535)
@@ -46,6 +47,7 @@ def test_any_bytes(name: str, data: bytes) -> None:
     check(DECODERS[name][0], data)
 
 
+@pytest.mark.proves("P11")
 @every_decoder
 @given(data=st.data())
 def test_harmed_messages(name: str, data: st.DataObject) -> None:

@@ -44,6 +44,7 @@ def row(key: RequestKey, index: int) -> Chunk:
     )
 
 
+@pytest.mark.proves("P11")
 @pytest.mark.parametrize("part", [token, row, chunk])
 async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]) -> None:
     """More tokens or rows than were asked for, or chunks of nothing, end the request; the worker is told to stop."""
@@ -93,6 +94,7 @@ async def bad_of(worker: Worker) -> tuple[int, int, int]:
     return stats.intake.bad, stats.bad_messages, stats.bad_commands
 
 
+@pytest.mark.proves("P11")
 async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Broken requests, link messages, presences and commands by the hundred: counted, and a client's load goes on."""
     rng = random.Random(1)

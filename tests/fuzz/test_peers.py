@@ -39,6 +39,7 @@ said = st.builds(
 )
 
 
+@pytest.mark.proves("P11")
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["alice", "bob"]), said | harmed(said.map(encode))), max_size=12))
 def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes]]) -> None:

@@ -49,6 +49,7 @@ ENDLESS: dict[str, Callable[[int], Chunk]] = {
 }
 
 
+@pytest.mark.proves("P11")
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_endless_parts_are_refused(kind: str) -> None:
     """Parts that each make sense and never end are an error as soon as there are more than were asked for."""

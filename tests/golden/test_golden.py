@@ -43,6 +43,7 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.proves("P31")
 def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
     """Each golden message encodes to the bytes that other programs know: `python -m tests.golden.generate`."""
     generate(tmp_path)
@@ -62,6 +63,7 @@ def golden_bytes(name: str) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.proves("P31")
 @pytest.mark.parametrize("path", sorted((ROOT / "earlier").iterdir()), ids=lambda path: path.name)
 def test_what_earlier_releases_wrote_means_the_same(path: Path) -> None:
     """Bytes from before a field was appended decode to the same message, with the field's default."""

@@ -83,6 +83,7 @@ class Rewriting:
         return start + sizes + b"\r\n" + headers + changed
 
 
+@pytest.mark.proves("P12")
 @pytest.mark.parametrize(("release", "shape"), list(zip(RELEASES, reversed(SHAPES), strict=True)))
 async def test_a_fleet_of_two_releases(nats_url: str, fleet: str, release: str, shape: str) -> None:
     """Results are the undisturbed ones, and commands are applied, with workers and a client of other releases."""

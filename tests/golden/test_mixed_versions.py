@@ -21,6 +21,7 @@ OTHER = 7
 every_message = pytest.mark.parametrize("name", VECTORS)
 
 
+@pytest.mark.proves("P12")
 @every_message
 def test_what_later_releases_add_is_ignored(name: str) -> None:
     """With something new in every array and map of it, each message means what it means here."""
@@ -31,6 +32,7 @@ def test_what_later_releases_add_is_ignored(name: str) -> None:
     check_same(data, message)
 
 
+@pytest.mark.proves("P12")
 @every_message
 def test_what_earlier_releases_did_not_know_has_its_default(name: str) -> None:
     """Without all that has its default, each message means what it means here."""
@@ -54,6 +56,7 @@ def check_same(data: bytes, expected: Message) -> None:
         check_means(data, expected)
 
 
+@pytest.mark.proves("P12")
 @every_message
 def test_another_version_is_refused_by_its_number(name: str) -> None:
     """A message of another wire version is refused, naming that one and ours, whatever else is in it."""

@@ -120,6 +120,7 @@ def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, lea
     assert (writer.unsent_bytes, writer.has_unsent, writer.has_left) == (0, False, True)
 
 
+@pytest.mark.proves("P16")
 def test_what_waits_is_merged() -> None:
     """Steps of one weight version that wait for credit leave as one chunk; the next version begins another."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)

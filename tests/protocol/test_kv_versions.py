@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,7 @@ def by_hand(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[i
     return kv, mixed
 
 
+@pytest.mark.proves("P17")
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=8))
 def test_spans_and_mask_are_those_of_an_engine_played_by_hand(steps: list[tuple[int, bool, int]]) -> None:
     """Whatever the updates and preemptions, also back to an older version."""

@@ -42,6 +42,7 @@ def test_every_state_is_reachable(machine: AnyMachine, states: set[enum.StrEnum]
     assert {event for _, event in machine.transitions} == events
 
 
+@pytest.mark.proves("P1")
 @each_table
 def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
     """From each state one event leads to an end: nothing hangs, whatever it waits for."""
@@ -49,6 +50,7 @@ def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], eve
         assert any(machine.transitions.get((state, event)) in machine.final for event in events)
 
 
+@pytest.mark.proves("P1")
 @each_table
 def test_nothing_leaves_an_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
     """What has ended takes no event."""

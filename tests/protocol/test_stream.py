@@ -31,6 +31,7 @@ def test_results_are_the_callers_own() -> None:
     assert stream.end.cached_tokens == 3
 
 
+@pytest.mark.proves("P13")
 @given(scenarios(), st.data())
 def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObject) -> None:
     """A missing, doubled or swapped chunk never passes: the stream raises, or has no end."""
@@ -53,6 +54,7 @@ def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObjec
     assert broken == chunks or assembly.end is None
 
 
+@pytest.mark.proves("P13")
 def test_missing_logprobs_are_loud() -> None:
     """Tokens without the logprobs that were asked for are refused, never filled in."""
     scenario = simple()
@@ -85,6 +87,7 @@ def test_missing_prompt_logprobs_are_loud() -> None:
         scenario.stream().add(scenario.chunks()[0])
 
 
+@pytest.mark.proves("P13")
 def test_changed_routing_is_refused() -> None:
     """A stream whose layers, top-k, dtype or position change midway is refused."""
     scenario = simple()

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +151,7 @@ class World:
         assert sum(key in self.suspects for key in self.queue) <= 1
 
 
+@pytest.mark.proves("P3")
 @settings(max_examples=200)
 @given(
     count=st.integers(1, 40),

@@ -49,6 +49,7 @@ def check_error(caught: InvalidRequest, bad: Bad) -> None:
     assert len(str(caught)) < 400
 
 
+@pytest.mark.proves("P27")
 @pytest.mark.parametrize("bad", ALL, ids=name_of)
 def test_bad_fields_are_named_on_construction(bad: Bad) -> None:
     """A caller who builds a request with a bad value learns at once which, why and what is allowed."""
@@ -81,6 +82,7 @@ def on_the_wire() -> list[Bad]:
     return cases
 
 
+@pytest.mark.proves("P27")
 @pytest.mark.parametrize("bad", on_the_wire(), ids=name_of)
 def test_bad_fields_are_named_on_the_wire(bad: Bad) -> None:
     """A bad value that arrives as msgpack gives the same error as on construction."""

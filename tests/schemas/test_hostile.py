@@ -83,6 +83,7 @@ def test_invalid_utf8_is_a_protocol_error() -> None:
     assert request_id_of(b"\x81\xaarequest_id\xa1\xff") is None
 
 
+@pytest.mark.proves("P11")
 @pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
 def test_a_huge_header_takes_no_memory(header: bytes) -> None:
     """A header that promises four billion elements or bytes is refused before memory is set aside for them."""

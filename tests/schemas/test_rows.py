@@ -11,6 +11,7 @@ from rollbus.schemas import limits
 from rollbus.schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, rows_as_wire
 
 
+@pytest.mark.proves("P14")
 @pytest.mark.parametrize(("num_experts", "dtype"), [(1, "u1"), (256, "u1"), (257, "<u2"), (limits.MAX_EXPERTS, "<u2")])
 def test_the_dtype_follows_the_number_of_experts(num_experts: int, dtype: str) -> None:
     """u1 up to 256 experts, else <u2: the largest id fits, and no sample decides."""
@@ -25,6 +26,7 @@ def test_impossible_numbers_of_experts_are_refused(num_experts: int) -> None:
         dtype_for(num_experts)
 
 
+@pytest.mark.proves("P14")
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(1, 50))
 def test_a_sequence_has_a_row_for_every_position_but_the_last(prompt_len: int, start: int, num_tokens: int) -> None:
     """Counted naively: positions from start up to, not including, that of the last generated token."""

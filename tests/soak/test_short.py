@@ -13,6 +13,7 @@ from tests.support.nats_server import require_binary
 SETTINGS = Settings(seconds=50.0, warm_up_s=15.0, look_every_s=1.0, seconds_between_faults=4.0, seed=3)
 
 
+@pytest.mark.proves("P10")
 @pytest.mark.slow
 async def test_a_minute_of_faults_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests and commands under faults: each result as if undisturbed, and no process that lives through it grows."""

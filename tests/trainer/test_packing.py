@@ -55,6 +55,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
     return found
 
 
+@pytest.mark.proves("P23")
 @pytest.mark.slow
 @given(st.lists(samples(), max_size=8), st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(1, 3))
 def test_everything_is_there_once(
@@ -111,6 +112,7 @@ def test_all_tensors_are_writable_and_the_batchs_own(routed: str | None, dtype: 
     assert all(np.array_equal(array, old) for array, old in zip(arrays, before, strict=True))
 
 
+@pytest.mark.proves("P23")
 def test_padding_is_not_expert_0() -> None:
     """A row of expert 0 stays 0, the highest ids of both dtypes stay what they are, and only padding is -1."""
     for dtype, highest in ((np.uint8, 255), (np.uint16, 65535)):

@@ -59,6 +59,7 @@ def test_own_routing_changes_nothing(family: str) -> None:
     assert difference(expected, run(model, batch=2)) == 0
 
 
+@pytest.mark.proves("P23")
 @pytest.mark.slow
 @each_family
 def test_given_experts_are_used(family: str) -> None:
@@ -79,6 +80,7 @@ def test_given_experts_are_used(family: str) -> None:
             torch.testing.assert_close(call["output"][token], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.proves("P23")
 @pytest.mark.slow
 @each_family
 def test_gradients_reach_the_routers(family: str) -> None:

@@ -57,6 +57,7 @@ def sampled_part(whole: Sample) -> Sample:
     )
 
 
+@pytest.mark.proves("P23")
 @given(conversations())
 def test_any_turns_come_back(case: tuple[Sample, list[tuple[int, FakeTurn]]]) -> None:
     """A sequence cut into turns of any length, whose rows overlap by any number, comes back as it was."""
@@ -91,6 +92,7 @@ def test_the_boundary_row_is_the_second_turns() -> None:
     assert_same(found, whole)
 
 
+@pytest.mark.proves("P23")
 def test_id_300_survives_the_boundary() -> None:
     """A u2 turn after a u1 turn: everything is u2, and no id is cut to eight bits."""
     whole, first, second = spoken()

@@ -16,6 +16,7 @@ from tests.workers.support import SLOW, StartControlled, stream_of
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proves("P21")
 async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartControlled) -> None:
     """After pause(keep) and resume a stream is that of an undisturbed run; in between nothing is published (I4)."""
     async with controlled_worker() as (client, boss, *_):
@@ -134,6 +135,7 @@ async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: 
         assert client.chunks["s"][-1].finish_reason is FinishReason.ABORT
 
 
+@pytest.mark.proves("P18")
 async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worker: StartControlled) -> None:
     """Under one id a command is recorded once and answered with the same words, however often it comes."""
     async with controlled_worker() as (client, boss, *_):

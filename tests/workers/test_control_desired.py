@@ -87,6 +87,7 @@ async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, f
             await client.until_ended("r")
 
 
+@pytest.mark.proves("P18")
 async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, fleet: str) -> None:
     """Commands recorded while a worker starts are dealt with before it serves, and it answers none of them unasked."""
     engine = GatedEngine("start", config=SLOW)

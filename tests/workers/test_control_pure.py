@@ -168,6 +168,7 @@ def begun(log: CommandLog, command_id: str) -> ReceivedCommand:
     return heard
 
 
+@pytest.mark.proves("P18")
 def test_nothing_is_said_after_the_final_word() -> None:
     """Of two final words, in whatever order, the first alone is said; it is kept for those who ask again."""
     finals = [status for status in AckStatus if status.is_final]

@@ -106,6 +106,7 @@ async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient,
     return seen[0]
 
 
+@pytest.mark.proves("P24")
 @pytest.mark.parametrize(
     ("handover", "is_used"),
     [

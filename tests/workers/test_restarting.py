@@ -105,6 +105,7 @@ async def fresh(root: Path, *, fill: int = 2) -> tuple[list[int], Rows]:
         return [token.token_id for token in worker.tokens("r")], rows_of(worker, "r")
 
 
+@pytest.mark.proves("P17")
 async def test_a_prompt_that_is_half_computed_is_computed_anew(tmp_path: Path) -> None:
     """Its tokens and all rows are those of the new weights."""
     async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:

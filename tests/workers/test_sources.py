@@ -200,6 +200,7 @@ async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, change: Callable[
     assert said in error.message
 
 
+@pytest.mark.proves("P22")
 @pytest.mark.parametrize(
     ("shapes", "dtype", "said"),
     [

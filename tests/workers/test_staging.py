@@ -229,6 +229,7 @@ async def test_progress_is_told_while_it_moves(
         assert done.timing.paused_s == 0.0
 
 
+@pytest.mark.proves("P16")
 async def test_where_the_time_of_an_update_goes(controlled_worker: StartControlled, store: Store) -> None:
     """The parts add up, and the applied ack leaves when the engine goes on: no token of the old weights follows it."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):

@@ -17,6 +17,7 @@ LONG = 60_000
 """Tokens: a request that does not end by itself in a test."""
 
 
+@pytest.mark.proves("P16")
 async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_path: Path) -> None:
     """Up to the cut its tokens are those of the old weights and bear their version, from there on those of the new."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
@@ -39,6 +40,7 @@ async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_p
         assert worker.stages == ["checking", "reading", "pausing", "loading", "verifying"]
 
 
+@pytest.mark.proves("P19")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseMode) -> None:
     """Its canary and its output are those of a worker that was started on the checkpoint."""
@@ -80,6 +82,7 @@ async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path)
         assert {token.weight_version for token in worker.tokens("r")[heard:]} == {2}
 
 
+@pytest.mark.proves("P16")
 async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp_path: Path) -> None:
     """What was made under version 2 and not heard yet does not become version 3."""
     async with rig(tmp_path) as worker:
@@ -96,6 +99,7 @@ async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp
         assert versions.count(3) > 0
 
 
+@pytest.mark.proves("P28")
 async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
     """An engine whose routing changes when it loads its own checkpoint again is not fit for work, and says so."""
     config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))

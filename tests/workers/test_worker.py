@@ -29,6 +29,7 @@ from tests.workers.support import SLOW, StartHeard, heard_worker
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.proves("P28")
 async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: str, fleet: str) -> None:
     """A worker says that it starts, and for how long it may go on, while its engine has not begun to load."""
     engine = GatedEngine("start")
