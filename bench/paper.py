@@ -1,9 +1,9 @@
-"""The tables of docs/performance.md, from what the benches have written.
+"""The tables of docs/performance.md, from the result files of the benches.
 
     python -m bench transport routing real_engine latency control trainer
     python -m bench.paper
 
-A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, below the command and the machine that it is of.
+A table lies between `<!-- bench: NAME -->` and `<!-- end -->`, below its command and its machine.
 """
 
 import json
@@ -23,10 +23,10 @@ TABLE: Final = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def with_tables(text: str, results: Path) -> str:
-    """The page with its tables written anew.
+    """Return the page with its tables regenerated.
 
     Raises:
-        OSError: a bench has written nothing.
+        OSError: the result file of a bench is missing.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -36,7 +36,7 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """What one bench found, as Markdown."""
+    """Return the results of one bench as Markdown."""
     rows = [{name: cell(spread_or_plain(value)) for name, value in row.items()} for row in report["rows"]]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
@@ -45,7 +45,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def spread_or_plain(value: Any) -> Any:
-    """A value as a report has it."""
+    """Return a value in the type that a report uses."""
     return Spread(**value) if isinstance(value, dict) else value
 
 

@@ -18,6 +18,7 @@ from rollbus.frontend.cli.figures import Spread, Value, as_json, cell, in_turns,
 __all__ = ["Report", "Spread", "Value", "add_arguments", "cell", "in_turns", "percentile", "spreads"]
 
 ROUNDS = 5
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Report:
     def finish(self, json_file: Path | None) -> None:
         """Print command, machine and table on stdout; write all of it to `json_file` as JSON."""
         head = {
-            "command": " ".join(["python -m", f"bench.{self.bench}", *sys.argv[1:]]),
+            "command": " ".join(["python -m", f"bench.{self.bench}", *map(shown_argument, sys.argv[1:])]),
             "machine": f"{machine()}, {commit()}",
         }
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
@@ -54,6 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> N
     """Add what all benches take: `--rounds` and `--json`."""
     parser.add_argument("--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
+
+
+def shown_argument(argument: str) -> str:
+    """Return an argument of the command without the folders of this machine.
+
+    A path inside the checkout becomes relative to it. Of any other absolute path, only the name remains, below `DIR`.
+    """
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path("DIR", path.name)
+    return f"{option}{equals}{shown}"
 
 
 def commit() -> str:

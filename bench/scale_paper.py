@@ -1,6 +1,6 @@
-"""The tables of docs/scaling.md: what `bench.scale` found, and what follows from it for a thousand workers.
+"""The tables of docs/scaling.md: the measurements of `bench.scale`, and the figures computed from them.
 
-python -m bench.scale --json docs/img/scale.json --plot docs/img/scale.svg
+python -m bench.scale --json bench/results/scale.json --plot docs/img/scale.svg
 python -m bench.scale_paper
 """
 
@@ -35,17 +35,17 @@ NUM_WORKERS: Final = 1000
 PROMPT_TOKENS: Final = 2048
 GENERATED_TOKENS: Final = 8192
 REQUEST_BYTES: Final = 4 * PROMPT_TOKENS + 512
-"""Of one in the queue: its prompt, and the rest of it with headers."""
+"""Bytes of a request in the queue: its prompt, its other fields and its headers."""
 SERVER_BYTES_PER_S: Final = 1e9
-"""What one server takes in, and gives out as well: see the page."""
+"""Bytes per second that one server receives and sends: see the page."""
 SHARE: Final = 0.5
-"""Of what a server or a client can do, what it is given to do."""
+"""The planned share of the capacity of a server or a client."""
 MAX_FRAME_BYTES: Final = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, and how fast one worker is with it."""
+    """A model, and the speed of one worker with it."""
 
     name: str
     num_layers: int
@@ -56,17 +56,22 @@ class Model:
 
     @property
     def tokens_per_s(self) -> int:
-        """Of one worker."""
+        """Tokens per second of one worker."""
         return self.in_flight * self.steps_per_s
 
     @property
     def id_bytes(self) -> int:
-        """Of an expert's number."""
+        """Bytes of an expert id."""
         return DTYPES[dtype_for(self.num_experts)].itemsize
 
     @property
+    def row_shape(self) -> str:
+        """The factors of `row_bytes`: layers, top-k and bytes of an expert id."""
+        return f"{self.num_layers} × {self.top_k} × {self.id_bytes}"
+
+    @property
     def row_bytes(self) -> int:
-        """Routing of one token."""
+        """Bytes of the routed experts of one token."""
         return self.num_layers * self.top_k * self.id_bytes
 
 
@@ -74,7 +79,7 @@ MODELS: Final = (Model("30B-A3B", 48, 8, 128, 256, 40), Model("1T-A32B", 61, 8, 
 
 
 def frame_bytes(model: Model, *, routed: bool = True) -> int:
-    """Bytes of the frames of one step, in which each request in flight gets a token, all for one client."""
+    """Return the bytes of the frames of one step for one client; each request in flight gets one token."""
     sender = LinkSender(incarnation="w" * 8, link=0, client_incarnation="c" * 12, max_frame_bytes=MAX_FRAME_BYTES)
     sender.receive(
         LinkMessage(WIRE_VERSION, [], client_incarnation="c" * 12, incarnation="w" * 8, link=0, acked=0, credit=2**40)
@@ -117,7 +122,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def load_table() -> str:
-    """What a thousand workers make, on paper."""
+    """Return the computed load of a thousand workers."""
     columns = []
     for model in MODELS:
         frame, bare = frame_bytes(model), frame_bytes(model, routed=False)
@@ -126,19 +131,19 @@ def load_table() -> str:
         columns.append(
             {
                 "one worker: requests in flight": f"{model.in_flight:,}",
-                "steps a second": f"{model.steps_per_s:,}",
-                "tokens a second": f"{model.tokens_per_s:,}",
-                "routing of a token": f"{model.num_layers} × {model.top_k} × {model.id_bytes} = {model.row_bytes} B",
-                "a token on the wire, without routing": f"{bare / model.in_flight:.0f} B",
-                "with routing": f"{frame / model.in_flight:,.0f} B",
+                "steps per second": f"{model.steps_per_s:,}",
+                "tokens per second": f"{model.tokens_per_s:,}",
+                "routed experts of a token": f"{model.row_shape} = {model.row_bytes} B",
+                "a token on the wire, without routed experts": f"{bare / model.in_flight:.0f} B",
+                "with routed experts": f"{frame / model.in_flight:,.0f} B",
                 "the frame of a step": f"{frame / 1000:,.0f} kB",
-                "**1,000 workers: tokens a second**": f"{tokens / 1e6:.2f} million",
-                "frames a second, at one client a worker": f"{NUM_WORKERS * model.steps_per_s:,}",
-                "acknowledgements a second, at most": f"{NUM_WORKERS * model.steps_per_s:,}",
-                "frames, without routing": f"{NUM_WORKERS * model.steps_per_s * bare / 1e9:.2f} GB/s",
-                "**frames, with routing**": f"**{stream_bytes(model) / 1e9:.2f} GB/s**",
-                "routing of prompts": f"{prompt_bytes(model) / 1e9:.2f} GB/s",
-                "requests a second": f"{requests:,.0f}",
+                "**1,000 workers: tokens per second**": f"{tokens / 1e6:.2f} million",
+                "frames per second, with one client per worker": f"{NUM_WORKERS * model.steps_per_s:,}",
+                "frame acks per second, at most": f"{NUM_WORKERS * model.steps_per_s:,}",
+                "frames, without routed experts": f"{NUM_WORKERS * model.steps_per_s * bare / 1e9:.2f} GB/s",
+                "**frames, with routed experts**": f"**{stream_bytes(model) / 1e9:.2f} GB/s**",
+                "routed experts of prompts": f"{prompt_bytes(model) / 1e9:.2f} GB/s",
+                "requests per second": f"{requests:,.0f}",
                 "into the queues": f"{requests * REQUEST_BYTES / 1e6:.1f} MB/s",
             }
         )
@@ -146,17 +151,17 @@ def load_table() -> str:
 
 
 def stream_bytes(model: Model) -> float:
-    """Of all workers, a second, with routing."""
+    """Return the bytes per second of all workers, with routed experts."""
     return NUM_WORKERS * model.steps_per_s * frame_bytes(model)
 
 
 def prompt_bytes(model: Model) -> float:
-    """Routing of prompts, of all workers, a second."""
+    """Return the bytes per second of the routed experts of prompts, of all workers."""
     return NUM_WORKERS * model.tokens_per_s / GENERATED_TOKENS * PROMPT_TOKENS * model.row_bytes
 
 
 def need_table(rows: Rows) -> str:
-    """What it takes to carry that."""
+    """Return the servers and clients that carry this load."""
     lines: list[list[str]] = []
     for model in MODELS:
         num_bytes, tokens = stream_bytes(model) + prompt_bytes(model), NUM_WORKERS * model.tokens_per_s
@@ -174,12 +179,12 @@ def need_table(rows: Rows) -> str:
                 f"{100 * model.tokens_per_s * costs['worker'] / 1e6:.0f} %",
             ]
         )
-    head = ["1,000 workers", "bytes", "servers", "workers to a server", "clients", "workers to a client"]
-    return _table([*head, "of a core, at each worker"], lines)
+    head = ["1,000 workers", "bytes", "servers", "workers per server", "clients", "workers per client"]
+    return _table([*head, "share of a core at each worker"], lines)
 
 
 def weights_table() -> str:
-    """What new weights take, on paper."""
+    """Return the computed cost of new weights."""
     head, *lines = weights_rows()
     return _table(head, lines)
 
@@ -188,7 +193,7 @@ SIDES: Final = ("worker", "client", "server")
 
 
 def fleet_table(rows: Rows) -> str:
-    """What a request costs in fleets of several sizes."""
+    """Return the cost of a request in fleets of several sizes."""
     names = [f"{side}_{figure}" for figure in ("ms", "idle") for side in SIDES]
     head = ["workers", "clients", *(f"{side}, ms" for side in SIDES), "frames", *(f"{s} idle, ms/s" for s in SIDES)]
     return _table(
@@ -203,18 +208,24 @@ def fleet_table(rows: Rows) -> str:
 
 
 def model_table(rows: Rows) -> str:
-    """What a token costs."""
-    head = ["routing", *(f"{side}, µs a token" for side in SIDES), "tokens/s of a client's core"]
+    """Return the cost of a token."""
+    head = ["routed experts", *(f"{side}, µs per token" for side in SIDES), "tokens/s of a client's core"]
     lines = []
     for row in rows:
         if row["part"] in {"no routing", *(model.name for model in MODELS)}:
             costs = {side: number(row[f"{side}_ms"]) for side in SIDES}
-            lines.append([row["part"], *map(_figure, costs.values()), f"{1e6 / costs['client']:,.0f}"])
+            lines.append(
+                [
+                    "none" if row["part"] == "no routing" else row["part"],
+                    *map(_figure, costs.values()),
+                    f"{1e6 / costs['client']:,.0f}",
+                ]
+            )
     return _table(head, lines)
 
 
 def backlog_table(rows: Rows) -> str:
-    """The first and the last whole slice of each part of the backlog."""
+    """Return the first and the last whole slice of each part of the backlog."""
     head = ["", "slice", *(f"{side}, ms" for side in SIDES), *(f"{side}, MB" for side in SIDES)]
     lines = []
     for part in ("queueing", "draining", "passing"):
@@ -226,7 +237,7 @@ def backlog_table(rows: Rows) -> str:
 
 
 def waiting_table(rows: Rows) -> str:
-    """What it costs that requests wait."""
+    """Return the cost of waiting requests."""
     return _table(
         ["waiting", *(f"{side}, ms/s" for side in SIDES)],
         [
@@ -247,7 +258,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def with_tables(text: str, report: Mapping[str, Any]) -> str:
-    """The page with all its tables as they should be."""
+    """Return the page with all its tables regenerated."""
     rows = report["rows"]
     tables = {
         "measured": f"`{report['command']}`, {report['machine']}",
@@ -266,7 +277,7 @@ def with_tables(text: str, report: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write both."""
+    """Write the page and the figure."""
     report = json.loads(RESULTS.read_text())
     DOC.write_text(with_tables(DOC.read_text(), report))
     plot(report["rows"], FIGURE)

@@ -1,4 +1,4 @@
-"""The table of docs/scaling.md on new weights: what a fleet takes with and without deltas. Computed, not measured."""
+"""The table of docs/scaling.md on new weights, with and without deltas. Computed, not measured."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,17 +9,20 @@ from rollbus.schemas.manifest import Link
 __all__ = ["weights_rows"]
 
 DELTA_SHARE: Final = 0.025
-"""Of a checkpoint in bfloat16, for a step at a learning rate of 3e-6: docs/performance.md has it by step."""
+"""Share of a checkpoint in bfloat16, for a step at a learning rate of 3e-6: docs/performance.md has it by step."""
 WORKERS_PER_MACHINE: Final = 4
 FLEETS: Final = (64, 1000)
 SERVER_BYTES_PER_S: Final = 1e9
-"""What one server gives out."""
+"""Bytes per second that one server sends."""
 UPLOAD_BYTES_PER_S: Final = 0.5e9
-"""Of one process into the store."""
+"""Bytes per second that one process uploads into the store."""
 COMPARE_BYTES_PER_S: Final = 1e9
-"""In which one core of the trainer compares and encodes."""
+"""Bytes per second that one core of the trainer compares and encodes."""
 BUILD_BYTES_PER_S: Final = 0.5e9
-"""In which a machine makes a folder of the one before: it reads, changes, hashes and writes the whole checkpoint."""
+"""Bytes per second at which a machine builds a folder from the previous one.
+
+It reads, changes, hashes and writes the whole checkpoint.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,20 @@ def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
     machines, full, delta = workers / WORKERS_PER_MACHINE, model.num_bytes, model.num_bytes * DELTA_SHARE
     return [
         ("machines", f"{machines:,.0f}"),
-        ("whole, by each worker: the server sends", _bytes(workers * full)),
-        ("which takes", _time(workers * full / SERVER_BYTES_PER_S)),
-        ("whole, once for each machine: it sends", _bytes(machines * full)),
-        ("which takes", _time(machines * full / SERVER_BYTES_PER_S)),
-        ("the trainer uploads the whole in", _time(full / UPLOAD_BYTES_PER_S)),
-        ("**delta, once for each machine: it sends**", f"**{_bytes(machines * delta)}**"),
-        ("**which takes**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
-        ("the trainer compares, on one core, in", _time(full / COMPARE_BYTES_PER_S)),
-        ("and uploads meanwhile, in", _time(delta / UPLOAD_BYTES_PER_S)),
-        ("each machine builds its folder in", _time(full / BUILD_BYTES_PER_S)),
-        ("the bucket needs, for two anchors and the deltas between them", _bytes(needed_for_chain([_largest(model)]))),
+        ("whole, for each worker: the server sends", _bytes(workers * full)),
+        ("time for that", _time(workers * full / SERVER_BYTES_PER_S)),
+        ("whole, once for each machine: the server sends", _bytes(machines * full)),
+        ("time for that", _time(machines * full / SERVER_BYTES_PER_S)),
+        ("upload of the whole checkpoint by the trainer", _time(full / UPLOAD_BYTES_PER_S)),
+        ("**delta, once for each machine: the server sends**", f"**{_bytes(machines * delta)}**"),
+        ("**time for that**", f"**{_time(machines * delta / SERVER_BYTES_PER_S)}**"),
+        ("comparison by the trainer, on one core", _time(full / COMPARE_BYTES_PER_S)),
+        ("upload of the delta, at the same time", _time(delta / UPLOAD_BYTES_PER_S)),
+        ("build of the folder on each machine", _time(full / BUILD_BYTES_PER_S)),
+        (
+            "size of the bucket, for two anchors and the deltas between them",
+            _bytes(needed_for_chain([_largest(model)])),
+        ),
     ]
 
 

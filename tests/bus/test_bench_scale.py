@@ -1,9 +1,11 @@
 """`bench.scale`: its figures are what its processes did, and docs/scaling.md says what they are."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from bench.report import shown_argument
 from bench.scale import Work as Done
 from bench.scale import of_fleet, work
 from bench.scale_fleet import Side, Used, started_fleet
@@ -16,6 +18,21 @@ def test_the_page_has_the_figures() -> None:
     text = DOC.read_text()
 
     assert with_tables(text, json.loads(RESULTS.read_text())) == text
+
+
+def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
+    """Paths in the checkout are relative to it, others are below `DIR`; no result file has an absolute path."""
+    arguments = (f"--json={RESULTS}", str(RESULTS), "/home/someone/a.json", "DIR", "3e-6", "--rounds")
+
+    assert [shown_argument(argument) for argument in arguments] == [
+        "--json=bench/results/scale.json",
+        "bench/results/scale.json",
+        "DIR/a.json",
+        *arguments[3:],
+    ]
+    for file in sorted(RESULTS.parent.glob("*.json")):
+        command = json.loads(file.read_text())["command"]
+        assert not any(Path(argument.rpartition("=")[2]).is_absolute() for argument in command.split()), file
 
 
 def test_a_frame_has_the_rows_of_its_tokens() -> None:
