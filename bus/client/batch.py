@@ -1,4 +1,4 @@
-"""The requests of one `complete_many`: those under way, and those that its caller still has to give."""
+"""The requests of one `complete_many`: the requests in flight, and the source of the next requests."""
 
 import asyncio
 import time
@@ -19,10 +19,12 @@ __all__ = ["Batch", "RequestSource", "check_iterable", "check_request"]
 
 
 class Batch:
-    """Requests under way, and results in the order in which they end. Starts its times; use it from the caller's loop.
+    """Requests in flight, and their results in the order in which they end. Use it from the caller's loop.
+
+    Creating a batch starts its `times`.
 
     Args:
-        max_unread_bytes: of results of the client that no caller has read; above it no more requests are opened.
+        max_unread_bytes: unread bytes of all results of the client above which no more requests are opened.
 
     Raises:
         ValueError: `max_in_flight` is below 1.
@@ -39,39 +41,40 @@ class Batch:
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())
         self._in_flight: set[Call] = set()
-        # Calls in flight that have ended, each once.
+        # Calls of `_in_flight` that have ended, each once.
         self._ended: deque[Call] = deque()
         self.news = asyncio.Event()
-        """Set when a request has ended; others may set it too."""
+        """Set when a request has ended. Other code may set it too."""
         self.no_workers: NoWorkers | None = None
-        """Why no more requests are opened: no worker was left to take the last one."""
+        """Set when no worker was left for the last request. The batch then opens no more requests."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<Batch in_flight={len(self._in_flight)} ended={len(self._ended)}>"
 
     @property
     def num_in_flight(self) -> int:
-        """Requests whose results were not taken."""
+        """Number of requests whose results were not read."""
         return len(self._in_flight)
 
     @property
     def has_result(self) -> bool:
-        """True if `next_result` need not wait."""
+        """True if `next_result` returns without waiting."""
         return bool(self._ended)
 
     @property
     def has_room(self) -> bool:
-        """True if another request may be opened before the next result is taken. Any thread may ask."""
+        """True if another request may be opened before the next result is read. Any thread may read this property."""
         if self._ended or self.no_workers is not None:
             return False
-        # With nothing in flight nothing can end: then unread results of others must not hold up this.
+        # With nothing in flight no result can free memory. Unread results of other calls must then not block this
+        # batch.
         return not self._in_flight or (
             len(self._in_flight) < self._max_in_flight and self._registry.unread_bytes < self._max_unread_bytes
         )
 
     async def open(self, request: GenerateRequest) -> Generation | None:
-        """Open a request; its result if it was refused at once, else None. Without a worker, `no_workers` is set."""
+        """Open a request. Return its result if it was rejected, else None. Without workers, set `no_workers`."""
         try:
             call = await self._registry.open(request, streams=False)
         except NoWorkers as exc:
@@ -91,7 +94,7 @@ class Batch:
         self.news.set()
 
     async def next_result(self) -> Generation:
-        """Wait until one of the requests in flight has ended, and take its result."""
+        """Wait until a request in flight has ended, and return its result."""
         while not self._ended:
             self.news.clear()
             await self.news.wait()
@@ -101,16 +104,16 @@ class Batch:
         return call.generation()
 
     def close(self) -> None:
-        """Abort what is in flight."""
+        """Abort all requests in flight."""
         for call in self._in_flight:
             self._registry.remove(call)
 
 
 class RequestSource:
-    """Draws requests from what the caller gave, one at a time, and none before it is asked for.
+    """Draws requests from the caller's source, one at a time and only on demand.
 
     Raises:
-        InvalidRequest: `requests` cannot be iterated.
+        InvalidRequest: `requests` is not iterable.
     """
 
     def __init__(self, requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest], batch: Batch) -> None:
@@ -120,13 +123,13 @@ class RequestSource:
         self.is_over = False
 
     async def draw(self) -> GenerateRequest | None:
-        """Return the next request; None: there is no more, or one of the batch ended before the next was there.
+        """Return the next request. Return None if the source has ended, or if a request of the batch ended first.
 
-        Cancellation: a request that is on its way is drawn by the next call.
+        Cancellation: the next call returns the request that is being drawn.
 
         Raises:
-            InvalidRequest: it is no request.
-            Exception: whatever the source raised.
+            InvalidRequest: the item is not a `GenerateRequest`.
+            Exception: the source raised it.
         """
         try:
             while not self._drawing.is_ready and not self._batch.has_result:
@@ -138,26 +141,26 @@ class RequestSource:
             return None
 
     async def close(self) -> None:
-        """Cancel the drawing that is under way, and wait until the source has cleaned up."""
+        """Cancel the pending draw and wait until the source has cleaned up."""
         await self._drawing.close()
 
 
 def check_iterable(requests: Iterable[GenerateRequest]) -> Iterable[GenerateRequest]:
-    """Return what requests can be drawn from.
+    """Return `requests` if it is iterable.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: `requests` is not iterable.
     """
     if not isinstance(requests, Iterable):
-        raise InvalidRequest(field="requests", problem=f"is {describe(requests)}", allowed="requests, in an iterable")
+        raise InvalidRequest(field="requests", problem=f"is {describe(requests)}", allowed="an iterable of requests")
     return requests
 
 
 def check_request(drawn: Any) -> GenerateRequest:
-    """Return what was drawn.
+    """Return `drawn` if it is a request.
 
     Raises:
-        InvalidRequest: it is no request.
+        InvalidRequest: `drawn` is not a `GenerateRequest`.
     """
     if not isinstance(drawn, GenerateRequest):
         raise InvalidRequest(field="requests", problem=f"has {describe(drawn)}", allowed="GenerateRequest")

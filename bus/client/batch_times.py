@@ -1,4 +1,4 @@
-"""When the requests of a batch were complete: the first many, and the tail that a training step waits for."""
+"""Completion times of a batch: of most of its requests, and of the slowest ones, which delay a training step."""
 
 import math
 from array import array
@@ -7,52 +7,53 @@ from typing import Final
 __all__ = ["PERCENTS", "BatchTimes"]
 
 PERCENTS: Final = (50, 90, 99, 100)
-"""Of a batch's requests, as `percentiles` has them."""
+"""Percentages of a batch's requests in `percentiles`."""
 MAX_TIMES: Final = 65_536
-"""Times that are kept, in 512 KiB: of a larger batch every second request's, every fourth's and so on."""
+"""Maximum number of stored times (512 KiB). For a larger batch, every second request is stored, then every fourth,
+..."""
 
 
 class BatchTimes:
-    """Seconds from the start of a batch until shares of its requests were complete.
+    """Seconds from the start of a batch until given percentages of its requests were complete.
 
-    Pass one to `Client.complete_many`, and read it at any time from the same event loop:
+    Pass an instance to `Client.complete_many`, and read it at any time from the same event loop:
 
         times = rollbus.BatchTimes()
         async for generation in rb.complete_many(requests, times=times):
             ...
         print(times.percentiles())  # {50: 3.1, 90: 7.4, 99: 12.0, 100: 14.2}
 
-    A batch starts when its first result is asked for. A request is complete when it has ended, well or not, whether or
-    not the caller has read its result. Shares are of the requests that are complete by now: while a batch is under way,
-    or was left early, that is not all of it. Each batch starts the times anew.
+    A batch starts when its first result is requested. A request is complete when it has ended, with or without an
+    error, also if the caller has not read its result. Percentages count only requests that are complete. If a batch is
+    still running or was left early, they do not cover all its requests. Each new batch resets the times.
     """
 
     def __init__(self) -> None:
         self.start(0.0)
 
     def __repr__(self) -> str:
-        """One line with the times."""
+        """Return one line with the times."""
         times = " ".join(f"{percent}%:{seconds:.3f}s" for percent, seconds in self.percentiles().items())
         return f"<BatchTimes complete={self._num_complete} {times or 'empty'}>"
 
     @property
     def num_complete(self) -> int:
-        """Requests of the batch that have ended."""
+        """Number of requests of the batch that have ended."""
         return self._num_complete
 
     def start(self, now: float) -> None:
-        """Start a batch at this time, without the times of the batch before; called by `complete_many`."""
+        """Start a batch at `now` and discard the times of the previous batch. `complete_many` calls this."""
         self._started_at = now
         self._num_complete = 0
         self._last_s = 0.0
         self._step = 1
-        # Entry k is the time of the request that was the number (k + 1) * _step to be complete.
+        # Entry k is the completion time of request number (k + 1) * _step.
         self._times_s = array("d")
 
     def add(self, now: float) -> None:
-        """Count a request that was complete at this time; called by `complete_many`.
+        """Count a request that was complete at `now`. `complete_many` calls this.
 
-        One that comes late, behind later ones, counts as complete with the last of them.
+        If later completion times were already added, the request counts as complete at the latest of them.
         """
         self._num_complete += 1
         self._last_s = max(self._last_s, now - self._started_at)
@@ -64,12 +65,13 @@ class BatchTimes:
             self._step *= 2
 
     def seconds_to(self, percent: float) -> float | None:
-        """Seconds until this share of the requests was complete; None if none is.
+        """Return the seconds until this percentage of the requests was complete, or None if no request is.
 
-        Exact up to 65,535 requests; of larger batches it is the time of a request that was complete shortly after.
+        The value is exact for up to 65,535 requests. For larger batches it is the time of a request that was complete
+        shortly after.
 
         Raises:
-            ValueError: `percent` is not above 0 and up to 100.
+            ValueError: `percent` is not above 0 and at most 100.
         """
         if not 0 < percent <= 100:
             raise ValueError(f"percent is {percent}; allowed: above 0, up to 100")
@@ -80,6 +82,6 @@ class BatchTimes:
         return self._times_s[index] if index < len(self._times_s) else self._last_s
 
     def percentiles(self) -> dict[int, float]:
-        """Seconds until 50, 90, 99 and 100 % of the requests were complete, by percent; empty if none is."""
+        """Return the seconds until 50, 90, 99 and 100 % of the requests were complete, by percentage."""
         times = ((percent, self.seconds_to(percent)) for percent in PERCENTS)
         return {percent: seconds for percent, seconds in times if seconds is not None}

@@ -1,8 +1,8 @@
-"""The caller's end of a request: what has come for it, until the caller takes it.
+"""The caller's side of a request: its received results, until the caller reads them.
 
-Two threads meet here. The bus thread writes (`deliver`, `finish`); everything else belongs to the caller's loop. Each
-field has one writer, and the order of writing makes locks needless: chunks are appended before the ending is set, so
-that who reads the ending first and the chunks then has missed nothing.
+Two threads use these objects. The bus thread writes (`deliver`, `finish`); all other methods belong to the caller's
+loop. Each field has one writer, so no lock is needed. The bus thread appends chunks before it sets the result. A reader
+that reads the result first and the chunks second therefore misses none.
 """
 
 import asyncio
@@ -26,49 +26,49 @@ __all__ = ["Call", "CallResult", "Inbox", "Unread"]
 
 @dataclass(slots=True)
 class Unread:
-    """Bytes of results that were delivered to the callers of one client and that none has taken."""
+    """Bytes of results that were delivered to the callers of one client and not read yet."""
 
     delivered: int = 0
-    """Written by the bus thread."""
+    """Bytes delivered. Written by the bus thread."""
     read: int = 0
-    """Written in the caller's loop."""
+    """Bytes read. Written in the caller's loop."""
     dropped: int = 0
-    """Delivered to calls that their callers had left; written by the bus thread."""
+    """Bytes delivered to calls that their callers had abandoned. Written by the bus thread."""
 
     @property
     def num_bytes(self) -> int:
-        """At this moment, or a moment ago."""
+        """Unread bytes, possibly with a short delay: another thread writes the counters."""
         return self.delivered - self.read - self.dropped
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """How a call ended; the bus thread touches none of this any more."""
+    """The result of an ended call. The bus thread does not change it."""
 
     samples: Sequence[ChildResult]
-    """What came of each child; empty where that is lost."""
+    """Result of each child. Empty if the results are lost."""
     error: RequestError | None
-    """Why it failed; None if every child has its terminal chunk."""
+    """Cause of the failure. None if every child has its terminal chunk."""
     ended_at: float = field(default_factory=time.monotonic)
-    """On `time.monotonic()`; taken here, as the caller's loop may be blocked when the call ends."""
+    """Time of the end on `time.monotonic()`. The bus thread records it, because the caller's loop may be blocked."""
 
 
 class Inbox:
-    """Calls with news for the caller's loop: however many come while it is blocked, one callback waits for it.
+    """Calls that have something new for the caller's loop. One callback serves all calls that arrive before it runs.
 
     Args:
-        tell: has a callback called in the caller's loop; to be called on the bus thread.
+        call_in_owner_loop: schedules a callback in the caller's loop. Called on the bus thread.
     """
 
     def __init__(self, call_in_owner_loop: Callable[[Callable[[], None]], None]) -> None:
         self._call_in_owner_loop = call_in_owner_loop
-        # Appended to by the bus thread, taken from in the caller's loop. Bounded by the live calls: each is in it once.
+        # The bus thread appends, the caller's loop pops. Each open call is in it at most once, which bounds it.
         self._calls: deque[Call] = deque()
         self._is_due = False
         self.unread = Unread()
 
     def add(self, call: "Call") -> None:
-        """Have `call` notice its news in the caller's loop; on the bus thread."""
+        """Schedule `call.notify` in the caller's loop. Call this on the bus thread."""
         if call.is_due:
             return
         call.is_due = True
@@ -78,7 +78,7 @@ class Inbox:
             self._call_in_owner_loop(self._notify_calls)
 
     def _notify_calls(self) -> None:
-        # Each flag falls before what it stands for is looked at: news that come later raise it again.
+        # Clear each flag before reading the data that it stands for. Later changes set it again.
         self._is_due = False
         while self._calls:
             call = self._calls.popleft()
@@ -90,52 +90,52 @@ class Inbox:
 class Call:
     """One request of the caller, from its opening to its end.
 
-    Buffers are bounded by what the request itself may produce; they fill on receipt, whether or not the caller reads.
+    The request's own limits bound the buffers. They fill on receipt, also if the caller does not read.
 
     Args:
-        request: as the caller gave it.
-        inbox: tells the caller's loop of news.
-        streams: the caller takes chunks one by one; otherwise it takes the finished `Generation`.
-        tracer: begins its trace; None: tracing is off.
+        request: the caller's request.
+        inbox: notifies the caller's loop.
+        streams: True if the caller reads single chunks, False if it reads the complete `Generation`.
+        tracer: starts the trace of the request. None: tracing is off.
 
     Raises:
-        InvalidRequest: its samples cannot be told apart: a seed is too large.
+        InvalidRequest: a seed is too large to give each sample its own seed.
     """
 
     request: GenerateRequest
     inbox: Inbox
     streams: bool
     tracer: InitVar[Tracer | None] = None
-    # Set in the caller's loop before the bus thread sees the call, and not changed any more.
+    # Set in the caller's loop before the bus thread sees the call. Not changed later.
     model: str = ""
-    """Which model serves it; empty until that is known."""
+    """Name of the model that serves the request. Empty until it is known."""
     children: list[GenerateRequest] = field(init=False)
-    """The request of each sample."""
+    """Request of each sample."""
     payloads: list[bytes] = field(init=False)
-    """These encoded: here, so that what cannot be encoded fails before anybody else sees it."""
+    """Encoded `children`. Encoding here makes a request that cannot be encoded fail before it is submitted."""
     deadline_s: float = field(init=False)
-    """On `time.monotonic()`."""
+    """Deadline on `time.monotonic()`."""
     spans: CallSpans | None = field(init=False, default=None)
-    """Of its trace; None: it is not sampled."""
-    # In the caller's loop.
+    """Spans of the trace. None if the request is not sampled."""
+    # Written in the caller's loop.
     is_submitted: bool = False
     is_aborted: bool = False
-    """The caller gave it up before it was submitted."""
+    """True if the caller abandoned the call before it was submitted."""
     _num_read_bytes: int = 0
     _waiter: asyncio.Future[None] | None = None
-    """Of the one who reads this call, while it waits: an `asyncio.Event` would cost a token twice as much."""
+    """Future of the waiting reader. An `asyncio.Event` costs twice as much time for each token."""
     _on_end: Callable[["Call"], None] | None = None
-    # By the bus thread.
+    # Written by the bus thread.
     delivered: int = 0
-    """Bytes that came; those of a streamed call leave as they are taken, all others when the caller leaves the call."""
+    """Bytes received. A streamed call frees them as the caller reads; other calls free them when the caller leaves."""
     result: CallResult | None = None
-    """How it ended; None while it is open. Set after the last chunk was appended."""
+    """Result of the call. None while it is open. Set after the last chunk was appended."""
     _chunks: deque[tuple[Chunk, int]] = field(init=False, default_factory=deque)
-    # By both, in the order that `Inbox` explains.
+    # Written by both threads, in the order that `Inbox` describes.
     is_due: bool = False
 
     def __post_init__(self, tracer: Tracer | None) -> None:
-        """Prepare what is published."""
+        """Create the child requests, their payloads and the deadline."""
         sent = self.request
         if tracer is not None:
             sent, self.spans = traced(tracer, sent)
@@ -144,24 +144,24 @@ class Call:
         self.deadline_s = time.monotonic() + self.timeout_s
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         state = "open" if self.result is None else "ended" if self.error is None else self.error.code
         return f"<Call {self.request.request_id} {state} children={len(self.children)}>"
 
     @property
     def timeout_s(self) -> float:
-        """Seconds from its opening to its deadline."""
+        """Seconds from the opening of the call to its deadline."""
         return DEFAULT_TIMEOUT_S if self.request.timeout_s is None else self.request.timeout_s
 
     @property
     def error(self) -> RequestError | None:
-        """Why the call failed; None while it runs or when it succeeded."""
+        """Cause of the failure. None while the call is open or if it succeeded."""
         return None if self.result is None else self.result.error
 
     # On the bus thread.
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
-        """Hand over a child's chunks; they have been checked, and the call has not ended."""
+        """Add validated chunks of one child. The call must be open."""
         if self.spans is not None:
             self.spans.add(chunks)
         for chunk in chunks:
@@ -174,18 +174,18 @@ class Call:
             self.inbox.add(self)
 
     def finish(self, result: CallResult) -> None:
-        """End the call; nothing is delivered any more."""
+        """End the call. No chunk is delivered afterwards."""
         self.result = result
         self.inbox.add(self)
 
     def count_dropped(self) -> None:
-        """Count as dropped what came after the caller had left the call."""
+        """Count the bytes as dropped that arrived after the caller had abandoned the call."""
         self.inbox.unread.dropped += self.delivered - self._num_read_bytes
 
     # In the caller's loop.
 
     def notify(self) -> None:
-        """Wake who waits for this call."""
+        """Wake the task that waits for this call."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.result is not None and self._on_end is not None:
@@ -193,18 +193,18 @@ class Call:
             callback(self)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
-        """Call `callback` once when the call has ended; at once if it has."""
+        """Call `callback` once when the call has ended, or immediately if it has ended."""
         self._on_end = callback
         self.notify()
 
     async def next_chunk(self) -> Chunk | None:
-        """Wait for the next chunk, those of several children interleaved; None when all have been taken.
+        """Wait for the next chunk; return None after the last one. Chunks of several children are interleaved.
 
         Raises:
-            RequestError: the request failed, and what came before has been taken.
+            RequestError: the request failed. All chunks received before have been returned.
         """
         while True:
-            # Before the chunks: what came ahead of the ending is seen by then.
+            # Read the result before the chunks: the bus thread appends all chunks before it sets the result.
             result = self.result
             if self._chunks:
                 chunk, size = self._chunks.popleft()
@@ -218,12 +218,12 @@ class Call:
                 raise result.error
 
     async def wait(self) -> None:
-        """Wait until the call has ended, well or not."""
+        """Wait until the call has ended, with or without an error."""
         while self.result is None:
             await self._wait_for_notification()
 
     async def _wait_for_notification(self) -> None:
-        """Wait for `notify`. The caller checks for earlier notifications itself."""
+        """Wait for `notify`. The caller of this method checks for earlier notifications."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -231,7 +231,7 @@ class Call:
             self._waiter = None
 
     def abandon(self) -> None:
-        """Take no more of it: what has come counts as taken."""
+        """Stop reading this call and count its buffered results as read."""
         self._count_read(self.delivered - self._num_read_bytes)
 
     def _count_read(self, num_bytes: int) -> None:
@@ -239,6 +239,6 @@ class Call:
         self.inbox.unread.read += num_bytes
 
     def generation(self) -> Generation:
-        """The result of a call that has ended and was not streamed; on failure what had arrived."""
+        """Return the result of an ended call that was not streamed. A failed call has the tokens received before."""
         samples = () if self.result is None else self.result.samples
         return join_samples(self.request, samples, self.error)

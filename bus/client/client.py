@@ -1,4 +1,4 @@
-"""The client that trainers use: requests in, chunks or finished generations out."""
+"""The client for trainers: it sends requests and returns chunks or complete generations."""
 
 import math
 import os
@@ -42,7 +42,7 @@ from .runtime import ClientStats
 __all__ = ["Client", "ClientStats", "batch_of", "connect", "registry_of"]
 
 DEFAULT_WORKER_GRACE_S = 15.0
-"""Enough for a server or a network that is restarted; a fleet that stays away longer is better told of at once."""
+"""Seconds. A restart of the server or the network takes less; after a longer outage an error helps the caller more."""
 
 
 def connect(  # noqa: PLR0913 - each has a default, and most callers name one or two
@@ -57,34 +57,37 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
     placement: bool = True,
     tracing: Tracing = False,
 ) -> "Client":
-    """A client of a fleet, to be entered with `async with`.
+    """Return a client of a fleet. Enter it with `async with` to connect.
 
     Args:
-        url: of the NATS server; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`. Several, in a sequence or with
-            commas between them, are servers of one cluster, of which any will do. A `Server` says everything that
-            `credentials` and the environment would.
-        fleet: whose workers serve the requests; None: that of the credentials, else `default`.
-        client: this client's name in subjects, unique among live clients; None: that of the credentials, else drawn at
-            random.
-        credentials: of the NATS user to connect as, or their file; None: the file in `$ROLLBUS_CREDS`, else no user.
-        worker_grace_s: seconds that requests may wait for a worker to come up when the last one of their model is gone.
-            Without a connection to NATS the client takes its workers for gone after a lease and margin (6 s).
-        max_unread_bytes: of results that nobody has taken yet, above which `complete_many` sends no more requests.
-        prefill_min_tokens: of prompts that go to a prefill worker first, where the fleet has any.
-        placement: requests go straight to a worker that has their prompt's beginning in its cache, or the group that
-            they belong to, where that pays. False: the queue alone, for sessions too.
-        tracing: spans of requests for OpenTelemetry (`rollbus[otel]`). True: exported as the environment says
-            (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on). A `TracerProvider`: made by that.
+        url: URL of the NATS server. None: `$ROLLBUS_NATS`, or `nats://127.0.0.1:4222` if that is not set. Several
+            URLs, in a sequence or separated by commas, are servers of one cluster; the client connects to any of them.
+            A `Server` replaces `credentials` and the environment.
+        fleet: name of the fleet whose workers serve the requests. None: the fleet in the credentials, or `default`.
+        client: name of this client in subjects, unique among connected clients. None: the name in the credentials, or
+            a random name.
+        credentials: credentials of the NATS user, or their file. None: the file in `$ROLLBUS_CREDS`, or no user.
+        worker_grace_s: seconds that a request waits for a worker after the last worker of its model was lost (default:
+            15). While the client is disconnected from NATS, it treats workers as lost after lease plus margin (6 s).
+        max_unread_bytes: bytes of unread results above which `complete_many` sends no more requests (default: 1 GiB).
+        prefill_min_tokens: prompts of at least this many tokens go to a prefill worker first, if the fleet has one
+            (default: 32).
+        placement: True (default): the client may send a request directly to a worker that has the beginning of its
+            prompt in the prefix cache, or that serves its group. False: all requests, also those of sessions, go
+            through the queue.
+        tracing: OpenTelemetry spans of requests; needs `rollbus[otel]`. False (default): none. True: the environment
+            configures the export (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on). A `TracerProvider`:
+            that provider creates the spans.
 
     Raises:
-        InvalidRequest: a name that cannot stand in a subject or is not that of the credentials, a number out of range,
-            or `tracing` without OpenTelemetry.
+        InvalidRequest: a name is not valid in a subject or differs from the credentials, a number is out of range, or
+            `tracing` is set and OpenTelemetry is not installed.
         BusBroken: a URL is malformed, or the credentials cannot be read.
     """
     try:
         server = Server.named(url, credentials)
     except BusBroken as exc:
-        # The message says it all: users need not read our frames.
+        # The message is complete without the internal frames of the traceback.
         raise exc.with_traceback(None) from None
     return Client(
         server,
@@ -99,14 +102,17 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
 
 
 class Client:
-    """Requests and their streams over one connection. Made by `connect`; use it from one event loop.
+    """Sends requests and receives their results over one connection. Create it with `connect`.
 
-    Its connection lives on a thread of its own: while the caller's loop is blocked, results come in and leases hold. A
-    process that was forked gets `BusClosed` from its copy, and connects for itself; the parent's goes on.
+    Use a client from one event loop. Its connection runs on a separate thread. While the caller's event loop is
+    blocked, the client still receives results and keeps its leases.
 
-    Entering raises `BusBroken`: `ServerUnreachable` when no server answers, `TlsFailed`, `PermissionDenied`, or the
-    server's own refusal. Leaving aborts what is still open, so that no engine works
-    for nobody, and closes the connection; a cancellation meanwhile is raised once that is done.
+    In a forked process, the copy of the client raises `BusClosed`; that process must connect its own client. The client
+    of the parent process is not affected.
+
+    Entering raises `BusBroken` or one of its subclasses: `ServerUnreachable` if no server answers, `TlsFailed`, or
+    `PermissionDenied`. Leaving aborts all open requests, so that no engine works without a reader, and closes the
+    connection. If leaving is cancelled, it completes first and then raises the cancellation.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of `connect`
@@ -140,14 +146,14 @@ class Client:
         self._connected: CallRegistry | None = None
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         registry = self._connected
         state = "closed" if registry is None else f"calls={registry.num_calls} unread_bytes={registry.unread_bytes}"
         return f"<Client {self._config.client} fleet={self._config.subjects.fleet} {state}>"
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet's workers.
+        """The workers of the fleet, and commands to them.
 
         Raises:
             BusClosed: the client is not connected.
@@ -162,7 +168,7 @@ class Client:
         return self._connected
 
     def stats(self) -> ClientStats:
-        """A copy of the counters.
+        """Return a copy of the counters.
 
         Raises:
             BusClosed: the client is not connected.
@@ -170,14 +176,14 @@ class Client:
         return self._registry.stats()
 
     async def __aenter__(self) -> Self:
-        """Connect, subscribe to what workers send, and ask all workers to announce themselves."""
+        """Connect, subscribe to the messages of workers, and ask all workers for their presence."""
         if self._connected is not None:
-            raise BusClosed("this client is entered already")
+            raise BusClosed("this client is already connected; enter it only once")
         registry = CallRegistry(replace(self._config, incarnation=uuid.uuid4().hex[:12]))
         try:
             await registry.start()
         except BusBroken as exc:
-            # As in `connect`: the thread's frames say nothing that the message does not.
+            # As in `connect`: the traceback of the thread adds nothing to the message.
             raise exc.with_traceback(None) from None
         self._connected = registry
         return self
@@ -185,7 +191,7 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is open and close."""
+        """Abort all open requests and close the connection."""
         registry = self._connected
         if registry is None:
             raise BusClosed("this client is not connected")
@@ -195,16 +201,18 @@ class Client:
     async def generate(
         self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of `request`, those of n > 1 samples interleaved and told apart by `child`.
+        """Stream the chunks of `request`. With n > 1, chunks of all samples are interleaved and have their `child`.
 
-        Leaving the loop early aborts the request; `contextlib.aclosing` makes that immediate.
+        If the caller leaves the loop early, the client aborts the request. Use `contextlib.aclosing` to abort
+        immediately.
 
         Args:
-            on_end: called when the workers are done with the request, which may be before the last chunk was taken; not
-                called if the loop was left before.
+            on_end: called when the workers have finished the request, possibly before the caller has read the last
+                chunk. It is not called if the caller leaves the loop before that.
 
         Raises:
-            RequestError: it was rejected, failed or timed out; what came before has been yielded.
+            RequestError: the request was rejected, failed or timed out. All chunks received before have been yielded.
+            BusClosed: the client is not connected.
         """
         registry = self._registry
         call = await registry.open(request, streams=True)
@@ -217,12 +225,13 @@ class Client:
             registry.remove(call)
 
     async def complete(self, request: GenerateRequest) -> Generation:
-        """The finished result of `request`; for n > 1 child 0 with `siblings`.
+        """Return the complete result of `request`. With n > 1, that is child 0 with the others in `siblings`.
 
         Cancellation: aborts the request.
 
         Raises:
-            RequestError: it was rejected, failed or timed out.
+            RequestError: the request was rejected, failed or timed out.
+            BusClosed: the client is not connected.
         """
         registry = self._registry
         call = await registry.open(request, streams=False)
@@ -241,21 +250,27 @@ class Client:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         times: BatchTimes | None = None,
     ) -> AsyncGenerator[Generation, None]:
-        """Results of many requests in the order in which they finish, `max_in_flight` at a time.
+        """Yield the results of many requests in the order in which they finish.
 
-        `requests` is drawn from as there is room, so that it may be endless. No more are drawn while results of more
-        than `max_unread_bytes` wait to be read. Results come also while an async iterable waits for its next request. A
-        request that fails harms no other: it comes as a `Generation` with `finish_reason` ERROR and `error` set.
-        Leaving the loop aborts what is open, and cancels what an async iterable is doing for its next request.
+        The client draws from `requests` when it can send another request, so `requests` may be endless. It draws none
+        while `max_in_flight` requests are open, or while more than `max_unread_bytes` of results are unread. It yields
+        results also while an async iterable waits for its next request.
+
+        A failed request does not affect the others. Its result is a `Generation` with `finish_reason` ERROR and `error`
+        set. If the caller leaves the loop, the client aborts all open requests and cancels the pending `anext` of an
+        async iterable.
 
         Args:
-            times: is told when requests are complete: how long 50, 90, 99 and 100 % of them took.
+            requests: requests to send, in an iterable or an async iterable.
+            max_in_flight: requests that may be open at the same time (default: 512).
+            times: records when 50, 90, 99 and 100 % of the requests were complete.
 
         Raises:
-            NoWorkers: no worker is left to take the next request; every result before it has been yielded.
-            InvalidRequest: `requests` cannot be iterated, or has something else than requests.
+            NoWorkers: no worker is left for the next request. All earlier results have been yielded.
+            InvalidRequest: `requests` is not iterable, or has an item that is not a `GenerateRequest`.
             ValueError: `max_in_flight` is below 1.
-            Exception: whatever `requests` raised; what is open is aborted.
+            BusClosed: the client is not connected.
+            Exception: `requests` raised it. The client has aborted all open requests.
         """
         batch = batch_of(self, max_in_flight=max_in_flight, times=times)
         source = RequestSource(requests, batch)
@@ -287,23 +302,24 @@ class Client:
         max_lag: int | None = None,
         inexact: InexactGroups = "refuse",
     ) -> GroupSampler:
-        """Steps that do not wait for their slowest answers; to be entered with `async with`.
+        """Return a sampler whose steps do not wait for their slowest answers. Enter it with `async with`.
 
-        A step starts more groups than it needs, and is over when `need` of them are complete. The others are stopped.
-        The next step continues them from their tokens.
+        A step starts more groups than it needs and ends when `need` of them are complete. It stops the other groups.
+        The next step continues the stopped groups from their tokens.
 
         Args:
-            prompts: token ids, requests, or `GroupPrompt`s that add a key; an iterable or an async one, which may be
-                endless. They are taken one at a time. Each request gets an id of its own.
-            n: answers in a group.
-            need: groups in a step.
-            over: groups that run at once, as a multiple of `need`, rounded up; 1: the step waits for all.
-            sampling: of prompts that are token ids; None: the defaults.
-            max_lag: groups whose oldest token is more versions behind than this when a step begins are dropped, and
-                come as `GroupStep.dropped`. None: none are.
-            inexact: prompts whose sampler has a state of its own (a seed, penalties, bad words, a grammar) cannot be
-                continued exactly. `refuse`: they are not accepted. `continue`: their joined results are not `exact`.
-                `drop`: once stopped they are dropped.
+            prompts: token ids, requests, or `GroupPrompt`s that add a key, in an iterable or an async iterable. It may
+                be endless. The sampler draws one prompt at a time and gives each request a new id.
+            n: answers in a group, 1 to 256.
+            need: groups in a step, 1 to 65,536.
+            over: groups that run at the same time, as a multiple of `need` from 1 to 8, rounded up (default: 1.25).
+                With 1 the step waits for all groups.
+            sampling: sampling parameters of prompts that are token ids. None: the defaults of `SamplingParams`.
+            max_lag: at the start of a step, the sampler drops each group whose oldest token is more than this many
+                versions behind. Dropped groups are in `GroupStep.dropped`. None: no group is dropped for its age.
+            inexact: handling of prompts whose sampler has state (a seed, penalties, bad words, a grammar) and cannot
+                continue exactly. `refuse` (default): raise an error. `continue`: continue them; the joined results are
+                not `exact`. `drop`: drop such a group when it was stopped.
 
         Raises:
             BusClosed: the client is not connected.
@@ -321,23 +337,24 @@ class Client:
         return GroupSampler(self._registry, prompts, form, planner)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Stop requests of this client: each of their streams ends once, with `finish_reason` ABORT.
+        """Abort requests of this client. Each of their response streams ends once, with `finish_reason` ABORT.
 
-        A stream that has all its tokens, but not its end, ends as these tokens say.
-        What had arrived stays with its caller: `complete` returns it. The engines stop working for them.
+        If a request has all its tokens and only its terminal chunk is missing, it ends with the finish reason that
+        follows from these tokens. The caller keeps the results received before: `complete` returns them. The engines
+        stop the aborted requests.
 
         Returns:
-            Those that were open; an id that is unknown, or whose request has ended, is passed over.
+            Ids of the requests that were open. Unknown ids and ids of ended requests are left out.
 
         Raises:
-            InvalidRequest: there are no ids.
+            InvalidRequest: `request_ids` is empty.
             BusClosed: the client is not connected.
         """
         return await self._registry.abort(check_ids(request_ids))
 
 
 def registry_of(client: Client) -> CallRegistry:
-    """Return what a connected client consists of, for parts that share its connection and thread.
+    """Return the call registry of a connected client, for code that shares its connection and thread.
 
     Raises:
         BusClosed: the client is not connected.

@@ -1,4 +1,4 @@
-"""How one client is set up."""
+"""The configuration of one client."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ __all__ = ["ClientConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """Who a client is, where it connects, and what it waits for."""
+    """Name, connection and limits of one client."""
 
     server: Server
     subjects: Subjects
     client: str
-    """Its name in subjects."""
+    """Name of the client in subjects."""
     incarnation: str
-    """Which life of that name."""
+    """Id of this lifetime of the name: a client that connects again under the same name has another incarnation."""
     worker_grace_s: float
-    """How long requests wait for a worker to come up where there is none."""
+    """Seconds that a request waits for a worker when its model has none."""
     prefill_min_tokens: int
-    """Of a prompt that goes to a prefill worker first, where there are any."""
+    """Prompts of at least this many tokens go to a prefill worker first, if the fleet has one."""
     placement: bool = True
-    """Requests may be placed at workers; False: they all go through the queue."""
+    """True if the client may send requests directly to a worker. False: all requests go through the queue."""
     tracing: Tracing = False
-    """Spans of requests: off, by the environment, or by this provider."""
+    """Spans of requests: off (False), configured by the environment (True), or by this provider."""

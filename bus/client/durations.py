@@ -1,4 +1,4 @@
-"""How long things took, by model: a histogram in fixed buckets, small however much is counted."""
+"""Durations by model, in a histogram with fixed buckets. Its size does not depend on the number of durations."""
 
 import math
 from bisect import bisect_left
@@ -27,9 +27,9 @@ BOUNDS_S: Final = (
     300.0,
     1800.0,
 )
-"""Upper ends of the buckets, in seconds: from a round trip to the longest that a request mostly may take."""
+"""Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
 MAX_MODELS: Final = 256
-"""Models that a client's counters tell apart, far more than a fleet has; what is of another is not counted."""
+"""Maximum number of models in a client's counters. Durations of further models are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +37,39 @@ class Durations:
     """Durations of one kind."""
 
     counts: tuple[int, ...]
-    """How many went up to each of `BOUNDS_S`, and above the one before it; the last number is of those above all."""
+    """Number of durations in each bucket: up to its bound in `BOUNDS_S` and above the previous bound. The last number
+    counts the durations above all bounds."""
     total_s: float
-    """Their sum."""
+    """Sum of all durations in seconds."""
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """How many took up to so many seconds; those of the last pair, up to infinity, are all."""
+        """Return (bound, number of durations up to it) pairs. The bound of the last pair is infinity."""
         return list(zip((*BOUNDS_S, math.inf), accumulate(self.counts), strict=True))
 
 
 class DurationsByModel:
-    """Counts durations; written by one thread, and copied by any."""
+    """Counts durations by model. One thread writes, any thread may copy."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
         self._totals_s: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<DurationsByModel {' '.join(f'{model}:{sum(c)}' for model, c in self._counts.items()) or 'empty'}>"
 
     def add(self, model: str, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         counts = self._counts.get(model)
         if counts is None:
             if len(self._counts) >= MAX_MODELS:
                 return
             self._totals_s[model] = 0.0
-            # Last: who copies meanwhile finds the sum of every model that it finds counts of.
+            # Add the counts last: a thread that copies meanwhile then finds a sum for every model with counts.
             counts = self._counts[model] = [0] * (len(BOUNDS_S) + 1)
         counts[bisect_left(BOUNDS_S, seconds)] += 1
         self._totals_s[model] += seconds
 
     def copy(self) -> dict[str, Durations]:
-        """What was counted so far."""
+        """Return a copy of all counts."""
         return {model: Durations(tuple(counts), self._totals_s[model]) for model, counts in list(self._counts.items())}

@@ -1,4 +1,4 @@
-"""Asks workers of one model for the load of their experts, on the bus thread."""
+"""Asks the workers of one model for the load of their experts. Runs on the bus thread."""
 
 import time
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ from ..protocol.telemetry.expert_book import INTERVAL_S
 __all__ = ["HeardLoads", "experts_command", "read_experts"]
 
 MAX_CLOCK_S: Final = 20.0
-"""By which clocks may differ: of a minute that is asked for, two thirds are still there."""
+"""Tolerated clock difference in seconds. With it, a request for one minute still returns two thirds of the minute."""
 
 
 class HeardLoads(NamedTuple):
-    """What came of a question."""
+    """The answers of the workers."""
 
     model: str
     loads: Mapping[str, ExpertLoad]
-    """By worker."""
+    """Expert load by worker."""
     left_out: Mapping[str, str]
-    """Workers that did not answer with counts, or cannot: why."""
+    """Workers without counts, each with the reason."""
     asked: tuple[str, ...]
     num_workers: int
 
@@ -36,10 +36,10 @@ class HeardLoads(NamedTuple):
 def experts_command(
     model: str | None, workers: tuple[str, ...] | None, last_s: float | None, timeout_s: float
 ) -> ReadExperts:
-    """Make the command that asks for the last seconds, by this machine's clock; None: for everything, by versions.
+    """Build the command that asks for the last `last_s` seconds, by this machine's clock. None: all counts by version.
 
     Raises:
-        InvalidRequest: `last_s` is no time.
+        InvalidRequest: `last_s` is not a valid time.
     """
     if last_s is None:
         return ReadExperts(model=model, workers=workers, window="versions", timeout_s=timeout_s)
@@ -49,10 +49,10 @@ def experts_command(
 
 
 async def read_experts(controller: Controller, command: ReadExperts) -> HeardLoads:
-    """Ask the workers that `command` means, at most 64, and return what they answered in time.
+    """Ask the workers that `command` names, at most 64, and return the answers that arrive in time.
 
     Raises:
-        As `Controller.read`; `InvalidRequest` also where `command` names no model and the fleet has several.
+        As `Controller.read`. Also `InvalidRequest` if `command` names no model and the fleet has several models.
     """
     command = check_command(command)
     roster = await controller.roster(command)
@@ -71,8 +71,8 @@ async def read_experts(controller: Controller, command: ReadExperts) -> HeardLoa
 
 
 def _clock_problem(load: ExpertLoad) -> str | None:
-    """Say why this worker's last seconds are others than this machine's; None: they are the same."""
+    """Return the reason if the worker's last seconds differ from this machine's because of its clock, else None."""
     ahead_s = load.number * INTERVAL_S - (time.time() - INTERVAL_S)
     if abs(ahead_s) <= MAX_CLOCK_S:
         return None
-    return f"its clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
+    return f"the worker's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's clock"

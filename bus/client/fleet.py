@@ -1,8 +1,7 @@
-"""The fleet as a trainer sees it: who lives, what they serve, what waits for them, and commands to them."""
+"""The fleet as a trainer sees it: live workers, queues, desired state, and commands to workers."""
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, Literal, Unpack
@@ -10,10 +9,10 @@ from typing import Any, Final, Literal, Unpack
 import msgspec
 
 from ...schemas import control, limits
-from ...schemas.checks import check_bool, check_float, check_int, check_name, describe
-from ...schemas.control import AnyCommand, PauseMode, WeightSource
+from ...schemas.checks import check_float, check_int, check_name
+from ...schemas.control import AnyCommand, PauseMode
 from ...schemas.desired import DesiredState
-from ...schemas.errors import BusBroken, InvalidRequest
+from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
 from ..control.ack_collector import OnAck
 from ..protocol.fleet.command_result import CommandResult
@@ -21,7 +20,17 @@ from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
 from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
 from ..queue.streams import QueueDepth
 from .expert_reads import experts_command, read_experts
-from .fleet_options import DrainOptions, Path, SendOptions, SourceOptions, UpdateOptions
+from .fleet_options import (
+    DrainOptions,
+    Path,
+    SendOptions,
+    SourceOptions,
+    UpdateOptions,
+    pop_source,
+    source_of,
+    split_options,
+    unique_names,
+)
 from .loop_thread import LoopThread
 from .runtime import ClientRuntime
 
@@ -30,7 +39,7 @@ __all__ = ["Fleet", "FleetState"]
 logger = logging.getLogger(__name__)
 
 MAX_COUNT: Final = 1_000_000
-"""Of workers to wait for: none will ever be so many."""
+"""Upper bound of the worker count that a caller can wait for; no fleet is larger."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,32 +47,33 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: str
     workers: tuple[WorkerPresence, ...]
-    """Live workers by id; empty when there are none."""
+    """Live workers, sorted by id. Empty if there are none."""
     queues: tuple[QueueDepth, ...] = ()
-    """How much waits for them, by model and lane; empty where the server has no queue for their models."""
+    """Waiting requests by model and lane. Empty if the server has no queue for the workers' models."""
     queue_problems: dict[str, str] = {}
-    """Why queues do not answer, by model: one without a leader, for example, whose requests stand still."""
+    """Why a queue does not answer, by model. For example, a queue without a leader delivers no requests."""
     desired: dict[str, DesiredState] = {}
-    """What the workers of each model should be doing; without models for which nothing was ever recorded."""
+    """Desired state of the workers by model. Models without a recorded command are left out."""
 
 
 class Fleet:
-    """The workers of one fleet. Got from a client that is connected; use it from the client's event loop.
+    """The workers of one fleet. Use it from the client's event loop; `Client.fleet` returns it.
 
-    Commands return a ledger in which all workers that had to answer have applied them. They raise
+    A command returns a `CommandResult` after all workers that had to answer have applied the command. Commands raise
 
-    - `CommandIncomplete`: not all did; its `ledger` says who, and the message why;
-    - `NoWorkers`: nobody is there to carry it out;
-    - `InvalidRequest`: a field is wrong, or a worker that was named is not there;
-    - `ControlError`: the desired state refuses it, for example an older version of the weights;
-    - `RemoteProtocolError`: the desired state cannot be read; `reset` clears it;
-    - `BusBroken`: JetStream or the connection failed; `BusClosed`: the client was closed.
+    - `CommandIncomplete`: not all workers applied it. The error's `ledger` lists the workers, its message the reasons.
+    - `NoWorkers`: no worker can execute it.
+    - `InvalidRequest`: a field is wrong, or a named worker is not live.
+    - `ControlError`: the desired state rejects it, for example because the version of the weights is too old.
+    - `RemoteProtocolError`: the desired state cannot be decoded. `reset` clears it.
+    - `BusBroken`: JetStream or the connection failed.
+    - `BusClosed`: the client was closed.
 
-    In all cases but the first and the last nothing was changed. Cancelling one leaves what is recorded: the workers
-    carry it out all the same.
+    After `NoWorkers`, `InvalidRequest`, `ControlError` and `RemoteProtocolError` nothing was changed. If the caller
+    cancels a command, the recorded part stays recorded, and the workers still execute it.
 
     Args:
-        thread: on which `runtime` lives.
+        thread: thread on which `runtime` runs.
     """
 
     def __init__(self, name: str, thread: LoopThread[Any], runtime: ClientRuntime) -> None:
@@ -73,22 +83,22 @@ class Fleet:
         self._watcher = runtime.watcher
 
     def __repr__(self) -> str:
-        """One line with each worker and its state."""
+        """Return one line with each worker and its state."""
         workers = (f"{worker.worker}:{worker.state}" for worker in self._watcher.snapshot.workers)
         return f"<Fleet {self._name} {' '.join(workers) or 'empty'}>"
 
     @property
     def workers(self) -> tuple[WorkerPresence, ...]:
-        """Live workers by id, as they were last heard; `state` asks them."""
+        """Live workers sorted by id, with their latest presence. `state` asks the workers for new presence."""
         return self._watcher.snapshot.workers
 
     @property
     def bad_messages(self) -> int:
-        """Announcements and answers of workers that did not decode."""
+        """Number of presence messages and acks of workers that could not be decoded."""
         return self._watcher.bad_messages + self._runtime.controller.collector.bad_messages
 
     async def state(self) -> FleetState:
-        """Ask all workers for their state and return what was heard within half a second.
+        """Ask all workers for their state. Return the answers of the next half second.
 
         Raises:
             BusBroken: the connection to NATS is gone.
@@ -101,16 +111,16 @@ class Fleet:
         try:
             desired = await self._runtime.controller.store.read_all()
         except BusBroken as exc:
-            # What workers say of themselves counts all the same.
-            logger.warning("fleet.no_desired_states error=%s", exc)
+            # The presence of the workers is valid without the desired states.
+            logger.warning("fleet.desired_states_read_failed error=%s", exc)
             desired = {}
         return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
 
     async def paused_since(self, model: str) -> datetime | None:
-        """Return when the last of a model's workers was told to pause, by the clock of the NATS server.
+        """Return the time of the last command that pauses a worker of `model`, by the clock of the NATS server.
 
-        None if none is paused, or it is not known any more: NATS keeps the last 64 states of each model, and a user may
-        lack the permission to read them.
+        Return None if no worker is paused, or if the time is unknown. NATS keeps the last 64 states of each model, and
+        a user may lack the permission to read them.
 
         Raises:
             BusClosed: the client was closed.
@@ -118,7 +128,7 @@ class Fleet:
         return await self._thread.run(self._runtime.pauses.paused_since(check_name("model", model)))
 
     async def mute_pause(self) -> None:
-        """Log no `client.waiting` for a pause of now: the caller has said it.
+        """Suppress the `client.pause_detected` warning for present pauses. For callers that report the pause.
 
         Raises:
             BusClosed: the client was closed.
@@ -126,12 +136,12 @@ class Fleet:
         await self._thread.run(self._runtime.pauses.mute_present())
 
     async def reset(self, model: str | None = None) -> tuple[str, ...]:
-        """Clear what is desired of the workers of `model`, or of all models of the fleet, also where it is unreadable.
+        """Clear the desired state of `model`, or of all models of the fleet. This works also if it cannot be decoded.
 
-        Workers that start afterwards serve what they are started with. Of those that live, none changes its weights.
+        Workers that start later serve the weights that they are started with. Running workers keep their weights.
 
         Returns:
-            The models that something was recorded for, sorted.
+            Models that had a desired state, sorted.
 
         Raises:
             BusBroken: JetStream or the connection failed.
@@ -145,10 +155,12 @@ class Fleet:
         return tuple([name for name in models if await store.reset(name)])
 
     async def wait_for_workers(self, count: int = 1, *, model: str | None = None, timeout_s: float = 300.0) -> None:
-        """Wait until at least `count` workers serve `model` (or any); those that are paused or updating don't count.
+        """Wait until at least `count` workers serve `model`, or any model if it is None.
+
+        Workers that are paused or updating do not count.
 
         Raises:
-            NoWorkers: fewer did within `timeout_s` seconds; the message says what they were doing.
+            NoWorkers: fewer workers served the model within `timeout_s` seconds. The message gives their states.
             BusBroken: the connection to NATS is gone.
             BusClosed: the client was closed.
         """
@@ -158,25 +170,25 @@ class Fleet:
         await self._thread.run(self._watcher.wait_for_workers(count, model, timeout_s))
 
     async def send(self, command: AnyCommand, *, on_ack: OnAck | None = None) -> CommandResult:
-        """Carry out any command of `schemas/control.py`; nothing is uploaded, checked before or compared afterwards."""
+        """Send any command of `schemas/control.py`, without upload, earlier checks or later comparison."""
         return await self._thread.run(self._runtime.controller.send(command, on_ack))
 
     async def timelines(
         self, request_id: str, *, model: str | None = None, timeout_s: float = control.READ_TIMEOUT_S
     ) -> RequestTrace:
-        """Ask the workers what became of a request, of whichever client; for admins and frontends.
+        """Ask the workers for the timeline of a request of any client. For administrators and frontends.
 
-        A worker remembers its requests in flight and the last 1,000 that ended there, until it is stopped. What became
-        of a request at a lost worker shows only in the attempts that followed.
+        Each worker stores its requests in flight and its last 1,000 ended requests until the worker stops. The timeline
+        of a request at a lost worker is lost. Only its later attempts appear.
 
         Args:
-            request_id: as its client named it.
-            model: whose workers are asked; None: those of every model.
-            timeout_s: for all of them to answer; those that do not are named.
+            request_id: id that the request's client gave it.
+            model: model whose workers are asked. None: workers of all models.
+            timeout_s: seconds for all workers to answer (default: 5). The result names the workers that do not answer.
 
         Raises:
-            ControlError: `not_allowed`, these credentials may not ask.
-            NoWorkers, InvalidRequest, BusBroken, BusClosed: as commands.
+            ControlError: `not_allowed`, the credentials do not permit the question.
+            NoWorkers, InvalidRequest, BusBroken, BusClosed: as for commands.
         """
         command = control.ReadRequest(request_id=request_id, model=model, timeout_s=timeout_s)
         return merge_timelines(request_id, await self._thread.run(self._runtime.controller.read(command)))
@@ -189,88 +201,93 @@ class Fleet:
         last_s: float | None = 60.0,
         timeout_s: float = control.READ_TIMEOUT_S,
     ) -> ExpertAnswers:
-        """Ask the workers of a model how often their routers chose each expert; for admins and frontends.
+        """Ask the workers of a model how often their routers chose each expert. For administrators and frontends.
 
         Args:
-            model: may be None where the fleet has only one.
-            workers: which of them are asked, up to 64; None: all, or a sample of 64.
-            last_s: what is asked for: whole intervals of 5 s that cover the last so many seconds, up to two minutes.
-                None: everything, of the last 8 versions of the weights.
-            timeout_s: for all of them to answer; those that do not are named.
+            model: name of the model. It may be None if the fleet has only one model.
+            workers: ids of the workers to ask, at most 64. None: all workers, or a sample of 64.
+            last_s: length of the requested period in seconds, at most two minutes (default: 60). Workers count in
+                intervals of 5 s; the result has the whole intervals that cover the period. None: all counts of the last
+                8 weight versions.
+            timeout_s: seconds for all workers to answer (default: 5). The result names the workers that do not answer.
 
         Raises:
-            ControlError: `not_allowed`, these credentials may not ask.
-            NoWorkers, InvalidRequest, BusBroken, BusClosed: as commands.
+            ControlError: `not_allowed`, the credentials do not permit the question.
+            NoWorkers, InvalidRequest, BusBroken, BusClosed: as for commands.
         """
-        names = None if workers is None else _names("workers", workers)
+        names = None if workers is None else unique_names("workers", workers)
         command = experts_command(model, names, last_s, timeout_s)
         heard = await self._thread.run(read_experts(self._runtime.controller, command))
-        # Adding up takes a hundredth of a second for many workers of a large model.
+        # Merging takes about 10 ms for many workers of a large model, so it runs on another thread.
         return await asyncio.to_thread(merge_answers, **heard._asdict())
 
     async def pause(
         self, *, mode: PauseMode = "keep", clear_cache: bool = False, **options: Unpack[SendOptions]
     ) -> CommandResult:
-        """Have workers take no more requests.
+        """Pause workers: they accept no more requests until `resume`.
 
         Args:
-            mode: what becomes of those in flight. `keep`: they stand still until the resume; `wait`: they are
-                finished first, a worker that cannot within the time stays paused and fails; `abort`: they end.
-            clear_cache: forget the prefix cache too.
+            mode: handling of requests in flight. `keep` (default): they pause until the resume. `wait`: they finish
+                first; a worker that does not finish them within `timeout_s` stays paused, and the command fails there.
+                `abort`: they end.
+            clear_cache: True: reset the prefix cache too. Default: False.
         """
         return await self._send(control.Pause, options, mode=mode, clear_cache=clear_cache)
 
     async def resume(self, **options: Unpack[SendOptions]) -> CommandResult:
-        """Undo `pause` and `drain`."""
+        """Resume workers after `pause` or `drain`."""
         return await self._send(control.Resume, options)
 
     async def drain(self, workers: Iterable[str], **options: Unpack[DrainOptions]) -> CommandResult:
-        """Have these workers hand their requests to others and take no more, until `resume`."""
-        return await self._send(control.Drain, options, workers=_names("workers", workers))
+        """Make these workers hand their requests to other workers and accept no more until `resume`."""
+        return await self._send(control.Drain, options, workers=unique_names("workers", workers))
 
     async def flush_cache(self, *, preempt: bool = False, **options: Unpack[SendOptions]) -> CommandResult:
-        """Forget the prefix cache.
+        """Reset the prefix cache.
 
         Args:
-            preempt: also what requests in flight have cached, which are then computed anew; else those make it fail.
+            preempt: True: reset also the blocks that requests in flight use; the engine then computes them again. False
+                (default): the command fails if requests in flight use the cache.
         """
         return await self._send(control.FlushCache, options, preempt=preempt)
 
     async def sleep(self, level: Literal[1, 2] = 1, **options: Unpack[SendOptions]) -> CommandResult:
-        """Have idle engines give up their memory; level 1 keeps the weights in the machine's, level 2 drops them."""
+        """Free the memory of idle engines. Level 1 keeps the weights in host memory; level 2 discards them."""
         return await self._send(control.Sleep, options, level=level)
 
     async def wake(self, **options: Unpack[SendOptions]) -> CommandResult:
-        """Undo `sleep`."""
+        """Wake engines after `sleep`."""
         return await self._send(control.Wake, options)
 
     async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> CommandResult:
-        """End requests in flight, of whichever client; not those that wait in the queue.
+        """Abort requests in flight of any client. Requests that wait in the queue are not affected.
 
-        `Ack.request_ids` says which of them a worker had, and `CommandResult.not_found` which none had. That is an
-        error, `CommandIncomplete`, if no worker had any of them.
+        `Ack.request_ids` lists the requests that a worker had. `CommandResult.not_found` lists the requests that no
+        worker had. If no worker had any of them, this method raises `CommandIncomplete`.
         """
-        return await self._send(control.Abort, options, request_ids=_names("request_ids", request_ids))
+        return await self._send(control.Abort, options, request_ids=unique_names("request_ids", request_ids))
 
     async def check_weights(
         self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]
     ) -> CommandResult:
-        """Have workers say whether `update_weights` with this source could be carried out; nothing is touched."""
-        return await self._send(control.CheckWeights, options, source=_source(path, objects))
+        """Check if the workers can execute `update_weights` with this source. This changes nothing."""
+        return await self._send(control.CheckWeights, options, source=source_of(path, objects))
 
     async def update_weights(
         self, path: Path | None = None, *, version: int, **options: Unpack[UpdateOptions]
     ) -> CommandResult:
-        """Replace the weights of all workers of a model, as one: staged by all before any changes, proven after it.
+        """Replace the weights of all workers of a model together.
 
-        A worker that fails serves nothing until a later good update or a restart. If all fail, what is desired is set
-        back to what it was before.
+        All workers stage the weights before any worker switches to them. Each worker verifies the weights after the
+        switch. A worker that fails serves no requests until a later successful update or a restart. If all workers
+        fail, the desired state returns to its previous value.
 
         Args:
-            path: of a folder with a whole checkpoint; the workers must have it below one of their weight roots.
-            version: of the new weights, which every token sampled from them bears; higher than the present one.
+            path: folder with a whole checkpoint. On the workers' machines it must be below one of their weight roots.
+            version: version of the new weights, higher than the present one. Every token sampled from them has this
+                version.
 
-        To have the workers prove that they compute what the trainer does, give them `expected_canary`:
+        To verify that the workers compute the same as the trainer, pass `expected_canary`:
 
             [worker, *_] = (await rb.fleet.state()).workers
             request = rollbus.canary_request(worker.capabilities)
@@ -279,10 +296,10 @@ class Fleet:
             await rb.fleet.update_weights(path, version=7, expected_canary=canary)
 
         Raises:
-            ControlError: also where the folder could not be uploaded. Nothing was changed.
+            ControlError: also raised if the folder could not be uploaded. Nothing was changed.
         """
-        fields, on_ack = _split(options)
-        source, upload = _pop_source(path, fields)
+        fields, on_ack = split_options(options)
+        source, upload = pop_source(path, fields)
         min_staged = fields.pop("min_staged", None)
         command = control.UpdateWeights(version=version, source=source, **fields)
         update = self._runtime.updates.update_weights(command, upload=upload, on_ack=on_ack, min_staged=min_staged)
@@ -291,18 +308,19 @@ class Fleet:
     async def load_lora(
         self, name: str, path: Path | None = None, *, version: int | None = None, **options: Unpack[SourceOptions]
     ) -> CommandResult:
-        """Load a LoRA adapter into all workers of a model, or replace the one of the same name.
+        """Load a LoRA adapter into all workers of a model, or replace the adapter of the same name.
 
         Args:
-            name: what requests call it.
-            path: of its folder; the workers must have it below one of their weight roots.
-            version: of the adapter, which every token sampled with it bears; None: one more than what is recorded.
+            name: name of the adapter in requests.
+            path: folder of the adapter. On the workers' machines it must be below one of their weight roots.
+            version: version of the adapter. Every token sampled with the adapter has this version. None: one more than
+                the recorded version.
 
         Raises:
-            ControlError: also where the folder could not be uploaded. Nothing was changed.
+            ControlError: also raised if the folder could not be uploaded. Nothing was changed.
         """
-        fields, on_ack = _split(options)
-        source, upload = _pop_source(path, fields)
+        fields, on_ack = split_options(options)
+        source, upload = pop_source(path, fields)
         command = control.LoadLora(name=name, source=source, version=version or 0, **fields)
         loading = self._runtime.updates.load_lora(
             command, is_next_version=version is None, upload=upload, on_ack=on_ack
@@ -310,24 +328,28 @@ class Fleet:
         return await self._thread.run(loading)
 
     async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> CommandResult:
-        """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended.
+        """Unload a LoRA adapter. It is no error if the adapter is not loaded. Requests in flight that use it end.
 
-        What was uploaded for it is deleted.
+        The client deletes the uploaded files of the adapter.
         """
-        fields, on_ack = _split(options)
+        fields, on_ack = split_options(options)
         command = control.UnloadLora(name=name, **fields)
         return await self._thread.run(self._runtime.updates.unload_lora(command, on_ack))
 
     async def init_weight_transfer(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
-        """Pass `info` to the engines' `init_weight_transfer_engine`."""
+        """Pass `info` to `init_weight_transfer_engine` of the engines."""
         return await self._send(control.InitWeightTransfer, options, info=info)
 
     async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> CommandResult:
-        """Hold the requests in flight and begin to take weights from the engines' transfer engine."""
+        """Pause the requests in flight and start an update through the engines' weight transfer engine.
+
+        Args:
+            mode: as in `pause`.
+        """
         return await self._send(control.StartWeightUpdate, options, mode=mode)
 
     async def update_weight_chunk(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
-        """Pass `info` to the engines' `update_weights`."""
+        """Pass `info` to `update_weights` of the engines."""
         return await self._send(control.UpdateWeightChunk, options, info=info)
 
     async def finish_weight_update(
@@ -338,58 +360,20 @@ class Fleet:
         label: str | None = None,
         **options: Unpack[SendOptions],
     ) -> CommandResult:
-        """End an update by the transfer engine: verified, compared and stamped as after `update_weights`.
+        """Finish an update through the transfer engine. Workers verify the weights as after `update_weights`.
 
-        A worker that starts later cannot get these weights, and serves nothing until the next update. Where the version
-        is refused, as by `update_weights`, the transfer stays open, to be ended with another. `label` is what the
-        trainer calls the version, for example `step-42`.
+        A worker that starts later cannot get these weights. It serves no requests until the next update. If the version
+        is rejected, the transfer stays open; finish it with another version.
+
+        Args:
+            version: version of the new weights, higher than the present one.
+            allow_rollback: True: allow an older version, or the version of a checkpoint again. Default: False.
+            label: the trainer's name for the version, for example `step-42`.
         """
-        fields, on_ack = _split(options)
+        fields, on_ack = split_options(options)
         command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, label=label, **fields)
         return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
 
     async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:
-        common, on_ack = _split(options)
+        common, on_ack = split_options(options)
         return await self.send(kind(**fields, **common), on_ack=on_ack)
-
-
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], OnAck | None]:
-    """The fields of a command among `options`, and who hears of answers."""
-    fields = dict(options)
-    on_ack = fields.pop("on_ack", None)
-    if on_ack is not None and not callable(on_ack):
-        raise InvalidRequest(field="on_ack", problem=f"is {describe(on_ack)}", allowed="a function, or None")
-    if fields.get("workers") is not None:
-        fields["workers"] = _names("workers", fields["workers"])
-    return fields, on_ack
-
-
-def _pop_source(path: Path | None, fields: dict[str, Any]) -> tuple[WeightSource, bool]:
-    """The source, and whether it is to be uploaded; what says so is taken out of `fields`."""
-    objects = fields.pop("objects", None)
-    upload = check_bool("upload", fields.pop("upload", False))
-    source = _source(path, objects)
-    if upload and source.path is None:
-        raise InvalidRequest(field="upload", problem="is set, and there is no path", allowed="a path, or no upload")
-    return source, upload
-
-
-def _source(path: object, objects: str | None) -> WeightSource:
-    if path is None:
-        return WeightSource(objects=objects)
-    folder: object = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(folder, str) or not folder:
-        raise InvalidRequest(field="path", problem=f"is {describe(path)}", allowed="the path of a folder")
-    return WeightSource(path=folder, objects=objects)
-
-
-def _names(field: str, names: Iterable[str]) -> tuple[str, ...]:
-    """These names once each; one string would be taken for its letters."""
-    if isinstance(names, str | bytes | Mapping) or not isinstance(names, Iterable):
-        raise InvalidRequest(field=field, problem=f"is {describe(names)}", allowed="a list of ids")
-    found: dict[str, None] = {}
-    for name in names:
-        if not isinstance(name, str):
-            raise InvalidRequest(field=field, problem=f"has {describe(name)}", allowed="a list of ids")
-        found[name] = None
-    return tuple(found)

@@ -1,4 +1,4 @@
-"""The fleet as a client hears it, without asking its workers: for programs that look every second."""
+"""A passive view of the fleet that sends nothing to workers, for programs that poll every second."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,17 +17,18 @@ __all__ = ["FleetWatch", "HeardWorker", "watch_fleet"]
 
 
 class HeardWorker(NamedTuple):
-    """A live worker as it was last heard."""
+    """A live worker with its latest presence."""
 
     presence: WorkerPresence
     heard_at: float
-    """On `time.monotonic()`."""
+    """Time of the latest presence on `time.monotonic()`."""
 
 
 class FleetWatch:
-    """Reads what a connected client knows of its fleet. Made by `watch_fleet`; use it from the client's event loop.
+    """Reads the state that a connected client has of its fleet. Create it with `watch_fleet`.
 
-    Unlike `Fleet.state` it sends nothing to workers: they announce themselves every second anyway.
+    Use it from the client's event loop. Unlike `Fleet.state`, it sends nothing to workers: workers publish their
+    presence every second.
     """
 
     def __init__(self, registry: CallRegistry) -> None:
@@ -38,24 +39,24 @@ class FleetWatch:
         self.fleet = self._subjects.fleet
 
     def __repr__(self) -> str:
-        """One line with the fleet."""
+        """Return one line with the fleet."""
         return f"<FleetWatch {self.fleet}>"
 
     @property
     def bad_messages(self) -> int:
-        """Commands and acks that were heard and did not decode, or were not their author's."""
+        """Number of received commands and acks that could not be decoded or did not come from their author."""
         return self._listener.bad_messages
 
     @property
     def problem(self) -> str | None:
-        """Why workers cannot be heard now; None: they can."""
+        """Why the client receives no presence at the moment. None if it does."""
         nats = self._runtime.nats
         if nats.lost is not None:
             return str(nats.lost)
         return None if nats.is_connected else "the connection to NATS is down"
 
     async def workers(self) -> tuple[HeardWorker, ...]:
-        """Return the live workers by id, each with its latest announcement.
+        """Return the live workers by id, each with its latest presence.
 
         Raises:
             BusClosed: the client was closed.
@@ -66,7 +67,7 @@ class FleetWatch:
         return tuple(HeardWorker(*heard) for heard in self._runtime.watcher.table.heard())
 
     async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
-        """Return how much waits for the workers, and by model why a queue does not answer.
+        """Return the waiting requests by queue, and by model the reason why a queue does not answer.
 
         Raises:
             BusClosed: the client was closed.
@@ -74,7 +75,7 @@ class FleetWatch:
         return await self._thread.run(self._runtime.watcher.queues())
 
     async def clients(self, models: Iterable[str]) -> dict[tuple[str, Lane, str], int]:
-        """Count the requests that each client has in these models' queues, by model, lane and client.
+        """Count the requests of each client in the queues of these models. The keys are (model, lane, client).
 
         Raises:
             PermissionDenied: this user may not list them.
@@ -91,17 +92,17 @@ class FleetWatch:
         }
 
     async def listen(self) -> None:
-        """Listen to commands and acks of all controllers, until `unlisten`.
+        """Receive the commands and acks of all controllers until `unlisten`.
 
         Raises:
-            PermissionDenied: this user may not.
-            BusBroken: the connection was lost for good.
+            PermissionDenied: this user may not receive them.
+            BusBroken: the connection to NATS is permanently lost.
             BusClosed: the client was closed.
         """
         await self._thread.run(self._listener.start())
 
     async def unlisten(self) -> None:
-        """Listen to commands no more.
+        """Stop receiving commands and acks.
 
         Raises:
             BusClosed: the client was closed.
@@ -109,7 +110,7 @@ class FleetWatch:
         await self._thread.run(self._listener.stop())
 
     async def commands(self) -> tuple[CommandLine, ...]:
-        """Return the last commands that were heard between `listen` and `unlisten`, the newest first.
+        """Return the last commands received between `listen` and `unlisten`, newest first.
 
         Raises:
             BusClosed: the client was closed.
@@ -120,7 +121,7 @@ class FleetWatch:
         return self._listener.lines()
 
     async def desired(self) -> dict[str, DesiredState]:
-        """Return what the workers of each model should be doing.
+        """Return the desired state of the workers of each model.
 
         Raises:
             BusBroken: JetStream or the connection failed.
@@ -129,7 +130,7 @@ class FleetWatch:
         return await self._thread.run(self._runtime.controller.store.read_all())
 
     async def recorded_at(self, model: str, epoch: int) -> float | None:
-        """Return the Unix time at which the command of `epoch` was recorded; None if that is not known any more.
+        """Return the Unix time in seconds at which the command of `epoch` was recorded, or None if it is unknown.
 
         Raises:
             BusClosed: the client was closed.
@@ -146,7 +147,7 @@ class FleetWatch:
 
 
 def watch_fleet(client: Client) -> FleetWatch:
-    """Return what reads the fleet of a connected client.
+    """Return a view of the fleet of a connected client.
 
     Raises:
         BusClosed: the client is not connected.

@@ -1,4 +1,4 @@
-"""The finished answer to one request, as arrays."""
+"""The complete result of one request, as arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,74 +21,77 @@ __all__ = ["ChildResult", "Generation", "join_samples"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
-    """What one request (or one child of n > 1) produced.
+    """The result of one request, or of one child of a request with n > 1.
 
-    Every array is the caller's own and writable. A failed request of `complete_many` has `finish_reason` ERROR,
-    `error` set, and what had arrived until then.
+    Each array belongs to the caller and is writable. A failed request of `complete_many` has `finish_reason` ERROR,
+    `error` set, and the tokens received before the failure. In the shapes below, Lp is `prompt_len` and G is the number
+    of generated tokens.
     """
 
     request: GenerateRequest
-    """As the caller gave it; the same object, for siblings too. So a result that is kept keeps its prompt."""
+    """The caller's request object, also for siblings. A stored result therefore keeps its prompt in memory."""
     request_id: str
     child: int
-    """Which of n samples."""
+    """Index of this sample, 0 to n - 1."""
     prompt_len: int
-    """Lp."""
+    """Lp: number of prompt tokens."""
     token_ids: npt.NDArray[np.int32]
-    """i4[G]."""
+    """i4[G]: generated token ids."""
     logprobs: npt.NDArray[np.float32] | None
-    """f4[G], the sampler's; None when `sampling.logprobs` was None."""
+    """f4[G]: log probabilities from the sampler. None if `sampling.logprobs` was None."""
     weight_versions: npt.NDArray[np.int32]
-    """i4[G]: the weights that sampled each token."""
+    """i4[G]: version of the weights that sampled each token."""
     routed_experts: Rows | None
-    """u1|u2[Lp - start + G - 1, num_layers, top_k]; row i belongs to position `start + i`; None without routing."""
+    """u1|u2[Lp - start + G - 1, num_layers, top_k]: expert ids. Row i belongs to position `start + i`. None if the
+    request has no routed experts."""
     start: int
-    """The `routed_experts_prompt_start` that was applied."""
+    """The `routed_experts_prompt_start` that was applied: position of the first row."""
     finish_reason: FinishReason
     stop_reason: int | None = None
-    """The stop token id that ended the request, when one of `stop_token_ids` did."""
+    """Id of the stop token that ended the request. None if no token of `stop_token_ids` ended it."""
     lora_versions: npt.NDArray[np.int32] | None = None
-    """i4[G]: of the adapter that each token was sampled with; None without an adapter."""
+    """i4[G]: version of the adapter that sampled each token. None without an adapter."""
     kv_version_spans: Spans | None = None
-    """(first position, weight version) of each span of the KV at the end: of which weights it is. The KV of positions 0
-    to Lp + G - 2 is there; a preemption, a forced flush or another attempt computes all KV before it anew. None: a
-    worker did not say when it computed KV anew, or there are no tokens."""
+    """(first position, weight version) of each span of the KV cache at the end of the request. Each span gives the
+    weights that computed its KV. The KV covers positions 0 to Lp + G - 2. After a preemption, a forced reset of the
+    cache or another attempt, the engine computes all earlier KV again. None if a worker did not report recomputed KV,
+    or if there are no tokens."""
     kv_lora_version_spans: Spans | None = None
-    """The same for the versions of the adapter; None also without an adapter."""
+    """The same spans with the version of the adapter. None also without an adapter."""
     kv_mixed: npt.NDArray[np.bool_] | None = None
-    """bool[G]: when this token was sampled, KV before it was of other weights, or of another version of the adapter,
-    than the token's own. None: a worker did not say when it computed KV anew."""
+    """bool[G]: True if earlier KV had another weight version or adapter version than this token when it was sampled.
+    None if a worker did not report recomputed KV."""
     top_token_ids: npt.NDArray[np.int32] | None = None
-    """i4[G, k]: the k most likely tokens at each position, best first; None unless `sampling.logprobs` > 0."""
+    """i4[G, k]: the k most likely tokens at each position, best first. None unless `sampling.logprobs` > 0."""
     top_logprobs: npt.NDArray[np.float32] | None = None
-    """f4[G, k]: their log probabilities."""
+    """f4[G, k]: log probabilities of `top_token_ids`."""
     prompt_logprobs: npt.NDArray[np.float32] | None = None
-    """f4[Lp - 1]: of prompt tokens 1 to Lp - 1; None unless asked for."""
+    """f4[Lp - 1]: log probabilities of prompt tokens 1 to Lp - 1. None unless `sampling.prompt_logprobs` is set."""
     prompt_top_token_ids: npt.NDArray[np.int32] | None = None
-    """i4[Lp - 1, k]; None unless `sampling.prompt_logprobs` > 0."""
+    """i4[Lp - 1, k]: the k most likely tokens at each prompt position. None unless `sampling.prompt_logprobs` > 0."""
     prompt_top_logprobs: npt.NDArray[np.float32] | None = None
-    """f4[Lp - 1, k]."""
+    """f4[Lp - 1, k]: log probabilities of `prompt_top_token_ids`."""
     sampling_mask: TokenMasks | None = None
-    """The ids that each of the G tokens was sampled from; None where a worker that served it makes no masks, or they
-    were declined."""
+    """For each of the G tokens, the ids from which the sampler chose. None if a worker of this request creates no
+    masks, or if the request declined them."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine found in its prefix cache, or had from a prefill worker."""
+    """Prompt tokens that the engine found in its prefix cache or received from a prefill worker. None if unknown."""
     attempts: int = 1
-    """How often the request was published: once, and once more for each worker that was lost on the way. Where a
-    prefill and a decode worker served it together, that is once."""
+    """Number of times that the request was published: 1, plus 1 for each worker lost during the request. A prefill
+    worker and a decode worker together are one attempt."""
     exact: bool = True
-    """What came is what an undisturbed run could have given; see `rollbus.bus.protocol.stream.response_stream`."""
+    """True if an undisturbed run could have produced this result; see `rollbus.bus.protocol.stream.response_stream`."""
     worker_ids: tuple[str, ...] = ()
-    """The workers that served it, in order."""
+    """Ids of the workers that served the request, in order."""
     parts: int = 1
-    """Requests that it was made by: more than one if it was stopped and continued."""
+    """Number of requests that produced this result: more than 1 if it was stopped and continued."""
     siblings: tuple["Generation", ...] = ()
-    """For n > 1, on child 0: the other children, in order."""
+    """With n > 1, on child 0: the other children, in order. Otherwise empty."""
     error: RequestError | None = None
-    """Why it failed; None unless `finish_reason` is ERROR."""
+    """Cause of the failure. None unless `finish_reason` is ERROR."""
 
     def __repr__(self) -> str:
-        """One line with sizes, no contents."""
+        """Return one line with sizes, without contents."""
         rows = "none" if self.routed_experts is None else "x".join(map(str, self.routed_experts.shape))
         return (
             f"<Generation {self.request_id}/{self.child} {self.finish_reason} tokens={len(self.token_ids)} "
@@ -96,18 +99,21 @@ class Generation:
         )
 
     def joined(self, rest: "Generation") -> "Generation":
-        """Return this generation, which was stopped, and the rest of it as one.
+        """Join this stopped generation with its continuation and return both as one.
 
-        `rest` is the result of `generation.request.continuing(generation)`. Each token keeps its version, and each
-        row of routed experts is of the part that sampled its token: none is replaced by one that `rest` computed
-        again. Prompt, `start`, siblings, `cached_tokens` and prompt logprobs are those of this part.
+        Each token keeps its versions. Each row of routed experts comes from the part that sampled its token; rows that
+        `rest` computed again are discarded. Prompt, `start`, siblings, `cached_tokens` and prompt log probabilities are
+        those of this part.
+
+        Args:
+            rest: result of `generation.request.continuing(generation)`.
 
         Raises:
-            InvalidRequest: `rest` is of another prompt, or its rows do not follow.
+            InvalidRequest: `rest` has another prompt, or its rows do not follow the rows of this part.
         """
         sequence = np.concatenate([np.asarray(self.request.prompt_token_ids), self.token_ids])
         if rest.prompt_len != len(sequence) or not np.array_equal(rest.request.prompt_token_ids, sequence):
-            raise _unfit(f"has another prompt, of {rest.prompt_len} tokens", f"the {len(sequence)} of both parts")
+            raise _unfit(f"has another prompt, of {rest.prompt_len} tokens", f"the {len(sequence)} tokens of this part")
         parts = [part for part in (self, rest) if len(part.token_ids)] or [rest]
         first, last = parts[0], parts[-1]
         arrays: dict[str, Any] = {name: _concatenated([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
@@ -150,11 +156,11 @@ def _concatenated(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any]
 
 
 def _joined_rows(first: Generation, rest: Generation) -> Rows | None:
-    """The rows of the tokens of both; what came ahead of its token is left out."""
+    """Return the rows of the tokens of both parts. Leave out rows that arrived before their token."""
     kept = num_kept_rows(first)
     if rest.start != first.start + kept:
         raise _unfit(
-            f"has routed experts from position {rest.start} on", f"{first.start + kept}, the first missing row"
+            f"has routed experts from position {rest.start} on", f"position {first.start + kept}, the first missing row"
         )
     pieces = [
         part.routed_experts[: num_kept_rows(part)]
@@ -167,7 +173,7 @@ def _joined_rows(first: Generation, rest: Generation) -> Rows | None:
         rest.routed_experts is None and len(rest.token_ids)
     ):
         shape = None if rest.routed_experts is None else rest.routed_experts.shape
-        raise _unfit(f"has routed experts of shape {shape}", f"layers and top-k as in {pieces[0].shape}")
+        raise _unfit(f"has routed experts of shape {shape}", f"the layers and top-k of shape {pieces[0].shape}")
     return np.concatenate(pieces)
 
 
@@ -177,17 +183,17 @@ def _unfit(problem: str, allowed: str) -> InvalidRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChildResult:
-    """What came of one child of a request."""
+    """The result of one child of a request."""
 
     child: int
     stream: ResponseStream
-    """Kept, and not touched by anybody else any more."""
+    """The response stream with its chunks. Only the owner of this result uses it."""
     workers: tuple[str, ...] = ()
-    """Who served its attempts, in order."""
+    """Ids of the workers that served the attempts, in order."""
 
 
 def join_samples(request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError | None) -> Generation:
-    """The result of `request`: its first sample, with the others as siblings; without `samples`, empty ones."""
+    """Return the first sample with the others as siblings. Without `samples`, return empty results."""
     if not samples:
         samples = [
             ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)

@@ -1,4 +1,4 @@
-"""The prompts of a trainer's groups: what the caller gives, one at a time and no sooner than it is needed."""
+"""The prompts of a trainer's groups, drawn from the caller's source one at a time and only on demand."""
 
 import uuid
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -17,16 +17,16 @@ from .drawing import Drawing
 __all__ = ["GroupPrompt", "GroupPrompts", "InexactGroups", "Prompt", "PromptForm", "Prompts"]
 
 InexactGroups = Literal["refuse", "continue", "drop"]
-"""What becomes of a stopped group whose sampler had a state of its own; `refuse`: such prompts are not accepted."""
+"""Handling of a stopped group whose sampler has state. With `refuse`, such prompts are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPrompt:
-    """A prompt with what the caller knows it by."""
+    """A prompt with a key of the caller."""
 
     prompt: "GenerateRequest | TokenIds"
     key: object = None
-    """Comes back as `Group.key`; it stays in this process."""
+    """Returned as `Group.key`. The key stays in this process."""
 
 
 Prompt = GenerateRequest | TokenIds | GroupPrompt
@@ -35,20 +35,20 @@ Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """How a request is made of a prompt."""
+    """Builds requests from prompts."""
 
     n: int
     sampling: SamplingParams
-    """Of prompts that are token ids."""
+    """Sampling parameters of prompts that are token ids."""
     inexact: InexactGroups
 
     def request(self, prompt: "GenerateRequest | TokenIds") -> GenerateRequest:
         """Return the request for a group of answers, with a group id.
 
-        Its request id is new: data sets bring the same request again, perhaps while it runs.
+        Each request gets a new request id, because a data set can repeat a request while the first one runs.
 
         Raises:
-            InvalidRequest: a field is wrong, or it could not be continued, where that is refused.
+            InvalidRequest: a field is wrong, or the sampler has state and `inexact` is `refuse`.
         """
         if not isinstance(prompt, GenerateRequest):
             prompt = GenerateRequest(prompt_token_ids=prompt, sampling=self.sampling)
@@ -62,12 +62,15 @@ class PromptForm:
 
 
 class GroupPrompts:
-    """Prompts one at a time, of an iterable or an async one.
+    """Prompts from an iterable or an async iterable, one at a time.
 
     Args:
-        prompts: the caller's.
-        form: of the requests.
-        wake: called when an async iterable has brought a prompt.
+        prompts: the caller's prompts.
+        form: builds the requests.
+        wake: called when an async iterable has returned a prompt, ended or raised an error.
+
+    Raises:
+        InvalidRequest: `prompts` is not iterable.
     """
 
     def __init__(self, prompts: Prompts, form: PromptForm, wake: Callable[[], None]) -> None:
@@ -80,15 +83,15 @@ class GroupPrompts:
 
     @property
     def is_ready(self) -> bool:
-        """True if `pop` has a prompt or the end; if not, one is on its way, and `wake` will be called."""
+        """True if `pop` has a prompt or the end. If False, a prompt is being drawn, and `wake` will be called."""
         return self._drawing.is_ready
 
     def pop(self) -> tuple[GenerateRequest, object] | None:
-        """Return the next request and its key; None: there are no more. Call it when `is_ready`.
+        """Return the next request and its key, or None if no prompts are left. Call this only if `is_ready`.
 
         Raises:
-            InvalidRequest: the prompt is wrong; the next one may be right.
-            Exception: whatever the iterable raised.
+            InvalidRequest: the prompt is not valid. The next prompt may be valid.
+            Exception: the iterable raised it.
         """
         try:
             prompt = self._drawing.pop()
@@ -99,5 +102,5 @@ class GroupPrompts:
         return self._form.request(prompt), None
 
     async def close(self) -> None:
-        """Cancel the drawing that is under way, and wait until the source has cleaned up."""
+        """Cancel the pending draw and wait until the source has cleaned up."""
         await self._drawing.close()

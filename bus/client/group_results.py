@@ -1,4 +1,4 @@
-"""What a trainer's step over groups of answers gives: the groups, and how long their answers are."""
+"""The result of a trainer's step over groups of answers: the groups, and the lengths of their answers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,23 +18,24 @@ class Group:
     """The answers to one prompt."""
 
     key: object
-    """The caller's, of its `GroupPrompt`; None without."""
+    """The key of the caller's `GroupPrompt`. None without a key."""
     request: GenerateRequest
-    """For all samples, as it was sent first."""
+    """Request for all samples, as it was first sent."""
     generations: tuple[Generation, ...]
-    """One for each sample, in order; continued ones are joined. Of a dropped or failed group what had come."""
+    """Results, one for each sample, in order. The parts of a continued answer are joined. The answers of a dropped or
+    failed group have the tokens received so far."""
     steps: int
-    """In how many steps it was generated; 1: nothing of it was carried over."""
+    """Number of steps that generated the group. 1: no part comes from an earlier step."""
     error: RequestError | None = None
-    """Why it failed; None otherwise."""
+    """Cause of the failure. None if the group did not fail."""
 
     def __repr__(self) -> str:
-        """One line with sizes, no contents."""
+        """Return one line with sizes, without contents."""
         return f"<Group key={self.key!r} answers={len(self.generations)} steps={self.steps}>"
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights of its oldest token, with an adapter of the adapter's; None without tokens."""
+        """Weight version of the oldest token, or adapter version if an adapter is used. None without tokens."""
         versions = [_versions(generation) for generation in self.generations if len(generation.token_ids)]
         return min((int(array.min()) for array in versions), default=None)
 
@@ -47,35 +48,35 @@ def _versions(generation: Generation) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupStats:
-    """Of one step: how long its answers are, and how long it took.
+    """Statistics of one step: the lengths of its answers, and its duration.
 
-    Short answers end first. So the taken ones are shorter than all are on average, unless every carried group is taken
-    by a later step; what is dropped for its age is longer. The lengths tell how much.
+    Short answers end first. The answers in `taken` are therefore shorter than the average of all answers, unless later
+    steps take every carried group. Groups that are dropped for their age are longer. The lengths show this bias.
     """
 
     taken: npt.NDArray[np.int32]
-    """i4[answers]: tokens of each answer of the groups of this step."""
+    """i4[answers]: number of tokens of each answer in this step's groups."""
     carried: npt.NDArray[np.int32]
-    """i4[answers]: tokens that each answer of the groups that stay has so far; ended ones count too. Tokens that were
-    on their way when the step ended are not counted."""
+    """i4[answers]: number of tokens received so far for each answer of the groups that stay, including ended answers.
+    Tokens that the client had not received when the step ended are not counted."""
     dropped: npt.NDArray[np.int32]
-    """i4[answers]: tokens that each answer of the dropped groups had."""
+    """i4[answers]: number of tokens of each answer in the dropped groups."""
     seconds: float
-    """From the call of `step` to its return."""
+    """Seconds from the call of `step` to its return."""
     started: int
-    """Groups that it started."""
+    """Number of groups that the step started."""
     continued: int
-    """Groups that it continued from their tokens."""
+    """Number of groups that the step continued from their tokens."""
     carried_complete: int
-    """Groups of `carried` that are complete: the next step takes them first."""
+    """Number of carried groups that are complete. The next step returns them first."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens to train, by the seconds that the step took."""
+        """Tokens of `taken` per second of the step."""
         return float(self.taken.sum()) / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
-        """One line with means, no contents."""
+        """Return one line with means, without contents."""
         parts = {"taken": self.taken, "carried": self.carried, "dropped": self.dropped}
         means = " ".join(f"{name}={len(a)}x{a.mean() if len(a) else 0:.1f}" for name, a in parts.items())
         return f"<GroupStats {means} seconds={self.seconds:.3f} tokens_per_s={self.tokens_per_s:.1f}>"
@@ -83,26 +84,26 @@ class GroupStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupStep:
-    """One step of a trainer. True if it brings anything: without prompts left, the last step brings nothing."""
+    """One step of a trainer. A step is true if it has any group. After the last prompt, the last step is false."""
 
     groups: tuple[Group, ...]
-    """Those to train: `need` of them, or fewer when the prompts are used up or too many groups failed."""
+    """Groups to train on: `need` groups, or fewer if the prompts are used up or too many groups failed."""
     dropped: tuple[Group, ...]
-    """Too old for `max_lag`, or not to be continued."""
+    """Groups that are too old for `max_lag`, or that cannot be continued exactly with `inexact="drop"`."""
     failed: tuple[Group, ...]
-    """Each has its `error`; other groups were started in their place."""
+    """Groups that failed, each with its `error`. The step started other groups in their place."""
     stats: GroupStats
 
     def __bool__(self) -> bool:
-        """Return True if there is any group, also a dropped or a failed one."""
+        """Return True if the step has any group, also a dropped or a failed one."""
         return bool(self.groups or self.dropped or self.failed)
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         counts = f"groups={len(self.groups)} dropped={len(self.dropped)} failed={len(self.failed)}"
         return f"<GroupStep {counts} {self.stats!r}>"
 
 
 def lengths_of(groups: Iterable[Group]) -> npt.NDArray[np.int32]:
-    """Return the tokens of each answer, i4[answers]."""
+    """Return the number of tokens of each answer, i4[answers]."""
     return np.array([len(generation.token_ids) for group in groups for generation in group.generations], "i4")

@@ -1,6 +1,6 @@
-"""Steps of a trainer that do not wait for their slowest answers: what is decided is carried out here.
+"""Trainer steps that do not wait for their slowest answers. This module executes the decisions of the planner.
 
-Which groups run, end and stay is decided by `rollbus.bus.protocol.groups.planner`.
+`rollbus.bus.protocol.groups.planner` decides which groups run, end and stay.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from .open_group import OpenGroup
 __all__ = ["GroupSampler"]
 
 STOP_WAIT_S: Final = 2.0
-"""A worker confirms an abort with its next engine step. One that needs longer is slow, frozen or gone: what has come
-from it by then counts."""
+"""Seconds. A worker confirms an abort with its next engine step. A worker that needs longer is slow, frozen or lost, so
+the sampler then counts the tokens received so far."""
 
 
 class GroupSampler:
-    """Takes steps of groups from prompts; made by `Client.groups`, to be entered with `async with`.
+    """Runs steps of groups from prompts. Create it with `Client.groups` and enter it with `async with`.
 
-    Leaving aborts what is in flight. Use it from the loop of its client.
+    Use it from the loop of its client. Leaving aborts all requests in flight.
 
     Args:
-        registry: of the client.
-        prompts: the caller's.
-        form: of their requests.
-        planner: decides; nobody else has it.
+        registry: call registry of the client.
+        prompts: the caller's prompts.
+        form: builds the requests from the prompts.
+        planner: decides about the groups. No other object may use it.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class GroupSampler:
         self._numbers = itertools.count()
         self._groups: dict[int, OpenGroup] = {}
         self._group_of: dict[Call, OpenGroup] = {}
-        # Bounded by the calls in flight: each ends once.
+        # Bounded by the calls in flight, because each call ends once.
         self._ended: deque[Call] = deque()
-        # Of the present step, and of those before that were given up in the midst.
+        # Of the present step, and of earlier steps that were cancelled.
         self._dropped: list[Group] = []
         self._failed: list[Group] = []
         self._num_started = 0
@@ -68,7 +68,7 @@ class GroupSampler:
         self._is_stepping = False
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<GroupSampler step={self._step} calls={len(self._group_of)} {self._planner!r}>"
 
     async def __aenter__(self) -> Self:
@@ -79,7 +79,7 @@ class GroupSampler:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is in flight."""
+        """Abort all requests in flight."""
         self._is_entered = False
         for call in self._group_of:
             self._registry.remove(call)
@@ -88,33 +88,33 @@ class GroupSampler:
         await self._prompts.close()
 
     async def __aiter__(self) -> AsyncIterator[GroupStep]:
-        """Yield steps until there are no more prompts and no groups."""
+        """Yield steps until no prompts and no groups are left."""
         while step := await self.step():
             yield step
 
     async def step(self, *, version: int | None = None) -> GroupStep:
-        """Run groups until enough are complete; stop the others, and return without waiting for them to stop.
+        """Run groups until enough are complete, stop the others, and return without waiting until they have stopped.
 
-        The groups that were stopped in the step before are continued first, from their tokens. If the prompts are used
-        up, the step takes what is left; without any group left it is false.
+        The step first continues the groups that the previous step stopped, from their tokens. If no prompts are left,
+        the step returns the remaining groups. If no groups are left either, the returned step is false.
 
         Args:
-            version: of the weights that the trainer has; `max_lag` counts from there. None: the newest that any live
+            version: version of the trainer's weights; `max_lag` counts from it. None: the newest version that a live
                 worker has.
 
-        Cancellation: what runs goes on to run, and the next step begins with it. Nothing is lost.
+        Cancellation: the groups keep running, and the next step begins with them. Nothing is lost.
 
         Raises:
-            NoWorkers: no worker serves the model. As with cancellation, the next step goes on.
-            InvalidRequest: a prompt is wrong; the next step goes on behind it.
-            BusClosed: outside of `async with`.
-            RuntimeError: another step is under way.
-            Exception: whatever the prompts' iterable raised.
+            NoWorkers: no worker serves the model. The next step continues the groups.
+            InvalidRequest: a prompt is not valid. The next step continues after this prompt.
+            BusClosed: the sampler is not open.
+            RuntimeError: another step is running.
+            Exception: the iterable of the prompts raised it.
         """
         if not self._is_entered:
-            raise BusClosed("these groups are not entered, or were left")
+            raise BusClosed("these groups are not open; call `step` inside `async with`")
         if self._is_stepping:
-            raise RuntimeError("a step of these groups is under way; steps follow each other")
+            raise RuntimeError("a step of these groups is still running; wait for it before the next step")
         self._is_stepping = True
         try:
             return await self._run_step(version, time.monotonic())
@@ -143,9 +143,9 @@ class GroupSampler:
     async def _end_step(self, begun_at: float) -> GroupStep:
         stopping = self._planner.stop()
         in_flight = await self._registry.stop(self._ids(stopping))
-        # What completed in the same instant is there by now.
+        # Groups that completed at the same moment are included.
         await self._collect()
-        # From here on nothing is awaited: what is taken reaches the caller.
+        # No await follows, so a cancellation cannot lose the groups that are returned.
         num_complete = len(self._planner.having(GroupState.COMPLETE))
         taken = [self._groups.pop(number).result(self._step) for number in self._planner.take()]
         carried = [length for group in self._groups.values() for length in group.lengths(in_flight)]
@@ -163,7 +163,7 @@ class GroupSampler:
         return step
 
     async def _settle(self) -> None:
-        """Wait until what the step before has stopped is over, and no longer than `STOP_WAIT_S`."""
+        """Wait until the groups that the previous step stopped have ended, for at most `STOP_WAIT_S`."""
         deadline: float | None = asyncio.get_running_loop().time() + STOP_WAIT_S
         while True:
             self._woken.clear()
@@ -176,14 +176,14 @@ class GroupSampler:
                     await self._woken.wait()
             except TimeoutError:
                 deadline = None
-                # They end here and now, with what has come.
+                # Abort them: they end now with the tokens received so far.
                 await self._registry.abort(self._ids(stopping))
 
     def _ids(self, numbers: tuple[int, ...]) -> list[str]:
         return [call.request.request_id for number in numbers for call in self._groups[number].calls]
 
     async def _lags(self, version: int | None) -> dict[int, int]:
-        """By how many versions the oldest token of each group is behind."""
+        """Return by how many versions the oldest token of each group is behind."""
         if self._planner.max_lag is None:
             return {}
         lags = {}
@@ -215,7 +215,7 @@ class GroupSampler:
         await self._send(group)
 
     async def _continue(self, group: OpenGroup) -> None:
-        """Request what is open of a stopped group, or drop it."""
+        """Request the rest of a stopped group, or drop the group."""
         if self._form.inexact == "drop" and not group.can_continue_exactly:
             self._planner.drop(group.number)
             self._dropped.append(self._groups.pop(group.number).result(self._step))
@@ -225,7 +225,7 @@ class GroupSampler:
         await self._send(group)
 
     async def _send(self, group: OpenGroup) -> None:
-        """Open a call for each request of a group; if one cannot be opened, none is."""
+        """Open a call for each request of a group. If one call cannot be opened, close the others."""
         is_sent = False
         try:
             for request, indexes in group.rest():
@@ -244,7 +244,7 @@ class GroupSampler:
                 if group.error is not None:
                     self._fail(group)
                 else:
-                    # The next step continues it.
+                    # The next step continues the group.
                     self._planner.interrupt(group.number)
 
     def _on_end(self, call: Call) -> None:
@@ -252,7 +252,7 @@ class GroupSampler:
         self._woken.set()
 
     async def _collect(self) -> None:
-        """Take what ended calls have brought, and do what is due with their groups."""
+        """Process the results of ended calls, and complete, continue or fail their groups."""
         while self._ended:
             call = self._ended.popleft()
             group = self._group_of.pop(call, None)
@@ -269,7 +269,7 @@ class GroupSampler:
                 await self._continue(group)
 
     def _forget_calls(self, group: OpenGroup) -> None:
-        """Abort what a group has in flight."""
+        """Abort the calls of a group."""
         for call in group.calls:
             del self._group_of[call]
             self._registry.remove(call)

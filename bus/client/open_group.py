@@ -1,4 +1,4 @@
-"""A group of answers while a trainer's step has it: what has come of each answer, and what is in flight."""
+"""An open group of a trainer's step: the tokens of its answers, and its calls in flight."""
 
 import uuid
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from .group_results import Group
 __all__ = ["OpenGroup"]
 
 OWN_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
-"""An answer that ended so is complete."""
+"""Finish reasons of complete answers."""
 
 
 class OpenGroup:
-    """The answers to one prompt, until a step takes, drops or loses them.
+    """The answers to one prompt, until a step returns, drops or fails the group.
 
     Args:
-        number: no other group of the same steps has it.
-        request: for all samples.
-        key: the caller's.
-        step: number of the step that starts it.
+        number: number of the group, unique within its sampler.
+        request: request for all samples.
+        key: key from the caller's `GroupPrompt`.
+        step: number of the step that starts the group.
     """
 
     def __init__(self, number: int, request: GenerateRequest, key: object, step: int) -> None:
@@ -35,49 +35,51 @@ class OpenGroup:
         self._key = key
         self._first_step = step
         first = join_samples(request, (), None)
-        # By sample, all parts joined.
+        # One for each sample; the parts of a continued answer are joined.
         self._answers = [replace_result(answer, siblings=()) for answer in (first, *first.siblings)]
-        # Which answers each call is for.
+        # Indexes of the answers that each call generates.
         self._calls: dict[Call, tuple[int, ...]] = {}
         self._is_begun = False
         self._model = request.model
         self.error: RequestError | None = None
-        """Why it failed."""
+        """Cause of the failure. None if the group has not failed."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         num_open = sum(not _is_complete(answer) for answer in self._answers)
         return f"<OpenGroup {self.number} answers={len(self._answers)} open={num_open} calls={len(self._calls)}>"
 
     @property
     def policy(self) -> tuple[str | None, str | None]:
-        """The model and the adapter that it is sampled with; the model is None until it is known."""
+        """Model and adapter that sample the group. The model is None until it is known."""
         return self._model, self._request.lora
 
     @property
     def calls(self) -> list[Call]:
-        """What is in flight."""
+        """Calls in flight."""
         return [*self._calls]
 
     @property
     def is_complete(self) -> bool:
-        """True if all answers have ended by themselves."""
+        """True if all answers ended on their own: by a stop token, their length or a repetition."""
         return all(_is_complete(answer) for answer in self._answers)
 
     @property
     def can_continue_exactly(self) -> bool:
-        """True if no open answer has tokens whose sampler had a state of its own."""
+        """True if no open answer has tokens from a sampler with state."""
         has_tokens = any(len(answer.token_ids) for answer in self._answers if not _is_complete(answer))
         return self._request.sampling.is_continuable or not has_tokens
 
     def rest(self) -> Iterator[tuple[GenerateRequest, tuple[int, ...]]]:
-        """Yield a request for each open answer, with the answers that it is for: one for all, if nothing has come.
+        """Yield requests for the open answers, each with the indexes of its answers.
+
+        If no answer has tokens, yield one request for all answers. Otherwise yield one request for each open answer.
 
         Raises:
-            InvalidRequest: an answer with its prompt is too long for a request.
+            InvalidRequest: prompt and answer together are too long for a request.
         """
         if not any(len(answer.token_ids) for answer in self._answers):
-            # A new id: what is left of an earlier call must not be taken for this one's.
+            # A new id, so that late chunks of an earlier call are not accepted as chunks of this call.
             request_id = uuid.uuid4().hex if self._is_begun else self._request.request_id
             yield replace(self._request, request_id=request_id), tuple(range(len(self._answers)))
             return
@@ -86,12 +88,12 @@ class OpenGroup:
                 yield self._request.continuing(answer, inexact="continue"), (index,)
 
     def add(self, call: Call, indexes: tuple[int, ...]) -> None:
-        """Have a call in flight for these answers."""
+        """Record a call in flight for these answers."""
         self._calls[call] = indexes
         self._model = call.model
 
     def end(self, call: Call) -> None:
-        """Join what an ended call has brought to the answers that it was for."""
+        """Join the result of an ended call with its answers."""
         first = call.generation()
         for index, generation in zip(self._calls.pop(call), (first, *first.siblings), strict=True):
             part = replace_result(generation, siblings=())
@@ -100,14 +102,14 @@ class OpenGroup:
         self.error = self.error or first.error
 
     def forget_calls(self) -> None:
-        """Have nothing in flight any more."""
+        """Remove all calls in flight from the group."""
         self._calls.clear()
 
     def lengths(self, in_flight: dict[str, list[int]]) -> list[int]:
-        """Return the tokens of each answer.
+        """Return the number of tokens of each answer.
 
         Args:
-            in_flight: by request id, what the children of open calls have.
+            in_flight: numbers of tokens of the children of open calls, by request id.
         """
         lengths = [len(answer.token_ids) for answer in self._answers]
         for call, indexes in self._calls.items():
@@ -116,7 +118,7 @@ class OpenGroup:
         return lengths
 
     def result(self, step: int) -> Group:
-        """Return it as it is, at the end of this step."""
+        """Return the group in its present state, at the end of step `step`."""
         return Group(
             key=self._key,
             request=self._request,

@@ -1,4 +1,4 @@
-"""Says once in the log that requests wait because their fleet is paused. On the bus thread."""
+"""Logs once for each pause that requests wait because the fleet is paused. Runs on the bus thread."""
 
 import asyncio
 import logging
@@ -19,33 +19,33 @@ __all__ = ["PauseWarnings"]
 logger = logging.getLogger(__name__)
 
 WARN_AFTER_S: Final = 10.0
-"""Updates of weights pause a fleet for some seconds; a longer wait is one that somebody may have forgotten."""
+"""Seconds. A weight update pauses a fleet for a few seconds. A longer pause may have been forgotten."""
 ROUND_S: Final = 0.5
-"""How often what waits is looked at."""
+"""Seconds between two checks for waiting requests."""
 
 
 class PauseWarnings:
-    """Which models are paused while requests of this client are open, and for which of these pauses that was said."""
+    """Tracks which models are paused while this client has open requests, and which pauses were logged."""
 
     def __init__(self, watcher: PresenceWatcher, coordinator: AttemptCoordinator, store: DesiredStore) -> None:
         self._watcher = watcher
         self._coordinator = coordinator
         self._store = store
-        # Models that have paused workers, and none that takes requests: as of the last change of the fleet.
+        # Models with a paused worker and without a serving worker, as of the last change of the fleet.
         self._paused: set[str] = set()
-        # By model: since when something waits for the end of its pause.
+        # Time since which requests wait for the end of the pause, by model.
         self._waiting: dict[str, float] = {}
-        # Models whose present pause was told.
+        # Models whose present pause was logged.
         self._told: set[str] = set()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PauseWarnings waiting={len(self._waiting)} told={len(self._told)}>"
 
     def update_paused(self) -> None:
-        """Find which models are paused, and forget the pauses that have ended.
+        """Find the paused models, and remove pauses that have ended.
 
-        Called when a worker comes, goes or changes its state.
+        Call this when a worker joins, leaves or changes its state.
         """
         able = [worker for worker in self._watcher.snapshot.workers if accepts_whole_requests(worker)]
         serving = {worker.model for worker in able if worker.state is WorkerState.SERVING}
@@ -54,11 +54,11 @@ class PauseWarnings:
         self._waiting = {model: since for model, since in self._waiting.items() if model in self._paused}
 
     async def mute_present(self) -> None:
-        """Log nothing of the pauses of now."""
+        """Log nothing for the present pauses."""
         self._told |= self._paused
 
     async def run(self) -> None:
-        """Look for requests that wait, until cancelled."""
+        """Check for waiting requests until cancelled."""
         while True:
             await asyncio.sleep(ROUND_S)
             now, paused = time.monotonic(), self._paused - self._told
@@ -70,10 +70,11 @@ class PauseWarnings:
                 self._told.add(model)
                 since = await self.paused_since(model)
                 when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
-                logger.warning("client.waiting model=%s reason=%s", model, f"the fleet is paused{when}; rollbus resume")
+                reason = f"the fleet is paused{when}; rollbus resume"
+                logger.warning("client.pause_detected model=%s reason=%s", model, reason)
 
     async def paused_since(self, model: str) -> datetime | None:
-        """Return when the last of a model's workers was told to pause; None if that is not known, or none is."""
+        """Return the time of the last command that pauses a worker of `model`. None if unknown or if none is paused."""
         try:
             state = await self._store.read(model)
             if state is None:
@@ -82,6 +83,6 @@ class PauseWarnings:
             epochs = {found["pause"].epoch for found in registers if "pause" in found}
             times = [await self._store.recorded_at(model, epoch) for epoch in epochs]
         except RollbusError:
-            # The line is true without it; a user may also lack the permission.
+            # The log line is useful without the time. A user may also lack the permission to read the history.
             return None
         return max((time for time in times if time is not None), default=None)

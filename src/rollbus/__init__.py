@@ -1,20 +1,20 @@
-"""The message bus between RL trainers and a fleet of vLLM workers, over NATS.
+"""A message bus over NATS between RL trainers and a fleet of vLLM workers.
 
     import rollbus
 
     async with rollbus.connect("nats://127.0.0.1:4222") as rb:
         generation = await rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))
 
-`rollbus.sync` has the same without asyncio. The parts of `rollbus` are `rollbus.bus`, `rollbus.frontend`,
-`rollbus.integrations`, `rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If this docstring is not what
-`help(rollbus)` shows, another package called `rollbus` comes first on your path.
+`rollbus.sync` has the same client without asyncio. The packages of `rollbus` are `rollbus.bus`, `rollbus.frontend`,
+`rollbus.integrations`, `rollbus.schemas`, `rollbus.trainer` and `rollbus.workers`. If `help(rollbus)` shows another
+docstring, another package called `rollbus` comes first on your path.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 _PARTS = {"bus", "examples", "frontend", "integrations", "schemas", "trainer", "workers"}
-"""Packages in here: their import asks for an attribute of the same name first."""
+"""Packages in this folder. Python looks up an attribute of the same name before it imports one of them."""
 
 if TYPE_CHECKING:
     from . import sync as sync
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import the client when one of its names is first asked for: engines and trainers import parts without it."""
+        """Import the client at the first use of one of its names; engines import other packages without it."""
         if name == "sync":
             return import_module(".sync", __name__)
         if name not in _PARTS and (name == "__all__" or not name.startswith("_")):

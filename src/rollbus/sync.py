@@ -1,6 +1,6 @@
-"""The client without asyncio: the same names, which block where those of `rollbus.connect` are awaited.
+"""The client without asyncio. Its methods have the names of the methods of `rollbus.connect`, and block.
 
-Connect, and use it from any thread:
+Any thread may use a connected client:
 
     with rollbus.sync.connect("nats://127.0.0.1:4222") as rb:
         generation = rb.complete(rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3]))

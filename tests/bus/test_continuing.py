@@ -155,9 +155,11 @@ def test_parts_that_do_not_follow_are_refused() -> None:
     asked = request()
     first = ended(asked, 5)
     rest = asked.continuing(first)
-    with pytest.raises(InvalidRequest, match=r"rest has another prompt, of 2 tokens; allowed: the 3 of both parts"):
+    with pytest.raises(
+        InvalidRequest, match=r"rest has another prompt, of 2 tokens; allowed: the 3 tokens of this part"
+    ):
         first.joined(ended(asked, 6))
-    with pytest.raises(InvalidRequest, match=r"rest has routed experts from position 2 on; allowed: 0, the first miss"):
+    with pytest.raises(InvalidRequest, match=r"rest has routed experts from position 2 on; allowed: position 0"):
         first.joined(ended(replace(rest, routed_experts_prompt_start=2), 6))
     rows = np.zeros((2, 4, 2), "u1")
     with_rows = replace_result(first, routed_experts=rows)

@@ -115,7 +115,7 @@ async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        (None, "requests is None; allowed: requests, in an iterable"),
+        (None, "requests is None; allowed: an iterable of requests"),
         (greedy(1, 1), "requests is "),
         ([greedy(1, 1), None], "requests has None; allowed: GenerateRequest"),
     ],

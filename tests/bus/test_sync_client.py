@@ -134,7 +134,7 @@ async def test_errors_are_the_same(nats_url: str, fleet: str, one_worker: StartS
                 call()
         with rb:
             rb.fleet.wait_for_workers()
-            with pytest.raises(BusClosed, match="entered already"):
+            with pytest.raises(BusClosed, match="already connected"):
                 rb.__enter__()
             with pytest.raises(InvalidRequest, match="model is 'other'"):
                 rb.complete(short("other", model="other"))

@@ -125,11 +125,11 @@ def needs_workers(rb: rollbus.sync.BlockingClient) -> None:
 def needs_entering(rb: rollbus.sync.BlockingClient) -> None:
     """Before `with`, and after it."""
     groups = rb.groups(prompts(3), n=1, need=1)
-    with pytest.raises(BusClosed, match="not entered"):
+    with pytest.raises(BusClosed, match="these groups are not open"):
         groups.step()
     with groups:
         pass
-    with pytest.raises(BusClosed, match="or were left"):
+    with pytest.raises(BusClosed, match="these groups are not open"):
         groups.step()
 
 
@@ -183,7 +183,7 @@ async def test_leaving_ends_a_step_of_another_thread(
         await in_thread(program)
         await until_idle(engine, rb)
     assert [type(error) for error in errors] == [RuntimeError, BusClosed]
-    assert "a step of these groups is under way" in str(errors[0])
+    assert "a step of these groups is still running" in str(errors[0])
 
 
 async def test_weights_may_come_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:

@@ -96,7 +96,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
     one, _ = folders(tmp_path)
 
     def warned() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "client.waiting" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "client.pause_detected" in record.getMessage()]
 
     async def count() -> int:
         return len(warned())
@@ -119,7 +119,7 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
                 await rb.fleet.resume()
 
     assert warned() == [
-        f"client.waiting model={MODEL} reason=the fleet is paused since "
+        f"client.pause_detected model={MODEL} reason=the fleet is paused since "
         f"{paused_at.astimezone():%Y-%m-%d %H:%M:%S}; rollbus resume"
         for paused_at in times[1:]
         if paused_at is not None

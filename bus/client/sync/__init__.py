@@ -1,4 +1,4 @@
-"""The client without asyncio: `owner_thread` runs a client's own loop on a thread, `client` has the names that block.
+"""The client without asyncio. `owner_thread` runs a client's event loop on a thread; `client` has the blocking methods.
 
-What is public of it is `rollbus.sync`.
+The public names are in `rollbus.sync`.
 """

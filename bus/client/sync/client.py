@@ -1,6 +1,6 @@
-"""The client without asyncio: the names of `Client` and `Fleet`, which block where those are awaited.
+"""The client without asyncio: the methods of `Client` and `Fleet`, which block instead of being awaited.
 
-A method is made of the one whose name it has, with its arguments, result, errors and docstring.
+Each blocking method takes its arguments, result, errors and docstring from the asynchronous method of the same name.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
@@ -33,7 +33,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _BlockingCall(Protocol[T_co]):
-    """Blocks for what a `T_co` is awaited for."""
+    """An object that blocks for the results of a `T_co`."""
 
     @property
     def _awaited(self) -> T_co: ...
@@ -44,7 +44,7 @@ class _BlockingCall(Protocol[T_co]):
 def _blocking(
     method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[_BlockingCall[T], P], R]:
-    """Make the method that blocks for what `method` is awaited for."""
+    """Return a method that blocks until the coroutine of `method` has ended."""
 
     @wraps(method)
     def wait(self: _BlockingCall[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -54,24 +54,24 @@ def _blocking(
 
 
 class BlockingFleet:
-    """The workers of one fleet, as `Fleet` has them, without `await`. Got from a `BlockingClient`."""
+    """The workers of one fleet: the methods of `Fleet` without `await`. `BlockingClient.fleet` returns it."""
 
     def __init__(self, client: "BlockingClient", fleet: Fleet) -> None:
         self._client = client
         self._awaited = fleet
 
     def __repr__(self) -> str:
-        """One line with each worker and its state."""
+        """Return one line with each worker and its state."""
         return f"<BlockingFleet {self._awaited!r}>"
 
     @property
     def workers(self) -> tuple[WorkerPresence, ...]:
-        """Live workers by id, as they were last heard; `state` asks them."""
+        """Live workers sorted by id, with their latest presence. `state` asks the workers for new presence."""
         return self._awaited.workers
 
     @property
     def bad_messages(self) -> int:
-        """Announcements and answers of workers that did not decode."""
+        """Number of presence messages and acks of workers that could not be decoded."""
         return self._awaited.bad_messages
 
     state = _blocking(Fleet.state)
@@ -103,32 +103,35 @@ class BlockingFleet:
 
 
 class BlockingClient:
-    """What `Client` does, for programs without asyncio. Made by `rollbus.sync.connect`; enter it with `with`.
+    """The `Client` for programs without asyncio. Create it with `rollbus.sync.connect` and enter it with `with`.
 
-    Any thread may use it, several at once; inside of a running event loop (a notebook) it works, and blocks that loop.
-    Ctrl-C ends the call that it interrupts, as cancelling it does, and the client goes on. A process that was forked,
-    as data loaders are, gets `BusClosed` from its copy and connects for itself; the parent's goes on. A program that
-    exits without leaving it aborts what is open all the same. Callbacks (`on_end`, `on_ack`) run on the client's own
-    threads, must return at once, and get a `RuntimeError` if they call the client.
+    Several threads may use it at the same time. Inside a running event loop, for example in a notebook, it works and
+    blocks that loop. Ctrl-C ends the interrupted call as a cancellation does; the client stays usable.
+
+    In a forked process, such as the process of a data loader, the copy of the client raises `BusClosed`. That process
+    must connect its own client. The client of the parent process is not affected.
+
+    A program that exits without leaving the client still aborts all open requests. Callbacks (`on_end`, `on_ack`) run
+    on the client's own threads and must return immediately. They get a `RuntimeError` if they call the client.
     """
 
     def __init__(self, client: Client) -> None:
         self._awaited = client
-        # Set while entered.
+        # Set while connected.
         self._owner: OwnerThread | None = None
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<BlockingClient {self._awaited!r}>"
 
     @property
     def with_asyncio(self) -> Client:
-        """The client that does the work, for parts that share its connection."""
+        """The asynchronous client, for code that shares its connection."""
         return self._awaited
 
     @property
     def fleet(self) -> BlockingFleet:
-        """The fleet's workers.
+        """The workers of the fleet, and commands to them.
 
         Raises:
             BusClosed: the client is not connected.
@@ -136,7 +139,7 @@ class BlockingClient:
         return BlockingFleet(self, self._awaited.fleet)
 
     def stats(self) -> ClientStats:
-        """A copy of the counters.
+        """Return a copy of the counters.
 
         Raises:
             BusClosed: the client is not connected.
@@ -144,9 +147,9 @@ class BlockingClient:
         return self._awaited.stats()
 
     def __enter__(self) -> Self:
-        """Connect, subscribe to what workers send, and ask all workers to announce themselves."""
+        """Connect, subscribe to the messages of workers, and ask all workers for their presence."""
         if self._owner is not None:
-            raise BusClosed("this client is entered already")
+            raise BusClosed("this client is already connected; enter it only once")
         owner = OwnerThread(self._awaited)
         owner.start()
         self._owner = owner
@@ -155,7 +158,7 @@ class BlockingClient:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is open and close; calls of other threads end as `client_closed`, or with `BusClosed`."""
+        """Abort all open requests and close. Calls of other threads end with `client_closed` or `BusClosed`."""
         owner, self._owner = self._connected, None
         owner.stop()
 
@@ -165,7 +168,7 @@ class BlockingClient:
     def generate(
         self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
     ) -> Generator[Chunk, None, None]:
-        """Stream the chunks of `request`, as `Client.generate` does. Leaving the loop, or `close`, aborts it."""
+        """Stream the chunks of `request`, as `Client.generate` does. Leaving the loop or `close` aborts it."""
         owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end)
         try:
             while (chunk := owner.run(_next(chunks))) is not None:
@@ -180,9 +183,13 @@ class BlockingClient:
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         times: BatchTimes | None = None,
     ) -> Generator[Generation, None, None]:
-        """Results of many requests in the order in which they finish, as `Client.complete_many` does.
+        """Yield the results of many requests in the order in which they finish, as `Client.complete_many` does.
 
-        `requests` is drawn from on the caller's thread, while it waits for the next result.
+        The client draws from `requests` on the caller's thread, while the caller waits for the next result.
+
+        Raises:
+            InvalidRequest: `requests` is not iterable, is an async iterable, or has an item that is no request.
+            NoWorkers, ValueError, BusClosed, Exception: as `Client.complete_many`.
         """
         if isinstance(requests, AsyncIterable):
             allowed = "an iterable; `rollbus.connect` takes async iterables"
@@ -220,9 +227,9 @@ class BlockingClient:
         max_lag: int | None = None,
         inexact: InexactGroups = "refuse",
     ) -> BlockingGroups:
-        """Steps that do not wait for their slowest answers, as `Client.groups` makes them; to be entered with `with`.
+        """Return a sampler whose steps do not wait for slow answers, as `Client.groups` does. Enter it with `with`.
 
-        `prompts` is drawn from on the thread that calls `step`.
+        It draws from `prompts` on the thread that calls `step`. Arguments and errors are those of `Client.groups`.
         """
         owner, handed = self._connected, HandedPrompts()
         sampler = self._awaited.groups(

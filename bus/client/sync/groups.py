@@ -1,4 +1,4 @@
-"""Steps of groups without asyncio: the names of `GroupSampler`, which block where those are awaited."""
+"""Steps of groups without asyncio: the methods of `GroupSampler`, which block instead of being awaited."""
 
 import asyncio
 from collections.abc import AsyncIterable, Generator, Iterable
@@ -17,35 +17,35 @@ __all__ = ["BlockingGroups", "HandedPrompts"]
 
 
 class EndOfPrompts(Enum):
-    """There are no more prompts."""
+    """Marks the end of the prompts."""
 
     END = "end"
 
 
 END: Final = EndOfPrompts.END
-LEFT: Final = "these groups were left in the midst of a step"
+LEFT: Final = "these groups were closed during a step"
 
 
 class HandedPrompts:
-    """An async iterable whose prompts another thread brings, each when it is wanted. Use it from the owner's loop."""
+    """An async iterable whose items another thread provides on demand. Use it from the owner's loop."""
 
     def __init__(self) -> None:
         self._wanted: asyncio.Future[Prompt | EndOfPrompts] | None = None
         self._woken = asyncio.Event()
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<HandedPrompts {'idle' if self._wanted is None else 'wanted'}>"
 
     def __aiter__(self) -> Self:
-        """It is its own iterator."""
+        """Return this object, which is its own iterator."""
         return self
 
     async def __anext__(self) -> Prompt:
         """Wait for the next prompt.
 
         Raises:
-            StopAsyncIteration: there are no more.
+            StopAsyncIteration: no prompts are left.
         """
         self._wanted = asyncio.get_running_loop().create_future()
         self._woken.set()
@@ -58,34 +58,34 @@ class HandedPrompts:
         return prompt
 
     async def is_wanted(self, step: asyncio.Future[GroupStep]) -> bool:
-        """Wait until a prompt is wanted; False: the step is over, and `wake` was called."""
+        """Wait for a request for a prompt and return True. Return False if the step ended and `wake` was called."""
         while not step.done() and (self._wanted is None or self._wanted.done()):
             self._woken.clear()
             await self._woken.wait()
         return not step.done()
 
     def wake(self) -> None:
-        """Have `is_wanted` look again."""
+        """Make `is_wanted` check its condition again."""
         self._woken.set()
 
     async def bring(self, prompt: "Prompt | EndOfPrompts") -> None:
-        """Hand over the prompt that is wanted, or the end. Without effect where its groups were left meanwhile."""
+        """Provide the requested prompt, or the end. This has no effect if the groups were closed meanwhile."""
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(prompt)
 
 
 class BlockingGroups:
-    """Steps of groups, as `GroupSampler` takes them; made by `BlockingClient.groups`, to be entered with `with`.
+    """Steps of groups, as `GroupSampler` runs them. Create it with `BlockingClient.groups` and enter it with `with`.
 
-    Prompts are drawn on the thread that waits for the step. Ctrl-C ends a step as cancelling does: what runs goes on to
-    run, and the next step begins with it. Leaving, also from another thread, ends a step that is under way with
-    `BusClosed`, and aborts what is in flight.
+    The thread that waits for the step also draws the prompts. Ctrl-C ends a step as a cancellation does: the groups
+    keep running, and the next step begins with them. Leaving, also from another thread, ends a running step with
+    `BusClosed` and aborts all requests in flight.
 
     Args:
-        owner: of the client.
-        sampler: takes its prompts from `handed`.
-        handed: what is drawn here.
-        prompts: the caller's.
+        owner: thread of the client.
+        sampler: draws its prompts from `handed`.
+        handed: passes the prompts from this thread to the sampler.
+        prompts: the caller's prompts.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class BlockingGroups:
         self._awaited = sampler
         self._handed = handed
         self._source = iter(check_prompts(prompts))
-        # Of the owner's loop: each step that is not over, by the call that waits for it. More than one only until the
-        # sampler has refused the others.
+        # Of the owner's loop: running steps, by the call that waits for the step. It has more than one step only until
+        # the sampler has rejected the others.
         self._steps: dict[object, asyncio.Task[GroupStep]] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<BlockingGroups {self._awaited!r}>"
 
     def __enter__(self) -> Self:
@@ -111,25 +111,25 @@ class BlockingGroups:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is in flight, before all that the client is asked for later."""
+        """Abort all requests in flight. Later calls of the client run after that."""
         self._owner.finish(self._leave())
 
     def __iter__(self) -> Generator[GroupStep, None, None]:
-        """Yield steps until there are no more prompts and no groups."""
+        """Yield steps until no prompts and no groups are left."""
         while step := self.step():
             yield step
 
     def step(self, *, version: int | None = None) -> GroupStep:
-        """Run groups until enough are complete, as `GroupSampler.step` does, with its arguments and errors."""
+        """Run groups until enough are complete. Arguments, result and errors are those of `GroupSampler.step`."""
         waiting = object()
         try:
             step = self._owner.run(self._begin(waiting, version))
             while self._owner.run(self._handed.is_wanted(step)):
-                # What this raises ends the step, as an interrupt does.
+                # An error of the source ends the step, as an interrupt does.
                 self._owner.run(self._handed.bring(next(self._source, END)))
             return self._owner.run(_result(step))
         finally:
-            # A step that was interrupted is not over.
+            # If the step was interrupted, it is still running.
             self._owner.finish(self._cancel(waiting))
 
     async def _begin(self, waiting: object, version: int | None) -> asyncio.Task[GroupStep]:
@@ -158,10 +158,10 @@ class BlockingGroups:
 
 
 def check_prompts(prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-    """Return what prompts can be drawn from.
+    """Return `prompts` if it is iterable.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: `prompts` is not iterable, or is an async iterable.
     """
     if isinstance(prompts, AsyncIterable):
         allowed = "an iterable; `rollbus.connect` takes async iterables"

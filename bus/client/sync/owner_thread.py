@@ -1,4 +1,4 @@
-"""A client for programs without asyncio: its owner's event loop turns on a thread, to which any thread hands calls."""
+"""The event loop of a client for programs without asyncio. It runs on a thread; any thread may submit calls."""
 
 import asyncio
 import atexit
@@ -19,7 +19,7 @@ from ..loop_thread import CLEAN_UP_S, FORKED
 __all__ = ["OwnerThread"]
 
 EXIT_S: Final = 10.0
-"""For clients that are open when the interpreter exits: longer than closing one takes, also without a server."""
+"""Seconds to close open clients when the interpreter exits. Closing a client takes less time, also without a server."""
 CLOSED: Final = "this client was closed"
 
 R = TypeVar("R")
@@ -28,41 +28,42 @@ R = TypeVar("R")
 class OwnerThread:
     """Enters a client on a daemon thread, runs coroutines there, and leaves the client. Start it once.
 
-    If the interpreter exits while it runs, it leaves the client too, so that no engine works for nobody.
+    If the interpreter exits while the thread runs, the thread leaves the client too, so that no engine works without a
+    reader.
 
     Args:
-        client: not connected yet.
+        client: client that is not connected yet.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._pid = os.getpid()
         self._entered: Future[None] = Future()
-        # Set by the thread as its last act, with what ended it.
+        # The thread sets it last, with the error that ended it.
         self._ended: Future[None] = Future()
         # Set by `start`.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
         self._holding: asyncio.Task[None]
-        # The rest belongs to the thread. Bounded by the callers: each waits for one call.
+        # Only the thread uses the fields below. Their size is bounded by the callers: each waits for one call.
         self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
         self._leave = asyncio.Event()
         self._has_left = False
 
     def __repr__(self) -> str:
-        """One line with the client and the calls."""
+        """Return one line with the client and the number of calls."""
         return f"<OwnerThread {self._client!r} calls={self.num_calls}>"
 
     @property
     def num_calls(self) -> int:
-        """Coroutines that run there."""
+        """Number of coroutines that run on the thread."""
         return len(self._tasks)
 
     def start(self) -> None:
-        """Connect. Blocks; an interrupted caller (Ctrl-C) leaves no thread behind.
+        """Connect. This blocks. If the caller is interrupted (Ctrl-C), no thread is left.
 
         Raises:
-            Exception: whatever entering the client raised; the thread has ended.
+            Exception: entering the client raised it. The thread has ended.
         """
         self._loop = uvloop.new_event_loop()
         self._holding = self._loop.create_task(self._hold(), name="client.owner")
@@ -79,14 +80,14 @@ class OwnerThread:
             self._ended.result()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run `coroutine` on the thread and return its result. Blocks; several threads may call it at once.
+        """Run `coroutine` on the thread and return its result. This blocks. Several threads may call it.
 
-        If the caller is interrupted (Ctrl-C), `coroutine` is cancelled, and has `CLEAN_UP_S` to clean up.
+        If the caller is interrupted (Ctrl-C), `coroutine` is cancelled and has `CLEAN_UP_S` seconds to clean up.
 
         Raises:
-            BusClosed: the client was closed, or belongs to the process that this one was forked from.
-            RuntimeError: this is one of the client's own threads, which would wait for itself.
-            Exception: whatever `coroutine` raised.
+            BusClosed: the client was closed, or this process is a fork of the client's process.
+            RuntimeError: the caller is one of the client's own threads, which would wait for itself.
+            Exception: `coroutine` raised it.
         """
         outcome: Future[R] = Future()
         with contextlib.ExitStack() as unless_handed_over:
@@ -105,23 +106,23 @@ class OwnerThread:
         return outcome.result()
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run `coroutine`, which cleans up, without waiting for it, before all that is handed over later.
+        """Run a cleanup `coroutine` without waiting for it. Calls that are submitted later run after its start.
 
-        Finalizers may call it, also on the client's own threads. Nothing runs where the client was closed, or belongs
-        to another process.
+        Finalizers may call this, also on the client's own threads. If the client was closed or belongs to another
+        process, `coroutine` does not run.
         """
         if self._is_forked or not self._post(self._start, coroutine, Future()):
             coroutine.close()
 
     def stop(self) -> None:
-        """Leave the client and end the thread. Blocks; does nothing in a forked process.
+        """Leave the client and end the thread. This blocks. In a forked process it does nothing.
 
-        If the caller is interrupted, the thread has ended all the same when this raises; how long leaving takes is the
-        client's to bound.
+        If the caller is interrupted, this raises after the thread has ended. The client bounds the time that leaving
+        takes.
 
         Raises:
             RuntimeError: as `run`.
-            Exception: whatever leaving the client raised.
+            Exception: leaving the client raised it.
         """
         if self._is_forked:
             return
@@ -134,7 +135,7 @@ class OwnerThread:
         self._ended.result()
 
     def request_stop(self) -> None:
-        """Have the client left, without waiting for it."""
+        """Ask the thread to leave the client, without waiting for it."""
         self._post(self._leave.set)
 
     @property
@@ -145,10 +146,12 @@ class OwnerThread:
         if self._is_forked:
             raise BusClosed(FORKED)
         if threading.current_thread() is self._thread or registry_of(self._client).thread.is_current:
-            raise RuntimeError("a callback of this client may not call the client: its thread would wait for itself")
+            raise RuntimeError(
+                "a callback of this client may not call the client, because its thread would wait for itself"
+            )
 
     def _post(self, function: Any, *args: Any) -> bool:
-        """Have `function(*args)` called on the thread; False: it has ended."""
+        """Schedule `function(*args)` on the thread. Return False if the thread has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -156,7 +159,7 @@ class OwnerThread:
             return False
         return True
 
-    # From here on: the thread's own.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
@@ -175,7 +178,7 @@ class OwnerThread:
         finally:
             self._has_left = True
             if self._tasks:
-                # Calls of a client that was closed end by themselves; the runner cancels those that do not.
+                # Calls of a closed client end on their own. The runner cancels calls that do not.
                 await asyncio.wait(self._tasks.values(), timeout=CLEAN_UP_S)
 
     def _start(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R]) -> None:
@@ -200,7 +203,7 @@ def _wait_for_one(*futures: Future[Any], timeout_s: float | None = None) -> None
 
 
 def _settle(outcome: Future[R], task: asyncio.Task[R]) -> None:
-    """Give a thread what became of a task that has ended."""
+    """Copy the outcome of an ended task to the future of the waiting thread."""
     if task.cancelled():
         outcome.set_exception(BusClosed(CLOSED))
     elif (error := task.exception()) is not None:
@@ -210,12 +213,12 @@ def _settle(outcome: Future[R], task: asyncio.Task[R]) -> None:
 
 
 _running: set[OwnerThread] = set()
-"""Those whose threads have not ended. Threads change it: take a copy, which the interpreter's lock makes whole."""
+"""Owner threads that have not ended. Threads change the set: copy it first, which is atomic."""
 
 
 @atexit.register
 def _stop_at_exit() -> None:
-    # A forked process has copies of its parent's, whose locks may be taken for ever.
+    # A forked process has copies of its parent's threads, whose locks may stay locked forever.
     threads = [thread for thread in tuple(_running) if not thread._is_forked]
     for thread in threads:
         thread.request_stop()
