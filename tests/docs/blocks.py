@@ -87,7 +87,8 @@ def read_blocks(page: Path) -> list[Block]:
             opened = None
         else:
             text.append(line)
-    assert opened is None, f"{name}:{opened[0] if opened else 0}: the block does not end"
+    if opened is not None:
+        raise AssertionError(f"{name}:{opened[0]}: the block does not end")
     return blocks
 
 

@@ -14,12 +14,14 @@ import pytest
 from rollbus.bus.nats.embedded import find_binary
 from tests.cli.support import running_up, serves
 from tests.docs.blocks import make_checkout, page_script, pages, read_blocks
+from tests.support.one_name import ROOT
 from tests.support.patience import patient
 from tests.support.shared import Shared
 
 PAGE_TIMEOUT_S = patient(90.0)
 """For the blocks of one page; they take some seconds."""
 PAGES = pages()
+LINKED = [ROOT / "README.md", *(page for page in PAGES if page.parent.name == "guides")]
 RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(page))]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
 
@@ -99,7 +101,7 @@ def test_blocks_say_how_they_run(page: Path) -> None:
     assert first.is_run, f"{first.place}: the first command of a page must work on any machine"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_to_files(page: Path) -> None:
     """Each relative link names a file."""
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())

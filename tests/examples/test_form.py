@@ -65,6 +65,6 @@ def test_grpo_has_eighty_lines() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_each_example_has_a_link(path: Path) -> None:
     """In the page of trainers, or where its protocol is described."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
     assert any(f"examples/{path.name})" in page.read_text() for page in pages)
