@@ -217,6 +217,7 @@ async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str
     assert isinstance(error, BusBroken)
 
 
+@pytest.mark.proves("P39")
 @pytest.mark.parametrize(("limits", "kept"), [((3, 1000), 3), ((1000, 35), 3)])
 async def test_dropped_messages_are_counted_and_told(
     nats_url: str, fleet: str, limits: tuple[int, int], kept: int

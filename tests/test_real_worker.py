@@ -87,6 +87,7 @@ async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> No
     assert len(chunks) > 1
 
 
+@pytest.mark.proves("P36")
 async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
     """n=3 gives three samples with routing each; child i is what seed + i gives alone."""
     sampling = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)

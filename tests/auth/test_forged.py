@@ -141,6 +141,7 @@ async def forged_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]
     }
 
 
+@pytest.mark.proves("P83")
 async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
     """Neither for a worker that runs, nor for one that starts, nor for who commands next."""
     async with attacked(tmp_path) as attack:
@@ -183,6 +184,7 @@ async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[st
     }
 
 
+@pytest.mark.proves("P83")
 async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
     """It is not even answered, so that no ledger can be filled with the answers."""
     heard: list[str] = []

@@ -20,6 +20,7 @@ ENDLESS = 1_000_000
 SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 
 
+@pytest.mark.proves("P37")
 async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -> None:
     """A stream yields what had come and one terminal chunk with `abort`; `complete` returns what there is."""
     async with (

@@ -77,6 +77,7 @@ async def run_once(nats_url: str, fleet: str, cancel_at: int | None) -> int:
     return count
 
 
+@pytest.mark.proves("P38")
 async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
     """At every await in turn: afterwards no task, thread, connection or engine request is left."""
     async with observing(nats_url, fleet) as observer, worker_process(nats_url, fleet, engine_args=ENGINE_ARGS):

@@ -77,6 +77,7 @@ async def test_many_requests_at_once_equal_each_alone(one_worker: StartServed) -
         check_generation(results[request.request_id], request)
 
 
+@pytest.mark.proves("P36")
 async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
     """n=3 gives child 0 with two siblings; child i equals a request of its own with seed + i."""
     sampling = SamplingParams(max_tokens=6, seed=40, n=3)
@@ -94,6 +95,7 @@ async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
     assert sorted(c.child for c in streamed if c.is_terminal) == [0, 1, 2]
 
 
+@pytest.mark.proves("P45")
 @pytest.mark.slow
 async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
     """Without a worker every way of asking raises `NoWorkers` at once, long before the request's own timeout."""
@@ -242,6 +244,7 @@ async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
             await rb.complete(sized())
 
 
+@pytest.mark.proves("P39")
 async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Bytes that are no message, on any subject, harm neither worker nor client."""
     subjects = Subjects(fleet)

@@ -12,6 +12,7 @@ from rollbus.schemas.presence import ClientState
 from tests.support.hand_worker import chunk, hand_worker, request, worker_by_hand
 
 
+@pytest.mark.proves("P57")
 async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, fleet: str) -> None:
     """Frames behind a gap are dropped and asked for at once; sent again, they complete the same attempt."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
@@ -176,6 +177,7 @@ async def test_a_worker_that_lost_its_place_begins_a_new_link(nats_url: str, fle
     assert generation.attempts == 1
 
 
+@pytest.mark.proves("P39")
 @pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000)])
 async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: bytes) -> None:
     """Bytes that are no frame change nothing but a counter."""

@@ -231,6 +231,7 @@ async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fl
         assert state.epoch == 1
 
 
+@pytest.mark.proves("P74")
 async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
     """Of commands given at once each has an epoch of its own, and what is desired is the last one's."""
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:

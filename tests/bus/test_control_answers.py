@@ -23,6 +23,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ack_collector, "MARGIN_S", 0.0)
 
 
+@pytest.mark.proves("P76")
 async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet: str) -> None:
     """Nobody waits for the time to be over; the ledger says what became of it, and of the others."""
     async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
@@ -37,6 +38,7 @@ async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet:
         assert error.ledger.seconds < 50
 
 
+@pytest.mark.proves("P76")
 async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fleet: str) -> None:
     """Its new life does not answer for the old one."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
@@ -50,6 +52,7 @@ async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fle
         assert (await pausing).ledger.missing == {"a": "it came back as a new incarnation"}
 
 
+@pytest.mark.proves("P76")
 @pytest.mark.usefixtures("brief")
 async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str) -> None:
     """When the time is over: one was at it, the other never spoke."""

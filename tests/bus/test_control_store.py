@@ -91,6 +91,7 @@ async def test_a_command_that_was_recorded_is_not_recorded_again(nats_url: str, 
         assert len(await (await nats.jetstream().key_value(BUCKET)).history(f"{fleet}.org=2Fmodel=2Ev1")) == 2
 
 
+@pytest.mark.proves("P74")
 async def test_concurrent_writers_are_ordered(nats_url: str, fleet: str) -> None:
     """Of many that record at once each gets an epoch of its own, and none is lost; of one command all get the same."""
     async with opened(nats_url) as nats, opened(nats_url) as other:
@@ -156,6 +157,7 @@ async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: 
         assert new_epoch > epoch
 
 
+@pytest.mark.proves("P74")
 async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
     """It leaves nothing desired under a higher epoch; where nothing is, there is nothing to reset."""
     async with opened(nats_url) as nats:
@@ -171,6 +173,7 @@ async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
         assert (await store.record("m", Pause()))[1] == 3
 
 
+@pytest.mark.proves("P74")
 async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet: str) -> None:
     """Whoever deletes it with NATS's own tools finds nothing desired, and later commands are not old."""
     async with opened(nats_url) as nats:

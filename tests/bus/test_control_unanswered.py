@@ -69,6 +69,7 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
     return made
 
 
+@pytest.mark.proves("P73")
 @pytest.mark.parametrize(
     "fates",
     [

@@ -73,7 +73,7 @@ async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: st
         assert set(heard) == {"check_weights", "update_weights"}
 
 
-@pytest.mark.proves("P22")
+@pytest.mark.proves("P22", "P78")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -94,6 +94,7 @@ async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str
         assert await control.store.models() == ()
 
 
+@pytest.mark.proves("P78")
 async def test_a_check_that_is_not_answered_changes_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def jetstream(worker: HandWorker) -> JetStreamContext:
     return worker.nats.jetstream()
 
 
+@pytest.mark.proves("P43")
 async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
     """Past the queue's bound a request fails at once with `queue_full`; those in the queue are served."""
     async with (
@@ -68,6 +69,7 @@ async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
     assert refused.retryable
 
 
+@pytest.mark.proves("P48")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 async def test_what_left_the_queue_unseen_is_published_again(
@@ -154,6 +156,7 @@ async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, m
         assert (rb.stats().orphans, rb.stats().requests) == (0, 1)
 
 
+@pytest.mark.proves("P45")
 @pytest.mark.slow
 async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: str, fleet: str) -> None:
     """The last worker is gone: what nobody had admitted fails as `no_workers`, what one had lost with that loss."""

@@ -18,6 +18,7 @@ from tests.support.requests import sized
 from tests.support.streams import all_of
 
 
+@pytest.mark.proves("P37")
 async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) -> None:
     """A caller that stops reading has its request stopped where it runs, and the next request is served."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
@@ -31,6 +32,7 @@ async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) 
         assert "calls=0" in repr(rb)
 
 
+@pytest.mark.proves("P37")
 @pytest.mark.slow
 async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
     """A request that outlasts its `timeout_s` fails with `timeout` and is aborted in the engine."""
@@ -43,6 +45,7 @@ async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
             await until_idle(engine, rb)
 
 
+@pytest.mark.proves("P34")
 async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
     """A second request of a live id is refused, the first goes on, and later the id is free again."""
     async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, *_):
@@ -55,6 +58,7 @@ async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
         assert (await rb.complete(sized(request_id="same"))).finish_reason == "length"
 
 
+@pytest.mark.proves("P35")
 @pytest.mark.slow
 async def test_an_id_that_was_given_up_can_be_used_again_at_once(one_worker: StartServed) -> None:
     """A request abandoned midway and sent again under its id gets its own chunks, never those of the first."""
@@ -73,6 +77,7 @@ def client_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollbus-")]
 
 
+@pytest.mark.proves("P37", "P38")
 async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
     """After close no thread of the client runs, and what it had open is aborted in the engine."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

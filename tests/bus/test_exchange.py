@@ -129,6 +129,7 @@ async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: st
     assert by_id[untouched.request_id].attempts == 1
 
 
+@pytest.mark.proves("P51")
 async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second worker that reports with an attempt which another holds is told to stop, and is not listened to."""
     told: list[tuple[str, RequestKey]] = []
@@ -233,6 +234,7 @@ async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str,
         assert await worker.aborted() == [key]
 
 
+@pytest.mark.proves("P35")
 async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, fleet: str) -> None:
     """A request under the id of one that has ended is another to workers and queue: the old one's frames are late."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

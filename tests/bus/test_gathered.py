@@ -49,6 +49,7 @@ def check_same(wish: str, whole: Generation, chunks: list[rollbus.Chunk]) -> Non
         np.testing.assert_array_equal(whole.routed_experts, np.concatenate(rows), wish)
 
 
+@pytest.mark.proves("P62")
 @pytest.mark.slow
 async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Every kind of request at once, whole and streamed side by side, so that both share the engine's steps."""
@@ -68,6 +69,7 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P62")
 async def test_a_pause_lets_go_of_what_was_gathered(one_worker: StartServed) -> None:
     """Nothing that was sampled before a pause waits for its end: the engine stands still with all of it delivered."""
     async with one_worker(config=SyntheticConfig(step_s=patient(0.01))) as (rb, worker, _):

@@ -12,6 +12,7 @@ from tests.support.patience import SOON_S
 from tests.support.requests import greedy
 
 
+@pytest.mark.proves("P68")
 async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> None:
     """What the older one has open, or opens later, fails with the reason; the younger one is served."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)

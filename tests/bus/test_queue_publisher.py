@@ -38,6 +38,7 @@ async def test_a_stored_request_has_a_number(nats_url: str, fleet: str) -> None:
     assert results[0].stream == results[3].stream != results[2].stream
 
 
+@pytest.mark.proves("P41")
 async def test_a_repeated_id_is_stored_once(nats_url: str, fleet: str) -> None:
     """A second publish with the same id is told the first one's number, also after that one was acked."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=0) as worker:
@@ -66,6 +67,7 @@ def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
     assert _decode_publish_ack(message) is None
 
 
+@pytest.mark.proves("P43")
 @pytest.mark.parametrize("limits", [QueueLimits(max_msgs=2), QueueLimits(max_bytes=3000)])
 async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
     nats_url: str, fleet: str, limits: QueueLimits
@@ -129,6 +131,7 @@ async def test_the_largest_request_is_known_before_it_is_sent(nats_url: str, fle
         assert "unanswered=0" in repr(client.publisher)
 
 
+@pytest.mark.proves("P42")
 @pytest.mark.slow
 @pytest.mark.parametrize("in_hand", [False, True])
 async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: str, in_hand: bool) -> None:
@@ -155,6 +158,7 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
         await until(lambda: client.may_be_stored(short.seq), False)
 
 
+@pytest.mark.proves("P41")
 @pytest.mark.slow
 async def test_what_is_not_answered_is_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ async def num_pulls(client: Publishing, fleet: str) -> int:
         return 0
 
 
+@pytest.mark.proves("P40")
 async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
     """What waits in a lane is handed over in the order in which it was published, each request once."""
     async with publishing(nats_url, fleet) as client:
@@ -56,6 +57,7 @@ async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
             assert worker.puller.stats.handed_over == 1000
 
 
+@pytest.mark.proves("P40")
 async def test_lanes_are_emptied_in_their_order(nats_url: str, fleet: str) -> None:
     """Of what waits, resumed requests go first, then high, normal and low, whatever was published first."""
     async with publishing(nats_url, fleet) as client:

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 
+import pytest
+
 import rollbus
 from rollbus.bus.queue.limits import RESUME_SHARE, QueueLimits
 from rollbus.bus.queue.streams import ensure_queue, queue_depths
@@ -17,6 +19,7 @@ SHARE = 5
 LIMITS = QueueLimits(max_per_client=SHARE)
 
 
+@pytest.mark.proves("P44")
 async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: str) -> None:
     """Alice publishes 200 requests, bob one: his comes behind a share of hers, and all are taken, hers in order."""
     async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
@@ -91,6 +94,7 @@ async def test_a_full_stream_is_still_queue_full(nats_url: str, fleet: str) -> N
     assert result.code is ErrorCode.QUEUE_FULL
 
 
+@pytest.mark.proves("P44")
 async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: str) -> None:
     """Two clients, one with fifty times the share: every request of both is answered."""
     async with (
@@ -107,6 +111,7 @@ async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: s
     assert list(itertools.filterfalse(None, (one.result().error is None for one in asked))) == []
 
 
+@pytest.mark.proves("P44")
 def test_every_lane_of_a_stream_has_a_bound_for_each_client() -> None:
     """Lanes of resumed requests have four times the share of new ones."""
     bounds = {lane: LIMITS.of_stream(lane) for lane in LANES}

@@ -66,6 +66,7 @@ async def test_a_version_is_published_and_read(nats_url: str) -> None:
     assert await count_tasks() == tasks_before
 
 
+@pytest.mark.proves("P84")
 async def test_a_second_publisher_is_refused_with_the_name_of_the_first(nats_url: str) -> None:
     """Until the first gives its lease back; epochs only rise."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
@@ -104,6 +105,7 @@ async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None
         await stores[winner].close()
 
 
+@pytest.mark.proves("P84")
 async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error names the publisher that took over; what it stored is taken back, and the other's version counts."""
     monkeypatch.setattr(versions, "RENEW_S", 1000.0)
@@ -162,6 +164,7 @@ async def refusal(store: versions.VersionStore) -> str:
     return raised.value.message
 
 
+@pytest.mark.proves("P85")
 async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
     """In an object, by an unknown name, by a wrong manifest, discarded, or at close; the next one works."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
@@ -212,6 +215,7 @@ async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
         assert await parts_in(nats, bucket) == 2
 
 
+@pytest.mark.proves("P85")
 async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
     """Wherever the cancellation falls, the version is committed whole or not there."""
     async with (
@@ -271,6 +275,7 @@ async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None
             assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).adapter == "my lora"
 
 
+@pytest.mark.proves("P86")
 async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> None:
     """The recorded version and the one before with their chains, adapters that are recorded; others' uploads stay."""
     async with (

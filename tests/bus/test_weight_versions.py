@@ -34,6 +34,7 @@ async def announce(worker: HandWorker, version: int, target: int | None) -> None
     await publish(worker.nats, worker.subjects.presence(worker.name), encode_json(said))
 
 
+@pytest.mark.proves("P81")
 @pytest.mark.usefixtures("unhurried")
 async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: str) -> None:
     """Of two workers with versions 1 and 2, all requests for 2 or later end at the second, as first attempts.
@@ -95,6 +96,7 @@ async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: st
             await worker.take()
 
 
+@pytest.mark.proves("P81")
 async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet: str) -> None:
     """A worker refuses a request from the queue whose weights went on by more than its lag, and runs the others."""
     async with (

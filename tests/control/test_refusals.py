@@ -194,6 +194,7 @@ async def final(acks: asyncio.Queue[Ack]) -> Ack:
     return ack
 
 
+@pytest.mark.proves("P75")
 async def test_a_stale_command_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A command of an epoch that another has passed is answered `stale` by every worker, and has no effect."""
     subjects = Subjects(fleet)

@@ -100,6 +100,7 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
     assert again.weight_version == 2
 
 
+@pytest.mark.proves("P79")
 @pytest.mark.parametrize(
     ("fault", "code", "state"),
     [

@@ -23,6 +23,7 @@ def load(loaded: LoadSerials, name: str) -> None:
     loaded.adapters[name] = adapter
 
 
+@pytest.mark.proves("P80")
 def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
     """Requests share a salt only with the same weights, load of an adapter and user's salt, whatever that contains."""
     loaded = LoadSerials()

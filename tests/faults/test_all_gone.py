@@ -31,7 +31,7 @@ async def failing(rb: rollbus.Client, *, after: asyncio.Event | None = None) -> 
     return caught.value
 
 
-@pytest.mark.proves("P1")
+@pytest.mark.proves("P1", "P69")
 async def test_everything_is_killed_at_once(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs fails as `worker_lost`, what waits and what is new as `no_workers`."""
     require_binary()

@@ -95,6 +95,7 @@ async def test_a_killed_client_is_worked_for_no_longer(
             assert len((await rb.complete(greedy(1, 10))).token_ids) == 10
 
 
+@pytest.mark.proves("P67")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str, shape: str) -> None:
     """SIGSTOP for longer than its lease: its requests are ended in the engine; after SIGCONT every one completes."""

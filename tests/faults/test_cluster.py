@@ -95,6 +95,7 @@ class Gaps:
             logger.info("cluster.gap seconds=%.1f before_result=%s", gap_s, self.num_results)
 
 
+@pytest.mark.proves("P87")
 async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
     """Client and workers are at different servers, of which one loses the queue: no result differs."""
     load = await Load.mixed(120, CONFIG)
@@ -113,6 +114,7 @@ async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P87")
 async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
     """As for an upgrade, each once the one before is current: every result is the undisturbed one."""
     load = await Load.mixed(150, CONFIG)
@@ -130,6 +132,7 @@ async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P88")
 async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is accepted, commands fail and say why, nothing is lost; when they are back, all goes on."""
     load = await Load.mixed(80, CONFIG)
@@ -160,6 +163,7 @@ async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P89")
 async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, tmp_path: Path) -> None:
     """The side of one server holds a worker, a client and the leader of what is desired; the other updates without it.
 

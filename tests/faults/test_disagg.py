@@ -167,6 +167,7 @@ async def until_given(both: Disaggregated, worker: str, count: int) -> None:
     )
 
 
+@pytest.mark.proves("P95")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("worker", ["p", "d"])
 async def test_a_leg_without_a_token_does_not_outlive_its_weights(
@@ -200,6 +201,7 @@ async def test_a_leg_without_a_token_does_not_outlive_its_weights(
 # Losses
 
 
+@pytest.mark.proves("P95")
 @pytest.mark.usefixtures("unhurried")
 async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fleet: str) -> None:
     """The request goes on from its first token, without prefill from then on."""
@@ -293,6 +295,7 @@ def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return doomed
 
 
+@pytest.mark.proves("P95")
 async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL under load, of one of two of each role: every request comes back once, equal to the undisturbed one."""
     engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}

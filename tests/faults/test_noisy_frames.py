@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 
 
+@pytest.mark.proves("P33")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: str) -> None:
     """Some frames are lost, doubled and late, some acks lost and doubled: all is right at the first attempt."""

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 CONFIG = SyntheticConfig(step_s=0.001)
 
 
+@pytest.mark.proves("P46")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_what_was_never_offered_goes_to_the_next_worker(

@@ -59,6 +59,7 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     await until_true(lambda: (have := found()) and have.issuperset(request_ids))
 
 
+@pytest.mark.proves("P66")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("direction", "cut_off"), [(way, "w") for way in (*Direction, Direction.BOTH)] + [(Direction.BOTH, "p")]
@@ -202,6 +203,7 @@ async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fle
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P66")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape: str) -> None:
@@ -228,6 +230,7 @@ async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P67")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_client_cut_off_for_long_resumes(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str

@@ -134,6 +134,7 @@ async def test_requests_with_a_token_are_not_blamed(nats_url: str, fleet: str) -
     assert [list(task.result().token_ids) for task in completing] == [[0, 1, 2, 3, 4, 5]] * 2
 
 
+@pytest.mark.proves("P54")
 async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -> None:
     """The next goes out with the first token of the one before; what had a token goes out at once."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

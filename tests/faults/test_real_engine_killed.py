@@ -59,6 +59,7 @@ async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, re
     assert alive == []
 
 
+@pytest.mark.proves("P71")
 async def test_a_killed_engine_core_is_told_to_all(nats_url: str, real_workers: RealWorkers) -> None:
     """The engine core dies: its requests fail as `engine_dead`, and the worker exits with a non-zero code."""
     (worker,) = (await real_workers.have(1)).values()

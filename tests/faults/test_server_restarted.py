@@ -69,6 +69,7 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
         await observer.check_at_rest()
 
 
+@pytest.mark.proves("P48")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_server_that_lost_its_store(
     fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str

@@ -44,6 +44,7 @@ async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestK
     await publish(worker.nats, worker.subjects.frame(worker.client, worker.name), spoilt(frame, bad))
 
 
+@pytest.mark.proves("P58")
 @pytest.mark.parametrize("offers", [True, False])
 async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet: str, offers: bool) -> None:
     """It fails at once and is aborted; nothing is asked for again, and the link goes on with others."""
@@ -86,6 +87,7 @@ async def test_a_frame_for_anothers_request_ends_it_not(nats_url: str, fleet: st
     assert (list(generation.token_ids), generation.attempts) == ([7, 8], 1)
 
 
+@pytest.mark.proves("P58")
 async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str, fleet: str) -> None:
     """After two resends in vain the link is broken, and everything on it becomes a new attempt."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

@@ -83,7 +83,7 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
         await observer.check_at_rest()
 
 
-@pytest.mark.proves("P2")
+@pytest.mark.proves("P2", "P53")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
 async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
     """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens.
@@ -118,6 +118,7 @@ async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: 
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
+@pytest.mark.proves("P70")
 async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     """SIGTERM: the process exits with 0, and another worker goes on with its streams at once, token by token."""
     wanted = greedy(5, 200, request_id="r")
@@ -140,7 +141,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
-@pytest.mark.proves("P1")
+@pytest.mark.proves("P1", "P71")
 async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:
     """When the engine dies, open requests fail as `engine_dead` and the process exits with a non-zero code."""
     async with (

@@ -68,6 +68,7 @@ def test_another_version_is_refused_by_its_number(name: str) -> None:
     assert f"{where} {OTHER}; allowed: {WIRE_VERSION}" in str(caught.value)
 
 
+@pytest.mark.proves("P91")
 def test_a_command_of_a_later_release_is_refused_by_its_field() -> None:
     """What a worker does not know of a command may be what matters: it says so instead of leaving it out."""
     fields = msgspec.json.decode(golden_bytes("command_pause")) | {"at_noon": True}

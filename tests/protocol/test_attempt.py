@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from rollbus.bus.protocol.attempt import events as on
 from rollbus.bus.protocol.attempt.machine import QUEUE_MISSING_S, AttemptMachine
@@ -105,6 +106,7 @@ class Job:
         self.num_chunks += 1
 
 
+@pytest.mark.proves("P52")
 def test_a_request_whose_workers_are_lost_has_a_bounded_number_of_attempts() -> None:
     """The sixteenth loss is the last: the request fails with the error of that loss."""
     request = running()
@@ -197,6 +199,7 @@ def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
     assert request.state is RequestState.PUBLISHING
 
 
+@pytest.mark.proves("P51")
 def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
     """The first one keeps it; one of the same name would hear the abort, too, so that it is not sent to that."""
     request = running()

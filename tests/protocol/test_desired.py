@@ -58,6 +58,7 @@ def test_a_command_is_stored_as_it_was_recorded() -> None:
     assert state.registers["flush"].epoch == 2
 
 
+@pytest.mark.proves("P73")
 def test_a_command_that_comes_again_changes_nothing() -> None:
     """Its id is known: the very same state, and the epoch of the first time; also when others came in between."""
     state = recorded(Pause(id="p"), Resume(id="r"))

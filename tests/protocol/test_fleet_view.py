@@ -11,6 +11,7 @@ from tests.support.presences import capabilities, presence
 HERE = presence(worker="a", lease_s=5.0)
 
 
+@pytest.mark.proves("P64")
 def test_a_lease_has_a_margin() -> None:
     """A worker is gone when its lease and the margin are over: by then it has fenced itself."""
     view = PresenceTable()
@@ -23,6 +24,7 @@ def test_a_lease_has_a_margin() -> None:
     assert view.expire(1000.0) == []
 
 
+@pytest.mark.proves("P65")
 def test_leases_start_anew_when_nobody_could_be_heard() -> None:
     """After an outage of one's own, every worker has a whole lease to speak again."""
     view = PresenceTable()

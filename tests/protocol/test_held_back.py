@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,7 @@ EVENTS: st.SearchStrategy[Callable[[World], None]] = st.one_of(
 )
 
 
+@pytest.mark.proves("P44")
 @given(st.lists(EVENTS, max_size=60))
 def test_what_is_kept_back_is_stored_in_order_and_once(events: list[Callable[[World], None]]) -> None:
     """Whatever happens: all that was not discarded is stored in the end, once, in the order of publishing."""

@@ -23,6 +23,7 @@ def placed(shares: IntakeShares, client: str = "a", now: float = 0.0, *, num_fre
     return shares.admit_placed(client, "normal", NORMAL, num_free=num_free, now=now)
 
 
+@pytest.mark.proves("P49")
 @given(st.lists(st.just(None) | asks))
 def test_while_requests_wait_the_queue_has_every_second_slot(
     events: list[tuple[str, Lane, tuple[Lane, ...]] | None],

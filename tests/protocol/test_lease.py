@@ -19,6 +19,7 @@ def closed(incarnation: str = "a") -> ClientPresence:
     return presence(incarnation, state=ClientState.CLOSED)
 
 
+@pytest.mark.proves("P64")
 def test_ones_own_lease_ends_a_margin_early() -> None:
     """A worker stops before others give it up; the lease counts from when the announcement was published."""
     own = WorkerLease(5.0, 1.0, now=100.0)
@@ -173,6 +174,7 @@ def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
     assert [end.incarnation for end in leases.expire(4.0 + DEFAULT_LEASE_S + 1.0)] == ["unheard"]
 
 
+@pytest.mark.proves("P65")
 def test_ones_own_outage_ends_nobody() -> None:
     """Every lease starts anew when the connection is back: until then nobody could be heard."""
     leases = ClientLeases(margin_s=1.0)

@@ -119,6 +119,7 @@ attempts = st.lists(
 )
 
 
+@pytest.mark.proves("P53")
 @given(requests(continuable=True), attempts, st.sampled_from([WIDE, NARROW]), st.sampled_from([30, 64, 4096]))
 @settings(max_examples=300)
 def test_legs_and_losses_leave_no_trace(

@@ -28,6 +28,7 @@ def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[Fr
     return [receiver.receive(item, 100, now) for item in frames]
 
 
+@pytest.mark.proves("P57")
 def test_frames_are_taken_once_and_in_order() -> None:
     """A doubled frame is told as such; one behind a gap is not taken, and comes again when the gap is filled."""
     receiver = LinkReceiver("c")
@@ -45,6 +46,7 @@ def test_frames_are_taken_once_and_in_order() -> None:
     assert receiver.message(window=WINDOW, now=0).acked == 4
 
 
+@pytest.mark.proves("P56")
 def test_credit_counts_what_was_taken_and_never_falls() -> None:
     """The offset granted is that of the frames taken plus the window; a smaller window takes nothing back."""
     receiver = LinkReceiver("c")
@@ -100,6 +102,7 @@ def test_a_resend_under_way_is_not_asked_for_again() -> None:
     assert asked == [True, False, True, True, False]
 
 
+@pytest.mark.proves("P57")
 def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
     """A heartbeat beyond what was taken is a gap; one that names the next frame is not."""
     receiver = LinkReceiver("c")
@@ -181,6 +184,7 @@ def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
     assert receiver.message(window=WINDOW, now=0).resend == (number > 0)
 
 
+@pytest.mark.proves("P57")
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_any_order_of_arrival_is_made_good(order: list[int]) -> None:
     """However frames of a sender arrive, one exchange of what is missing gives each exactly once, in order."""

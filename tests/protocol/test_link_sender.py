@@ -73,6 +73,7 @@ def use_up_credit(sender: LinkSender) -> int:
     return len(seal_all(sender))
 
 
+@pytest.mark.proves("P59")
 def test_no_frame_is_larger_than_allowed() -> None:
     """Thousands of offers and large chunks are spread over frames that each fit a `max_payload` of 64 KiB, in order."""
     sender = make_sender()
@@ -134,6 +135,7 @@ def test_without_credit_steps_gather_and_are_merged() -> None:
     assert sender.unsent_bytes(key) == 0
 
 
+@pytest.mark.proves("P56")
 def test_credit_is_exceeded_by_one_frame_at_most() -> None:
     """A frame begins below the granted offset and ends at most one part above it, however much has gathered."""
     sender = make_sender(2**20)
@@ -152,6 +154,7 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
     assert max(sizes) < INITIAL_CREDIT_BYTES + SMALL_BYTES
 
 
+@pytest.mark.proves("P56")
 def test_what_needs_no_credit_is_sent_without() -> None:
     """Offers, errors, rejections and ends that bring nothing go out when there is no credit."""
     sender = make_sender()
@@ -255,6 +258,7 @@ def test_large_parts_take_turns_behind_everything_small() -> None:
     assert [row.count("first") for row in order] == [1, 0, 1, 0, 1, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.proves("P55")
 def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
     """A resend repeats all frames from the first missing one, byte for byte, also those sealed since."""
     sender = make_sender()

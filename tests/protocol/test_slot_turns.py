@@ -73,6 +73,7 @@ class OneWorker:
         return client, group
 
 
+@pytest.mark.proves("P49")
 @given(st.booleans(), st.sampled_from(["one", "each", "none"]))
 def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool, groups: str) -> None:
     """A flood of placed requests of any groups: one slot for each of the queue, and no followers that pass it.

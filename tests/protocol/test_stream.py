@@ -13,6 +13,7 @@ from rollbus.schemas.presence import RoutedExpertsInfo
 from tests.support.scenarios import Scenario, assert_complete, drain, make_scenario, scenarios, simple
 
 
+@pytest.mark.proves("P33")
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
 def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """Any split into steps, any merging and any parts give back all arrays and versions, in order and complete."""
@@ -31,7 +32,7 @@ def test_results_are_the_callers_own() -> None:
     assert stream.end.cached_tokens == 3
 
 
-@pytest.mark.proves("P13")
+@pytest.mark.proves("P13", "P33")
 @given(scenarios(), st.data())
 def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObject) -> None:
     """A missing, doubled or swapped chunk never passes: the stream raises, or has no end."""

@@ -1,6 +1,7 @@
 """A stream that is aborted, or whose attempt nobody took."""
 
 import numpy as np
+import pytest
 
 from rollbus.bus.protocol.stream.response_stream import ResponseStream
 from rollbus.schemas.chunk import Chunk, End, FinishReason, RoutedExperts
@@ -58,6 +59,7 @@ def test_a_stream_can_be_aborted_before_anything_came() -> None:
     assert (last.chunk_index, last.end.num_tokens, last.end.num_rows) == (0, 0, 0)
 
 
+@pytest.mark.proves("P50")
 def test_an_attempt_that_nobody_took_does_not_count() -> None:
     """Withdrawn, an attempt has another number on the wire; the stream and its count of attempts know nothing of it."""
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)

@@ -24,6 +24,7 @@ def died(suspects: Suspects[str], number: int, *lost: str, others: int = 0) -> d
     return suspects.record_death(engine(number), M, lost, was_alone=company.num_untokened == 1)
 
 
+@pytest.mark.proves("P54")
 def test_suspects_are_tried_one_at_a_time() -> None:
     """The next goes out when the one on trial has a token, or has ended; then each is forgotten."""
     suspects: Suspects[str] = Suspects()
@@ -50,6 +51,7 @@ def test_models_do_not_wait_for_each_other() -> None:
     assert dict(suspects.on_trial()) == {"m1": "a", "m2": "c"}
 
 
+@pytest.mark.proves("P54")
 def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
     """Nothing else of the client can have been the cause; the first death of a request that is alone is no proof."""
     suspects: Suspects[str] = Suspects()
@@ -59,6 +61,7 @@ def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
     assert "a" not in suspects
 
 
+@pytest.mark.proves("P54")
 def test_in_company_the_third_death_makes_it_poison() -> None:
     """A second death beside others without a token says little; three in a row say enough."""
     suspects: Suspects[str] = Suspects()

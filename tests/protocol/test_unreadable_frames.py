@@ -1,5 +1,6 @@
 """What a link makes of frames that do not decode: its worker's break it after two resends, a stranger's never."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def asked(receiver: LinkReceiver, now: float) -> bool:
     return receiver.message(window=WINDOW, now=now).resend
 
 
+@pytest.mark.proves("P58")
 def test_two_resends_that_do_not_decode_break_the_link() -> None:
     """The frame is asked for at once; when the second resend does not decode either, the link is over."""
     receiver = LinkReceiver("c")

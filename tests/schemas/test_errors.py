@@ -15,6 +15,7 @@ from rollbus.schemas.errors import (
 )
 
 
+@pytest.mark.proves("P94")
 def test_every_code_has_its_facts() -> None:
     """No code is without meaning, someone to act, and an answer to whether to retry."""
     assert list(ERRORS) == list(ErrorCode)

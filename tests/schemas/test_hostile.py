@@ -247,6 +247,7 @@ def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) ->
         decode_presence(msgspec.json.encode(fields))
 
 
+@pytest.mark.proves("P90")
 def test_codes_and_states_of_newer_peers_are_read_as_unknown() -> None:
     """An error code or worker state that this side does not know yet loses neither the frame nor the worker."""
     frame = decode_frame(frame_with(chunk_with(end=["error", 0, 0, None, ["brand_new", "text"]])))

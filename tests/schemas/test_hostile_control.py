@@ -29,6 +29,7 @@ def refused(**fields: Any) -> InvalidRequest:
     return caught.value
 
 
+@pytest.mark.proves("P91")
 def test_a_misspelt_option_is_refused_by_name() -> None:
     """An unknown field is never left out silently: it might be the one that was meant."""
     error = refused(command="pause", id="x", clear_cash=True)
@@ -165,6 +166,7 @@ def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> Non
         decode_ack(pack(**(ACK | {field: value})))
 
 
+@pytest.mark.proves("P90")
 def test_what_newer_workers_say_is_read_as_unknown() -> None:
     """A status or code that this side does not know does not lose the ack, and is nothing final."""
     ack = decode_ack(pack(**ACK | {"status": "pondered", "error": {"code": "moon_phase", "message": "x"}, "more": 1}))

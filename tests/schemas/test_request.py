@@ -10,6 +10,7 @@ from rollbus.schemas.sampling import SamplingParams
 from tests.schemas import strategies as wire
 
 
+@pytest.mark.proves("P40")
 @pytest.mark.parametrize(
     ("priority", "lane"),
     [(-limits.MAX_PRIORITY, "high"), (-1, "high"), (0, "normal"), (1, "low"), (limits.MAX_PRIORITY, "low")],
@@ -19,6 +20,7 @@ def test_the_lane_follows_the_sign_of_the_priority(priority: int, lane: str) -> 
     assert lane_of(priority) == lane
 
 
+@pytest.mark.proves("P36")
 @given(wire.requests())
 def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
     """A request for n samples becomes n requests for one, child i with seed + i, all sharing one prompt array."""

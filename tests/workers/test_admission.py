@@ -50,6 +50,7 @@ def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None
     assert wait_for_weights_s(request(), Versions(4, 5), 1) == 0
 
 
+@pytest.mark.proves("P81")
 @given(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
 def test_what_waited_too_long_is_dropped(lag: int, submitted: int, target: int, attempt: int) -> None:
     """It is too stale when the target went on by more than the lag since it was submitted."""

@@ -16,7 +16,7 @@ from tests.workers.support import SLOW, StartControlled, stream_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.proves("P21")
+@pytest.mark.proves("P21", "P77")
 async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartControlled) -> None:
     """After pause(keep) and resume a stream is that of an undisturbed run; in between nothing is published (I4)."""
     async with controlled_worker() as (client, boss, *_):
@@ -43,6 +43,7 @@ async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartContro
     assert paused.frames == {"hand/h1": len(frames)}
 
 
+@pytest.mark.proves("P77")
 async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_worker: StartControlled) -> None:
     """pause(wait) is accepted at once and applied behind the last chunk of what was in flight."""
     async with controlled_worker() as (client, boss, *_):
@@ -57,6 +58,7 @@ async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_w
         assert boss.chunks_between(paused, boss.acks(resumed.id)[0]) == 0
 
 
+@pytest.mark.proves("P77")
 async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_worker: StartControlled) -> None:
     """pause(abort) ends each stream with `abort` and the rows of the tokens delivered; then nothing is in flight."""
     async with controlled_worker() as (client, boss, _, engine):
@@ -135,7 +137,7 @@ async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: 
         assert client.chunks["s"][-1].finish_reason is FinishReason.ABORT
 
 
-@pytest.mark.proves("P18")
+@pytest.mark.proves("P18", "P73")
 async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worker: StartControlled) -> None:
     """Under one id a command is recorded once and answered with the same words, however often it comes."""
     async with controlled_worker() as (client, boss, *_):

@@ -48,6 +48,7 @@ async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, 
         assert (state.epoch, [seen.id for seen in state.seen]) == (1, [pause])
 
 
+@pytest.mark.proves("P75")
 async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> None:
     """A command whose register was set again since is stale, however it comes, and changes nothing."""
     async with controlled_worker() as (client, boss, *_):
@@ -63,6 +64,7 @@ async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> No
         await client.until_state("w", WorkerState.SERVING)
 
 
+@pytest.mark.proves("P72")
 async def test_what_is_recorded_needs_no_command(controlled_worker: StartControlled) -> None:
     """A worker that hears of a write to the desired state comes to it; the nudge that follows gets its answer."""
     async with controlled_worker() as (client, boss, *_):
@@ -73,6 +75,7 @@ async def test_what_is_recorded_needs_no_command(controlled_worker: StartControl
         assert client.presences["w"].epoch == ack.epoch == 1
 
 
+@pytest.mark.proves("P72")
 async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, fleet: str) -> None:
     """A late joiner reads the desired state before it takes work: paused, it pulls nothing; on the resume it serves."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
@@ -87,7 +90,7 @@ async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, f
             await client.until_ended("r")
 
 
-@pytest.mark.proves("P18")
+@pytest.mark.proves("P18", "P72")
 async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, fleet: str) -> None:
     """Commands recorded while a worker starts are dealt with before it serves, and it answers none of them unasked."""
     engine = GatedEngine("start", config=SLOW)
@@ -253,6 +256,7 @@ async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
         assert paused.epoch == 1
 
 
+@pytest.mark.proves("P79")
 async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(controlled_worker: StartControlled) -> None:
     """An update from a refused path: the version stays, the worker is outdated, and its streams go on elsewhere."""
     async with controlled_worker(weight_version=3) as (client, boss, *_):

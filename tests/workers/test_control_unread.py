@@ -38,6 +38,7 @@ def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
     return "too few others of its cluster"
 
 
+@pytest.mark.proves("P82")
 @pytest.mark.parametrize("part", [unanswered, unconfirmed])
 async def test_who_does_not_know_what_is_desired_takes_nothing(
     controlled_worker: StartControlled,

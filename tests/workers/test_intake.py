@@ -47,6 +47,7 @@ async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fl
         assert client.ended(key.request_id)
 
 
+@pytest.mark.proves("P46")
 async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(nats_url: str, fleet: str) -> None:
     """Unconfirmed, a request stays with its worker beyond `ack_wait`; when that worker is gone, another gets it."""
     async with (
@@ -134,6 +135,7 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(
         assert worker.stats().links.clients_gone == 1
 
 
+@pytest.mark.proves("P50")
 async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_worker: StartHeard) -> None:
     """A worker takes what is handed to it directly while it has a slot, and else answers `queue_full`."""
     async with heard_worker(config=ENDLESS) as (client, worker, _):
@@ -152,6 +154,7 @@ async def until_found_empty(worker: Worker) -> None:
     await until_true(lambda: worker._puller.lanes_waiting() == ())
 
 
+@pytest.mark.proves("P47")
 async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
     """A request that many workers were given and no client confirmed is refused as `poison_request`."""
     given: asyncio.Queue[QueuedRequest] = asyncio.Queue(2)
@@ -192,6 +195,7 @@ async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, 
         assert (worker.stats().intake.gone, worker.stats().links.rejected) == (150, 150)
 
 
+@pytest.mark.proves("P39")
 async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker: StartHeard) -> None:
     """Requests without an id, or signed by another client than their subject names, leave the queue, counted."""
     async with heard_worker() as (client, worker, _):
@@ -204,6 +208,7 @@ async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker
         await client.until_left(0)
 
 
+@pytest.mark.proves("P61")
 async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
     """A worker that holds more than its budget for a client that grants no credit takes no requests until it may."""
     config = SyntheticConfig(max_num_seqs=4, max_model_len=10_000_000, num_layers=256, top_k=32)

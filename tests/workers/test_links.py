@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.errors import ErrorCode, InvalidRequest
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
@@ -23,6 +25,7 @@ from tests.workers.links_support import (
 )
 
 
+@pytest.mark.proves("P46")
 def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
     """An offered request stays in the queue until its client acknowledges the frame with the offer."""
     links = make_links()
@@ -174,6 +177,7 @@ def test_a_life_that_is_over_is_not_heard() -> None:
     assert links.stats.late_messages == 1
 
 
+@pytest.mark.proves("P63")
 def test_a_fence_gives_up_everything_without_a_word() -> None:
     """A worker that lost its lease aborts all, acks nothing, and says nothing more of what it had."""
     links = make_links()
@@ -283,6 +287,7 @@ def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
     assert links.stats.late_steps == 1
 
 
+@pytest.mark.proves("P60")
 def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     """While one request's routing of 4 MiB leaves in parts, another's new token is in the next frame but one."""
     links = make_links()
@@ -356,6 +361,7 @@ def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
     assert ear.chunks("r")[-1].finish_reason is FinishReason.ABORT
 
 
+@pytest.mark.proves("P59")
 def test_small_servers_get_small_frames() -> None:
     """Under a `max_payload` of 64 KiB every frame fits, whatever the routing weighs."""
     links = make_links()

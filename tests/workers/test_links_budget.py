@@ -31,6 +31,7 @@ def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
     assert [link.client for link in links.outbound.links()] == ["bob", "carol"]
 
 
+@pytest.mark.proves("P61")
 def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
     """A client that takes nothing cannot fill a worker: the largest backlog ends as `over_budget`, others go on."""
     links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)

@@ -56,6 +56,7 @@ async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) 
         assert token_ids[cut:] == await new.generate("r", num_tokens=len(tokens) - cut, prompt=rest, lora="a")
 
 
+@pytest.mark.proves("P80")
 async def test_a_swapped_adapter_finds_nothing_that_the_old_one_cached(tmp_path: Path) -> None:
     """Under the same name; nor does one that was unloaded and came back."""
     async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:

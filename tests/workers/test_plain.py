@@ -64,6 +64,7 @@ def test_frames_need_no_credit_and_count_from_zero() -> None:
     assert len(links.requests.messages) == 1
 
 
+@pytest.mark.proves("P92")
 def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
     """The last frame of a plain request comes with its message, and nothing is held of it afterwards."""
     links = make_links()
@@ -135,6 +136,7 @@ def test_a_fence_ends_plain_requests_too() -> None:
     assert frames_of(links) == []
 
 
+@pytest.mark.proves("P93")
 @pytest.mark.parametrize(
     "reply_to", ["", "x", PREFIX, f"{PREFIX}a.", f"{PREFIX}.a", f"{PREFIX}a b", f"{PREFIX}*", f"{PREFIX}a\r\nPUB x"]
 )
@@ -165,6 +167,7 @@ async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
     return taken
 
 
+@pytest.mark.proves("P92")
 @pytest.mark.slow
 async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, fleet: str) -> None:
     """All tokens come, in frames numbered from 0; the queue keeps the request until the terminal chunk is out."""
@@ -188,6 +191,7 @@ async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, f
         await client.until_left(0)
 
 
+@pytest.mark.proves("P92")
 @pytest.mark.slow
 async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, fleet: str) -> None:
     """The next worker serves it from its first token on, as the next attempt, and the result is whole."""
@@ -206,6 +210,7 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
     assert sum(chunk.num_tokens for chunk in chunks) == 100
 
 
+@pytest.mark.proves("P93")
 @pytest.mark.slow
 async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartHeard) -> None:
     """A request whose `reply_to` is not the client's own leaves the queue unserved."""

@@ -15,6 +15,7 @@ from tests.support.requests import endless
 from tests.workers.support import StartControlled
 
 
+@pytest.mark.proves("P96")
 @pytest.mark.slow
 async def test_a_read_has_one_answer_and_is_not_kept(controlled_worker: StartControlled) -> None:
     """A worker that is paused in the middle of a request answers with one final ack; its log of commands stays."""
@@ -46,6 +47,7 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
         assert not boss.acks(of_another_model)
 
 
+@pytest.mark.proves("P96")
 def test_a_flood_of_reads_is_refused_by_name() -> None:
     """Within a second so many reads are answered; the error of the next says what is allowed; then it goes on."""
     now = 10.0

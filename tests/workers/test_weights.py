@@ -198,6 +198,7 @@ async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Pat
         assert {token.weight_version for token in tokens} == {1}
 
 
+@pytest.mark.proves("P79")
 @pytest.mark.parametrize(
     ("fault", "code"),
     [("half_written", ControlCode.HALF_WRITTEN), pytest.param("hangs", ControlCode.TIMEOUT, marks=pytest.mark.slow)],
@@ -310,6 +311,7 @@ async def test_the_cache_is_flushed_as_asked(
         assert worker.standing == (1, False)
 
 
+@pytest.mark.proves("P80")
 async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path) -> None:
     """Also where the cache was not flushed."""
     async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:

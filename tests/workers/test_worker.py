@@ -133,6 +133,7 @@ async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str)
     assert await count_tasks() == before
 
 
+@pytest.mark.proves("P71")
 async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) -> None:
     """An engine that has requests and makes no step in time ends its worker; every open request is told."""
     engine = GatedEngine("steps")
@@ -233,6 +234,7 @@ async def test_a_short_outage_changes_nothing(fleet: str) -> None:
     assert sum(chunk.num_tokens for chunk in chunks) == 600
 
 
+@pytest.mark.proves("P63")
 async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) -> None:
     """A worker whose lease the server does not confirm drops all that it had, and serves again as another life."""
     async with (
@@ -257,6 +259,7 @@ async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) ->
         assert client.receivers["w"].incarnation == worker.presence().incarnation
 
 
+@pytest.mark.proves("P63")
 async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: str, fleet: str) -> None:
     """Stopped (SIGSTOP) for longer than its lease and continued, a worker announces its fence before anything else."""
     heard: list[tuple[str, WorkerState | None]] = []

@@ -261,6 +261,7 @@ STEP = st.tuples(
 )
 
 
+@pytest.mark.proves("P86")
 @settings(max_examples=300)
 @given(st.lists(STEP, min_size=1, max_size=60), st.data())
 def test_nothing_is_deleted_that_a_recorded_version_needs(
