@@ -47,7 +47,7 @@ async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path
     (two / "config.json").write_text("{}")
     files = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", "--base", str(one), *own)
     assert {early.code, other.code, files.code} == {ExitCode.USAGE}
-    assert "nothing was published" in early.stderr
+    assert "no version is published" in early.stderr
     assert "version 1 was published with another model.layers.0" in other.stderr
     assert "version 1 was published with another config.json" in files.stderr
 

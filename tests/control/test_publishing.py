@@ -77,7 +77,7 @@ async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors | {"other": np.ones(1)}, r"named_tensors\['other'\] is a tensor that is not expected"),
+        (lambda tensors: tensors | {"other": np.ones(1)}, r"named_tensors\['other'\] is an unexpected tensor"),
         (lambda tensors: dict(list(tensors.items())[:1]), r"named_tensors\['.*'\] is missing"),
         (lambda tensors: tensors | dict.fromkeys(list(tensors)[1:], np.ones(3)), r"is F64\[3\]; allowed: F32\[8, 4\]"),
         (lambda tensors: [*tensors.items(), 7], "named_tensors has 7; allowed: pairs"),
@@ -149,7 +149,7 @@ async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: s
     ):
         await publisher.publish(weights(1), version=5, update=False)
         for version in (5, 4):
-            with pytest.raises(ControlError, match="is not newer than 5"):
+            with pytest.raises(ControlError, match="is not newer than the last published version 5"):
                 await publisher.publish(weights(2), version=version, update=False)
         again = await publisher.publish(stepped(weights(1)), version=4, update=False, allow_rollback=True)
         assert (again.version, again.is_anchor) == (4, False)
@@ -388,7 +388,7 @@ async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url:
             return [own, giving.result()]
 
         refused, waited = await both(1, [(name, tensors[name])], SOON_S)
-        assert "came from the ranks 0 and 1" in str(refused)
+        assert "was given by ranks 0 and 1" in str(refused)
         assert "did not commit" in str(waited)
         with pytest.raises(ControlError, match="these gave no list within 0 s: 1"):
             await zero.publish([(name, tensors[name])], version=2, update=False, ranks_timeout_s=0.0)

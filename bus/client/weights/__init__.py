@@ -1,1 +1,1 @@
-"""The publisher of weights: reads a trainer's tensors, finds what changed in them, and stores that for the workers."""
+"""The publisher of weights: it reads a trainer's tensors, finds the changes, and stores them for the workers."""

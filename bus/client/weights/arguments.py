@@ -1,4 +1,4 @@
-"""The arguments of a publisher's methods, and the checks that turn them into options."""
+"""The arguments of the publisher's methods, and the checks that convert them into options."""
 
 import contextlib
 import hashlib
@@ -30,65 +30,72 @@ __all__ = [
 ]
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
-"""PEFT's name for an adapter's configuration."""
+"""File name of an adapter's configuration in PEFT."""
 PENDING: Final = WeightSource(objects="pending/pending")
-"""Source of a command until its version has a folder."""
+"""Placeholder for the source of a command until its version has a folder."""
 
 MAX_WORKERS: Final = 1_000_000
-"""Bound of `min_staged`: no model has so many workers."""
+"""Upper bound of `min_staged`; no model has more workers."""
 
 Adapter = str | os.PathLike[str] | NamedTensors
 
 
 class ConnectOptions(TypedDict, total=False):
-    """Options of the connection that a publisher opens if it has no client."""
+    """Options of the connection that a publisher without a client opens."""
 
     fleet: str | None
-    """As in `rollbus.connect`."""
+    """Name of the fleet, as in `rollbus.connect`. Default: None."""
     credentials: Credentials | str | os.PathLike[str] | None
-    """As in `rollbus.connect`."""
+    """Credentials of the NATS user, as in `rollbus.connect`. Default: None."""
 
 
 class PublishSettings(TypedDict, total=False):
-    """Further arguments of `publish`."""
+    """Options of `publish`."""
 
     update: bool
-    """Have the fleet load the version, once it is stored. Default: True."""
+    """True (default): the fleet loads the version after it is stored. False: the version is only stored."""
     mode: PauseMode
-    """As in `Fleet.update_weights`; the default is `keep`."""
+    """Handling of requests in flight, as in `Fleet.update_weights`. Default: `keep`."""
     clear_cache: bool | None
-    """As in `Fleet.update_weights`."""
+    """True if workers reset the prefix cache. None (default): they reset it unless `mode` is `keep`."""
     allow_rollback: bool
     """Allow a version that is not newer than the present one. Default: False."""
     expected_canary: Canary | None
-    """The answer of the trainer's own copy of the weights to `rollbus.canary_request`."""
+    """Output of the trainer's own copy of the weights for `rollbus.canary_request`. Workers compare their output with
+    it. Default: None."""
     label: str | None
-    """The trainer's name for this version, for example `step-42`."""
+    """The trainer's name for this version, for example `step-42`. Default: None."""
     min_staged: int | None
-    """As in `Fleet.update_weights`: switch as soon as so many workers have staged it. Default: all must have."""
+    """Number of workers that must stage the version before the fleet switches. None (default): all workers must stage
+    it."""
     timeout_s: float
     """Seconds that each worker has to load the version. Default: 600."""
     ranks_timeout_s: float
-    """Seconds that rank 0 waits for the others, and that they wait for rank 0 to begin and to commit. Default: 600."""
+    """Seconds that rank 0 waits for the other ranks, and that they wait for rank 0 to begin and to commit. Default:
+    600."""
     on_ack: OnAck | None
-    """Called with each answer of a worker, on the client's own thread; must return at once."""
+    """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 
 
 class AdapterSettings(TypedDict, total=False):
-    """Further arguments of `publish_adapter`."""
+    """Options of `publish_adapter`."""
 
     config: Mapping[str, Any] | None
-    """Content of `adapter_config.json`, if the adapter is given as tensors."""
+    """Content of `adapter_config.json`. Required if the adapter is given as tensors, else None (default)."""
     update: bool
-    """Have the fleet load the adapter, once it is stored. Default: True."""
+    """True (default): the fleet loads the adapter after it is stored. False: the adapter is only stored."""
     timeout_s: float
     """Seconds that each worker has to load the version. Default: 600."""
     on_ack: OnAck | None
-    """Called with each answer of a worker, on the client's own thread; must return at once."""
+    """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 
 
 def publish_options(model: str, version: int, settings: PublishSettings) -> PublishOptions:
-    """Check the arguments of `publish`."""
+    """Return the checked options of `publish`.
+
+    Raises:
+        InvalidRequest: an argument is wrong.
+    """
     fields, updates, on_ack = _split(settings)
     min_staged = fields.pop("min_staged", None)
     if min_staged is not None:
@@ -106,7 +113,11 @@ def publish_options(model: str, version: int, settings: PublishSettings) -> Publ
 
 
 def adapter_options(model: str, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:
-    """Check the arguments of `publish_adapter`."""
+    """Return the checked options of `publish_adapter`.
+
+    Raises:
+        InvalidRequest: an argument is wrong.
+    """
     fields, updates, on_ack = _split(settings)
     fields.pop("config", None)
     with _as_arguments():
@@ -115,7 +126,7 @@ def adapter_options(model: str, name: str, version: int, settings: AdapterSettin
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | None]:
-    """Return the fields of a command, whether the fleet loads the version, and the callback for answers."""
+    """Return the command fields, True if the fleet loads the version, and the callback for acks."""
     fields = dict(settings)
     updates = check_bool("update", fields.pop("update", True))
     on_ack = fields.pop("on_ack", None)
@@ -126,25 +137,32 @@ def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool, OnAck | N
 
 @contextlib.contextmanager
 def _as_arguments() -> Iterator[None]:
-    """Raise an error about the method's arguments if a command has no field of a name."""
+    """Turn the `TypeError` for an unknown command field into an error about the arguments of the method."""
     try:
         yield
     except TypeError as error:
-        problem = f"are wrong: {error}"
+        problem = f"are not valid: {error}"
         raise InvalidRequest(field="arguments", problem=problem, allowed="those of the method") from None
 
 
 def read_adapter(adapter: Adapter, config: Mapping[str, Any] | None) -> tuple[TensorFeed, dict[str, FolderFile]]:
-    """Return an adapter's tensors and its other files. Blocks."""
+    """Return the tensors and the other files of an adapter. This blocks.
+
+    Raises:
+        InvalidRequest: the folder cannot be read, or `config` is missing, not valid JSON, or set together with a
+            folder.
+    """
     if isinstance(adapter, str | os.PathLike):
         if config is not None:
-            raise InvalidRequest(field="config", problem="is set beside a folder", allowed="the folder's own")
+            raise InvalidRequest(
+                field="config", problem="is set together with a folder", allowed="the folder's own file"
+            )
         return TensorFeed(folder_tensors(adapter)), read_checkpoint_folder(adapter).files
     if not isinstance(config, Mapping):
-        allowed = f"the content of {ADAPTER_CONFIG}, beside tensors"
+        allowed = f"the content of {ADAPTER_CONFIG}, together with tensors"
         raise InvalidRequest(field="config", problem=f"is {describe(config)}", allowed=allowed)
     try:
         data = msgspec.json.encode(config)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(field="config", problem=f"is no JSON: {error}", allowed="JSON's types") from None
+        raise InvalidRequest(field="config", problem=f"is not valid JSON: {error}", allowed="JSON types") from None
     return TensorFeed(adapter), {ADAPTER_CONFIG: FolderFile(data, hashlib.sha256(data).hexdigest())}

@@ -1,4 +1,4 @@
-"""A publisher's beginning with a folder instead of nothing: only if it holds what was committed last."""
+"""Lets a publisher start from a folder, if the folder has the content of the last committed version."""
 
 import hashlib
 import os
@@ -17,13 +17,13 @@ __all__ = ["fill"]
 def fill(
     snapshot: Snapshot, manifest: Manifest, files: Mapping[str, FolderFile], folder: str | os.PathLike[str]
 ) -> None:
-    """Read a folder's tensors into an empty snapshot of `manifest`. Blocks.
+    """Read a folder's tensors into an empty snapshot of `manifest`. This blocks.
 
     Args:
-        files: that stand beside the tensors of what is published next.
+        files: files besides the tensors in the next publication.
 
     Raises:
-        InvalidRequest: a tensor is not what the manifest says; or `files` are others, which a delta does not bring.
+        InvalidRequest: a tensor differs from the manifest, or `files` differ from it. A delta contains no files.
     """
     shown = f"{os.fspath(folder)}, and version {manifest.version} was published with"
     known = {name: sha256 for name, sha256 in manifest.files.items() if name != INDEX}
@@ -38,10 +38,10 @@ def fill(
         if entry is None or name in tensors or hashlib.sha256(own.data).hexdigest() != entry.sha256:
             raise _bad(f"{shown} another {name[:200]}, or without it")
         if (entry.dtype, entry.shape) != (kind.dtype, kind.shape):
-            raise _bad(f"{shown} {name[:200]} in another form")
+            raise _bad(f"{shown} another dtype or shape of {name[:200]}")
         tensors[name] = SnapshotTensor(kind, entry.file, entry.sha256, own)
     if missing := sorted(entries.keys() - tensors.keys()):
-        raise _bad(f"{shown} {missing[0][:200]} besides")
+        raise _bad(f"{shown} {missing[0][:200]}, which the folder lacks")
     snapshot.tensors = {name: tensors[name] for name in entries}
     snapshot.digest = manifest.digest
 

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint on the trainer's machine: its tensors, and the other files that go into anchors."""
+"""A checkpoint folder on the trainer's machine: its tensors, and the other files that anchors contain."""
 
 import hashlib
 import mmap
@@ -17,24 +17,25 @@ from .tensors import RawTensor, TensorKind
 __all__ = ["Checkpoint", "FolderFile", "folder_tensors", "read_checkpoint_folder"]
 
 MAX_FILE_BYTES: Final = 64 * 1024**2
-"""Largest file beside the weights: tokenizers have up to 30 MB. The publisher holds these files in memory."""
+"""Maximum size of a file besides the weights. Tokenizers have up to 30 MB. The publisher holds these files in
+memory."""
 MAX_FILES_BYTES: Final = 256 * 1024**2
-"""Largest sum of these files."""
+"""Maximum total size of these files."""
 MAX_FILES: Final = 1024
-"""Most of these files: as many as a manifest has at most."""
+"""Maximum number of these files, equal to the limit of a manifest."""
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-"""Endings of the names of files that hold weights in any format, or list these files."""
+"""Suffixes of files that contain weights in any format, or that list such files."""
 
 
 class FolderFile(NamedTuple):
-    """A file beside the weights."""
+    """A file besides the weights."""
 
     data: bytes
     sha256: str
 
 
 class Checkpoint(NamedTuple):
-    """The content of a checkpoint folder, without the weights."""
+    """The content of a checkpoint folder without the weights."""
 
     kinds: dict[str, TensorKind]
     """Dtype and shape of each tensor, by name."""
@@ -43,11 +44,11 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a folder's safetensors files, and its other files. Blocks.
+    """Read the headers of a folder's safetensors files, and its other files. This blocks.
 
     Raises:
-        InvalidRequest: there are no tensors, one is there twice, or a file cannot be read, is too large, or has a name
-            that no version can have.
+        InvalidRequest: the folder has no tensors or a tensor in two files, or a file cannot be read, is too large, or
+            has a name that no version can contain.
     """
     path = Path(folder)
     try:
@@ -63,7 +64,7 @@ def read_checkpoint_folder(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def folder_tensors(folder: str | os.PathLike[str]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield the tensors of a folder's safetensors files. They are mapped: only pages that are read take memory.
+    """Yield the tensors of a folder's safetensors files. The files are mapped: only pages that are read use memory.
 
     Raises:
         InvalidRequest: as in `read_checkpoint_folder`.
@@ -96,7 +97,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _other_files(folder: Path) -> dict[str, FolderFile]:
-    """Read the files directly in the folder that hold no weights and are not hidden."""
+    """Read the files directly in the folder that contain no weights and are not hidden."""
     found: dict[str, FolderFile] = {}
     num_bytes = 0
     for file in sorted(folder.iterdir()):
@@ -104,11 +105,11 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
         if name.startswith(".") or name.endswith(_WEIGHTS) or name == MANIFEST or not file.is_file():
             continue
         if not is_file_name(name):
-            # Workers would refuse the manifest of every version.
+            # Workers would reject the manifest of every version.
             raise InvalidRequest(
                 field="checkpoint",
-                problem=f"{folder} has the file {name[:200]!r}, and no version can have one of that name",
-                allowed="ASCII letters, digits, '_', '.' and '-', no 'delta-' in front; or without this file",
+                problem=f"{folder} has the file {name[:200]!r}, whose name no version can contain",
+                allowed="ASCII letters, digits, '_', '.' and '-', without the prefix 'delta-'; or remove this file",
             )
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
@@ -116,8 +117,8 @@ def _other_files(folder: Path) -> dict[str, FolderFile]:
         if len(data) > MAX_FILE_BYTES or num_bytes > MAX_FILES_BYTES or len(found) == MAX_FILES:
             raise _bad(
                 folder,
-                f"has {name!r}, with which its files beside the weights are too many or too large (allowed: {MAX_FILES}"
-                f" of up to {MAX_FILE_BYTES} bytes, {MAX_FILES_BYTES} in all)",
+                f"has {name!r}, which exceeds the limits for files besides the weights (at most {MAX_FILES} files of"
+                f" {MAX_FILE_BYTES} bytes each, {MAX_FILES_BYTES} bytes together)",
             )
         found[name] = FolderFile(data, hashlib.sha256(data).hexdigest())
     return found

@@ -1,4 +1,4 @@
-"""One publication under way: what it makes of each tensor, and of the snapshot that it compares them with."""
+"""One publication in progress: the encoded tensors, and the snapshot that they are compared with."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -26,37 +26,37 @@ class DraftPlan:
     """What a publication stores."""
 
     has_delta: bool
-    """What changed since the snapshot."""
+    """True if it stores the changes since the snapshot."""
     has_anchor: bool
-    """The whole checkpoint."""
+    """True if it stores the whole checkpoint."""
     rank: int = 0
     num_ranks: int = 1
     file: str | None = None
-    """The file that holds all tensors; None: as many as it takes."""
+    """Name of the single file for all tensors. None: as many files as necessary."""
 
 
 @dataclass(slots=True)
 class _Drafted:
-    """A tensor that was added."""
+    """A tensor that was added to a draft."""
 
     kind: TensorKind
     sha256: str
     encoded: Encoded
-    """Against the snapshot; `same` if `content` is set. If it is sparse, the snapshot's content is the new one."""
+    """Encoding against the snapshot; `same` if `content` is set. If it is sparse, the snapshot has the new content."""
     content: npt.NDArray[np.uint8] | None
-    """u1[size], where there is no snapshot."""
+    """u1[size]: content of the tensor. None if there is a snapshot."""
     delta: TensorDelta | None = None
 
 
 class Draft:
-    """Compares, encodes and packs the tensors of one publication. Lives on the thread that draws them; blocks.
+    """Compares, encodes and packs the tensors of one publication. It runs on the thread that draws them, and blocks.
 
-    It takes the content of the snapshot, and makes it the new one while it compares: what was just read is still in the
-    processor's cache. `commit` or `take_back` gives the snapshot a content again. Until then it is empty.
+    The draft removes the content from the snapshot and updates it during the comparison, while the data is still in the
+    processor's cache. `commit` or `take_back` gives the snapshot a content again. Until then the snapshot is empty.
 
     Args:
-        snapshot: what was committed before; empty if nothing was.
-        kinds: of all tensors that must come, by name; None: whichever come.
+        snapshot: last committed version. Empty if none was committed.
+        kinds: kinds of all required tensors, by name. None: any tensors are valid.
     """
 
     def __init__(self, plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None) -> None:
@@ -67,7 +67,7 @@ class Draft:
         self._packer = DeltaPacker(plan.rank, plan.num_ranks)
         self._shards = ShardPlan(plan.rank, plan.num_ranks, plan.file)
         self._drafted: dict[str, _Drafted] = {}
-        # By file: the names of its tensors in the manifest's order, and how many of them are still to come.
+        # By file: the names of its tensors in the manifest's order, and the number of tensors not added yet.
         self._layout: dict[str, list[str]] = dict(snapshot.layout())
         self._num_missing = {file: len(names) for file, names in self._layout.items()}
         snapshot.digest, snapshot.tensors = "", {}
@@ -77,7 +77,7 @@ class Draft:
         self.anchor_bytes = 0
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<Draft tensors={len(self._drafted)} changed={self.num_changed} {self._packer!r}>"
 
     @property
@@ -86,10 +86,10 @@ class Draft:
         return self._packer.total_bytes
 
     def add(self, name: str, tensor: object) -> Iterator[StoredObject]:
-        """Add a tensor, and yield the objects that are whole with it.
+        """Add a tensor, and yield the objects that it completes.
 
         Raises:
-            InvalidRequest: it is none, came twice, or differs from what is expected under this name.
+            InvalidRequest: it is no tensor, was given twice, or differs from the expected tensor of this name.
         """
         kind, content = read_tensor(name, tensor)
         self._check(name, kind)
@@ -103,26 +103,26 @@ class Draft:
         yield from self._close_shard(self._shards.add(name, kind.size))
 
     def finish(self) -> Iterator[StoredObject]:
-        """Yield what remains to be stored when all tensors have been added.
+        """Yield the remaining objects. Call this after all tensors have been added.
 
         Raises:
-            InvalidRequest: there were none, or one is missing.
+            InvalidRequest: there are no tensors, or one is missing.
         """
         if not self._drafted and self._plan.num_ranks == 1:
             raise InvalidRequest(field="named_tensors", problem="has no tensors", allowed="all tensors of the model")
         missing = next((name for name in self._kinds or () if name not in self._drafted), None)
         if missing is not None and not self._is_partial:
-            raise _bad(missing, "is missing", "all tensors that were published before, or are in the checkpoint")
+            raise _bad(missing, "is missing", "all tensors of the last published version or the checkpoint")
         if self._plan.has_delta and (delta := self._packer.flush()) is not None:
             yield delta
         yield from self._close_shard(self._shards.flush())
 
     def entries(self) -> list[TensorEntry]:
-        """Describe all tensors, in the manifest's order."""
+        """Return the entries of all tensors, in the manifest's order."""
         return [self._entry(name, file) for file in sorted(self._layout) for name in self._layout[file]]
 
     def commit(self, digest: str) -> None:
-        """Make the snapshot what this publication has stored, named by `digest`. If that fails, it is empty. Blocks."""
+        """Set the snapshot to this publication's content with `digest`. If that fails, it stays empty. Blocks."""
         self._is_over = True
         tensors: dict[str, SnapshotTensor] = {}
         for file in sorted(self._layout):
@@ -132,16 +132,16 @@ class Draft:
                 if content is None:
                     content = self._before[name].content
                     if drafted.encoded.encoding == "dense":
-                        # In place: a second copy of the model would not fit everywhere.
+                        # In place: not every machine has memory for a second copy of the model.
                         apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
                 tensors[name] = SnapshotTensor(drafted.kind, file, drafted.sha256, content)
         self._snapshot.tensors, self._snapshot.digest = tensors, digest
 
     def take_back(self) -> None:
-        """Make the snapshot what it was before this draft, unless that is committed. Blocks.
+        """Restore the snapshot to its state before this draft, unless the draft is committed. This blocks.
 
-        Only to be called when no tensor is being added any more. If a content does not come out as it was committed (an
-        interrupt may have come at any point), the snapshot stays empty.
+        Call this only when no tensor is being added. If a restored tensor does not have its committed hash, because an
+        interrupt can arrive at any point, the snapshot stays empty.
         """
         if self._is_over:
             return
@@ -157,32 +157,33 @@ class Draft:
 
     @property
     def _is_partial(self) -> bool:
-        """True if other ranks have tensors too, and this rank has published nothing that says which are its own."""
+        """True if other ranks have tensors too, and this rank has not published its own tensors before."""
         return self._plan.num_ranks > 1 and not self._before
 
     def _check(self, name: str, kind: TensorKind) -> None:
         if name in self._drafted:
-            raise _bad(name, "came twice", "each tensor once")
+            raise _bad(name, "was given twice", "each tensor once")
         if self._kinds is None:
             return
         expected = self._kinds.get(name)
-        where = "as it was published before" if self._before else "as the checkpoint has it"
+        where = "of the last published version" if self._before else "of the checkpoint"
         if expected is None:
-            raise _bad(name, f"is a tensor that is not expected: {kind}", f"the names {where}")
+            raise _bad(name, f"is an unexpected tensor, {kind}", f"the tensor names {where}")
         if kind != expected:
-            raise _bad(name, f"is {kind}", f"{expected}, {where}")
+            raise _bad(name, f"is {kind}", f"{expected}, the kind {where}")
 
     def _compare(self, name: str, kind: TensorKind, content: npt.NDArray[np.uint8]) -> Iterator[StoredObject]:
         before = self._before[name]
         encoded = encode_delta(before.content, content, kind.item_bytes)
         is_same = encoded.encoding == "same"
-        # An anchor alone does not build on hashes of before: workers may have refused the version because of one.
+        # An anchor alone does not rely on earlier hashes: workers may have rejected the version because of a wrong
+        # hash.
         is_known = is_same and self._plan.has_delta
         drafted = self._drafted[name] = _Drafted(kind, before.sha256, encoded, None)
         if encoded.encoding == "sparse":
             before.content[:] = content
         if not is_known:
-            # Of what the next version is compared with, even if the caller's memory has changed since.
+            # Hash the content that the next version is compared with, even if the caller's memory has changed since.
             hashed = content if encoded.encoding == "dense" else before.content
             drafted.sha256 = hashlib.sha256(hashed.data).hexdigest()
         if not is_same:
@@ -208,7 +209,7 @@ class Draft:
         return delta, full
 
     def _close_shard(self, shard: tuple[str, list[str]] | None) -> Iterator[StoredObject]:
-        """Fix the order of a file's tensors, and yield the file."""
+        """Fix the order of a file's tensors, and yield the file as an object."""
         if shard is not None:
             file, names = shard
             self._layout[file] = [entry.name for entry in ordered(self._entry(name, file) for name in names)]

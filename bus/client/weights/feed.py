@@ -1,4 +1,4 @@
-"""One pass over a trainer's tensors: drawn and compared on one thread, while the event loop uploads what is whole."""
+"""One pass over a trainer's tensors: a thread draws and compares them, and the event loop uploads complete objects."""
 
 import asyncio
 import contextlib
@@ -16,22 +16,25 @@ from .packing import StoredObject
 __all__ = ["NamedTensors", "TensorFeed"]
 
 MAX_WAITING: Final = 2
-"""Objects that wait for their upload: enough that one is always at hand, and little memory."""
+"""Maximum number of objects that wait for upload: enough to keep the upload busy with little memory."""
 STOP_S: Final = 5.0
-"""For the drawing thread to see that the pass was stopped: it looks after each tensor."""
+"""Seconds for the drawing thread to notice a stop. It checks after each tensor."""
 
 NamedTensors = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
 
 class TensorFeed:
-    """The tensors of one publication. `draw` runs on a thread; all else belongs to the event loop that uploads.
+    """The tensors of one publication. `draw` runs on a thread; all other methods belong to the uploading event loop.
 
     Args:
-        named_tensors: (name, tensor), drawn once.
+        named_tensors: (name, tensor) pairs, drawn once.
 
     Attributes:
-        given_bytes: of tensors of torch or numpy that are given all at once; 0 for an iterator.
-        compare_s: seconds that the thread took to read, compare, encode and hash.
+        given_bytes: bytes of torch or numpy tensors in a collection. 0 for an iterator.
+        compare_s: seconds that the thread needed to read, compare, encode and hash tensors.
+
+    Raises:
+        InvalidRequest: `named_tensors` is not iterable.
     """
 
     def __init__(self, named_tensors: NamedTensors) -> None:
@@ -54,19 +57,19 @@ class TensorFeed:
         self.compare_s = 0.0
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<TensorFeed waiting={self._objects.qsize()} stopped={self._is_stopped}>"
 
     def begin(self, draft: Draft) -> None:
-        """Let the thread go on, which waits for this."""
+        """Let the drawing thread start; it waits for this call."""
         self._draft, self._loop, self._is_begun = draft, asyncio.get_running_loop(), True
         self._has_begun.set()
 
     async def objects(self) -> AsyncIterator[StoredObject]:
-        """Yield the objects of the pass, as they become whole.
+        """Yield the objects of the pass when they are complete.
 
         Raises:
-            Exception: whatever a tensor was refused with, or the iterator raised.
+            Exception: a tensor was rejected with it, or the iterator raised it.
         """
         while (stored := await self._objects.get()) is not None:
             self._room.release()
@@ -75,13 +78,13 @@ class TensorFeed:
             raise self._failure
 
     def halt(self) -> None:
-        """End the pass after the tensor that is being compared. Any thread may call this; safe to repeat."""
+        """End the pass after the present tensor. Any thread may call this, also more than once."""
         self._is_stopped = True
         self._has_begun.set()
         self._room.release()
 
     async def stop(self) -> bool:
-        """End the pass, and wait until the thread has seen that; False: it has not, and may still compare a tensor."""
+        """End the pass and wait for the thread. Return False if it may still compare a tensor after `STOP_S`."""
         self.halt()
         if self._is_begun:
             with contextlib.suppress(TimeoutError):
@@ -90,7 +93,7 @@ class TensorFeed:
         return not self._is_begun or self._ended.is_set()
 
     def draw(self) -> None:
-        """Draw all tensors. Blocks; `objects` raises what fails here."""
+        """Draw all tensors. This blocks. `objects` raises the errors of this method."""
         self._has_begun.wait()
         if not self._is_begun:
             return
@@ -106,7 +109,7 @@ class TensorFeed:
 
     def _end(self, failure: Exception | None) -> None:
         self._failure = failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._on_drawn)
 
     def _pass_on(self, found: Iterator[StoredObject]) -> None:
@@ -127,7 +130,7 @@ class TensorFeed:
 
 
 def _bytes_of(items: Iterable[object]) -> int:
-    """Sum up what lies in memory; what is no pair of a name and a tensor is refused when it is drawn."""
+    """Return the bytes of tensors in memory. Items that are no (name, tensor) pair are rejected when they are drawn."""
     if not isinstance(items, Collection):
         return 0
     tensors = (item[1] for item in items if isinstance(item, tuple | list) and len(item) == 2)
@@ -136,22 +139,22 @@ def _bytes_of(items: Iterable[object]) -> int:
 
 
 class _EndHandover:
-    """Hands what ends a block to another thread, which raises it. Only an interruption is raised in both.
+    """Reports the end of a block to another thread, which raises the error. Both threads raise an interrupt.
 
     Args:
-        end: called with what the block raised.
+        end: called with the error of the block, or None.
     """
 
     def __init__(self, end: Callable[[Exception | None], None]) -> None:
         self._end = end
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Do nothing on entry."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Hand it over."""
+        """Report the error, and suppress it unless it is an interrupt."""
         if error is None or isinstance(error, Exception):
             self._end(error)
             return True

@@ -1,4 +1,4 @@
-"""Has the fleet load a committed version, and has the store delete old versions."""
+"""Makes the fleet load a committed version, and deletes old versions from the store."""
 
 import logging
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetLoader:
-    """Updates the workers of one model. Lives on the bus thread."""
+    """Updates the workers of one model. Runs on the bus thread."""
 
     def __init__(self, updates: Updates, versions: VersionStore, model: str) -> None:
         self._updates = updates
@@ -27,39 +27,47 @@ class FleetLoader:
         self._model = model
 
     def __repr__(self) -> str:
-        """One line with the model."""
+        """Return one line with the model."""
         return f"<FleetLoader {self._model}>"
 
     async def check_adapter(self, options: AdapterOptions) -> None:
-        """Raise what `load` would raise before it tells a worker: nothing is stored then.
+        """Raise the errors that `load` would raise before it sends a command. Nothing is stored at this point.
 
         Raises:
-            ControlError: `not_allowed`: this user may not load adapters; or the desired state refuses it.
+            ControlError: `not_allowed` if this user may not load adapters, or the desired state rejects the version.
         """
         try:
             await self._updates.check_version(options.command)
         except ControlError as error:
             if error.code is not ControlCode.NOT_ALLOWED:
                 raise
-            hint = "update=False stores the adapter, and an admin loads it with load_lora"
+            hint = "update=False stores the adapter; an admin can then load it with load_lora"
             raise ControlError(error.code, f"{error.message}. {hint}") from error
 
     async def load(self, objects: str, options: AdapterOptions) -> CommandResult:
-        """Have the fleet load a committed adapter."""
+        """Make the fleet load a committed adapter.
+
+        Raises:
+            NoWorkers: the adapter is stored, and no worker can load it.
+        """
         command = structs.replace(options.command, source=WeightSource(objects=objects))
         try:
             return await self._updates.load_lora(command, is_next_version=False, upload=False, on_ack=options.on_ack)
         except NoWorkers as error:
             raise NoWorkers(
                 message=f"adapter {command.name!r} is stored as objects:{objects}, and no worker has loaded "
-                f"it: {error}. When there are workers: fleet.load_lora({command.name!r}, "
+                f"it: {error}. When workers are running, call fleet.load_lora({command.name!r}, "
                 f"objects={objects!r}, version={command.version})"
             ) from error
         finally:
             await self.clean()
 
     async def update(self, objects: str, options: PublishOptions) -> CommandResult:
-        """Have the fleet load a committed version, and delete old versions."""
+        """Make the fleet load a committed version, and delete old versions.
+
+        Raises:
+            NoWorkers: the version is stored, and no worker can load it.
+        """
         command = structs.replace(options.command, source=WeightSource(objects=objects))
         try:
             ledger = await self._updates.update_weights(
@@ -68,24 +76,25 @@ class FleetLoader:
         except NoWorkers as error:
             raise NoWorkers(
                 message=f"version {command.version} is stored as objects:{objects}, and no worker has loaded it: "
-                f"{error}. When there are workers: fleet.update_weights(objects={objects!r}, version={command.version})"
+                f"{error}. When workers are running, call "
+                f"fleet.update_weights(objects={objects!r}, version={command.version})"
             ) from error
         finally:
             await self.clean()
         return ledger
 
     async def make_room(self) -> None:
-        """Clean a bucket that has no room: of the folders that no recorded version needs, those of a minute stay."""
+        """Delete old folders from a full bucket. Folders without a recorded version stay for one minute only."""
         await self.clean(young_s=PRESSED_S)
 
     async def clean(self, *, young_s: float = YOUNG_S) -> None:
-        """Tell the store which folders are recorded, and delete old versions.
+        """Delete old versions that the desired state does not name.
 
-        A failure is logged; the next call deletes what is left.
+        A failure is logged. The next call deletes the remaining folders.
         """
         try:
             recorded = sources_in(await self._updates.state(self._model))
         except RollbusError as error:
-            logger.warning("weights.not_cleaned model=%s error=%s", self._model, error)
+            logger.warning("weights.cleanup_failed model=%s error=%s", self._model, error)
             return
         await self._versions.clean(recorded, young_s=young_s)

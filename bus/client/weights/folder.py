@@ -1,4 +1,4 @@
-"""What stands in a version's folder beside its tensors: the index, config.json and the like, and the manifest."""
+"""The files besides the tensors in a version's folder: the index, the manifest, config.json and others."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ __all__ = ["file_objects", "with_index"]
 
 
 def with_index(files: Mapping[str, FolderFile], entries: Sequence[TensorEntry]) -> dict[str, FolderFile]:
-    """Add the index of `entries` to the files of a folder, if the tensors are in several files."""
+    """Add the index of `entries` to the files of a folder if the tensors are in several files."""
     if len({entry.file for entry in entries}) < 2:
         return dict(files)
     index = index_of(entries)

@@ -1,4 +1,4 @@
-"""The content of an object, computed off the event loop."""
+"""Reads the content of an object off the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ __all__ = ["read_off_loop"]
 
 
 async def read_off_loop(stored: StoredObject) -> AsyncIterator[Piece]:
-    """Yield an object's content, a tensor at a time."""
+    """Yield an object's content, one tensor at a time, computed on a thread."""
     pieces = stored.pieces()
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

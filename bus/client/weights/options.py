@@ -1,4 +1,4 @@
-"""What publications are asked for, checked."""
+"""Checked options of publications."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ __all__ = ["AdapterOptions", "PublishOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOptions:
-    """What one publication is asked for."""
+    """Options of one publication."""
 
     command: UpdateWeights
-    """Carried out after the commit; its source is set then."""
+    """Command that is sent after the commit. Its source is set then."""
     updates: bool
-    """False: the version is only stored."""
+    """True if the fleet loads the version. False: the version is only stored."""
     min_staged: int | None = None
     ranks_timeout_s: float = 600.0
-    """For the other ranks to give what they have, and for rank 0 to begin and to commit."""
+    """Seconds for the other ranks to give their tensors, and for rank 0 to begin and to commit."""
     on_ack: OnAck | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """What the publication of an adapter is asked for."""
+    """Options of the publication of an adapter."""
 
     command: LoadLora
-    """Carried out after the commit; its source is set then."""
+    """Command that is sent after the commit. Its source is set then."""
     updates: bool
-    """False: the adapter is only stored."""
+    """True if the fleet loads the adapter. False: the adapter is only stored."""
     on_ack: OnAck | None = None

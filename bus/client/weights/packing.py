@@ -1,4 +1,4 @@
-"""How tensors are packed: encoded ones into the objects of a delta, whole ones into the files of an anchor."""
+"""Packs tensors: encoded tensors into the objects of a delta, whole tensors into the files of an anchor."""
 
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -9,13 +9,13 @@ from ....schemas.manifest import MAX_DELTA_OBJECTS, delta_name
 __all__ = ["DELTA_BYTES", "SHARD_BYTES", "DeltaPacker", "ShardPlan", "StoredObject"]
 
 DELTA_BYTES: Final = 64 * 1024**2
-"""Of an object of a delta; only a tensor that is larger by itself takes more. What an interrupted reader loses."""
+"""Maximum size of a delta object, except for a single larger tensor. An interrupted reader loses at most one object."""
 SHARD_BYTES: Final = 512 * 1024**2
-"""Of the tensors in a file of an anchor; only a tensor that is larger by itself takes more."""
+"""Maximum size of the tensors in a file of an anchor, except for a single larger tensor."""
 SINGLE_FILE: Final = "model.safetensors"
-"""Where the whole model fits into one file."""
+"""File name if the whole model fits into one file."""
 MAX_SHARDS: Final = 4000
-"""Files of an anchor, below what a folder may have; 2 TB."""
+"""Maximum number of files of an anchor, about 2 TB. It is below the limit of a folder."""
 
 Piece = bytes | memoryview
 
@@ -26,14 +26,14 @@ class StoredObject(NamedTuple):
     name: str
     num_bytes: int
     pieces: Callable[[], Iterator[Piece]]
-    """Yields the content, which may be computed meanwhile: to be called off the event loop."""
+    """Yields the content. Call it off the event loop, because it may compute the content."""
 
 
 class DeltaPacker:
-    """Packs encoded tensors into objects, in the order in which they come.
+    """Packs encoded tensors into objects, in the order in which they are added.
 
     Args:
-        rank: of this process among `num_ranks`: each rank has every `num_ranks`-th number.
+        rank: rank of this process among `num_ranks`. Each rank uses every `num_ranks`-th object number.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -44,21 +44,21 @@ class DeltaPacker:
         self.total_bytes = 0
 
     def __repr__(self) -> str:
-        """One line with what is packed."""
+        """Return one line with the packed bytes."""
         return f"<DeltaPacker number={self._number} bytes={self.total_bytes}>"
 
     def add(self, data: bytes) -> tuple[int, int, StoredObject | None]:
-        """Return the number of the object that `data` goes into, the offset there, and an object that is now whole.
+        """Pack `data`. Return its object number, its offset in the object, and an object that is now complete, or None.
 
         Raises:
-            InvalidRequest: it is one object more than a manifest may name.
+            InvalidRequest: a manifest cannot name another object.
         """
         full = self.flush() if self._num_bytes + len(data) > DELTA_BYTES else None
         if self._number >= MAX_DELTA_OBJECTS:
             raise InvalidRequest(
                 field="named_tensors",
-                problem=f"changed in more than {MAX_DELTA_OBJECTS} objects of {DELTA_BYTES} bytes",
-                allowed="a smaller change, or an anchor: a new publisher begins with one",
+                problem=f"needs more than {MAX_DELTA_OBJECTS} delta objects of {DELTA_BYTES} bytes",
+                allowed="a smaller change, or an anchor, which a new publisher stores first",
             )
         offset = self._num_bytes
         self._pieces.append(data)
@@ -67,7 +67,7 @@ class DeltaPacker:
         return self._number, offset, full
 
     def flush(self) -> StoredObject | None:
-        """Return the object that was begun; None: none was."""
+        """Return the incomplete object, or None if there is none."""
         if not self._num_bytes:
             return None
         pieces, num_bytes, number = self._pieces, self._num_bytes, self._number
@@ -77,12 +77,13 @@ class DeltaPacker:
 
 
 class ShardPlan:
-    """Assigns tensors to the files of a first anchor, in the order in which they come.
+    """Assigns tensors to the files of a first anchor, in the order in which they are added.
 
-    The first file's name depends on whether there is a second one, so a file is known when the next one begins.
+    The name of the first file depends on whether a second file exists. A file's name is therefore known only when the
+    next file begins.
 
     Args:
-        single: name of the one file of all tensors, however large they are; None: as many files as it takes.
+        single: name of the single file for all tensors of any size. None: as many files as necessary.
     """
 
     def __init__(self, rank: int, num_ranks: int, single: str | None) -> None:
@@ -94,28 +95,30 @@ class ShardPlan:
         self._is_first = True
 
     def __repr__(self) -> str:
-        """One line with the file that is filled."""
+        """Return one line with the present file."""
         return f"<ShardPlan number={self._number} tensors={len(self._names)}>"
 
     def add(self, name: str, num_bytes: int) -> tuple[str, list[str]] | None:
-        """Add a tensor; return a file that is now whole, and the names of its tensors.
+        """Add a tensor. Return a file that is now complete with the names of its tensors, or None.
 
         Raises:
-            InvalidRequest: it is one file more than a folder may have.
+            InvalidRequest: the folder cannot have another file.
         """
         full = None
         if self._single is None and self._names and self._num_bytes + num_bytes > SHARD_BYTES:
             full = self._close(is_last=False)
         if self._number > MAX_SHARDS:
             raise InvalidRequest(
-                field="named_tensors", problem=f"takes more than {MAX_SHARDS} files", allowed="up to as many"
+                field="named_tensors",
+                problem=f"needs more than {MAX_SHARDS} files",
+                allowed=f"at most {MAX_SHARDS} files",
             )
         self._names.append(name)
         self._num_bytes += num_bytes
         return full
 
     def flush(self) -> tuple[str, list[str]] | None:
-        """Return the file that was begun; None: none was."""
+        """Return the incomplete file with the names of its tensors, or None if there is none."""
         return self._close(is_last=True) if self._names else None
 
     def _close(self, *, is_last: bool) -> tuple[str, list[str]]:

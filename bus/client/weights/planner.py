@@ -1,4 +1,4 @@
-"""What the next version is published as: decided, and refused, before its first byte is stored."""
+"""Decides how the next version is published, and rejects it before its first byte is stored."""
 
 from collections.abc import Mapping
 
@@ -19,15 +19,15 @@ __all__ = ["VersionPlanner"]
 
 
 class VersionPlanner:
-    """Plans the versions of one model. Lives on the bus thread.
+    """Plans the versions of one model. Runs on the bus thread.
 
     Args:
-        updates: know the desired state, and what the workers would refuse.
-        versions: the store, with the lease.
-        watcher: knows the workers.
+        updates: reads the desired state, and checks if workers would reject a version.
+        versions: store of the versions, with the lease.
+        watcher: tracks the workers.
         loader: cleans the store.
-        model: whose weights.
-        num_ranks: that publish together.
+        model: name of the model.
+        num_ranks: number of processes that publish together.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VersionPlanner:
         self._num_ranks = num_ranks
 
     def __repr__(self) -> str:
-        """One line with the model."""
+        """Return one line with the model."""
         return f"<VersionPlanner {self._model}>"
 
     async def plan(
@@ -59,18 +59,18 @@ class VersionPlanner:
         given_bytes: int,
         is_out_of_step: bool,
     ) -> tuple[tuple[Link, ...], DraftPlan]:
-        """Return the links after which the version is committed, and what it stores.
+        """Return the links that the version follows, and the plan of what to store.
 
         Args:
-            options: what the publication is asked for.
-            snapshot: what this publisher has committed before.
-            kinds: of the tensors of the checkpoint; None: there is none.
-            given_bytes: of the tensors of this rank, as far as that is known; 0: it is not.
-            is_out_of_step: other ranks, or workers, may not have the snapshot's content.
+            options: options of the publication.
+            snapshot: last version that this publisher committed.
+            kinds: kinds of the tensors of the checkpoint. None: there is no checkpoint.
+            given_bytes: bytes of this rank's tensors. 0: unknown.
+            is_out_of_step: True if other ranks or workers may not have the snapshot's content.
 
         Raises:
-            InvalidRequest: workers would refuse the version.
-            ControlError: the desired state refuses it; or the bucket has no room for it, also after it was cleaned.
+            InvalidRequest: workers would reject the version.
+            ControlError: the desired state rejects the version, or the bucket has no room for it after a cleanup.
             BusBroken: JetStream or the connection failed.
         """
         state = await self._updates.state(self._model)
@@ -81,15 +81,15 @@ class VersionPlanner:
         elif links and options.command.version <= links[-1].version and not options.command.allow_rollback:
             raise ControlError(
                 ControlCode.OLD_VERSION,
-                f"version {options.command.version} is not newer than {links[-1].version}, which was published last; "
-                "allow_rollback permits it all the same",
+                f"version {options.command.version} is not newer than the last published version {links[-1].version}; "
+                "set allow_rollback to publish it",
             )
         recorded = state.registers.get("weights")
         reason = needs_anchor(
             links,
             snapshot=None if is_out_of_step else snapshot.digest or None,
             after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
-            # Of one that starts it is not known; restarts must not make each version a whole checkpoint.
+            # A starting worker has no capabilities yet. It must not turn each version into a whole checkpoint.
             workers_read_deltas=all(
                 worker.capabilities.weight_deltas
                 for worker in await self._watcher.known_workers()
@@ -109,9 +109,9 @@ class VersionPlanner:
 def _anchor_bytes(
     links: tuple[Link, ...], snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None, given_bytes: int
 ) -> int:
-    """Return the bytes of an anchor of this version; without a checkpoint at least those that are known of."""
+    """Return the size of an anchor of this version in bytes. Without a checkpoint, this is a lower bound."""
     if kinds is not None:
         return sum(kind.size for kind in kinds.values())
     own = sum(tensor.kind.size for tensor in snapshot.tensors.values())
-    # Of several ranks each knows its own tensors only; what was published before has all of them.
+    # With several ranks, each rank knows only its own tensors; earlier links have the size of all tensors.
     return max(given_bytes, own, *(link.anchor_bytes or 0 for link in links))

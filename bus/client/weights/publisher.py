@@ -1,4 +1,4 @@
-"""What a trainer uses to publish weights, with asyncio or without."""
+"""The publisher of weights for trainers, with asyncio or without."""
 
 import asyncio
 import concurrent.futures
@@ -36,38 +36,40 @@ __all__ = ["WeightPublisher"]
 R = TypeVar("R")
 
 MAX_RANKS: Final = 4096
-"""Each has some of the numbers that name a delta's objects."""
+"""Limit because each rank needs its own share of the numbers of delta objects."""
 
 
 class WeightPublisher:
-    """Publishes a model's weights: compares them with what it published before, and stores what changed.
+    """Publishes a model's weights: compares them with the last published version, and stores the changes.
 
         async with rollbus.WeightPublisher(client, model="policy") as weights:
             result = await weights.publish(named_tensors, version=7)
 
-    Without asyncio, over a connection of its own:
+    Without asyncio, over its own connection:
 
         with rollbus.WeightPublisher("nats://127.0.0.1:4222", model="policy") as weights:
             weights.publish_blocking(named_tensors, version=7)
 
-    The publisher holds what was committed last in memory, as many bytes as the model has. A model has one publisher at
-    a time: it holds a lease, which it renews on the client's own thread. The first version of a publisher is an anchor,
-    the whole checkpoint.
+    The publisher keeps the last committed version in memory, which takes as many bytes as the model has. A model has
+    one publisher at a time, which holds a lease. The publisher renews the lease on the client's own thread. The first
+    version of a publisher is an anchor, the whole checkpoint.
 
     Entering raises `ControlError` with `publisher_busy` if another publisher holds the lease.
 
     Args:
-        client: connected (one of `rollbus.sync` for `with`), or the URL of the NATS server, or a `Server`; None: as in
-            `rollbus.connect`.
-        model: whose weights these are.
-        checkpoint: folder of the checkpoint with which training began. Published tensors must have its names, shapes
-            and dtypes, and its other files (config.json, tokenizer ...) go into anchors.
-        base: folder with the content of the version that was published last. Its hashes must be those of the manifest;
-            then the first version of this publisher may be a delta.
-        rank: of this process among `num_ranks` that publish together. Each gives whole tensors, no tensor comes from
-            two, and all call `publish` with the same version. Rank 0 has the lease, commits, and updates the fleet.
-        num_ranks: processes that publish together.
-        options: for a URL, as in `rollbus.connect`.
+        client: connected client (of `rollbus.sync` for `with`), URL of the NATS server, or `Server`. None: the default
+            server of `rollbus.connect`.
+        model: name of the model.
+        checkpoint: folder of the checkpoint with which training began. Published tensors must have the same names,
+            shapes and dtypes. Anchors include its other files (config.json, tokenizer and others). None (default): the
+            first publication defines the tensors.
+        base: folder with the content of the last published version. Its hashes must match the manifest. With it, the
+            first version of this publisher may be a delta. None (default): the first version is an anchor.
+        rank: rank of this process among `num_ranks` (default: 0). Each rank gives whole tensors, no two ranks give the
+            same tensor, and all call `publish` with the same version. Rank 0 holds the lease, commits, and updates the
+            fleet.
+        num_ranks: number of processes that publish together, 1 to 4096 (default: 1).
+        options: options of the connection if `client` is a URL or None, as in `rollbus.connect`.
 
     Raises:
         InvalidRequest: an argument is wrong.
@@ -89,7 +91,7 @@ class WeightPublisher:
         self._is_blocking = isinstance(client, BlockingClient)
         if isinstance(client, Client | BlockingClient):
             if options:
-                allowed = "nothing of it beside a client, which has its own"
+                allowed = "no connection options together with a client"
                 raise InvalidRequest(field=", ".join(options), problem="is set", allowed=allowed)
             self._client = client.with_asyncio if isinstance(client, BlockingClient) else client
         else:
@@ -99,24 +101,30 @@ class WeightPublisher:
         self._num_ranks = check_int("num_ranks", num_ranks, 1, MAX_RANKS)
         self._rank = check_int("rank", rank, 0, num_ranks - 1)
         self._exits: contextlib.ExitStack | contextlib.AsyncExitStack | None = None
-        # Set while entered.
+        # Set while open.
         self._thread: LoopThread[ClientRuntime] | None = None
         self._publisher: VersionPublisher
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<WeightPublisher {self._model} {'closed' if self._thread is None else repr(self._publisher)}>"
 
     @property
     def last_version(self) -> int | None:
-        """Of what was published last for this model, by whichever publisher, while entered. None: nothing was."""
+        """Last published version of this model, by any publisher. None if there is none, or while not open."""
         return None if self._thread is None else self._publisher.last_version
 
     async def __aenter__(self) -> Self:
-        """Take the lease; connect before, if there is no client."""
+        """Connect if there is no client, and acquire the lease.
+
+        Raises:
+            ControlError: `publisher_busy` if another publisher holds the lease, or the bucket is not usable.
+            InvalidRequest: the client is of `rollbus.sync`, or a folder does not have the expected content.
+            BusBroken: JetStream or the connection failed.
+        """
         self._check_not_entered()
         if self._is_blocking:
-            raise InvalidRequest(field="client", problem="is one of `rollbus.sync`", allowed="it with `with` alone")
+            raise InvalidRequest(field="client", problem="is of `rollbus.sync`", allowed="that client with `with`")
         async with contextlib.AsyncExitStack() as stack:
             if self._is_own:
                 await stack.enter_async_context(self._client)
@@ -131,17 +139,17 @@ class WeightPublisher:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         thread, self._thread = self._connected, None
         stack, self._exits = self._exits, None
         if not isinstance(stack, contextlib.AsyncExitStack):
-            raise BusClosed("this publisher was entered with `with`; leave it so")
+            raise BusClosed("this publisher was entered with `with`; leave it with `with`")
         async with stack:
-            with contextlib.suppress(BusClosed):  # the client was closed before
+            with contextlib.suppress(BusClosed):  # the client was already closed
                 await thread.run(self._publisher.close())
 
     def __enter__(self) -> Self:
-        """Take the lease; connect before, if there is no client. Blocks."""
+        """Connect if there is no client, and acquire the lease. This blocks. Errors are those of `async with`."""
         self._check_not_entered()
         with contextlib.ExitStack() as stack:
             if self._is_own:
@@ -157,33 +165,35 @@ class WeightPublisher:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the lease back. Blocks."""
+        """Release the lease. This blocks."""
         thread, self._thread = self._connected, None
         stack, self._exits = self._exits, None
         if not isinstance(stack, contextlib.ExitStack):
-            raise BusClosed("this publisher was entered with `async with`; leave it so")
+            raise BusClosed("this publisher was entered with `async with`; leave it with `async with`")
         with stack, contextlib.suppress(BusClosed):
             _wait(thread.submit(self._publisher.close()))
 
     async def publish(
         self, named_tensors: NamedTensors, *, version: int, **settings: Unpack[PublishSettings]
     ) -> PublishedWeights:
-        """Publish a version, and have the fleet load it.
+        """Publish a version, and make the fleet load it.
 
         Args:
-            named_tensors: all tensors of the model as (name, tensor), in the names of the checkpoint: torch tensors of
-                any device, numpy arrays or `RawTensor`. They are drawn once, on a thread of their own, and must not
-                change until this returns.
-            version: of the weights, which every token sampled from them bears; higher than the present one.
+            named_tensors: (name, tensor) pairs of all tensors of the model, named as in the checkpoint. A tensor is a
+                torch tensor on any device, a numpy array or a `RawTensor`. A separate thread draws the pairs once. The
+                tensors must not change until this returns.
+            version: version of the weights, higher than the present one. Every token sampled from them has this
+                version.
 
-        Cancellation: before the commit nothing stays stored; after it the version stays, and the workers go on.
+        Cancellation: before the commit, nothing stays stored. After the commit, the version stays, and the workers
+        still load it.
 
         Raises:
-            InvalidRequest: an argument is wrong, or a tensor is not what was published before or is in the checkpoint:
-                the message names the first one. Nothing is published.
-            ControlError: the version, the lease or the store refuses it. Nothing is published.
-            NoWorkers: the version is stored, and there is no worker that could load it.
-            CommandIncomplete: the version is stored, and not all workers have it.
+            InvalidRequest: an argument is wrong, or a tensor differs in kind from the last published version or the
+                checkpoint. The message names the first such tensor. Nothing is published.
+            ControlError: the desired state, the lease or the store rejects the version. Nothing is published.
+            NoWorkers: the version is stored, and no worker can load it.
+            CommandIncomplete: the version is stored, and not all workers have loaded it.
             BusBroken: the connection or JetStream failed.
             BusClosed: the client was closed.
         """
@@ -199,7 +209,7 @@ class WeightPublisher:
     def publish_blocking(
         self, named_tensors: NamedTensors, *, version: int, **settings: Unpack[PublishSettings]
     ) -> PublishedWeights:
-        """Do what `publish` does, for callers without an event loop: the tensors are drawn on the caller's thread."""
+        """Publish a version as `publish` does, without an event loop. The caller's thread draws the tensors."""
         thread, options = self._connected, publish_options(self._model, version, settings)
         feed = TensorFeed(named_tensors)
         return self._draw_here(feed, thread.submit(self._publisher.publish(feed, options)))
@@ -207,13 +217,15 @@ class WeightPublisher:
     async def publish_adapter(
         self, name: str, adapter: Adapter, *, version: int, **settings: Unpack[AdapterSettings]
     ) -> PublishedWeights:
-        """Publish a whole LoRA adapter for the model, and have the fleet load it; as `publish` otherwise.
+        """Publish a whole LoRA adapter for the model, and make the fleet load it. Errors are those of `publish`.
 
         Args:
-            name: what requests call it.
-            adapter: folder with `adapter_model.safetensors` and `adapter_config.json`, as PEFT writes it; or the
-                tensors, with `config`.
-            version: of the adapter, which every token sampled with it bears.
+            name: name of the adapter in requests.
+            adapter: folder with `adapter_model.safetensors` and `adapter_config.json`, as PEFT writes it, or the
+                tensors, together with `config`.
+            version: version of the adapter. Every token sampled with it has this version.
+
+        Cancellation: as in `publish`.
         """
         thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = await asyncio.to_thread(read_adapter, adapter, settings.get("config"))
@@ -227,7 +239,7 @@ class WeightPublisher:
     def publish_adapter_blocking(
         self, name: str, adapter: Adapter, *, version: int, **settings: Unpack[AdapterSettings]
     ) -> PublishedWeights:
-        """Do what `publish_adapter` does, for callers without an event loop."""
+        """Publish an adapter as `publish_adapter` does, without an event loop, on the caller's thread."""
         thread, options = self._connected, self._adapter_options(name, version, settings)
         feed, files = read_adapter(adapter, settings.get("config"))
         return self._draw_here(feed, thread.submit(self._publisher.publish_adapter(feed, files, options)))
@@ -243,7 +255,7 @@ class WeightPublisher:
 
     def _adapter_options(self, name: str, version: int, settings: AdapterSettings) -> AdapterOptions:
         if self._rank:
-            raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: adapters come from one rank")
+            raise InvalidRequest(field="rank", problem=f"is {self._rank}", allowed="0: only rank 0 publishes adapters")
         return adapter_options(self._model, name, version, settings)
 
     def _make(self, registry: CallRegistry, checkpoint: Checkpoint | None) -> VersionPublisher:
@@ -251,12 +263,12 @@ class WeightPublisher:
 
     def _check_not_entered(self) -> None:
         if self._thread is not None:
-            raise BusClosed("this publisher is entered already")
+            raise BusClosed("this publisher is already open; enter it only once")
 
     @property
     def _connected(self) -> LoopThread[ClientRuntime]:
         if self._thread is None:
-            raise BusClosed("this publisher is not entered; use it inside `async with` or `with`")
+            raise BusClosed("this publisher is not open; use it inside `async with` or `with`")
         return self._thread
 
 

@@ -1,4 +1,4 @@
-"""What a publication came to."""
+"""The result of a publication."""
 
 import msgspec
 
@@ -12,23 +12,23 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     objects: str
-    """Its folder, `<bucket>/<prefix>`: what `update_weights` takes as `objects`."""
+    """Folder of the version, `<bucket>/<prefix>`. Pass it to `update_weights` as `objects`."""
     digest: str
-    """Of its content."""
+    """Digest of the content."""
     is_anchor: bool
-    """The whole checkpoint was stored; False: only what changed."""
+    """True if the whole checkpoint was stored, False if only the changes were stored."""
     num_tensors: int
     num_changed: int
-    """Tensors of which anything changed."""
+    """Number of tensors with any change."""
     model_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     stored_bytes: int
-    """Of the objects that were stored."""
+    """Bytes of the stored objects."""
     compare_s: float
     """Seconds in which tensors were read, compared, encoded and hashed."""
     upload_s: float
-    """Seconds from the first object that was ready until all were stored; it overlaps with `compare_s`."""
+    """Seconds from the first complete object until all objects were stored. It overlaps with `compare_s`."""
     seconds: float
-    """From the call until the commit; with an update, until its end."""
+    """Seconds from the call until the commit, or until the end of the update if there is one."""
     ledger: CommandResult | None = None
-    """Of the fleet's update; None: it was not asked for, or this is not rank 0."""
+    """Result of the fleet's update. None if no update was requested, or if this is not rank 0."""

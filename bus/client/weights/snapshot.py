@@ -1,4 +1,4 @@
-"""What a publisher committed last: each tensor's content, in memory, and where it lies in the version's files."""
+"""The version that a publisher committed last: the content of each tensor in memory, and its file in the version."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,27 +13,27 @@ __all__ = ["Snapshot", "SnapshotTensor"]
 
 @dataclass(slots=True)
 class SnapshotTensor:
-    """One tensor as it was committed."""
+    """One tensor of a committed version."""
 
     kind: TensorKind
     file: str
-    """In which it lies."""
+    """File of the version that contains the tensor."""
     sha256: str
     content: npt.NDArray[np.uint8]
-    """u1[size], the publisher's own memory."""
+    """u1[size]: content in the publisher's own memory."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """A committed version. Empty until the first one: then nothing is known of tensors and files."""
+    """A committed version. It is empty until the first commit, when tensors and files are not known."""
 
     digest: str = ""
-    """Of the content."""
+    """Digest of the content."""
     tensors: dict[str, SnapshotTensor] = field(default_factory=dict)
-    """In the manifest's order."""
+    """Tensors by name, in the manifest's order."""
 
     def __bool__(self) -> bool:
-        """True if there is a version to compare with."""
+        """Return True if there is a version to compare with."""
         return bool(self.tensors)
 
     def layout(self) -> Iterator[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""A tensor's content as bytes, whichever library made it. Torch is not imported: its tensors imply it."""
+"""Reads the content of a tensor of any library as bytes. It does not import torch: a torch tensor implies torch."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ __all__ = ["RawTensor", "TensorContent", "TensorKind", "read_tensor"]
 
 MAX_NAME_CHARS: Final = 1024
 MAX_DIMS: Final = 16
-"""Of a tensor; models have up to 5."""
+"""Maximum number of dimensions of a tensor; models have up to 5."""
 _DTYPES: Final = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -39,58 +39,58 @@ _DTYPES: Final = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float4_e2m1fn_x2": "F4",
 }
-"""From the names of torch, numpy and ml_dtypes to those of safetensors."""
+"""Names of dtypes in torch, numpy and ml_dtypes, with their names in safetensors."""
 _SLICES: Final = ("DTensor", "ShardedTensor")
-"""Classes of torch whose instances hold a part of a tensor on each rank."""
+"""Classes of torch that hold only a slice of a tensor on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as bytes, for programs that have neither torch nor numpy's dtype for it."""
+    """A tensor as bytes, for programs that have neither torch nor a numpy dtype for it."""
 
     dtype: str
-    """As safetensors write it: BF16, F8_E4M3 ..."""
+    """Name of the dtype in safetensors, for example BF16 or F8_E4M3."""
     shape: tuple[int, ...]
-    """Empty for a scalar."""
+    """Length of each dimension. Empty for a scalar."""
     data: bytes | bytearray | memoryview | npt.NDArray[np.uint8]
     """The content, little-endian, in row-major order."""
 
 
 class TensorKind(NamedTuple):
-    """What two contents must share to be compared."""
+    """Dtype and shape. Only tensors of the same kind can be compared."""
 
     dtype: str
-    """As safetensors write it."""
+    """Name of the dtype in safetensors."""
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Dtype and shape, as error messages show them."""
+        """Return dtype and shape as in error messages."""
         return f"{self.dtype}{list(self.shape)}"
 
     @property
     def size(self) -> int:
-        """Bytes of the content."""
+        """Size of the content in bytes."""
         return content_bytes(self.dtype, self.shape)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element, as deltas compare them: 1 where several elements share a byte."""
+        """Bytes of one element in a delta. 1 if several elements share a byte."""
         return item_bytes(self.dtype)
 
 
 class TensorContent(NamedTuple):
-    """One tensor, read."""
+    """Kind and content of one tensor."""
 
     kind: TensorKind
     content: npt.NDArray[np.uint8]
-    """u1[size]; may be the caller's own memory, which the caller changes later."""
+    """u1[size]. It may be the caller's own memory, which the caller may change later."""
 
 
 def read_tensor(name: object, tensor: object) -> TensorContent:
-    """Return a tensor's content. A tensor of another device is copied to this machine's memory.
+    """Return a tensor's content. A tensor on another device is copied to host memory.
 
     Raises:
-        InvalidRequest: the name or the tensor is of a type or form that no checkpoint has, or it is a slice.
+        InvalidRequest: the name or the tensor cannot be in a checkpoint, or the tensor is a slice.
     """
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not _is_name(name):
         allowed = f"a name of 1 to {MAX_NAME_CHARS} characters, as in the checkpoint"
@@ -112,7 +112,7 @@ def read_tensor(name: object, tensor: object) -> TensorContent:
 
 
 def _is_name(name: str) -> bool:
-    """Return False for what stands for something else in safetensors files, and what no JSON can have."""
+    """Return False for the reserved name in safetensors files, and for names that JSON cannot encode."""
     try:
         name.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -125,13 +125,13 @@ def _read_torch(name: str, tensor: Any, torch: Any) -> TensorContent:
         raise _is_slice(name, tensor)
     dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise _bad(name, "has no plain content (sparse, quantized or meta)", "a dense tensor")
+        raise _bad(name, "is a sparse, quantized or meta tensor", "a dense tensor")
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     shape = tuple(tensor.shape)
     if dtype == "F4":
-        # Torch counts bytes, each of which holds two elements; safetensors count elements.
+        # Torch counts bytes, each of which contains two elements; safetensors counts elements.
         shape = (*shape[:-1], shape[-1] * 2)
-    # A tensor of one element counts as contiguous whatever its stride is.
+    # A tensor with one element counts as contiguous for any stride.
     flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
     content = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return TensorContent(TensorKind(dtype, shape), content)
@@ -150,14 +150,14 @@ def _read_raw(name: str, tensor: RawTensor) -> TensorContent:
         raise _bad(name, f"has the dtype {describe(tensor.dtype)}", f"one of {', '.join(DTYPE_BITS)}")
     shape: object = tensor.shape
     if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-        raise _bad(name, f"has the shape {describe(shape)}", "a tuple of integers from 0")
+        raise _bad(name, f"has the shape {describe(shape)}", "a tuple of integers of at least 0")
     kind = TensorKind(tensor.dtype, tensor.shape)
     try:
         content = np.frombuffer(tensor.data, np.uint8) if len(tensor.data) else np.empty(0, np.uint8)
     except (TypeError, ValueError, BufferError):
-        raise _bad(name, f"has data that is {describe(tensor.data)}", "bytes, one behind the other") from None
+        raise _bad(name, f"has data that is {describe(tensor.data)}", "a contiguous bytes-like object") from None
     if math.prod(kind.shape) * DTYPE_BITS[kind.dtype] != 8 * len(content):
-        raise _bad(name, f"has {len(content)} bytes", f"as many as {kind} takes")
+        raise _bad(name, f"has {len(content)} bytes", f"the number of bytes of {kind}")
     return TensorContent(kind, content)
 
 
@@ -168,7 +168,7 @@ def _dtype(name: str, dtype: str) -> str:
 
 
 def _is_slice(name: str, tensor: object) -> InvalidRequest:
-    return _bad(name, f"is a {type(tensor).__name__}, of which each rank has a slice", "whole tensors: gather first")
+    return _bad(name, f"is a {type(tensor).__name__}, a slice on each rank", "a whole tensor; gather it first")
 
 
 def _bad(name: str, problem: str, allowed: str) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""Publishes versions of one model's weights: stores what changed, commits that, and has the fleet load it."""
+"""Publishes versions of one model's weights: stores the changes, commits the version, and makes the fleet load it."""
 
 import asyncio
 import contextlib
@@ -47,27 +47,27 @@ __all__ = ["VersionPublisher"]
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"
-"""As PEFT calls it: all tensors of an adapter."""
+"""Name of PEFT for the file with all tensors of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PublicationJob:
-    """A publication under way."""
+    """A publication in progress."""
 
     publication: Publication
     plan: DraftPlan
     draft: Draft
     links: tuple[Link, ...]
-    """After which it is committed: a renewal may read others meanwhile."""
+    """Links that the version follows. Kept here, because a renewal of the lease may read other links meanwhile."""
     files: Mapping[str, FolderFile]
     adapter: str | None
     ranks_timeout_s: float | None = None
-    """None: it is of rank 0 alone."""
+    """Seconds to wait for other ranks. None if only rank 0 publishes."""
 
 
 @dataclass(slots=True)
 class _StoredObjects:
-    """What a publication has stored so far."""
+    """Counts and entries of the objects that a publication has stored so far."""
 
     num_bytes: int = 0
     started: float | None = None
@@ -79,12 +79,12 @@ class _StoredObjects:
 
 
 class VersionPublisher:
-    """Lives on the bus thread of a client.
+    """Publishes the versions of one model. Runs on the bus thread of a client.
 
     Args:
-        registry: of the client.
-        checkpoint: with which training began; None: the first publication says which tensors there are.
-        rank: of this process among `num_ranks`; rank 0 has the lease, commits, and updates the fleet.
+        registry: call registry of the client.
+        checkpoint: checkpoint with which training began. None: the first publication defines the tensors.
+        rank: rank of this process among `num_ranks`. Rank 0 holds the lease, commits, and updates the fleet.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class VersionPublisher:
         self._snapshot = Snapshot()
         self._rank = rank
         self._num_ranks = num_ranks
-        # True after a rank failed, which may not hold what rank 0 does, or after a worker could not build a version.
+        # True after a rank failed or a worker could not build a version: it may then lack the content of rank 0.
         self._is_out_of_step = False
         self._loader = FleetLoader(self._updates, self._versions, model)
         self._planner = VersionPlanner(
@@ -112,26 +112,26 @@ class VersionPublisher:
         self._is_busy = asyncio.Lock()
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<VersionPublisher {self._model} busy={self._is_busy.locked()}>"
 
     @property
     def last_version(self) -> int | None:
-        """Of the weights that were committed last, by whichever publisher; None: none were."""
+        """Last version that any publisher committed. None if there is none."""
         links = self._versions.record.links
         return links[-1].version if links else None
 
     async def open(self, base: str | os.PathLike[str] | None) -> None:
-        """Take the lease.
+        """Acquire the lease.
 
         Args:
-            base: folder of the version that was published last; None: the first version will be an anchor.
+            base: folder of the last published version. None: the first version will be an anchor.
 
         Cancellation: leaves nothing open.
 
         Raises:
-            InvalidRequest: nothing was published, or the content of `base` is not what was.
-            ControlError: `publisher_busy`, or the bucket is not as needed.
+            InvalidRequest: no version was published, or `base` differs from the last published version.
+            ControlError: `publisher_busy`, or the bucket is not usable.
             BusBroken: JetStream or the connection failed.
         """
         await self._versions.open(with_lease=self._rank == 0)
@@ -142,15 +142,15 @@ class VersionPublisher:
             unless_opened.pop_all()
 
     async def _read_base(self, folder: str | os.PathLike[str]) -> None:
-        """Fill the snapshot.
+        """Fill the snapshot from a folder.
 
         Raises:
-            InvalidRequest: nothing was published, or the folder's content is not what was.
+            InvalidRequest: no version was published, or the folder differs from the last published version.
             ControlError: the manifest cannot be read.
             BusBroken: JetStream or the connection failed.
         """
         if not self._versions.record.links:
-            raise InvalidRequest(field="base", problem=f"is {folder}, and nothing was published", allowed="no base")
+            raise InvalidRequest(field="base", problem=f"is {folder}, and no version is published", allowed="no base")
         link = self._versions.record.links[-1]
         async with (
             connected(self._server, name=f"rollbus versions {self._name}") as nats,
@@ -160,20 +160,21 @@ class VersionPublisher:
         await asyncio.to_thread(fill, self._snapshot, manifest, self._files, folder)
 
     async def close(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         await self._versions.close()
 
     async def publish(self, feed: TensorFeed, options: PublishOptions) -> PublishedWeights:
-        """Store the tensors of `feed` as a version, and commit it; then update the fleet, if asked to.
+        """Store the tensors of `feed` as a version and commit it. Then update the fleet, if `options` ask for it.
 
-        Publications come one after another. Until the commit nothing is seen of one, and its failure leaves nothing.
+        Publications run one after another. A publication is not visible before its commit. A failed publication leaves
+        nothing in the store.
 
-        Cancellation: before the commit takes back what was stored; after it the version stays.
+        Cancellation: before the commit, the stored objects are deleted. After the commit, the version stays.
 
         Raises:
-            InvalidRequest: a tensor is not what was published before, or is none. Nothing is published.
-            ControlError: the version is refused, or the bucket. Nothing is published.
-            NoWorkers: the version is stored, and there is no worker to load it.
+            InvalidRequest: an item is no tensor, or differs in kind from the last version. Nothing is published.
+            ControlError: the desired state or the bucket rejects the version. Nothing is published.
+            NoWorkers: the version is stored, and no worker can load it.
             CommandIncomplete: the version is stored, and not all workers have loaded it.
             BusBroken: JetStream or the connection failed.
         """
@@ -190,7 +191,7 @@ class VersionPublisher:
                     ledger = await self._loader.update(published.objects, options)
                 except CommandIncomplete as error:
                     failures = (ack.error for ack in error.ledger.failed.values())
-                    # Something of the chain is damaged, and the next delta would build on that.
+                    # An object of the chain is damaged. The next delta must not build on it.
                     self._is_out_of_step |= any(
                         one is not None and one.code is ControlCode.BAD_SOURCE for one in failures
                     )
@@ -202,7 +203,7 @@ class VersionPublisher:
     async def publish_adapter(
         self, feed: TensorFeed, files: Mapping[str, FolderFile], options: AdapterOptions
     ) -> PublishedWeights:
-        """Store a whole LoRA adapter, and commit it; then load it, if asked to. As `publish` otherwise."""
+        """Store and commit a whole LoRA adapter. Then load it, if `options` ask for it. Errors: as `publish`."""
         started = time.monotonic()
         command = options.command
         try:
@@ -250,13 +251,13 @@ class VersionPublisher:
             async def tell(_: object, error: BaseException | None, __: object) -> None:
                 await publication.fail(self._rank, f"{type(error).__name__}: {error}")
 
-            # Rank 0 would wait for this one until its time is over.
+            # Without this report, rank 0 would wait for this rank until its timeout.
             unless_given.push_async_exit(tell)
             opened, links = publication.opened, self._versions.record.links
             if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
                 raise ControlError(
                     ControlCode.BAD_SOURCE,
-                    f"rank {self._rank} does not hold the version before {version}; the next one will be an anchor",
+                    f"rank {self._rank} does not have the version before {version}; the next version will be an anchor",
                 )
             plan = DraftPlan(
                 has_delta=opened.has_delta, has_anchor=opened.has_anchor, rank=self._rank, num_ranks=self._num_ranks
@@ -288,7 +289,7 @@ class VersionPublisher:
 
     @contextlib.asynccontextmanager
     async def _drafted(self, plan: DraftPlan, feed: TensorFeed) -> AsyncIterator[Draft]:
-        """Make a draft, and take it back if the block fails; the next version is compared with the same as this one."""
+        """Create a draft, and roll it back if the block fails. The snapshot then is as before."""
         draft = Draft(plan, self._snapshot, self._kinds)
         async with contextlib.AsyncExitStack() as unless_committed:
             unless_committed.push_async_callback(_take_back, draft, feed)
@@ -327,7 +328,7 @@ class VersionPublisher:
         return published
 
     async def _upload(self, feed: TensorFeed, job: _PublicationJob) -> _StoredObjects:
-        """Store all objects but the manifest, while the tensors are drawn."""
+        """Store all objects except the manifest, while the tensors are drawn."""
         stored = _StoredObjects()
         if job.ranks_timeout_s is not None and self._num_ranks > 1:
             await job.publication.announce()
@@ -345,7 +346,7 @@ class VersionPublisher:
         return stored
 
     async def _collect(self, job: _PublicationJob, stored: _StoredObjects, timeout_s: float) -> None:
-        """Add what the other ranks have stored."""
+        """Add the entries and sizes of the other ranks."""
         self._is_out_of_step = True
         lists = await job.publication.collect(self._num_ranks, timeout_s)
         sums = join_lists(stored.entries, lists, self._kinds, has_delta=job.plan.has_delta)
@@ -385,13 +386,13 @@ class VersionPublisher:
 
 
 async def _take_back(draft: Draft, feed: TensorFeed) -> None:
-    """Give the snapshot its content back, unless a tensor may still be compared; the next version is an anchor then."""
+    """Restore the snapshot, unless the thread may still compare a tensor. Then the next version is an anchor."""
     if await feed.stop():
         await _to_end(draft.take_back)
 
 
 async def _to_end(function: Callable[..., None], *arguments: str) -> None:
-    """Call a function on a thread. A cancellation is raised when the function has ended."""
+    """Call a function on a thread. Raise a cancellation of the caller after the function has ended."""
     call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
         await asyncio.shield(call)

@@ -59,7 +59,7 @@ def test_a_file_that_no_version_can_have_is_named(tmp_path: Path, name: str) -> 
         (tmp_path / file).write_text("{}")
     assert read_checkpoint_folder(tmp_path).files.keys() == {"config.json"}
     (tmp_path / name).write_text("x")
-    with pytest.raises(InvalidRequest, match="no version can have one of that name") as raised:
+    with pytest.raises(InvalidRequest, match="whose name no version can contain") as raised:
         read_checkpoint_folder(tmp_path)
     assert raised.value.field == "checkpoint"
     assert repr(name) in str(raised.value)

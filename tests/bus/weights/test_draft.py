@@ -219,9 +219,9 @@ def test_ranks_name_no_object_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([("a", np.ones(3, np.float16))], r"named_tensors\['a'\] is F16\[3\]; allowed: F32\[3\]"),
         ([("a", np.ones((3, 1), np.float32))], r"named_tensors\['a'\] is F32\[3, 1\]"),
-        ([("c", np.ones(3, np.float32))], r"named_tensors\['c'\] is a tensor that is not expected"),
+        ([("c", np.ones(3, np.float32))], r"named_tensors\['c'\] is an unexpected tensor"),
         ([("a", np.ones(3, np.float32))], r"named_tensors\['b'\] is missing"),
-        ([("a", np.ones(3, np.float32))] * 2, r"named_tensors\['a'\] came twice"),
+        ([("a", np.ones(3, np.float32))] * 2, r"named_tensors\['a'\] was given twice"),
         ([], "is missing|no tensors"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_is_no_tensor_is_refused_by_name(bad: Any) -> None:
 
 def test_slices_are_refused_by_name() -> None:
     """Slices are refused by name."""
-    with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather first"):
+    with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather it first"):
         read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
 
 
