@@ -41,13 +41,13 @@ def test_each_promise_names_the_code() -> None:
 
 @pytest.mark.parametrize("promise", promises().values(), ids=list(promises()))
 def test_the_text_is_short(promise: object) -> None:
-    """A promise is at most four sentences of at most 35 words, each with a full stop."""
+    """A promise is at most four sentences of at most 30 words, each with a full stop."""
     text = getattr(promise, "text", "")
     sentences = re.split(r"(?<=\.) (?=[A-Z`])", text)
 
     assert text.endswith(".")
     assert len(sentences) <= 4
-    assert [sentence for sentence in sentences if len(sentence.split()) > 35] == []
+    assert [sentence for sentence in sentences if len(sentence.split()) > 30] == []
 
 
 def test_the_page_is_current() -> None:
