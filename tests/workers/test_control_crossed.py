@@ -173,7 +173,7 @@ async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str,
                 engine.refuses = refuses
                 await boss.command(refuses)
                 await asyncio.Event().wait()  # until the worker's end cancels this
-        assert caught.group_contains(EngineDead, match="it neither froze nor went on: not now")
+        assert caught.group_contains(EngineDead, match="the engine did not pause or resume: not now")
         await client.until_ended("r")
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 

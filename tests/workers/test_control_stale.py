@@ -57,7 +57,7 @@ async def test_a_stale_answer_changes_nothing(
         await client.until_state("w", WorkerState.PAUSED)
         with monkeypatch.context() as patches:
             doctored(worker, patches)(None if is_missing else before)
-            await client.until(lambda: "behind the others" in str(client.presences["w"].last_error))
+            await client.until(lambda: "behind its cluster" in str(client.presences["w"].last_error))
             assert client.presences["w"].state is WorkerState.PAUSED
         paused = worker._control.reconciler.outcome_of("pause", 2)
         await boss.applied("resume")

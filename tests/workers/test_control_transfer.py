@@ -100,7 +100,7 @@ async def test_what_needs_the_engine_to_go_on_is_refused_at_once(
         assert {(ack.status, ack.error and ack.error.code) for ack in refused} == {
             (AckStatus.FAILED, ControlCode.NOT_SERVING)
         }
-        assert all(ack.seconds < 5 and "a transfer of weights has begun" in str(ack.error) for ack in refused)
+        assert all(ack.seconds < 5 and "a transfer of weights is open" in str(ack.error) for ack in refused)
         assert again.status is AckStatus.APPLIED
         assert scene.versions() == {1, 2}
 

@@ -35,7 +35,7 @@ def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
         return 5.0
 
     patches.setattr(store, "confirmed_s", confirmed_s)
-    return "too few others of its cluster"
+    return "too few servers of its cluster"
 
 
 @pytest.mark.proves("P82")

@@ -55,7 +55,7 @@ def test_a_flood_of_reads_is_refused_by_name() -> None:
 
     for _ in range(READS_PER_S):
         assert reads.answer(ReadRequest(request_id="r")) == {"timelines": (), "timelines_left_out": 0}
-    with pytest.raises(ControlError, match=f"allowed: {READS_PER_S} a second") as caught:
+    with pytest.raises(ControlError, match=f"allowed: {READS_PER_S} per second") as caught:
         reads.answer(ReadRequest(request_id="r"))
     assert caught.value.code is ControlCode.NOT_SERVING
     now += 1.0

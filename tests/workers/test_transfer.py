@@ -80,7 +80,7 @@ async def test_a_finish_comes_twice(tmp_path: Path) -> None:
             worker.transfer.finish(FinishWeightUpdate(version=3), worker.report),
             worker.transfer.add_chunk(chunk_of(worker.own)),
         ):
-            with pytest.raises(ControlError, match="no transfer of weights was started"):
+            with pytest.raises(ControlError, match="no transfer of weights is open"):
                 await attempt
         assert worker.standing == (2, False)
 
@@ -181,7 +181,7 @@ async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: P
         await transfer(worker, worker.checkpoint("2", 2), 2)
         await worker.engine.sleep(2)
         await worker.engine.wake()
-        with pytest.raises(ControlError, match="cannot be had again"):
+        with pytest.raises(ControlError, match="cannot be loaded again"):
             await worker.weights.restore(worker.report, 10.0)
         assert worker.standing == (2, True)
 

@@ -1,1 +1,1 @@
-"""What a worker does with commands: it brings itself to what is desired, and says how that went."""
+"""Commands at a worker: it reconciles itself with the desired state and publishes command acks."""

@@ -1,4 +1,4 @@
-"""The acks of a worker: made, added to the command log and published."""
+"""Creates the command acks of a worker, adds them to the command log and publishes them."""
 
 import logging
 import time
@@ -26,9 +26,9 @@ __all__ = ["AckPublisher", "cut_ack"]
 logger = logging.getLogger(__name__)
 
 PROGRESS_S: Final = 1.0
-"""Seconds between two acks that only tell how far a staging is: a large fleet has many workers that tell it."""
+"""Seconds between two acks that only report staging progress: in a large fleet many workers report it."""
 UNREADABLE: Final = "unreadable"
-"""The name of a command that does not decode."""
+"""Name in the ack of a command that cannot be decoded."""
 
 
 class AckPublisher:
@@ -51,7 +51,7 @@ class AckPublisher:
         self.log = CommandLog()
 
     def publish_ack(self, received: ReceivedCommand, status: AckStatus, **fields: Any) -> None:
-        """Publish an ack of a command, unless its final ack was published."""
+        """Publish an ack of a command, unless its final ack is already published."""
         seconds = round(time.monotonic() - received.received_at, 3)
         ack = self._ack(
             received.command.id, received.command.command, status, epoch=received.epoch, seconds=seconds, **fields
@@ -60,7 +60,7 @@ class AckPublisher:
             self._publish(received.controller, ack)
 
     def publish_progress(self, received: ReceivedCommand, stage: str, progress: Staging | None = None) -> None:
-        """Publish the stage that a command has reached; while it moves within a stage, at most once a second."""
+        """Publish the stage of a command; progress within a stage at most once per second."""
         last, now = received.last, time.monotonic()
         if last is not None and last.stage == stage:
             has_moved = progress is not None and last.progress is not None and progress != last.progress
@@ -78,7 +78,7 @@ class AckPublisher:
         self.publish_ack(received, outcome.status, error=outcome.error, **{"timing": outcome.timing, **said, **fields})
 
     def publish_answer(self, controller: str, command: AnyCommand, outcome: RegisterOutcome, **fields: Any) -> None:
-        """Publish the only ack of a command that just reads, which the command log does not have."""
+        """Publish the only ack of a read command, which the command log does not contain."""
         ack = self._ack(command.id, command.command, outcome.status, error=outcome.error, **fields)
         self._publish(controller, ack)
 
@@ -88,7 +88,7 @@ class AckPublisher:
             self._publish(received.controller, received.last)
 
     def reject(self, controller: str, command_id: str, error: ControlError) -> None:
-        """Publish the final ack of a command that is not carried out."""
+        """Publish the final ack of a rejected command."""
         said = AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS])
         self._publish(controller, self._ack(command_id, UNREADABLE, AckStatus.FAILED, error=said))
 
@@ -116,16 +116,16 @@ class AckPublisher:
 
 
 def cut_ack(ack: Ack, max_bytes: int) -> bytes:
-    """Encode an ack that is larger than the server takes, without what matters least of it."""
-    # Of thousands of links; the other fields are more important.
+    """Encode an ack that is larger than the server accepts, without its least important fields."""
+    # Drop the frame numbers of thousands of links first: the other fields are more important.
     ack = replace(ack, frames=None)
     data = encode_json(ack)
     while len(data) > max_bytes and ack.experts is not None and len(ack.experts.counts) > 1:
-        # The newest version comes first.
+        # The newest version comes first, so drop the last one.
         ack = replace(ack, experts=replace(ack.experts, counts=ack.experts.counts[:-1]))
         data = encode_json(ack)
     while len(data) > max_bytes and ack.timelines:
-        # The latest come last.
+        # The latest timelines come last, so drop from the front.
         num_cut = -(-len(ack.timelines) // 8)
         ack = replace(ack, timelines=ack.timelines[num_cut:], timelines_left_out=ack.timelines_left_out + num_cut)
         data = encode_json(ack)

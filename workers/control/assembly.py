@@ -1,4 +1,4 @@
-"""Makes the parts of a worker that carry out commands, and gives each the parts it acts on."""
+"""Creates the parts of a worker that execute commands."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ __all__ = ["make_control", "make_sources"]
 
 
 def make_sources(config: WorkerConfig) -> WeightSources:
-    """Where this worker's weights and adapters may come from."""
+    """Return the sources of weights and adapters that this worker may use."""
     return WeightSources(
         roots=[Path(root) for root in config.weight_roots],
         own=None if config.model_path is None else Path(config.model_path),
@@ -51,7 +51,7 @@ def make_control(
     publisher: OutboundPublisher,
     sources: WeightSources,
 ) -> CommandHandler:
-    """Make the parts that carry out commands; nothing of them runs yet."""
+    """Create the parts that execute commands, without starting them."""
     versions = in_flight.links.versions
     loras = Loras(in_flight, sources, versions)
     weights = WeightManager(config, in_flight, sources, loras, versions)

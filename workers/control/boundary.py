@@ -1,4 +1,4 @@
-"""The boundary of one command: no error of an engine or a source ends its worker, unless the engine is dead."""
+"""The boundary of one command: an error of an engine or a source does not end the worker, unless the engine is dead."""
 
 import logging
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ logger = logging.getLogger(__name__)
 
 
 class UnknownFailure(ControlError):
-    """An error that no engine and no source documents: what the command has changed is not known."""
+    """An undocumented error of an engine or a source: the effect of the command is unknown."""
 
 
 @contextmanager
 def command_boundary(command: str) -> Iterator[None]:
-    """Run the body, which carries out `command`.
+    """Run the block, which executes `command`.
 
     Raises:
-        ControlError: the command failed; `UnknownFailure`, with an error that is no ControlError.
-        TimeoutError: it took too long.
-        EngineDead: the engine is gone.
+        ControlError: the command failed; `UnknownFailure` if the error was not a ControlError.
+        TimeoutError: the command exceeded its time limit.
+        EngineDead: the engine is dead.
     """
     try:
         yield
     except (ControlError, TimeoutError, EngineDead):
         raise
     except Exception as exc:
-        # Boundary: the worker answers that the command failed, and goes on.
+        # Boundary: the worker publishes a failed ack and continues.
         logger.exception("command.failed command=%s", command)
         raise UnknownFailure(ControlCode.ENGINE_ERROR, f"{type(exc).__name__}: {exc}") from exc

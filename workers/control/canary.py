@@ -1,4 +1,4 @@
-"""A fixed prompt, sampled greedily, by which a worker's weights are known."""
+"""Canaries: a fixed prompt, sampled greedily, that verifies a worker's weights."""
 
 import asyncio
 import base64
@@ -24,26 +24,26 @@ from .deadline import Deadline
 __all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_canary"]
 
 Fingerprint = tuple[tuple[str, int, int], ...]
-"""Of a checkpoint: paths, sizes and times of change (ns) of its weight files."""
+"""Identifies a checkpoint: path, size and modification time (ns) of each weight file."""
 MAX_KNOWN: Final = 8
-"""Canaries that are remembered: a fleet goes back by a few checkpoints, if at all."""
+"""Maximum stored canaries: a fleet rarely returns to a checkpoint, and then to a recent one."""
 
 
 def own_request(capabilities: Capabilities) -> GenerateRequest:
-    """`canary_request` of the protocol, for which nothing cached is used, and which waits for no other."""
+    """Return the `canary_request` of the protocol with a fresh cache salt and the highest priority."""
     salt = f"canary {uuid.uuid4().hex}"
     request = canary_request(capabilities)
     if capabilities.sampling_mask:
-        # Such an engine refuses a temperature of 0 and takes nothing without `top_k`: this is as greedy.
+        # This engine rejects temperature 0 and requests without `top_k`; `top_k` 1 is equally greedy.
         request = replace(request, sampling=replace(request.sampling, temperature=1.0, top_k=1))
     return replace(request, request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY, return_sampling_mask=False)
 
 
 def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabilities: Capabilities) -> Canary:
-    """What the engine made of `request`.
+    """Return the canary from the engine's steps of `request`.
 
     Raises:
-        ControlError: `not_verified`, a sound model cannot have made this.
+        ControlError: `not_verified`: valid weights cannot produce this output.
     """
     token_ids = np.concatenate([step.token_ids for step in steps])
     logprobs = np.concatenate(
@@ -55,7 +55,7 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
         raise _not_sound("has logprobs that are not finite")
     canary = Canary(
         token_ids=tuple(int(token) for token in token_ids),
-        # Readable, and a thousand times finer than what is compared.
+        # Six digits are a thousand times finer than the comparison.
         logprobs=tuple(round(float(logprob), 6) for logprob in logprobs),
     )
     if capabilities.routed_experts is None:
@@ -67,7 +67,7 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
         raise _not_sound(f"has {num_rows} rows of routed experts")
     rows = np.sort(np.concatenate(parts), axis=-1).astype(DTYPES[routing.dtype])
     if not rows.any():
-        raise _not_sound("has routed experts that are all zero, as if nothing had captured them")
+        raise _not_sound("has routed experts that are all zero, as if the engine had not captured them")
     return Canary(
         token_ids=canary.token_ids,
         logprobs=canary.logprobs,
@@ -77,10 +77,10 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
 
 
 def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest:
-    """The canary's text as a prompt: sampled with `top_k` 1, its tokens had a log probability of 0 each."""
+    """Return a request with the canary's text as the prompt: sampled with `top_k` 1, each token had logprob 0."""
     return replace(
         request,
-        # The last position is for the token that the engine generates behind it.
+        # The last position is for the token that the engine generates after the prompt.
         prompt_token_ids=[*np.asarray(request.prompt_token_ids).tolist(), *canary.token_ids],
         sampling=replace(request.sampling, max_tokens=1, prompt_logprobs=0),
         return_routed_experts=False,
@@ -88,10 +88,10 @@ def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest
 
 
 def with_scores(canary: Canary, steps: Sequence[RequestStep]) -> Canary:
-    """The canary with the log probabilities that its tokens have as the end of a prompt.
+    """Return the canary with the log probabilities of its tokens as the end of a prompt.
 
     Raises:
-        ControlError: `not_verified`, they are missing or not finite.
+        ControlError: `not_verified`: log probabilities are missing or not finite.
     """
     parts = [step.prompt_logprobs.logprobs for step in steps if step.prompt_logprobs is not None]
     logprobs = np.concatenate(parts)[-len(canary.token_ids) :] if parts else np.empty(0, np.float32)
@@ -105,17 +105,17 @@ def _not_sound(problem: str) -> ControlError:
 
 
 class Canaries:
-    """Samples canaries, and remembers those of earlier checkpoints. Sampling may raise `EngineDead`."""
+    """Samples canaries and stores those of earlier checkpoints. Sampling may raise `EngineDead`."""
 
     def __init__(self, in_flight: InFlightRequests) -> None:
         self._in_flight = in_flight
         self._known: dict[Fingerprint, Canary] = {}
 
     async def sample(self, deadline: Deadline) -> Canary:
-        """Have the engine, which is not frozen, answer the fixed prompt.
+        """Sample the canary on the engine, which must not be paused.
 
         Raises:
-            ControlError: `not_verified`, no sound model answers so; `timeout`.
+            ControlError: `not_verified`: valid weights cannot produce this output; `timeout`.
         """
         capabilities = self._in_flight.runner.engine.capabilities
         request = own_request(capabilities)
@@ -134,7 +134,7 @@ class Canaries:
             raise
 
     def check_expected(self, expected: Canary | None) -> None:
-        """Refuse what no weights of this model could give, before anything is touched.
+        """Check that weights of this model can produce `expected`, before any change.
 
         Raises:
             ControlError: `invalid_command`.
@@ -147,14 +147,14 @@ class Canaries:
             raise ControlError(ControlCode.INVALID_COMMAND, exc.message) from exc
 
     def check_agrees(self, canary: Canary, expected: Canary | None, whose: str = "the expected one") -> None:
-        """Check that the weights give what they should.
+        """Check that a canary equals the expected canary.
 
         Args:
-            expected: None: anything; without routed experts, tokens and logprobs decide.
-            whose: names the expected canary in the error.
+            expected: None: accept every canary; without routed experts, compare tokens and logprobs only.
+            whose: name of the expected canary in the error.
 
         Raises:
-            ControlError: `not_verified`, with how they differ.
+            ControlError: `not_verified`, with the difference.
         """
         if expected is None:
             return
@@ -165,23 +165,23 @@ class Canaries:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
 
     def check_known(self, canary: Canary, fingerprint: Fingerprint) -> None:
-        """Check that a checkpoint gives what it gave before; raises as `check_agrees`."""
+        """Check that a checkpoint produces the same canary as before; raise as `check_agrees`."""
         self.check_agrees(canary, self._known.get(fingerprint), "what this checkpoint gave before")
 
     def add(self, fingerprint: Fingerprint, canary: Canary) -> None:
-        """Add the canary of a checkpoint; removes the oldest above `MAX_KNOWN`."""
+        """Add the canary of a checkpoint; remove the oldest above `MAX_KNOWN`."""
         self._known.pop(fingerprint, None)
         self._known[fingerprint] = canary
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
     def remove(self, fingerprint: Fingerprint) -> None:
-        """Remove the canary of a checkpoint, because it was wrong."""
+        """Remove the canary of a checkpoint because it was wrong."""
         self._known.pop(fingerprint, None)
 
 
 async def fingerprint_of(folder: Path) -> Fingerprint:
-    """What changes with the weights in `folder`; empty where there are none."""
+    """Return the fingerprint of the weight files in `folder`; empty if there are none."""
     return await asyncio.to_thread(_fingerprint, folder)
 
 

@@ -1,8 +1,8 @@
 """Receives commands and publishes their acks: `accepted` at once, perhaps `progress`, then exactly one final ack.
 
 A command that sets a register is answered with the outcome of that register. If no controller has recorded it, the
-first worker that can records it. Each worker that receives another command carries it out once. A command that only
-reads is answered at once with its final ack, and is not kept.
+first worker that can record it does so. A worker executes each other command once. A read command is answered at once
+with its final ack and is not stored.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 RECORD_RETRY_S: Final = 1.0
 """Seconds between attempts to record a command, while the bus has no JetStream."""
 LATE_S: Final = 1.0
-"""Seconds beyond its `timeout_s` after which a recorded command is answered, whatever its register waits for."""
+"""Seconds after its `timeout_s` at which a recorded command is answered even if its register still waits."""
 
 
 class CommandHandler:
-    """Receives the commands of one worker, and has them carried out and answered."""
+    """Receives, executes and answers the commands of one worker."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CommandHandler:
         self.reconciler = reconciler
         self.reader = reconciler.reader
         reconciler.on_change = self.publish_due_acks
-        # One at a time of each kind: slow commands must not delay quick ones. No more wait than are under way.
+        # One command at a time of each kind: slow commands must not delay quick ones. Bounded by the command log.
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
             name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
         }
@@ -87,7 +87,7 @@ class CommandHandler:
         return f"<CommandHandler {self._log!r} {self.reader!r} {self.reconciler!r}>"
 
     async def subscribe(self) -> None:
-        """Subscribe to commands and to changes of the desired state; once.
+        """Subscribe to commands and to changes of the desired state. Call this once.
 
         Raises:
             BusClosed: the connection is closed.
@@ -96,7 +96,7 @@ class CommandHandler:
         await subscribe(self._nats, self._store.subject(self._config.model), self._on_desired_state)
 
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
-        """Return what runs side by side until the worker stops; raises `EngineDead` if the engine is gone."""
+        """Return the coroutines that run until the worker stops, by name; they raise `EngineDead`."""
         return {
             "read": self.reader.run,
             "reconcile": self.reconciler.run,
@@ -107,7 +107,7 @@ class CommandHandler:
 
     @property
     def problem(self) -> str | None:
-        """Why this worker serves nothing, has not read the desired state, or lacks an adapter; None: no problem."""
+        """Reason why this worker does not serve, lacks the desired state, or lacks an adapter; None: no problem."""
         reconciler = self.reconciler
         return (
             reconciler.problem or self.reader.problem or reconciler.registers.loras.problem or reconciler.lora_problem
@@ -128,11 +128,12 @@ class CommandHandler:
             self._subjects.ack(controller, self._config.worker_id)
             signed = self._nats.signatures.check(message.subject, message.data, message.headers)
             if signed is not None and signed.by.name != controller:
-                raise RemoteProtocolError(f"it is signed by {signed.by.role} {signed.by.name}")
+                raise RemoteProtocolError(f"the signer is the {signed.by.role} {signed.by.name}")
             self._receive(controller, message.data, signed)
         except (InvalidRequest, RemoteProtocolError) as exc:
             self.bad_messages += 1
-            if self.bad_messages.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
+            # Log at 1, 2, 4, 8 and so on: a flood of messages must not cause a flood of log events.
+            if self.bad_messages.bit_count() == 1:
                 logger.warning("command.bad subject=%s so_far=%s error=%s", message.subject, self.bad_messages, exc)
 
     def _receive(self, controller: str, data: bytes, signed: Signed | None) -> None:
@@ -170,7 +171,7 @@ class CommandHandler:
             problem = f"{MAX_SEEN_COMMANDS} commands are under way here"
             self._acks.reject(controller, command.id, ControlError(ControlCode.NOT_SERVING, problem))
             return
-        logger.info("command.heard command=%s id=%s epoch=%s", command.command, command.id, command.epoch)
+        logger.info("command.received command=%s id=%s epoch=%s", command.command, command.id, command.epoch)
         self._acks.publish_ack(received, AckStatus.ACCEPTED)
         self._enqueue(received)
 
@@ -187,7 +188,8 @@ class CommandHandler:
         if command.register is not None and command.epoch is not None:
             received.needs_read = self.reader.request_command(command.register, command.epoch, command.id)
             if self.reader.num_read >= received.needs_read:
-                # The KV bucket was faster: the command may be carried out, and no other event will publish its ack.
+                # The KV bucket was faster: the register may be applied already, and no later event would publish the
+                # ack.
                 self.publish_due_acks()
         elif command.register is not None:
             self._lanes["record"].put_nowait(received)
@@ -200,9 +202,9 @@ class CommandHandler:
             self._lanes["event"].put_nowait(received)
 
     def _end_older_checks(self, newest: CheckWeights) -> None:
-        """End the checks of other uploads: newer weights are there, and must not wait for the staging of older ones.
+        """End the checks of other uploads: newer weights must not wait for the staging of older ones.
 
-        Those of folders go on: nothing is fetched for them, and each is answered by itself.
+        Checks of folders continue: they fetch nothing, and each gets its own answer.
         """
         if newest.source.objects is None:
             return
@@ -215,17 +217,17 @@ class CommandHandler:
             if received.limit is not None and not received.limit.expired():
                 received.limit.reschedule(0.0)
 
-    # Carried out
+    # Execution
 
     async def _serve(self, lane: str, work: Callable[[ReceivedCommand], Awaitable[None]]) -> None:
         while True:
             received = await self._lanes[lane].get()
-            # A fence has removed the commands before it.
+            # A fence may have removed the command in the meantime.
             if self._log.is_under_way(received):
                 await work(received)
 
     async def _record(self, received: ReceivedCommand) -> None:
-        """Record a command whose sender has not recorded it."""
+        """Record a command that its controller has not recorded."""
         while self._log.is_under_way(received):
             try:
                 _, received.epoch = await self._store.record(self._config.model, received.command)
@@ -245,7 +247,7 @@ class CommandHandler:
             self._acks.publish_final(received, failure(error))
 
     async def _execute(self, received: ReceivedCommand) -> None:
-        """Carry out a one-off command; the worker survives all of its errors but `EngineDead`."""
+        """Execute a one-off command; the worker survives all its errors except `EngineDead`."""
         timeout_s = received.command.timeout_s
         answer: dict[str, Any] = {}
         outcome = RegisterOutcome()
@@ -260,7 +262,7 @@ class CommandHandler:
         self._acks.publish_final(received, outcome, **answer)
 
     def publish_due_acks(self) -> None:
-        """Publish stages and outcomes of recorded commands, and time-outs of late ones. Call this every second too."""
+        """Publish stages and outcomes of recorded commands, and timeouts of late ones. Call this also every second."""
         now = time.monotonic()
         for received in self._log.under_way:
             register, timeout_s = received.command.register, received.command.timeout_s
@@ -291,7 +293,7 @@ class CommandHandler:
             self._acks.publish_progress(received, progress.stage, progress)
 
     def on_state_changed(self) -> None:
-        """Read and reconcile again, because the state of the worker has changed."""
+        """Read and reconcile again because the state of the worker has changed."""
         if not self.reader.is_fresh:
             self.reader.request_read()
         self.reconciler.wake()

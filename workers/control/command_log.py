@@ -20,23 +20,23 @@ class ReceivedCommand:
 
     command: AnyCommand
     controller: str
-    """The controller that sent it last: it receives the acks."""
+    """The controller that sent the command last; it receives the acks."""
     received_at: float
-    """On the clock that `CommandLog.add` was given."""
+    """Time of the first receipt, on the clock of `CommandLog.add`."""
     epoch: int | None
-    """In which it is recorded; None: not known, or a one-off command."""
+    """Epoch of the recording; None: unknown, or a one-off command."""
     needs_read: int = 0
     """The read of the desired state that can show its outcome, as `DesiredReader.request_read` counts them."""
     limit: asyncio.Timeout | None = None
-    """Of a one-off command: ends what carries it out; None: that has not begun."""
+    """Time limit of a one-off command that is being executed; None: it has not begun."""
     last: Ack | None = None
-    """The ack that was published last."""
+    """The last published ack."""
     progress_at: float = -math.inf
-    """When progress was published last, on the monotonic clock."""
+    """Monotonic time of the last progress ack."""
 
 
 class CommandLog:
-    """Commands under way, and the last of those with a final ack: at most `MAX_SEEN_COMMANDS` of each."""
+    """Open commands and recently ended commands: at most `MAX_SEEN_COMMANDS` of each."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, ReceivedCommand] = {}
@@ -48,26 +48,26 @@ class CommandLog:
 
     @property
     def under_way(self) -> list[ReceivedCommand]:
-        """Commands without a final ack, in the order of their arrival."""
+        """Commands without a final ack, in the order of arrival."""
         return list(self._under_way.values())
 
     def find(self, command_id: str) -> ReceivedCommand | None:
-        """The command of this id; None if it is new, or was removed."""
+        """Return the command of this id; None if it is new or was removed."""
         return self._under_way.get(command_id) or self._ended.get(command_id)
 
     def add(self, command: AnyCommand, controller: str, now: float) -> ReceivedCommand | None:
-        """Add a new command; return None if too many are under way."""
+        """Add a new command; return None if too many commands are open."""
         if len(self._under_way) >= MAX_SEEN_COMMANDS:
             return None
         received = self._under_way[command.id] = ReceivedCommand(command, controller, now, command.epoch)
         return received
 
     def is_under_way(self, received: ReceivedCommand) -> bool:
-        """True if it has no final ack and was not removed."""
+        """True if the command has no final ack and was not removed."""
         return self._under_way.get(received.command.id) is received
 
     def add_ack(self, received: ReceivedCommand, ack: Ack) -> bool:
-        """Add an ack; return False if it must not be published: the command has its final ack, or was removed."""
+        """Add an ack; return False if it must not be published because the command has its final ack or was removed."""
         if not self.is_under_way(received):
             return False
         received.last = ack
@@ -79,5 +79,5 @@ class CommandLog:
         return True
 
     def clear(self) -> None:
-        """Remove the commands under way: another incarnation of this worker must not answer them."""
+        """Remove the open commands: another incarnation of this worker must not answer them."""
         self._under_way.clear()

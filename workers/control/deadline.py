@@ -1,4 +1,4 @@
-"""How long a command may still take."""
+"""The time limit of a command."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The instant at which a command's `timeout_s` is over; every step of it is bounded by what is left.
+    """The end of a command's `timeout_s`. The remaining time bounds every step of the command.
 
     Args:
-        timeout_s: from now.
+        timeout_s: seconds from now.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -23,15 +23,15 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, never below 0."""
+        """Remaining seconds, at least 0."""
         return max(self._at - time.monotonic(), 0.0)
 
     @contextlib.asynccontextmanager
     async def bound(self, what: str) -> AsyncIterator[None]:
-        """Cancel the block when the time is over.
+        """Cancel the block at the deadline.
 
         Raises:
-            ControlError: `timeout`, with `what` was not done.
+            ControlError: `timeout`; the message names `what`.
         """
         try:
             async with asyncio.timeout(self.left_s) as scope:

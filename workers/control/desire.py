@@ -24,13 +24,13 @@ __all__ = [
 ]
 
 PAUSE = "pause"
-"""The register that says whether requests are accepted."""
+"""Name of the register for pause, drain and resume."""
 SLEEP = "sleep"
-"""The register that says whether the engine keeps its memory."""
+"""Name of the register for sleep and wake."""
 
 
 _STATUSES = {ControlCode.UNSUPPORTED: AckStatus.UNSUPPORTED, ControlCode.STALE: AckStatus.STALE}
-"""Of what is not simply a failure."""
+"""Ack statuses of error codes that are not plain failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RegisterOutcome:
 
     @property
     def is_applied(self) -> bool:
-        """True if the register is as desired."""
+        """True if the register has its desired value."""
         return self.status is AckStatus.APPLIED
 
 
@@ -55,10 +55,10 @@ class HandledRegister:
     """A register that was applied, successfully or not."""
 
     epoch: int
-    """Of the command that was applied; -1: apply it again."""
+    """Epoch of the applied command; -1: apply it again."""
     outcome: RegisterOutcome
     is_shown: bool = True
-    """False: commands are answered with the outcome when the worker has its target state."""
+    """False: the outcome answers commands only when the worker has reached its target state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PendingRegister:
 
     register: str
     recorded: Recorded | None
-    """None: the register is not desired any more."""
+    """The recorded command; None: the register is no longer desired."""
 
 
 def failure(error: ControlError) -> RegisterOutcome:

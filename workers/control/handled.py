@@ -1,4 +1,4 @@
-"""The registers that a worker has handled, and their outcomes, by which commands are answered."""
+"""The registers that a worker has handled, with the outcomes that answer commands."""
 
 import time
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from .reading import DesiredReader
 __all__ = ["HandledRegisters"]
 
 FETCH_RETRY_S: Final = 30.0
-"""Seconds before weights that could not be fetched are tried again: the store, or the disk, may be back."""
+"""Seconds before a failed fetch of weights is tried again: the store or the disk may work again."""
 
 
 class HandledRegisters:
-    """The registers of the desired state that were applied or failed, and those no longer desired until undone."""
+    """Registers of the desired state that were applied or failed, and registers to be undone."""
 
     def __init__(self, reader: DesiredReader) -> None:
         self._reader = reader
         self.by_name: dict[str, HandledRegister] = {}
-        """By register."""
+        """The handled registers by name."""
         self._missed_at = 0.0
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class HandledRegisters:
             self._missed_at = time.monotonic()
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
-        """Return the outcome of the command that was recorded in `epoch`; None: not known yet."""
+        """Return the outcome of the command recorded in `epoch`; None: not known yet."""
         if self.epoch_of(register) == epoch:
             handled = self.by_name.get(register)
             is_known = handled is not None and handled.epoch == epoch and handled.is_shown
@@ -54,11 +54,11 @@ class HandledRegisters:
         return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
 
     def repeat_all(self) -> None:
-        """Make all registers due again: what was applied says nothing about a new desired state."""
+        """Make all registers due again, because the desired state is a new one."""
         self.by_name = {register: self._again(register) for register in self.by_name}
 
     def retry_weights(self) -> None:
-        """Make weights due again after a failure that may pass by itself."""
+        """Make weights due again after a temporary failure."""
         handled = self.by_name.get(WEIGHTS)
         error = None if handled is None else handled.outcome.error
         is_passing = error is not None and error.code is ControlCode.STORAGE
@@ -74,10 +74,10 @@ class HandledRegisters:
         return HandledRegister(-1, self.by_name[register].outcome)
 
     def show(self, timing: Callable[[], UpdateTiming | None]) -> None:
-        """Let commands be answered whose outcome was not shown.
+        """Make outcomes visible that were not shown yet, so that their commands are answered.
 
         Args:
-            timing: says where the time of the update of the weights went, if that is among them.
+            timing: returns the timing of the weight update, if it is one of them.
         """
         for register, handled in self.by_name.items():
             if not handled.is_shown:
@@ -86,7 +86,7 @@ class HandledRegisters:
 
     @property
     def lora_problem(self) -> str | None:
-        """Which adapters are not as desired, and why, for people; None: all are as desired."""
+        """Adapters that differ from the desired state, with reasons, as text; None: no difference."""
         lines = [
             f"adapter {register.removeprefix(LORA_REGISTER)} is not as desired: {handled.outcome.error.message}"
             for register, handled in sorted(self.by_name.items())

@@ -1,7 +1,7 @@
 """The LoRA adapters of a worker: loaded, replaced, unloaded, and loaded again after new weights.
 
-Requests may name the adapters in `versions.loras`. A name is removed before the engine touches its adapter, and added
-after the engine has confirmed that it has it.
+Requests may name the adapters in `versions.loras`. A name is removed before the engine changes its adapter, and added
+after the engine has confirmed the load.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedLora:
-    """An adapter that the engine has, or had before its weights were replaced."""
+    """An adapter in the engine, or one that the engine had before its weights were replaced."""
 
     source: WeightSource
     version: int
 
 
 class Loras:
-    """The adapters of one worker; it never calls `InFlightRequests.resume`.
+    """The adapters of one worker. This class never calls `InFlightRequests.resume`.
 
-    Every coroutine raises `EngineDead` if the engine is gone.
+    Every coroutine raises `EngineDead` if the engine is dead.
 
     Args:
-        versions: of which `loras` is kept here.
+        versions: this class maintains its `loras`.
     """
 
     def __init__(self, in_flight: InFlightRequests, sources: WeightSources, versions: Versions) -> None:
         self._in_flight = in_flight
         self._sources = sources
         self._versions = versions
-        # At most as many as the engine holds.
+        # Bounded by the number of adapters that the engine holds.
         self._loaded: dict[str, LoadedLora] = {}
         self.lost: dict[str, str] = {}
-        """Adapters that were lost with older weights, with the reason, until they are loaded or unloaded again."""
+        """Adapters lost with older weights, with the reason, until they are loaded or unloaded again."""
 
     def __repr__(self) -> str:
         """One line with the versions."""
@@ -56,27 +56,27 @@ class Loras:
 
     @property
     def problem(self) -> str | None:
-        """Which adapters were lost, for people; None: none."""
+        """The lost adapters, as text; None: none."""
         lost = [f"adapter {name} was lost with older weights: {reason}" for name, reason in sorted(self.lost.items())]
         return "; ".join(lost)[:MAX_ERROR_CHARS] or None
 
     @property
     def stage_keys(self) -> tuple[StageKey, ...]:
-        """The sources in the object store of the loaded adapters, which new weights may take from the engine."""
+        """Object-store sources of the loaded adapters: an engine may lose adapters with its weights."""
         sources = (loaded.source for loaded in self._loaded.values() if loaded.source.objects is not None)
         return tuple(StageKey(source, is_adapter=True) for source in sources)
 
     def is_current(self, command: LoadLora) -> bool:
-        """Return True if this adapter is loaded already."""
+        """True if this adapter is loaded already."""
         return self._loaded.get(command.name) == _desired(command)
 
     async def load(self, command: LoadLora, report: Report) -> None:
-        """Load an adapter, or replace the one of its name: what was sampled before is of the old one, all else of this.
+        """Load an adapter, or replace the one with its name. Later tokens use the new adapter.
 
-        Requests in flight are kept, and the engine is frozen afterwards.
+        Requests in flight are kept, and the engine is paused afterwards.
 
         Args:
-            report: told what is being done.
+            report: called with each stage.
         Cancellation: as after a timeout.
 
         Raises:
@@ -107,7 +107,7 @@ class Loras:
             raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload one of them first")
 
     async def _replace(self, name: str, desired: LoadedLora, path: Path, deadline: Deadline) -> None:
-        """Have the frozen engine load an adapter whose files are still those that were checked."""
+        """Load an adapter into the paused engine if its files are still those that were checked."""
         engine = self._in_flight.runner.engine
         async with self._sources.using_adapter(path) as verify_unchanged:
             before, now = self._remove(name), None
@@ -118,7 +118,7 @@ class Loras:
                         await verify_unchanged()
                     except ControlError:
                         before = None
-                        # Nobody can name the adapter, also if the engine keeps it.
+                        # No request can name the adapter, even if the engine keeps it.
                         with contextlib.suppress(ControlError):
                             await engine.unload_lora(name)
                         raise
@@ -130,17 +130,17 @@ class Loras:
                 self._record(name, now, "its adapter was lost in a load that failed")
 
     async def unload(self, command: UnloadLora) -> None:
-        """Unload an adapter; one that is not here is fine.
+        """Unload an adapter; succeed if it is not loaded.
 
-        Requests cannot name it any more; then those in flight that use it are aborted; then the engine unloads it.
+        First its name is removed, then the requests that use it are aborted, then the engine unloads it.
 
         Cancellation: as after a timeout.
 
         Raises:
-            ControlError: `engine_error`: the engine has kept it, and it may be named again. `timeout`: it may not.
+            ControlError: `engine_error`: the engine kept the adapter; requests may name it. `timeout`: they may not.
         """
         name, engine = command.name, self._in_flight.runner.engine
-        # Held since an update under a pause: what was made with the adapter bears its version.
+        # Steps are held since an update under a pause; tokens of the adapter must leave with its version.
         self._in_flight.release_steps()
         before, now = self._remove(name), None
         if before is None and name not in engine.loras:
@@ -170,7 +170,7 @@ class Loras:
             await self._in_flight.pause_engine()
 
     async def reload(self, report: Report, deadline: Deadline) -> None:
-        """Load again what the frozen engine has lost with its weights; what cannot be loaded stands in `lost`."""
+        """Reload the adapters that the paused engine lost with its weights; failed ones go to `lost`."""
         for name, loaded in list(self._loaded.items()):
             if self._in_flight.runner.engine.loras.get(name) == loaded.version:
                 continue
@@ -185,19 +185,19 @@ class Loras:
                 self.lost[name] = exc.message
 
     def _remove(self, name: str) -> LoadedLora | None:
-        """Remove a name, because the engine may or may not have its adapter now."""
+        """Remove a name because it is unknown whether the engine has its adapter."""
         self.lost.pop(name, None)
         self._versions.loras.pop(name, None)
         return self._loaded.pop(name, None)
 
     def _still_loaded(self, name: str, before: LoadedLora | None, error: ControlError) -> LoadedLora | None:
-        """Return what the engine still has of this name after `error`; after a timeout that is not known."""
+        """Return the adapter that the engine still has under this name after `error`; None after a timeout."""
         if before is None or error.code is ControlCode.TIMEOUT:
             return None
         return before if self._in_flight.runner.engine.loras.get(name) == before.version else None
 
     def _record(self, name: str, now: LoadedLora | None, reason: str) -> None:
-        """Record the adapter of this name; without one, other workers go on with its requests."""
+        """Record the adapter of this name; if there is none, other workers resume its requests."""
         if now is None:
             self._versions.loras.pop(name, None)
             self._loaded.pop(name, None)

@@ -1,4 +1,4 @@
-"""Commands that are not in the desired state: each worker that receives one carries it out once."""
+"""One-off commands, which are not in the desired state. A worker executes each received one once."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ __all__ = ["OneOffCommands"]
 
 
 class OneOffCommands:
-    """Carries out commands that are not in the desired state. Coroutines may raise `EngineDead`.
+    """Executes one-off commands. Coroutines may raise `EngineDead`.
 
     Attributes:
-        reads: answers those that only look.
+        reads: answers read commands.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class OneOffCommands:
         self.reads = reads
 
     async def execute(self, command: AnyCommand) -> dict[str, Any]:
-        """Do what `command` says; returns what its `Ack` says besides.
+        """Execute `command`; return the further fields of its `Ack`.
 
         Raises:
-            ControlError: it was not done.
+            ControlError: the command failed.
         """
         match command:
             case State():
@@ -57,23 +57,23 @@ class OneOffCommands:
                 return {"timing": await self._check(command)}
             case Fence():
                 if self._reconciler.has_newer_weights(command.epoch):
-                    raise ControlError(ControlCode.STALE, "later weights were recorded since")
+                    raise ControlError(ControlCode.STALE, "later weights have been recorded since")
                 async with self._reconciler.exclusive(halts=True):
                     self._registers.weights.mark_invalid(command.reason)
             case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
                 await self._transfer(command)
             case _:
-                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is no event")
+                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is not a one-off command")
         return {}
 
     def progress_of(self, command: AnyCommand) -> Staging | None:
-        """Return how far the staging is that a check waits for; None: it waits for none."""
+        """Return the progress of the staging that a check waits for; None: it waits for none."""
         if not isinstance(command, CheckWeights):
             return None
         return self._reconciler.stager.progress_of(StageKey(command.source))
 
     async def _check(self, command: CheckWeights) -> UpdateTiming:
-        """Stage the source of a check: an update with it could then be carried out."""
+        """Stage the source of a check, so that an update with it can follow."""
         stager, key = self._reconciler.stager, StageKey(command.source)
         await stager.stage(key)
         cost = stager.cost_of(key)

@@ -1,4 +1,4 @@
-"""Reads the desired state of a worker's model: when it may have changed, and every few seconds."""
+"""Reads the desired state of a worker's model after each possible change, and every few seconds."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ __all__ = ["DesiredReader"]
 logger = logging.getLogger(__name__)
 
 READ_S = 5.0
-"""Seconds between two reads without a request, for missed messages, at most: twice in a lease, or a read that is late
-would count as missing. A fleet of hundreds hardly notices them."""
+"""Maximum seconds between two reads without a request, in case of missed messages. There are two reads per lease, so
+that one late read does not count as missing. The cost for a fleet of hundreds is negligible."""
 RETRY_S = 1.0
 """Seconds after a failed read: the server may be starting, or have no JetStream for a while."""
 
@@ -37,8 +37,8 @@ class DesiredReader:
     """The desired state of one worker, as it was read last.
 
     Args:
-        max_age_s: how long a read is good for: one lease, after which controllers go on without this worker, and what
-            is desired may have changed.
+        max_age_s: seconds for which a read is valid: one lease. After that, controllers continue without this worker,
+            and the desired state may have changed.
     """
 
     def __init__(self, store: DesiredStore, *, model: str, worker: str, max_age_s: float) -> None:
@@ -47,11 +47,11 @@ class DesiredReader:
         self._worker = worker
         self._max_age_s = max_age_s
         self.on_read: Callable[[], None] = lambda: None
-        """Called after each read that succeeded and was not stale."""
+        """Called after each successful read that was not stale."""
         self._is_requested = asyncio.Event()
         self._num_requested = 0
         self._num_needed = 0
-        # Requested since the last read began, which may contain them; no more than the worker has under way.
+        # Commands requested since the last read began, which may contain them; bounded by the command log.
         self._awaited_commands: set[_ReadCommand] = set()
         self._is_reading = False
         self._order = ReadOrder()
@@ -61,17 +61,17 @@ class DesiredReader:
         self.effective: Mapping[str, Recorded] = {}
         """The recorded command of each register of this worker."""
         self.epoch = 0
-        """Epoch of the state that was read."""
+        """Epoch of the last read state."""
         self.target_version: int | None = None
         """Desired weight version; None: none is recorded."""
         self.desired_loras: frozenset[str] = frozenset()
-        """Names of the adapters that any worker of the model should have."""
+        """Names of the desired adapters of the model, on any worker."""
         self.num_read = 0
-        """Calls of `request_read` that a read has followed."""
+        """Number of `request_read` calls that a read has followed."""
         self._is_valid = False
         self._known_at = -math.inf
         self.problem: str | None = None
-        """Why the last read failed; None: it did not."""
+        """Reason why the last read failed; None: it succeeded."""
 
     def __repr__(self) -> str:
         """One line with the epoch."""
@@ -79,24 +79,24 @@ class DesiredReader:
 
     @property
     def is_fresh(self) -> bool:
-        """It was read after the start and after the last `invalidate`, and not too long ago."""
+        """True if the state was read since the last `invalidate` and within `max_age_s`."""
         return self._is_valid and time.monotonic() <= self._known_at + self._max_age_s
 
     @property
     def refused(self) -> int:
-        """Number of stored states that did not count, because no author that may write them had signed them."""
+        """Number of stored states that were ignored because no permitted author had signed them."""
         return self._store.refused
 
     def request_read(self) -> int:
-        """Have `run` read soon; return the `num_read` of the read that follows."""
+        """Request a read by `run`; return the `num_read` of that read."""
         self._num_requested += 1
         self._is_requested.set()
         return self._num_requested
 
     def request_command(self, register: str, epoch: int, command_id: str) -> int:
-        """Request a read for a command that was recorded in `epoch`, unless it was read or is being read.
+        """Request a read for a command recorded in `epoch`, unless that state was read or is being read.
 
-        Each recording reaches a worker twice, by the KV bucket and by the command, and a large fleet reads at once.
+        Each recording reaches a worker twice, through the KV bucket and through the command: this avoids a second read.
         """
         command = _ReadCommand(register, epoch, command_id)
         if self.is_fresh and self._holds(command):
@@ -108,13 +108,13 @@ class DesiredReader:
         return self._num_requested
 
     def has_lost(self, register: str, epoch: int, command_id: str, needs_read: int) -> bool:
-        """Return True if a read since the command came brought another state than before, which does not hold it.
+        """True if a read since the command arrived returned an unrelated state that does not contain the command.
 
         Args:
-            register: of the command.
-            epoch: in which it was recorded.
+            register: register of the command.
+            epoch: epoch of its recording.
             command_id: its id.
-            needs_read: as `request_command` returned it.
+            needs_read: the value returned by `request_command`.
         """
         return needs_read <= self._lost_at_read and not self._holds(_ReadCommand(register, epoch, command_id))
 
@@ -123,7 +123,7 @@ class DesiredReader:
         return recorded is not None and (recorded.epoch, recorded.command.id) == (command.epoch, command.id)
 
     def invalidate(self) -> None:
-        """Discard what was read, because this worker was fenced, and request a read."""
+        """Discard the read state because this worker was fenced, and request a read."""
         self._is_valid = False
         self._num_needed = self.request_read()
 
@@ -147,7 +147,7 @@ class DesiredReader:
                 if not all(map(self._holds, self._awaited_commands)):
                     self._is_requested.set()
                 if not self._is_requested.is_set():
-                    # The state that was read contains what was requested meanwhile.
+                    # The read state contains everything requested before the read.
                     num_asked = self._num_requested
                 self.num_read = num_asked
                 if self.is_lost:
@@ -165,13 +165,13 @@ class DesiredReader:
         confirmed_s = await self._store.confirmed_s()
         if confirmed_s > self._max_age_s:
             raise BusBroken(
-                f"the server that answers for the desired state of {self._model!r} hears from too few others of its "
-                "cluster: they may have another one"
+                f"the NATS server of the desired state of {self._model!r} reaches too few servers of its cluster: "
+                "the others may have a newer state"
             )
         try:
             state = await self._store.read(self._model)
         except RemoteProtocolError:
-            # There is none that could be followed, so none that is missed.
+            # No desired state exists, so this worker misses none.
             self._known_at = asked_at - confirmed_s
             raise
         self._update(state)
@@ -182,8 +182,8 @@ class DesiredReader:
         if verdict is ReadVerdict.STALE:
             found = "none" if state is None else f"one of epoch {state.epoch}"
             raise BusBroken(
-                f"the server has {found} as the desired state of {self._model!r}, where one of epoch {self.epoch} was "
-                "read before: it is behind the others of its cluster, or its store was lost"
+                f"the server has {found} as the desired state of {self._model!r}, but epoch {self.epoch} was read "
+                "before: the server is behind its cluster, or its store was lost"
             )
         self.is_lost = verdict is ReadVerdict.LOST
         self.effective = {} if state is None else effective(state, self._worker)

@@ -1,4 +1,4 @@
-"""Answers commands that only look inside a worker: at once, from memory, and not more often than costs little."""
+"""Answers read commands at once from memory, at a limited rate."""
 
 import time
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from ..requests.expert_counter import ExpertCounter
 __all__ = ["Read", "TelemetryReads"]
 
 Read = ReadExperts | ReadRequest
-"""The commands that are answered here. They change nothing, so that a repeat may be answered anew."""
+"""The read commands. They change nothing, so a repeated command is simply answered again."""
 READS_PER_S: Final = 20
-"""Answers of one worker: an HTTP service that shows the fleet asks three times in 5 s, and a few may be at it."""
+"""Maximum answers of one worker per second. An HTTP service with viewers asks three times in 5 s."""
 
 
 class TelemetryReads:
-    """What a worker answers to reads.
+    """Answers the read commands of a worker.
 
     Args:
-        experts: counts which experts were chosen.
-        timelines: of the worker's requests.
-        clock: in seconds, never going back.
+        experts: counts the chosen experts.
+        timelines: timelines of the worker's requests.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class TelemetryReads:
         self._num_answered = 0
 
     def answer(self, command: Read) -> dict[str, Any]:
-        """Return what the `Ack` of `command` says besides.
+        """Return the further fields of the `Ack` of `command`.
 
         Raises:
-            ControlError: there is no answer, or too many were given within a second.
+            ControlError: there is no answer, or the limit per second is reached.
         """
         self._check_rate()
         match command:
@@ -56,6 +56,6 @@ class TelemetryReads:
         if self._num_answered >= READS_PER_S:
             raise ControlError(
                 ControlCode.NOT_SERVING,
-                f"this worker has answered {READS_PER_S} reads within a second; allowed: {READS_PER_S} a second",
+                f"this worker has answered {READS_PER_S} reads within a second; allowed: {READS_PER_S} per second",
             )
         self._num_answered += 1

@@ -1,7 +1,7 @@
 """Reconciles a worker with its desired state: one register at a time, in the order in which commands were recorded.
 
-A command only requests a read of the desired state. The outcome of each register is kept, to answer commands later.
-Nothing is fetched here: a register whose source is not at hand is due when that was staged, or has failed.
+A command only requests a read of the desired state. The outcome of each register is stored to answer commands later.
+This module fetches nothing: a register becomes due when its source is staged, or when the staging has failed.
 
 Invariant: a worker serves only after its present incarnation has read the desired state and applied all of it.
 """
@@ -52,24 +52,24 @@ __all__ = ["Reconciler"]
 logger = logging.getLogger(__name__)
 
 CUT_S = 1.0
-"""Seconds for frames to leave before a command counts as done: clients without credit, and a slow network, must not
-delay it."""
+"""Maximum seconds that a command waits for frames to leave. Clients without credit and a slow network must not delay a
+command further."""
 MARGIN_S = 5.0
-"""Seconds beyond the `timeout_s` of a command, which its parts keep by themselves: nothing may hang forever."""
+"""Seconds after the `timeout_s` of a command at which it is cancelled. Its parts check `timeout_s` themselves."""
 WITHOUT_PAUSE = frozenset(
     {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
 )
-"""States that a worker leaves when other weights are recorded; one that is paused, drained or asleep stays so while it
-stages them."""
+"""States that a worker leaves when other weights are recorded. A paused, drained or sleeping worker keeps its state
+while it stages them."""
 RESET_S = 600.0
-"""Seconds to undo a register that is no longer desired; that may load weights."""
+"""Maximum seconds to undo a register, which may include a load of weights."""
 
 
 class Reconciler:
-    """Applies due registers, in one task.
+    """Applies due registers in one task.
 
     Args:
-        engine_timeout_s: for a pause or resume of the engine.
+        engine_timeout_s: maximum seconds for a pause or resume of the engine.
     """
 
     def __init__(
@@ -91,28 +91,28 @@ class Reconciler:
         self._publisher = publisher
         self._engine_timeout_s = engine_timeout_s
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a stage or an outcome has changed."""
+        """Called after a stage or an outcome has changed."""
         self._handled = HandledRegisters(reader)
         self._epoch_read = 0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
-        # Registers are applied one at a time, and some one-off commands must not run meanwhile.
+        # Registers are applied one at a time, and some one-off commands must not run at the same time.
         self._lock = asyncio.Lock()
         # Register, epoch and limit of a command that a later one may still cancel.
         self._waiting: tuple[str, int, asyncio.Timeout] | None = None
-        # Register, epoch and stage of the command that is being applied.
+        # Register, epoch and stage of the command in progress.
         self._stage: tuple[str, int, str] | None = None
         self.epoch = 0
-        """Epoch of the desired state that was applied last."""
+        """Epoch of the last applied desired state."""
         self.problem: str | None = None
-        """Why this worker serves nothing; None: it serves, or is stopped as desired."""
+        """Reason why this worker does not serve; None: it serves, or is stopped as desired."""
 
     def __repr__(self) -> str:
-        """One line with the registers that were handled."""
+        """One line with the handled registers."""
         return f"<Reconciler epoch={self.epoch} {self._handled!r} {self.sources!r} {self.registers!r}>"
 
     def start(self) -> None:
-        """The engine runs."""
+        """Start to reconcile: the engine runs now."""
         self._has_started.set()
 
     def _on_staging(self) -> None:
@@ -120,22 +120,22 @@ class Reconciler:
         self.on_change()
 
     def wake(self) -> None:
-        """Check soon for due registers, and whether they can be applied."""
+        """Wake the reconciler to check for due registers."""
         self._is_due.set()
 
     def check_read(self) -> None:
         """Accept no requests while the desired state is unknown. Call this every second while connected.
 
-        Others have gone on without this worker, if they do not hear it either: as where servers are parted.
+        In a network partition the rest of the fleet may have continued without this worker.
         """
         if self._lifecycle.state is WorkerState.SERVING and not self.reader.is_fresh:
             logger.warning("desired.unknown epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
             self._stop_serving()
 
     def on_read(self) -> None:
-        """Handle a desired state that was read."""
+        """Handle a newly read desired state."""
         if self.reader.is_lost:
-            # What was applied says nothing about the new state.
+            # The applied registers belong to the lost state, so all are due again.
             logger.warning("desired.lost epoch=%s was=%s", self.reader.epoch, self._epoch_read)
             self._handled.repeat_all()
         self._epoch_read = self.reader.epoch
@@ -149,37 +149,37 @@ class Reconciler:
         self.on_change()
 
     def _cancel_superseded(self) -> None:
-        """Cancel the waiting command, if a later one has replaced it."""
+        """Cancel the waiting command if a later one has replaced it."""
         if self._waiting is None:
             return
         (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
         ends_at = limit.when()
-        # Only once: an expired limit cannot be moved.
+        # Do this once: an expired limit cannot be moved.
         if self._handled.epoch_of(register) != epoch and ends_at is not None and ends_at > now:
             limit.reschedule(now)
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
-        """Return the outcome of the command that was recorded in `epoch`; None: not known yet."""
+        """Return the outcome of the command recorded in `epoch`; None: not known yet."""
         return None if self._epoch_read < epoch else self._handled.outcome_of(register, epoch)
 
     def stage_of(self, register: str, epoch: int) -> str | None:
-        """Return the stage of the command that was recorded in `epoch`; None: it is not being applied."""
+        """Return the stage of the command recorded in `epoch`; None: it is not in progress."""
         if self._stage is not None and self._stage[:2] == (register, epoch):
             return self._stage[2]
         progress = self.progress_of(register, epoch)
         return None if progress is None else progress.stage
 
     def progress_of(self, register: str, epoch: int) -> Staging | None:
-        """Return how far the staging is that a command of `epoch` waits for; None: it waits for none."""
+        """Return the progress of the staging that a command of `epoch` waits for; None: it waits for none."""
         return self.sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
 
     def has_newer_weights(self, epoch: int | None) -> bool:
-        """Return True if other weights were recorded after `epoch`; False if `epoch` is None."""
+        """True if other weights were recorded after `epoch`; False if `epoch` is None."""
         return epoch is not None and (self._handled.epoch_of(WEIGHTS) or 0) > epoch
 
     @property
     def lora_problem(self) -> str | None:
-        """Which adapters are not as desired, and why, for people; None: all are as desired."""
+        """Adapters that differ from the desired state, with reasons, as text; None: no difference."""
         return self._handled.lora_problem
 
     @property
@@ -189,10 +189,10 @@ class Reconciler:
         return recorded.command.mode if recorded is not None and isinstance(recorded.command, Pause) else None
 
     async def run(self) -> None:
-        """Once started, verify the reload of the engine; then apply due registers, until cancelled.
+        """Wait for `start`, verify the reload of the engine, then apply due registers until cancelled.
 
         Raises:
-            EngineDead: the engine is gone, or its reload is wrong.
+            EngineDead: the engine is dead, or its reload is wrong.
         """
         await self._has_started.wait()
         await self.registers.weights.verify_reload()
@@ -218,7 +218,7 @@ class Reconciler:
         return next_due(self.reader.effective, self._handled.by_name, self.sources.staging) if self._may_act() else None
 
     def _stage_pending(self) -> None:
-        """Have the sources of pending registers staged; older weights than the recorded ones take no requests now."""
+        """Stage the sources of pending registers. With weights older than the recorded ones, accept no requests."""
         if not self._may_act():
             return
         pending = pending_registers(self.reader.effective, self._handled.by_name)
@@ -227,7 +227,7 @@ class Reconciler:
             self._stop_serving()
 
     def _stop_serving(self) -> None:
-        """Accept no requests until the worker has its target state."""
+        """Accept no requests until the worker reaches its target state."""
         if self._lifecycle.state in SPEAKING and self._lifecycle.state is not WorkerState.UPDATING:
             self._lifecycle.transition(WorkerEvent.CHANGED)
         self._in_flight.stop_intake()
@@ -249,7 +249,7 @@ class Reconciler:
 
         def report(stage: str) -> None:
             if stage == "loading" and self._waiting is not None:
-                # From here on, cancelling would leave half-written weights.
+                # From here on, a cancel would leave half-written weights.
                 left_s = command.timeout_s + MARGIN_S
                 self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
                 self._waiting = None
@@ -260,7 +260,7 @@ class Reconciler:
         outcome = await self._attempt(due, work, command.timeout_s)
         self._stage = None
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
-        # While a transfer is open, the target state is not applied; a refusal stays.
+        # While a transfer is open, the target state is not applied. A rejection is final.
         is_shown_later = (
             isinstance(command, Resume | Drain | UpdateWeights | FinishWeightUpdate)
             and outcome.is_applied
@@ -271,22 +271,22 @@ class Reconciler:
         self.on_change()
 
     def _keep_asleep(self) -> None:
-        """Make sleep due again after another command has woken the engine."""
+        """Make sleep due again if another command has woken the engine."""
         recorded = self.reader.effective.get(SLEEP)
         if recorded is not None and isinstance(recorded.command, Sleep) and not self.registers.is_asleep:
             self._handled.repeat_sleep()
 
     async def _attempt(self, due: PendingRegister, work: Awaitable[Canary | None], timeout_s: float) -> RegisterOutcome:
-        """Execute `work`; the worker survives all of its errors but `EngineDead`."""
+        """Execute `work`; the worker survives all its errors except `EngineDead`."""
         try:
             with command_boundary(due.register):
                 async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
                     if due.register in (PAUSE, WEIGHTS) and due.recorded is not None:
                         self._waiting = due.register, due.recorded.epoch, limit
                     canary = await work
-                    # Nothing is left to cancel, and an expired limit cannot be moved.
+                    # There is nothing to cancel now, and an expired limit cannot be moved.
                     self._waiting = None
-                # The ack leaves after both, so no frame with what was sampled so far follows it.
+                # The ack leaves after both, so no frame with earlier tokens follows it.
                 await self._publisher.wait_connected()
                 await self._flush_outputs()
         except ControlError as exc:
@@ -307,7 +307,7 @@ class Reconciler:
         return failure(error)
 
     async def _flush_outputs(self) -> None:
-        """Give the links all that was sampled so far, and wait for a moment until it is sent."""
+        """Add all sampled tokens to the links and wait at most `CUT_S` until they are published."""
         try:
             async with asyncio.timeout(CUT_S):
                 self._in_flight.flush()
@@ -320,18 +320,18 @@ class Reconciler:
         """Run the block between two registers.
 
         Args:
-            halts: no requests are accepted meanwhile, nor afterwards if the target state has changed.
+            halts: accept no requests during the block, nor after it if the target state has changed.
         """
         async with self._lock:
             if halts:
                 self._stop_serving()
-            # If the block fails or is cancelled, the target state is applied later, in the reconciler's own task.
+            # If the block fails or is cancelled, the reconciler's own task applies the target state later.
             self._is_due.set()
             yield
             await self._apply_target_state()
 
     async def _apply_target_state(self) -> None:
-        """Move to the target state; does nothing while a register is due, or the worker may not act."""
+        """Move to the target state; do nothing while a register is due or the worker may not act."""
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.weights.is_transferring
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
@@ -343,11 +343,12 @@ class Reconciler:
             async with asyncio.timeout(self._engine_timeout_s):
                 await self._apply_event(event)
         except TimeoutError:
-            raise EngineDead(f"it neither froze nor went on for {self._engine_timeout_s:g} s") from None
+            problem = f"the engine did not finish a pause or resume within {self._engine_timeout_s:g} s"
+            raise EngineDead(problem) from None
         except ControlError as exc:
-            raise EngineDead(f"it neither froze nor went on: {exc.message}") from exc
+            raise EngineDead(f"the engine did not pause or resume: {exc.message}") from exc
         if not self._may_act():
-            return  # fenced meanwhile
+            return  # the worker was fenced in the meantime
         if not staging:
             self.epoch = epoch
         if event is not None:
@@ -358,7 +359,7 @@ class Reconciler:
     async def _apply_event(self, event: WorkerEvent | None) -> None:
         match event:
             case None:
-                # What is in flight goes on while sources are staged; nothing new is accepted.
+                # Requests in flight continue while sources are staged; no new request is accepted.
                 await self._in_flight.resume_engine()
             case WorkerEvent.CAUGHT_UP:
                 await self._in_flight.resume()

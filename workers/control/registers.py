@@ -1,4 +1,4 @@
-"""What each recorded command does to the worker; the reconciler decides when."""
+"""Applies recorded commands to the worker. The reconciler decides when."""
 
 import logging
 
@@ -34,7 +34,7 @@ __all__ = ["Registers"]
 logger = logging.getLogger(__name__)
 
 DEEP = 2
-"""The level of sleep after which the weights have to be loaded again."""
+"""Sleep level after which the weights must be loaded again."""
 _WAKING = (Wake, LoadLora, UnloadLora, FinishWeightUpdate, type(None))
 
 
@@ -64,7 +64,7 @@ class Registers:
         return self._sleep_level > 0
 
     def source_of(self, command: AnyCommand) -> StageKey | None:
-        """Return the source without which `command` cannot be applied; None: it needs none, or is applied already."""
+        """Return the source that `command` needs; None: it needs none, or is applied already."""
         match command:
             case UpdateWeights() if not self.weights.is_current(command):
                 return StageKey(command.source)
@@ -73,17 +73,17 @@ class Registers:
         return None
 
     def needed_for(self, command: AnyCommand | None) -> tuple[StageKey, ...]:
-        """Return all sources that are staged before `command` is applied, so that it meets no network.
+        """Return all sources to stage before `command` is applied, so that its execution needs no network.
 
         Args:
-            command: None: the register is not desired any more.
+            command: None: the register is no longer desired.
         """
         source = None if command is None else self.source_of(command)
         keys = [] if source is None else [source]
         if isinstance(command, UpdateWeights):
             keys += self.loras.stage_keys if source is not None else ()
         elif self._sleep_level == DEEP and self.weights.source is not None and isinstance(command, _WAKING):
-            # The engine has dropped its weights, and is woken for these.
+            # The engine has dropped its weights and will wake with these.
             keys.append(StageKey(self.weights.source))
         return tuple(keys)
 
@@ -91,7 +91,7 @@ class Registers:
         """Apply a command; resume and drain take effect with the target state.
 
         Returns:
-            The canary, after a command about weights.
+            The canary after a command about weights, else None.
 
         Raises:
             ControlError: it was not applied.
@@ -116,10 +116,10 @@ class Registers:
         return None
 
     def _check_in_transfer(self, command: AnyCommand) -> None:
-        """Refuse commands that need an engine step, which half-written weights do not allow.
+        """Check that `command` needs no engine step, which half-written weights do not allow.
 
         Raises:
-            ControlError: `not_serving`; a desired pause or resume is applied when the transfer has ended.
+            ControlError: `not_serving`. A desired pause or resume is applied after the end of the transfer.
         """
         match command:
             case Resume():
@@ -130,7 +130,7 @@ class Registers:
                 problem = "once that has ended this can be done"
             case _:
                 return
-        raise ControlError(ControlCode.NOT_SERVING, f"a transfer of weights has begun here; {problem}")
+        raise ControlError(ControlCode.NOT_SERVING, f"a transfer of weights is open on this worker; {problem}")
 
     async def _load(self, command: AnyCommand, report: Report) -> Canary | None:
         if not isinstance(command, UpdateWeights):
@@ -148,11 +148,11 @@ class Registers:
             case UnloadLora():
                 await self.loras.unload(command)
             case _:
-                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} sets no register")
+                raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} does not set a register")
         return None
 
     async def _abandon_transfer(self, command: UpdateWeights) -> UpdateWeights:
-        """End an open transfer; return the update in a mode that needs no step on half-written weights."""
+        """End an open transfer; return the update in a mode that needs no engine step on half-written weights."""
         if not self.weights.is_transferring or command.mode == "keep":
             return command
         if command.mode == "abort":
@@ -161,7 +161,7 @@ class Registers:
         return replace(command, mode="keep", clear_cache=command.clear_cache is not False)
 
     async def reset(self, register: str, report: Report, timeout_s: float) -> None:
-        """Undo a register that is not desired any more, except valid weights, which stay.
+        """Undo a register that is no longer desired. Valid weights stay.
 
         Raises:
             ControlError: it was not applied.
@@ -169,10 +169,10 @@ class Registers:
         if register == SLEEP:
             await self._wake(report, timeout_s)
         elif self.weights.is_transferring:
-            raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights has begun here")
+            raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights is open on this worker")
         elif register == WEIGHTS:
             if self.weights.is_poisoned and not self.is_asleep:
-                # As after an update that failed everywhere, without a desired version before it.
+                # The same as after an update that failed on all workers and had no desired version before it.
                 await self._in_flight.stop("abort", timeout_s)
                 await self.weights.restore(report, timeout_s)
         elif register.startswith(LORA_REGISTER):
@@ -184,7 +184,7 @@ class Registers:
             return
         report("pausing")
         if self.weights.is_transferring:
-            # Requests are stopped already, and the engine must not run.
+            # Requests are stopped already, and the engine must stay paused.
             if command.mode == "abort":
                 await self._in_flight.abort_all(command.timeout_s)
         else:
@@ -205,7 +205,7 @@ class Registers:
         if not is_reset:
             raise ControlError(
                 ControlCode.CACHE_IN_USE,
-                f"the prefix cache could not be reset: {self._in_flight.count} requests in flight hold parts of it",
+                f"the prefix cache could not be reset: {self._in_flight.count} requests in flight use it",
             )
 
     async def _sleep(self, command: Sleep, report: Report) -> None:
@@ -221,12 +221,12 @@ class Registers:
         self._sleep_level = command.level
 
     async def _wake(self, report: Report, timeout_s: float) -> None:
-        """Wake the engine if it sleeps, with the weights that it had."""
+        """Wake the engine if it sleeps, and restore its weights."""
         if await self._wake_engine() == DEEP:
             await self.weights.restore(report, timeout_s)
 
     async def _wake_engine(self) -> int:
-        """Wake the engine; return the level of its sleep, 0 if it did not sleep."""
+        """Wake the engine; return its sleep level, 0 if it did not sleep."""
         if self.is_asleep:
             await self._in_flight.runner.engine.wake()
         level, self._sleep_level = self._sleep_level, 0
@@ -237,5 +237,5 @@ class Registers:
             return await self.transfer.finish(command, report)
         raise ControlError(
             ControlCode.NOT_FOUND,
-            f"the weights of version {command.version} came by a transfer engine, which this worker has not heard",
+            f"the weights of version {command.version} came through a transfer engine, and this worker missed them",
         )

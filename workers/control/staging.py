@@ -1,7 +1,7 @@
-"""Brings sources of weights and adapters to the worker's machine while the worker serves: one at a time.
+"""Stages sources of weights and adapters on the worker's machine, one at a time, while the worker serves.
 
-The sources that recorded commands need come first, in the order in which they were recorded; then those of checks. A
-source that nobody needs any more is cancelled: its partial download stays, and a later staging goes on with it.
+Sources of recorded commands come first, in the order of recording, then sources of checks. The staging of a source that
+is no longer needed is cancelled; a later staging continues its partial download.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ __all__ = ["StageCost", "StageKey", "Stager", "StagerStats"]
 logger = logging.getLogger(__name__)
 
 WAITING: Final = "waiting"
-"""The stage of a source that is staged after another one."""
+"""Stage of a source that waits for another one."""
 MAX_COSTS: Final = 8
-"""Sources of which the cost is remembered: of the update under way, and of those that a fleet goes back to."""
+"""Maximum stored costs: for the update in progress and for recent ones that a fleet returns to."""
 
 
 class StageKey(NamedTuple):
-    """What is staged."""
+    """Identifies one staging."""
 
     source: WeightSource
     is_adapter: bool = False
@@ -40,26 +40,26 @@ class StageKey(NamedTuple):
 
 @dataclass(slots=True)
 class StageCost:
-    """What it took to stage a source, in all attempts of this process together."""
+    """The cost of staging a source, summed over all attempts of this process."""
 
     fetched_bytes: int = 0
     staged_s: float = 0.0
     done_at: float = 0.0
-    """When the last attempt succeeded, on the monotonic clock."""
+    """Monotonic time at which the last attempt succeeded."""
 
 
 @dataclass(slots=True)
 class StagerStats:
-    """Counts since the process began."""
+    """Counters since the start of the process."""
 
     fetched_bytes: int = 0
     staged: int = 0
     failed: int = 0
     cancelled: int = 0
     seconds: float = 0.0
-    """Spent on stagings, whatever came of them."""
+    """Seconds of all stagings, successful or not."""
     paused_s: float = 0.0
-    """In which the engine made no step for requests because weights were replaced."""
+    """Seconds without engine steps for requests because weights were replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,19 +77,19 @@ class _StagingJob:
 
 
 class Stager:
-    """Stages sources, in one task.
+    """Stages sources in one task.
 
     Args:
-        sources: fetches and checks them.
-        capabilities: returns those of the started engine: what it cannot load is not fetched.
+        sources: fetches and checks sources.
+        capabilities: returns the capabilities of the started engine; unsupported sources are not fetched.
     """
 
     def __init__(self, sources: WeightSources, capabilities: Callable[[], Capabilities]) -> None:
         self._sources = sources
         self._capabilities = capabilities
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a source has reached a stage, was staged or has failed."""
-        # At most one for each register and each check under way.
+        """Called after a source has reached a stage, was staged or has failed."""
+        # At most one per register and per open check.
         self._jobs: dict[StageKey, _StagingJob] = {}
         self._current: tuple[_StagingJob, asyncio.Task[None]] | None = None
         self._is_due = asyncio.Event()
@@ -97,12 +97,12 @@ class Stager:
         self.stats = StagerStats()
 
     def __repr__(self) -> str:
-        """One line with what is staged."""
+        """One line with the sources."""
         stages = {str(job.key.source): job.stage for job in self._jobs.values()}
         return f"<Stager {stages}>"
 
     def set_desired(self, keys: Sequence[StageKey]) -> None:
-        """Replace the sources that recorded commands need; those that nobody needs any more are cancelled."""
+        """Replace the sources that recorded commands need; cancel those that are no longer needed."""
         for job in self._jobs.values():
             job.is_desired = job.key in keys
         for key in keys:
@@ -110,9 +110,9 @@ class Stager:
         self._remove_unneeded()
 
     async def stage(self, key: StageKey) -> None:
-        """Wait until a source is staged; a staging that is under way for it is shared.
+        """Wait until a source is staged; share a staging in progress.
 
-        Cancellation: the staging is cancelled too, unless somebody else needs it.
+        Cancellation: the staging is cancelled too, unless another caller or a register needs it.
 
         Raises:
             ControlError: as `WeightSources.checkpoint` and `WeightSources.adapter`, and `unsupported`.
@@ -129,32 +129,32 @@ class Stager:
             raise job.error
 
     def is_staged(self, key: StageKey) -> bool:
-        """Return True if a needed source was staged, or that has failed."""
+        """True if the staging of a needed source has succeeded or failed."""
         job = self._jobs.get(key)
         return job is not None and job.done.is_set()
 
     def error_of(self, key: StageKey) -> ControlError | None:
-        """Return why a needed source could not be staged; None: it could, or that is not known yet."""
+        """Return the error of a failed staging; None: it succeeded or has not ended."""
         job = self._jobs.get(key)
         return None if job is None else job.error
 
     def cost_of(self, key: StageKey) -> StageCost:
-        """Return what it took to stage a source."""
+        """Return the cost of staging a source."""
         return self._costs.get(key) or StageCost()
 
     def progress_of(self, key: StageKey) -> Staging | None:
-        """Return how far a needed source is; None: it is not needed, or was staged."""
+        """Return the progress of a needed source; None: it is not needed or is staged."""
         job = self._jobs.get(key)
         return None if job is None or job.done.is_set() else self._progress(job)
 
     @property
     def progress(self) -> Staging | None:
-        """How far the source is that is being staged; None: none is."""
+        """Progress of the present staging; None: there is none."""
         return None if self._current is None else self._progress(self._current[0])
 
     @property
     def published(self) -> PublishedVersion | None:
-        """The published version of the weights that was staged last; None: there was none."""
+        """The last staged published version of the weights; None: none was staged."""
         return self._sources.published
 
     def _progress(self, job: _StagingJob) -> Staging:
@@ -187,9 +187,9 @@ class Stager:
         if self._current is not None:
             job, task = self._current
             following = self._next()
-            # A check starts again later, with what it has fetched, once the recorded source is here.
+            # A preempted check continues later with its partial download.
             is_preempted = following is not None and following.is_desired and not job.is_desired
-            # Only once: a second cancel would interrupt the cleanup of the first.
+            # Cancel once: a second cancel would interrupt the cleanup of the first.
             if (is_preempted or not job.is_needed) and not task.cancelling():
                 task.cancel()
         self._is_due.set()

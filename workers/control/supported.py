@@ -1,4 +1,4 @@
-"""Whether an engine can take a source at all, decided before anything of it is fetched."""
+"""Checks that an engine supports a source, before it is fetched."""
 
 from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
@@ -27,7 +27,7 @@ def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -
     if not capabilities.max_loras:
         raise ControlError(
             ControlCode.UNSUPPORTED,
-            "this engine takes no LoRA adapters; its arguments may allow them, vLLM's with 'enable_lora'",
+            "this engine loads no LoRA adapters; its arguments may enable them, for vLLM 'enable_lora'",
         )
     _check_fetchable(source, capabilities)
 
@@ -37,5 +37,5 @@ def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
         raise ControlError(
             ControlCode.UNSUPPORTED,
             f"{source} is refused: processes of this engine may run on several machines, and fetched files are on the "
-            "worker's machine only; allowed: the path of a folder that all of these machines share",
+            "worker's machine only; allowed: the path of a folder that all these machines share",
         )

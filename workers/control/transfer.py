@@ -1,4 +1,4 @@
-"""Weights that arrive through the engine's own transfer engine; they are verified like others."""
+"""Weights that arrive through the engine's own transfer engine. They are verified like all weights."""
 
 import logging
 import time
@@ -17,21 +17,21 @@ __all__ = ["Transfer"]
 logger = logging.getLogger(__name__)
 
 SILENCE_S: Final = 600.0
-"""Seconds without a command after which the sender of a transfer counts as dead: requests must not wait for it."""
+"""Seconds without a command after which the sender of a transfer counts as dead."""
 
 
 class Transfer:
-    """The transfer of weights into one worker; it never calls `InFlightRequests.resume`.
+    """The transfer of weights into one worker. This class never calls `InFlightRequests.resume`.
 
-    From a start until the finish the weights are half written, and requests in flight are stopped.
-    Every coroutine raises `EngineDead` if the engine is gone.
+    From `start` until `finish` the weights are half written and requests in flight are stopped.
+    Every coroutine raises `EngineDead` if the engine is dead.
     """
 
     def __init__(self, in_flight: InFlightRequests, weights: WeightManager) -> None:
         self._in_flight = in_flight
         self._weights = weights
         self.last_command_at = 0.0
-        """When the engine last handled a command of the transfer, on the monotonic clock."""
+        """Monotonic time of the last command of the transfer that the engine handled."""
 
     def __repr__(self) -> str:
         """One line with the state."""
@@ -48,13 +48,13 @@ class Transfer:
             await self._in_flight.runner.engine.init_weight_transfer(command.info)
 
     async def start(self, command: StartWeightUpdate) -> None:
-        """Stop the requests in flight and begin a transfer; an open one restarts, while requests stay stopped.
+        """Stop the requests in flight and begin a transfer. An open transfer restarts; requests stay stopped.
 
         Cancellation: as after a failure.
 
         Raises:
-            ControlError: `unsupported`, `timeout` of the stop, `engine_error` unless one was open: the weights are as
-                they were. Any other: they are poisoned, and what was in flight was given up.
+            ControlError: `unsupported`, `timeout` of the stop, `engine_error` without an open transfer: the weights are
+                unchanged. After any other error they are invalid, and the requests in flight have failed.
         """
         self._check_supported()
         deadline = Deadline(command.timeout_s)
@@ -67,7 +67,7 @@ class Transfer:
         )
 
     async def add_chunk(self, command: UpdateWeightChunk) -> None:
-        """Pass some of the weights to the engine.
+        """Pass one part of the weights to the engine.
 
         Cancellation: as after a failure.
 
@@ -80,11 +80,11 @@ class Transfer:
         await self._forward(lambda: engine.update_weight_chunk(command.info), deadline, "taking weights")
 
     async def finish(self, command: FinishWeightUpdate, report: Report) -> Canary | None:
-        """Verify and use the weights that arrived; does nothing if they are in use already.
+        """Verify and use the received weights; do nothing if they are in use already.
 
         Returns:
-            Their canary; None: they are those of the start, which were not sampled.
-        Cancellation: the weights are poisoned.
+            Their canary; None: they are the weights of the start, which have no canary.
+        Cancellation: the weights are invalid.
 
         Raises:
             ControlError: none was started, or the weights are poisoned and what was in flight was given up.
@@ -99,14 +99,14 @@ class Transfer:
         return canary
 
     def mark_lost(self) -> None:
-        """Mark the weights invalid if a transfer is open: while this worker was fenced, it may have missed a part."""
+        """Mark the weights invalid if a transfer is open: a fenced worker may have missed a part."""
         if self._weights.is_transferring:
             self._weights.mark_invalid("this worker was fenced in the middle of a transfer of weights")
 
     def expire(self, now: float) -> bool:
-        """Mark the weights invalid if a transfer is silent at `now`, on the monotonic clock; return True if so.
+        """Mark the weights invalid if a transfer is silent at `now` (monotonic); return True if so.
 
-        The caller then ends the requests in flight.
+        The caller then fails the requests in flight.
         """
         if not self._weights.is_transferring or now - self.last_command_at <= SILENCE_S:
             return False
@@ -120,10 +120,10 @@ class Transfer:
         what: str,
         untouched: Collection[ControlCode] = (),
     ) -> None:
-        """Have the engine handle a command; if it fails, the transfer is over, and the weights are half written.
+        """Forward a command to the engine. A failure ends the transfer with half-written weights.
 
         Args:
-            untouched: errors after which the weights are as they were.
+            untouched: error codes after which the weights are unchanged.
         """
         is_invalid = True
         try:
@@ -142,8 +142,8 @@ class Transfer:
 
     def _check_supported(self) -> None:
         if not self._in_flight.runner.engine.capabilities.weight_transfer:
-            raise ControlError(ControlCode.UNSUPPORTED, "this engine has no weight transfer")
+            raise ControlError(ControlCode.UNSUPPORTED, "this engine does not support weight transfer")
 
     def _check_open(self) -> None:
         if not self._weights.is_transferring:
-            raise ControlError(ControlCode.ENGINE_ERROR, "no transfer of weights was started here")
+            raise ControlError(ControlCode.ENGINE_ERROR, "no transfer of weights is open on this worker")

@@ -1,4 +1,4 @@
-"""Where the time of an update of the weights goes. Plain values; the clock is passed in."""
+"""Measures the phases of a weight update. Plain values; the caller passes the time."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ __all__ = ["UpdateClock"]
 
 @dataclass(slots=True)
 class UpdateClock:
-    """The instants of one update, on the monotonic clock."""
+    """Monotonic times of one update."""
 
     stopped_at: float | None = None
-    """When the requests stood still; None: nothing was replaced."""
+    """Time at which the requests were stopped; None: no weights were replaced."""
     loaded_s: float = 0.0
     canary_s: float = 0.0
 
     def timing(self, seen_at: float, cost: StageCost, now: float) -> UpdateTiming | None:
-        """Return where the time went of an update after which the engine goes on at `now`; None: nothing was replaced.
+        """Return the timing of an update after which the engine resumes at `now`; None: no weights were replaced.
 
         Args:
-            seen_at: when the worker read the command.
-            cost: of the staging of its source.
+            seen_at: time at which the worker read the command.
+            cost: cost of staging its source.
         """
         if self.stopped_at is None:
             return None

@@ -1,7 +1,7 @@
-"""The weights of a worker: replaced, and valid only after a canary has verified them.
+"""Replaces the weights of a worker. New weights are valid only after a canary has verified them.
 
-From the moment in which the engine may touch them until the canary has passed, `is_poisoned` is set, also if a load is
-cut short, and the steps of the engine are held. The weight version changes only after the canary has passed.
+`is_poisoned` is set from the moment in which the engine may change the weights until the canary has passed, also if a
+load is cancelled. During this time engine steps are held. The weight version changes after the canary has passed.
 """
 
 import logging
@@ -34,18 +34,18 @@ __all__ = ["UNTOUCHED", "WeightManager"]
 logger = logging.getLogger(__name__)
 
 UNTOUCHED = frozenset({ControlCode.ENGINE_ERROR, ControlCode.UNSUPPORTED})
-"""Error codes of an engine that has left its weights as they were."""
+"""Error codes after which the weights of the engine are unchanged."""
 
 
 class WeightManager:
-    """The weights of one worker; it never calls `InFlightRequests.resume`.
+    """The weights of one worker. This class never calls `InFlightRequests.resume`.
 
-    Every coroutine raises `EngineDead` if the engine is gone.
+    Every coroutine raises `EngineDead` if the engine is dead.
 
     Args:
-        config: says which checkpoint the engine starts with, and whether its reload is verified.
-        loras: adapters, which engines may lose with the weights.
-        versions: of which `weight_version` is kept here.
+        config: names the checkpoint of the start and says whether its reload is verified.
+        loras: the adapters; engines may lose them with the weights.
+        versions: this class maintains its `weight_version`.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class WeightManager:
         self._fingerprint: Fingerprint = ()
         self._are_from_start = True
         self.source: WeightSource | None = None
-        """Of the last good update; None: there was none, or they came by a transfer."""
+        """Source of the last successful update; None: there was none, or the weights came through a transfer."""
         self.canary: Canary | None = None
-        """The canary of the present weights; None: they were not sampled."""
+        """Canary of the present weights; None: it was not sampled."""
         self.verified: Verified | None = None
-        """What the engine compared when it loaded them; None: it does not say."""
+        """Comparison that the engine made at the load; None: it reports none."""
         self.is_poisoned = False
-        """The weights are half written or wrong: the worker serves nothing."""
+        """True if the weights are invalid, half written or wrong: the worker then serves no requests."""
         self.problem: str | None = None
-        """Why `is_poisoned`."""
+        """Reason of `is_poisoned`."""
         self.is_transferring = False
-        """A transfer has begun to replace them, and has not ended: they are half written."""
+        """True while a transfer is open: the weights are half written."""
         self.clock = UpdateClock()
-        """Of the last update or transfer."""
+        """Clock of the last update or transfer."""
 
     def __repr__(self) -> str:
         """One line with the versions."""
@@ -87,19 +87,19 @@ class WeightManager:
 
     @property
     def version(self) -> int:
-        """Of the weights that the engine samples from, or of the last good ones while they are poisoned."""
+        """Version of the weights that the engine samples from; while they are invalid, of the last valid weights."""
         return self._versions.weight_version
 
     # Commands
 
     async def verify_reload(self) -> None:
-        """Load the checkpoint of the start once more, and verify that the output of the engine stays the same.
+        """Load the checkpoint of the start a second time and verify that the engine's output stays the same.
 
-        Called while nothing is in flight and the engine's steps are read. Does nothing if the configuration says so,
-        there is no checkpoint, or the engine cannot replace its weights.
+        Call this while no request is in flight and engine steps are read. It does nothing if the configuration disables
+        it, there is no checkpoint, or the engine cannot replace its weights.
 
         Raises:
-            EngineDead: its reload is broken; the message says how.
+            EngineDead: the reload is wrong; the message has the difference.
         """
         if (
             not self._verifies_reload
@@ -119,22 +119,22 @@ class WeightManager:
         logger.info("weights.proven version=%s path=%s", self.version, own)
 
     async def update(self, command: UpdateWeights, report: Report) -> Canary | None:
-        """Replace the weights by a checkpoint's; what was sampled before bears the old version, all else the new.
+        """Replace the weights by those of a checkpoint. Later tokens have the new version.
 
-        Does nothing if they are here already. Afterwards requests are stopped as `command.mode` says, and the steps of
-        the verification are held until the worker resumes.
+        Does nothing if these weights are loaded already. Afterwards requests are stopped as `command.mode` requires,
+        and the steps of the verification are held until the worker resumes.
 
         Args:
-            report: told what is being done.
+            report: called with each stage.
 
         Returns:
-            The canary of the new weights; None: they are those of the start, which were not sampled.
-        Cancellation: before the load nothing has happened; later the weights are poisoned.
+            The canary of the new weights; None: they are the weights of the start, which have no canary.
+        Cancellation: before the load nothing changes; later the weights are invalid.
 
         Raises:
             ControlError: `invalid_command`, `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`,
-                `cache_in_use`, `engine_error`, and `not_verified` of weights that are here already: they are as they
-                were. With `is_poisoned`: `half_written`, `not_verified`, `timeout`; requests in flight have failed.
+                `cache_in_use`, `engine_error`, or `not_verified` of weights that are loaded already: no change. With
+                `is_poisoned`: `half_written`, `not_verified`, `timeout`; requests in flight have failed.
         """
         self.clock = UpdateClock()
         self._canaries.check_expected(command.expected_canary)
@@ -148,23 +148,23 @@ class WeightManager:
         await self.stop(command.mode, deadline)
         clear_cache = command.mode != "keep" if command.clear_cache is None else command.clear_cache
         if clear_cache:
-            # Before anything is touched: until the engine resumes, it caches nothing.
+            # Do this before any change: the engine caches nothing until it resumes.
             await self._reset_cache(command.mode, deadline, report)
         canary = await self._load(path, deadline, report, command.expected_canary)
         self.set_version(command.version, command.source)
         return canary
 
     def is_current(self, command: UpdateWeights | FinishWeightUpdate) -> bool:
-        """Return True if these weights are here, or the engine was started with this version."""
+        """True if these weights are loaded, or the engine was started with this version."""
         source = command.source if isinstance(command, UpdateWeights) else None
         is_here = self._are_from_start or self.source == source
         return is_here and self.version == command.version and not self.is_poisoned and not self.is_transferring
 
     async def restore(self, report: Report, timeout_s: float) -> None:
-        """Load the present weights once more, into an engine that has dropped them and has nothing in flight.
+        """Reload the present weights into an engine that has dropped them and has no request in flight.
 
         Raises:
-            ControlError: they cannot be had again, or are not what they were; they are poisoned.
+            ControlError: the weights are not available, or differ from before; they are invalid.
         """
         deadline = Deadline(timeout_s)
         self._poison("the engine has dropped them")
@@ -172,18 +172,18 @@ class WeightManager:
         if self.source is not None:
             path = await self._resolve(self.source, deadline, report)
         if path is None:
-            raise ControlError(ControlCode.HALF_WRITTEN, "the engine has dropped weights that cannot be had again")
+            raise ControlError(ControlCode.HALF_WRITTEN, "the engine dropped its weights, which cannot be loaded again")
         await self._load(path, deadline, report, self.canary)
 
     def mark_invalid(self, reason: str) -> None:
-        """Mark the weights and their canary invalid; the caller ends the requests in flight."""
+        """Mark the weights and their canary invalid; the caller fails the requests in flight."""
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
         self._canaries.remove(self._fingerprint)
         self.is_transferring = False
         self._poison(reason)
 
     async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
-        """Replace the weights by those of a checkpoint that was checked."""
+        """Replace the weights by those of a checked checkpoint."""
         async with self._sources.using(path) as verify_unchanged:
 
             async def load() -> Verified | None:
@@ -193,21 +193,21 @@ class WeightManager:
 
             try:
                 fingerprint = await fingerprint_of(path)
-            except OSError as error:  # nothing was touched yet: the present weights stay good
+            except OSError as error:  # the engine has changed nothing yet: the present weights stay valid
                 raise ControlError(ControlCode.STORAGE, f"{path} cannot be read: {error.strerror or error}") from error
             return await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
 
     # For transfers too
 
     async def stop(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Stop requests as `mode` says; all that was sampled is in the links under the present version.
+        """Stop requests as `mode` requires. On return all sampled tokens are in the links with the present version.
 
         Raises:
             ControlError: `timeout`.
         """
         await self._in_flight.stop(mode, deadline.left_s, "weights")
         self.clock = UpdateClock(time.monotonic())
-        # Held since an earlier update under the same pause.
+        # Steps are held since an earlier update under the same pause.
         self._in_flight.release_steps()
         self._in_flight.fail_awaiting_kv(None, "the weights are replaced")
 
@@ -220,19 +220,19 @@ class WeightManager:
         fingerprint: Fingerprint = (),
         expected: Canary | None = None,
     ) -> Canary:
-        """Have `change` replace the weights of the stopped engine, and verify them.
+        """Call `change`, which replaces the weights of the stopped engine, and verify them.
 
         Args:
-            fingerprint: of the checkpoint; empty: they come from none.
-            expected: the canary that they should give.
+            fingerprint: fingerprint of the checkpoint; empty: there is no checkpoint.
+            expected: the expected canary.
 
         Returns:
-            Their canary; the version is still the old one.
+            The canary of the new weights; the version is still the old one.
         Cancellation: as after a failure in the middle.
 
         Raises:
-            ControlError: `engine_error` or `unsupported` by `change`: they are as they were. Any other: they are
-                poisoned, and what was in flight was given up.
+            ControlError: `engine_error` or `unsupported` of `change`: no change. After any other error the weights are
+                invalid, and the requests in flight have failed.
         """
         before = self.is_poisoned, self.problem
         self._poison("their exchange was cut short")
@@ -241,7 +241,7 @@ class WeightManager:
             async with deadline.bound("loading the weights"):
                 await self._change(change, before)
             await self._loras.reload(report, deadline)
-            # Before the canary: while it runs, the engine makes steps for all.
+            # Do this before the canary: while the canary runs, the engine makes steps for all requests.
             async with deadline.bound("restarting requests without a token"):
                 await self._in_flight.restart(None)
             report("verifying")
@@ -263,7 +263,7 @@ class WeightManager:
         return canary
 
     def set_version(self, version: int, source: WeightSource | None) -> None:
-        """Set the version of the held steps, and of all that is sampled from now on."""
+        """Set the version of the held steps and of all later tokens."""
         self._versions.weight_version = version
         self.source, self._are_from_start = source, False
         logger.info("weights.updated version=%s source=%s", version, source)
@@ -281,7 +281,7 @@ class WeightManager:
             self.clock.loaded_s = time.monotonic() - began
 
     async def _sample_canary(self, deadline: Deadline) -> Canary:
-        """Sample the canary; the steps of other requests are held meanwhile."""
+        """Sample the canary; hold the steps of other requests during this time."""
         was_paused = self._in_flight.runner.is_engine_paused
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
@@ -316,4 +316,4 @@ class WeightManager:
 
 
 def _ignore(_stage: str) -> None:
-    """Where nobody asked."""
+    """Ignore a stage: no caller wants reports."""
