@@ -1,14 +1,14 @@
-"""Evaluate the model on a file of tasks: pass@k, with results in a file, so that a run that was killed goes on.
+"""Evaluate the model on a file of tasks: pass@k, with results in a file, so that a killed run can continue.
 
-Each task is a line of JSON with `id`, `prompt` and `expected`, and an answer passes if it contains `expected`. If the
-file does not exist, twenty tasks are made that noise passes now and then. Put your own check in the place of `passes`.
-Results are kept by task and weight version: after new weights, everything is evaluated again.
+Each task is a line of JSON with `id`, `prompt` and `expected`. An answer passes if it contains `expected`. If the file
+does not exist, the program makes twenty tasks, which random text sometimes passes. Replace `passes` by your own check.
+Each result has its task and weight version. After new weights, the program evaluates all tasks again.
 
 Run it on the workers' machine, with the Python that has rollbus. It takes some seconds:
 
     rollbus up            # in another terminal: NATS and a worker
-    python evaluate.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
-    python evaluate.py    # finds all results in results.jsonl; after Ctrl-C or kill -9 it would do the rest
+    python evaluate.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
+    python evaluate.py    # finds all results in results.jsonl; after Ctrl-C or kill -9 it evaluates the other tasks
 """
 
 import argparse
@@ -31,7 +31,7 @@ def passes(task: dict, answer: str) -> bool:
 
 
 def read_tasks(path: Path) -> list[dict]:
-    """Read the tasks; makes some if there is no file."""
+    """Read the tasks. Make twenty if the file does not exist."""
     if not path.exists():
         letters = "abcdefghijklmnopqrst"
         made = [{"id": each, "prompt": f"Write a word with the letter {each}.", "expected": each} for each in letters]
@@ -42,7 +42,7 @@ def read_tasks(path: Path) -> list[dict]:
 
 
 def read_results(path: Path) -> list[dict]:
-    """Read what earlier runs wrote, and remove the last line if it was cut by a kill."""
+    """Read the results of earlier runs. Remove the last line if a kill cut it."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith("\n")]
     if whole != lines:
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> None:
                 yield rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=SAMPLING, request_id=name)
 
         with arguments.results.open("a") as file:
-            # Results come in the order in which they finish. Each is written at once.
+            # Results arrive in the order in which they finish. Each is written immediately.
             for generation in rb.complete_many(requests(), max_in_flight=16):
                 if generation.error is not None:
                     raise generation.error

@@ -1,12 +1,12 @@
-"""GRPO in one file: prompts, answers from the fleet, rewards, advantages, router replay, a step, new weights.
+"""GRPO in one file: prompts, answers, rewards, advantages, router replay, an optimizer step, new weights.
 
-The policy is the mixture of experts that the workers serve. The tiny one of `rollbus up` writes noise, so the reward
-is one that noise can learn: the share of letters in an answer. Put your own QUESTIONS and `reward_of` in their place.
+The policy is the mixture of experts that the workers serve. The tiny model of `rollbus up` has random weights, so the
+reward is easy to learn: the share of letters in an answer. Replace QUESTIONS and `reward_of` by your own.
 
 Run it on the workers' machine, with the Python that has rollbus. Twenty steps take half a minute on two CPU cores:
 
     rollbus up        # in another terminal: NATS and a worker
-    python grpo.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
+    python grpo.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
 """
 
 import argparse
@@ -31,7 +31,7 @@ def reward_of(text: str) -> float:
 
 
 def train(model, optimizer, samples) -> None:
-    """Make one optimizer step. Each token goes through the experts that the sampler chose for it."""
+    """Make one optimizer step. The model computes each token with the experts that the sampler chose."""
     batches = pack(samples, max_tokens=4096)
     num_trained = sum(int(batch.loss_mask.sum()) for batch in batches)
     for batch in batches:
@@ -63,7 +63,7 @@ async def main(nats: str | None, num_steps: int) -> None:
         ):
 
             async def publish(version: int) -> None:
-                """Give all workers the present weights, in the dtype in which they compute."""
+                """Publish the current weights to all workers, in the dtype in which they compute."""
                 tensors = ((name, tensor.to(dtype)) for name, tensor in checkpoint_tensors(model))
                 await publisher.publish(tensors, version=version)
 

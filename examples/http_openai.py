@@ -1,12 +1,12 @@
-"""The fleet by HTTP: the `openai` package as it is, then token ids, logprobs, weight versions and routed experts.
+"""The fleet over HTTP: the `openai` package, then token ids, log probabilities, weight versions and routed experts.
 
-A trainer that speaks HTTP sends token ids and gets those of the answer, so that nothing is tokenized twice. The header
-`X-Session-ID` brings the turns of a conversation to the worker that has the earlier turns in its prefix cache.
+A trainer that speaks HTTP sends and receives token ids, so no text is tokenized twice. The header `X-Session-ID` sends
+the turns of a conversation to the worker that has the earlier turns in its prefix cache.
 
-Run it with any Python that has `openai` and `numpy`; rollbus need not be there. It takes some seconds:
+Run it with any Python that has `openai` and `numpy`. It does not need rollbus. It takes some seconds:
 
     rollbus up               # in another terminal: NATS, a worker, and the HTTP service
-    python http_openai.py    # --http URL, if `rollbus up` says another address than http://127.0.0.1:8080
+    python http_openai.py    # --http URL, if `rollbus up` prints another address than http://127.0.0.1:8080
 """
 
 import argparse
@@ -19,13 +19,13 @@ import openai
 
 
 def decoded(routed_experts: dict) -> np.ndarray:
-    """Return the rows of experts, [positions, layers, experts of each token]."""
+    """Return the rows of routed experts, [positions, layers, top-k]."""
     data = base64.b64decode(routed_experts["data"])
     return np.frombuffer(data, routed_experts["dtype"]).reshape(routed_experts["shape"])
 
 
 def main(http: str, num_steps: int) -> None:
-    """Chat as with any server of OpenAI's API, then have a conversation in token ids."""
+    """Chat as with any server of OpenAI's API, then run a conversation in token ids."""
     client = openai.OpenAI(base_url=f"{http}/v1", api_key=os.environ.get("ROLLBUS_HTTP_TOKEN", "none"))
     model = client.models.list().data[0].id
     question = {"role": "user", "content": "How many apples are left?"}
@@ -46,7 +46,7 @@ def main(http: str, num_steps: int) -> None:
             max_tokens=16,
             logprobs=0,
             extra_headers={"X-Session-ID": session},
-            # Without the rows of experts that the turns before have brought.
+            # Request only the rows that earlier turns did not return.
             extra_body={"nvext": {"extra_fields": ["engine_data"], "routed_experts_prompt_start": num_rows}},
         )
         engine = answer.nvext["engine_data"]
@@ -57,7 +57,7 @@ def main(http: str, num_steps: int) -> None:
             rows = decoded(engine["routed_experts"])
             print(f"  routed experts of positions {num_rows} to {num_rows + len(rows) - 1}: {rows.shape}")
             num_rows += len(rows)
-        # What stands between two turns in the chat format of the tiny model (ChatML).
+        # The text between two turns in the chat format of the tiny model (ChatML).
         end = "" if answer.choices[0].finish_reason == "stop" else "<|im_end|>"
         between = f"{end}\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
         tokens += ids + tokenize(prompt=between, add_special_tokens=False)

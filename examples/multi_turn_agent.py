@@ -1,13 +1,13 @@
 """Conversations with a tool: each becomes one sample to train on, with the routed experts of all its turns.
 
-The model calls `add(a, b)` twice, reads the results and answers. Each turn's prompt is the tokens so far, as they are:
-nothing is tokenized again. `session_id` brings the turns of a conversation to the worker that has the earlier turns in
-its prefix cache. `routed_experts_prompt_start=stitcher.next_start` asks for the rows that are still missing.
+The model calls `add(a, b)` twice, reads the results and answers. Each turn's prompt is the token ids so far, so no text
+is tokenized twice. `session_id` sends the turns of a conversation to the worker that has the earlier turns in its
+prefix cache. `routed_experts_prompt_start=stitcher.next_start` requests only the rows that are missing.
 
 Run it on the workers' machine, with the Python that has rollbus. It takes some seconds:
 
     rollbus up                    # in another terminal: NATS and a worker
-    python multi_turn_agent.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
+    python multi_turn_agent.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
 """
 
 import argparse
@@ -27,14 +27,14 @@ to. Do not compute the sum yourself, and do not explain how you chose the number
 NUM_CALLS = 2
 GROUP = 4
 TOOL_CALL = r"add\(([0-9]{1,3}), ([0-9]{1,3})\)"
-# An untrained model calls no tool by itself: a grammar makes it. To train a model that can, leave `extra` out, because
-# the logprobs are those under the grammar.
+# An untrained model calls no tool, so a grammar forces the call. To train a model that calls tools, leave `extra` out:
+# with a grammar, the log probabilities are those under the grammar.
 CALL = rollbus.SamplingParams(max_tokens=24, extra={"structured_outputs": {"regex": TOOL_CALL}})
 ANSWER = rollbus.SamplingParams(max_tokens=24)
 
 
 async def converse(rb: rollbus.Client, tokenizer) -> tuple[Stitcher, float]:
-    """Have one conversation; returns its turns, and a reward of up to 1: the largest sum, divided by 1998."""
+    """Run one conversation. Return its turns, and a reward of up to 1: the largest sum, divided by 1998."""
     stitcher, session, reward = Stitcher(), uuid.uuid4().hex, 0.0
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -55,7 +55,7 @@ async def converse(rb: rollbus.Client, tokenizer) -> tuple[Stitcher, float]:
             break
         result = int(call[1]) + int(call[2])
         reward = max(reward, result / 1998)
-        # What stands between two turns in the chat format of this model (ChatML).
+        # The text between two turns in the chat format of this model (ChatML).
         reply = f"\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n"
         prompt = [*prompt, *generation.token_ids.tolist(), *tokenizer.encode(reply, add_special_tokens=False)]
     return stitcher, reward

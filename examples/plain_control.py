@@ -1,4 +1,4 @@
-"""Pause and resume a fleet without rollbus, by nats-py alone: `python plain_control.py URL FLEET`."""
+"""Pause and resume a fleet without rollbus, with nats-py alone: `python plain_control.py URL FLEET`."""
 
 import asyncio
 import json
@@ -11,13 +11,13 @@ FINAL = ("applied", "failed", "unsupported", "stale")
 
 
 async def main(url: str, fleet: str) -> None:
-    """Find out who is there, have all of them finish what they run and take no more, then let them go on."""
+    """Find the live workers. Pause them: each finishes its requests and accepts no others. Then resume them."""
     root, me = f"rb.v1.{fleet}", f"plain-{uuid.uuid4().hex[:8]}"
     connection = await nats.connect(url)
     acks = await connection.subscribe(f"{root}.ack.{me}.*")
     presences = await connection.subscribe(f"{root}.presence.*")
     await connection.publish(f"{root}.ping")
-    await asyncio.sleep(0.5)  # as long as a live worker may take to answer
+    await asyncio.sleep(0.5)  # the longest time in which a live worker answers
     workers = set()
     while presences.pending_msgs:
         presence = json.loads((await presences.next_msg()).data)

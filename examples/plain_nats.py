@@ -1,4 +1,4 @@
-"""Generate tokens without rollbus, by nats-py and msgspec alone: `python plain_nats.py URL FLEET MODEL`."""
+"""Generate tokens without rollbus, with nats-py and msgspec alone: `python plain_nats.py URL FLEET MODEL`."""
 
 import array
 import asyncio
@@ -11,7 +11,7 @@ import nats
 
 
 async def main(url: str, fleet: str, model: str) -> None:
-    """Publish one request to the model's queue and print what comes until the terminal chunk."""
+    """Publish one request to the model's queue, and print its chunks until the terminal chunk."""
     client = f"plain-{uuid.uuid4().hex[:8]}"
     reply_to = f"rb.v1.{fleet}.plain.{client}.answers"
     model = re.sub(r"[^\w-]", lambda m: "".join(f"={byte:02X}" for byte in m[0].encode()), model, flags=re.ASCII)
@@ -20,7 +20,7 @@ async def main(url: str, fleet: str, model: str) -> None:
     connection = await nats.connect(url)
     frames = await connection.subscribe(reply_to)
     message = msgspec.msgpack.encode({"client": client, "reply_to": reply_to, "request": request})
-    # Answered once the queue has stored it.
+    # `publish` returns when the queue has stored the message.
     await connection.jetstream().publish(f"rb.v1.{fleet}.req.{client}.{model}.normal", message)
     current, expected, end = 0, 0, None
     while end is None:

@@ -1,13 +1,12 @@
-"""Give the fleet new weights from a trainer's memory, while it answers.
+"""Publish new weights from a trainer's memory, while the fleet generates answers.
 
-The publisher compares the tensors with the version before, and stores only what changed. All workers load the new
-version at once, between two tokens of the answers that are under way: these keep their tokens and go on. Each token
-says which weights sampled it.
+The publisher compares the tensors with the last version and stores only what changed. All workers load the new version
+between two engine steps. Answers in flight keep their tokens and continue. Each token has the version that sampled it.
 
 Run it on the workers' machine, with the Python that has rollbus. It takes some seconds:
 
     rollbus up                   # in another terminal: NATS and a worker
-    python publish_weights.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
+    python publish_weights.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
 """
 
 import argparse
@@ -30,7 +29,7 @@ def read_checkpoint(folder: str) -> dict[str, torch.Tensor]:
 
 
 def train(tensors: dict[str, torch.Tensor]) -> None:
-    """Stand for an optimizer step: one element in fifty changes a little, as at the learning rates of RL."""
+    """Replace an optimizer step: change one element in fifty by 1 %, as at the learning rates of RL."""
     for tensor in tensors.values():
         tensor.mul_(1 + 0.01 * (torch.rand(tensor.shape) < 0.02))
 

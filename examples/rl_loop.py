@@ -1,17 +1,17 @@
-"""Reinforcement learning of a tiny mixture of experts, with its rollouts over the bus.
+"""Reinforcement learning of a tiny mixture of experts, with rollouts over the bus.
 
-Run it with the Python that has rollbus. It starts NATS and the workers itself, and takes some minutes on two CPU cores:
+Run it with the Python that has rollbus. It starts NATS and the workers, and takes some minutes on two CPU cores:
 
     python rl_loop.py [--seeds 3] [--steps 40] [--workers 2] [--output rl-output]
 
 The policy, a Qwen3-MoE of 1.7 million random parameters, learns to continue arithmetic progressions of digits (modulo
 ten): REINFORCE with the group-normalised advantages of GRPO and truncated importance weights, one update per batch.
-Real vLLM workers sample without a pause, and get new weights in the midst of their answers. Every token says which
-weights it came from, and brings the experts that the sampler chose. The trainer computes with the same ones.
+Real vLLM workers sample without a pause, and load new weights during their answers. Each token has the version of its
+weights and the experts that the sampler chose. The trainer computes with the same experts.
 
-Prints the mean reward of each step, and the KL between sampler and trainer on the same tokens with the same weights, in
-bfloat16, with and without the sampler's experts. Writes log.jsonl, learning.svg and the workers' logs into --output.
-Ends with 0 if replay brought sampler and trainer closer and, judged from 20 steps on, rewards rose by half.
+It prints the mean reward of each step, and the KL divergence between sampler and trainer on the same tokens with the
+same weights, in bfloat16, with and without the sampler's experts. It writes log.jsonl, learning.svg and logs into
+--output. It exits with 0 if replay lowers the divergence and, with 20 steps or more, rewards rise by half.
 """
 
 import argparse
@@ -50,18 +50,18 @@ from rollbus.trainer import (
 )
 
 NUM_DIGITS = 4
-"""Of each answer."""
+"""Digits in each answer."""
 GROUP = 8
-"""Answers to one prompt: each is rewarded relative to the others."""
+"""Answers to one prompt. The advantage of an answer is relative to the others."""
 GROUPS_PER_STEP = 32
-"""As many are under way, and at most as many wait for the trainer: so what it gets is one or two steps old."""
+"""Groups in flight, and the limit of groups that wait for the trainer. So its samples are one or two steps old."""
 MAX_WEIGHT_LAG = 2
-"""Requests that have waited while the weights moved on by more are dropped, and so are older answers."""
+"""Requests and answers whose weights are more versions behind than this are dropped."""
 LEARNING_RATE = 4e-3
 MAX_TOKENS = 1024
-"""Of a micro-batch."""
+"""Predictions in a micro-batch."""
 MIN_LEARNING_STEPS = 20
-"""From so many on, the mean reward of the last ten must be half again as high as that of the first ten."""
+"""With so many steps or more, the mean reward of the last ten must be 1.5 times that of the first ten."""
 START_TIMEOUT_S = 600.0
 POLICY = Qwen3MoeConfig(
     vocab_size=16,
@@ -80,25 +80,25 @@ POLICY = Qwen3MoeConfig(
     tie_word_embeddings=False,
 )
 EMBEDDING_SCALE = 10.0
-"""Embeddings of size 1, as in trained models: else what a token is drowns in what the layers add."""
+"""Gives embeddings of size 1, as in trained models. Smaller ones would vanish beside the outputs of the layers."""
 
 
 def reward_of(prompt: np.ndarray, token_ids: np.ndarray) -> float:
-    """The share of digits that continue the progression of the prompt."""
+    """Return the share of digits that continue the progression of the prompt."""
     wanted = (prompt[-1] + (prompt[1] - prompt[0]) * np.arange(1, NUM_DIGITS + 1)) % 10
     return float((token_ids == wanted).mean())
 
 
 @dataclass
 class Group:
-    """The answers to one prompt; none where the request waited until the weights had moved on too far."""
+    """The answers to one prompt; none if the request waited until the weights were too new for it."""
 
     samples: list[Sample]
     rewards: np.ndarray
 
     @classmethod
     def of(cls, prompt: np.ndarray, generation: rollbus.Generation) -> "Group":
-        """An answer's advantage is its reward measured by those of its group."""
+        """Return the group with an advantage for each answer, relative to the rewards of the group."""
         if generation.error is not None:
             if generation.error.code is not ErrorCode.TOO_STALE:
                 raise generation.error
@@ -114,7 +114,7 @@ class Group:
 
 
 class Rollouts:
-    """Answers to prompts without end: there are always requests under way, also while the trainer computes."""
+    """Answers to an endless series of prompts. Requests are in flight also while the trainer computes."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -131,13 +131,13 @@ class Rollouts:
             yield request
 
     async def run(self, rb: rollbus.Client) -> None:
-        """Ask and collect until cancelled, which aborts what is open."""
+        """Send requests and collect answers until cancelled. Cancellation: aborts open requests."""
         async with aclosing(rb.complete_many(self._requests(), max_in_flight=GROUPS_PER_STEP)) as generations:
             async for generation in generations:
                 await self._groups.put(Group.of(self._prompts.pop(generation.request_id), generation))
 
     async def next(self) -> list[Group]:
-        """The next groups."""
+        """Return the groups of the next step."""
         return [await self._groups.get() for _ in range(GROUPS_PER_STEP)]
 
 
@@ -145,7 +145,7 @@ class Learner:
     """The policy, in float32.
 
     Attributes:
-        version: of the present weights.
+        version: version of the current weights.
     """
 
     def __init__(self, seed: int, version: int) -> None:
@@ -157,11 +157,11 @@ class Learner:
         self.version = version
 
     def sampler(self) -> Qwen3MoeForCausalLM:
-        """A copy of the policy as samplers have it, in bfloat16."""
+        """Return a copy of the policy as the samplers have it, in bfloat16."""
         return copy.deepcopy(self._model).to(torch.bfloat16).eval()
 
     def step(self, samples: list[Sample]) -> None:
-        """One update with the sampler's experts; each token's weight makes up for the sampler's older policy."""
+        """Make one update with the sampler's experts. Importance weights correct for the sampler's older policy."""
         batches = pack(samples, max_tokens=MAX_TOKENS)
         num_trained = sum(int(batch.loss_mask.sum()) for batch in batches)
         for batch in batches:
@@ -177,22 +177,22 @@ class Learner:
 
 
 class Comparison:
-    """How far sampler and trainer are apart. A trainer does without: it keeps a copy of each version's weights."""
+    """The divergence of sampler and trainer, from a copy of each version's weights. A trainer needs no copies."""
 
     def __init__(self) -> None:
         self._models: dict[int, Qwen3MoeForCausalLM] = {}
 
     def remember(self, version: int, model: Qwen3MoeForCausalLM) -> None:
-        """What the samplers compute with from now on; answers of the versions before are still to come."""
+        """Store the weights that the samplers use from now on. Answers of earlier versions may still arrive."""
         self._models[version] = model
         for old in sorted(self._models)[: -MAX_WEIGHT_LAG - 2]:
             del self._models[old]
 
     @torch.no_grad()
     def divergence(self, samples: list[Sample]) -> tuple[float, float]:
-        """KL of sampler and trainer with replay, and without; NaN if there is nothing to compare.
+        """Return the KL of sampler and trainer with replay, and without; NaN if there is no answer to compare.
 
-        Answers whose tokens are of two versions are left out: their first tokens' keys and values are of the older one.
+        Answers with tokens of two versions are left out: the KV of their first tokens is of the older version.
         """
         sums, num_tokens = np.zeros(2), 0
         for version, model in self._models.items():
@@ -210,7 +210,7 @@ class Comparison:
 
 
 def logprobs_of(model: Qwen3MoeForCausalLM, batch: MicroBatch) -> torch.Tensor:
-    """What `model` gives each target: f32[1, T]."""
+    """Return the log probability of each target: f32[1, T]."""
     logits = model(**batch.model_inputs()).logits
     return logits.float().log_softmax(-1).gather(-1, batch.target_ids[..., None])[..., 0]
 
@@ -226,21 +226,21 @@ class Step:
     kl_with_replay: float
     kl_without_replay: float
     lag: int
-    """Of the oldest trained token's weights behind the trainer's."""
+    """Versions between the weights of the oldest trained token and the trainer's."""
     mixed: float
-    """Share of answers whose tokens come from more than one version of the weights."""
+    """Share of answers with tokens of more than one version."""
     dropped: int
     """Requests and answers that were too old."""
     seconds: float
-    """All of it, with the comparison."""
+    """Duration of the step, with the comparison."""
 
 
 async def learn(rb: rollbus.Client, seed: int, version: int, num_steps: int, folder: Path, log: TextIO) -> list[Step]:
-    """Train one policy, from random weights on."""
+    """Train one policy from random weights."""
     learner, comparison, rollouts = Learner(seed, version), Comparison(), Rollouts(seed)
 
     async def publish() -> None:
-        """Give the workers the present weights; they have answers under way, whose next tokens come from these."""
+        """Publish the current weights. Answers in flight continue with these weights."""
         sampler, path = learner.sampler(), folder / str(learner.version)
         sampler.save_pretrained(path)
         comparison.remember(learner.version, sampler)
@@ -288,7 +288,7 @@ async def learn(rb: rollbus.Client, seed: int, version: int, num_steps: int, fol
 
 
 def summarize(runs: list[list[Step]]) -> list[str]:
-    """Print what came of each seed; returns what is not as promised."""
+    """Print the results of each seed. Return the failed expectations."""
     problems = []
     print("\nseed  reward, first    last   ratio  KL with replay  KL without  steps where it is lower with replay")
     for steps in runs:
@@ -311,7 +311,7 @@ def summarize(runs: list[list[Step]]) -> list[str]:
 
 
 def plot(runs: list[list[Step]], path: Path) -> None:
-    """Rewards, and both divergences, over the steps."""
+    """Plot rewards and both divergences over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -331,7 +331,7 @@ def plot(runs: list[list[Step]], path: Path) -> None:
 
 @asynccontextmanager
 async def fleet(num_workers: int, folder: Path, output: Path) -> AsyncIterator[rollbus.Client]:
-    """NATS and vLLM workers with a random policy; yields a client once they serve."""
+    """Run NATS and vLLM workers with a random policy. Yield a client when the workers serve."""
     first = folder / "0"
     Learner(seed=0, version=0).sampler().save_pretrained(first)
     engine_args = {"dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 16, "skip_tokenizer_init": True}
@@ -348,7 +348,7 @@ async def fleet(num_workers: int, folder: Path, output: Path) -> AsyncIterator[r
 
 @asynccontextmanager
 async def process(*command: str, log: BinaryIO) -> AsyncIterator[None]:
-    """Run a program, and stop it on leaving."""
+    """Run a program, and stop it at the end of the block."""
     running = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
         yield
@@ -359,15 +359,15 @@ async def process(*command: str, log: BinaryIO) -> AsyncIterator[None]:
 
 
 async def run(num_seeds: int, num_steps: int, num_workers: int, output: Path) -> bool:
-    """Train with each seed, on the same workers; False: it did not go as promised."""
+    """Train with each seed, on the same workers. Return False if an expectation failed."""
     logging.disable_progress_bar()
-    # The policy is tiny: the cores are for the samplers.
+    # The policy is tiny. Leave the cores to the samplers.
     torch.set_num_threads(1)
     print("vLLM workers start, which takes half a minute and more", flush=True)
     with tempfile.TemporaryDirectory() as name, (output / "log.jsonl").open("w") as log:
         folder = Path(name)
         async with fleet(num_workers, folder, output) as rb:
-            # Each seed's versions come after those of the last.
+            # The versions of a seed follow those of the seed before.
             runs = [
                 await learn(rb, seed, 1 + seed * (num_steps + 1), num_steps, folder, log) for seed in range(num_seeds)
             ]
@@ -382,7 +382,7 @@ async def run(num_seeds: int, num_steps: int, num_workers: int, output: Path) ->
 
 
 def positive(text: str) -> int:
-    """A number of at least 1."""
+    """Return a number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
@@ -391,10 +391,10 @@ def positive(text: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=positive, default=3, help="policies to train, one after the other (3)")
-    parser.add_argument("--steps", type=positive, default=40, help="of each (40)")
-    parser.add_argument("--workers", type=positive, default=2, help="vLLM workers that sample (2)")
-    parser.add_argument("--output", type=Path, default=Path("rl-output"), help="folder for what is written (rl-output)")
+    parser.add_argument("--seeds", type=positive, default=3, help="policies to train, in turn (default: 3)")
+    parser.add_argument("--steps", type=positive, default=40, help="optimizer steps of each policy (default: 40)")
+    parser.add_argument("--workers", type=positive, default=2, help="vLLM workers that sample (default: 2)")
+    parser.add_argument("--output", type=Path, default=Path("rl-output"), help="output folder (default: rl-output)")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     sys.exit(0 if asyncio.run(run(arguments.seeds, arguments.steps, arguments.workers, arguments.output)) else 1)

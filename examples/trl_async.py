@@ -1,13 +1,13 @@
-"""What TRL's `AsyncGRPOTrainer` takes: the fleet answers without end, and gets new weights while it does.
+"""The parts that TRL's `AsyncGRPOTrainer` needs: the fleet generates without a pause and loads new weights.
 
-`AsyncGRPOTrainer` itself needs CUDA: there, pass `rollout_worker=worker, weight_transfer=transfer`. Here a loop of a
-few lines stands in its place, with TRL's own queue, samples and limit of staleness, so that it runs on a CPU.
+`AsyncGRPOTrainer` itself needs CUDA: there, pass `rollout_worker=worker, weight_transfer=transfer`. Here a short loop
+replaces it, with TRL's own queue, samples and limit of staleness, so that the program runs on a CPU.
 
-Run it on the workers' machine, with a Python that has `rollbus[trl]`; it needs no engine. Twenty steps take a minute
+Run it on the workers' machine, with a Python that has `rollbus[trl]`. It needs no engine. Twenty steps take a minute
 on two CPU cores:
 
     rollbus up             # in another terminal: NATS and a worker
-    python trl_async.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
+    python trl_async.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(nats: str | None, num_steps: int) -> None:
         served = next(worker for worker in rb.fleet.workers if worker.state == "serving")
     model = AutoModelForCausalLM.from_pretrained(served.model_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    # `policy`: TRL's names of the tensors are not those of the checkpoint where there are experts.
+    # `policy`: for a model with experts, TRL's names of the tensors are not those of the checkpoint.
     transfer = WeightTransfer(nats, model=served.model, checkpoint=served.model_path, policy=lambda: model)
     worker = RolloutWorker(
         nats, model=served.model, dataset=[{"prompt": text} for text in QUESTIONS], reward_funcs=[letters],

@@ -1,14 +1,14 @@
-"""TRL's `GRPOTrainer` on a fleet: its workers answer the prompts, and have the policy after each optimizer step.
+"""TRL's `GRPOTrainer` on a fleet: the workers answer the prompts, and load the policy after each optimizer step.
 
-The trainer is TRL's own, unchanged; `Rollouts` and `PublishPolicy` are all that is added. The policy is what the
-workers serve. The tiny one of `rollbus up` writes noise, so the reward is one that noise can learn: the share of
-letters in an answer. Put your own dataset and rewards in their place.
+The trainer is TRL's own, unchanged. The program adds only `Rollouts` and `PublishPolicy`. The policy is the model that
+the workers serve. The tiny model of `rollbus up` has random weights, so the reward is easy to learn: the share of
+letters in an answer. Replace the dataset and the rewards by your own.
 
-Run it on the workers' machine, with a Python that has `rollbus[trl]`; it needs no engine. Twenty steps take a minute
+Run it on the workers' machine, with a Python that has `rollbus[trl]`. It needs no engine. Twenty steps take a minute
 on two CPU cores:
 
     rollbus up            # in another terminal: NATS and a worker
-    python trl_grpo.py    # --nats URL, if `rollbus up` says another address than nats://127.0.0.1:4222
+    python trl_grpo.py    # --nats URL, if `rollbus up` prints another address than nats://127.0.0.1:4222
 """
 
 import argparse
@@ -30,11 +30,11 @@ def letters(completions, **_):
     return [sum(character in string.ascii_letters for character in text) / max(len(text), 1) for text in texts]
 
 
-class Told(TrainerCallback):
+class StepPrinter(TrainerCallback):
     """Prints a line for each step."""
 
     def on_log(self, args, state, control, logs, **_):
-        """Say what the step came to."""
+        """Print the result of the step."""
         if "reward" in logs:
             print(f"step {state.global_step}: mean reward {logs['reward']:.3f}")
 
@@ -49,7 +49,7 @@ def main(nats: str | None, num_steps: int) -> None:
         model=worker.model_path,
         reward_funcs=letters,
         rollout_func=Rollouts(nats, model=worker.model),
-        callbacks=[publish, Told()],
+        callbacks=[publish, StepPrinter()],
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]),
         args=GRPOConfig(
             output_dir="trl-output", max_steps=num_steps, learning_rate=2e-3, lr_scheduler_type="constant",

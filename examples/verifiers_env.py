@@ -1,13 +1,13 @@
-"""A published environment of verifiers plays on the fleet, and a trainer gets samples of it.
+"""Play a published environment of verifiers on the fleet, and make samples for a trainer.
 
-verifiers' own client sends token ids to the HTTP service, and reads the answers' token ids, logprobs and routed
-experts. `weight_versions` adds the versions of the weights, and `samples` makes of each conversation what
-`rollbus.trainer.pack` takes. `marble-v1` is a package on PyPI; any other environment goes by its name here.
+verifiers' own client sends token ids to the HTTP service. It reads the token ids, log probabilities and routed experts
+of the answers. `weight_versions` adds the versions of the weights. `samples` makes samples for `rollbus.trainer.pack`
+from each conversation. `marble-v1` is a package on PyPI. Name another environment with `--environment`.
 
-Run it with the Python that has `rollbus[verifiers]` and the environment, on the workers' machine; some seconds:
+Run it on the workers' machine, with a Python that has `rollbus[verifiers]` and the environment. It takes some seconds:
 
     rollbus up                 # in another terminal: NATS, a worker, and the HTTP service
-    python verifiers_env.py    # --http URL, if `rollbus up` says another address than http://127.0.0.1:8080
+    python verifiers_env.py    # --http URL, if `rollbus up` prints another address than http://127.0.0.1:8080
 """
 
 import argparse
@@ -31,10 +31,10 @@ GROUP = 4
 
 
 async def main(http: str, environment: str, num_steps: int, has_tools: bool) -> None:
-    """Play a group of episodes of one task after the other."""
+    """Play a group of episodes for each task in turn."""
     async with httpx.AsyncClient() as client:
         (model, *_) = (await client.get(f"{http}/v1/models")).json()["data"]
-    # Of a model with tools, renderers has a renderer by name; without one it uses the model's chat template.
+    # For a model with tools, name a renderer of the package `renderers`. By default it uses the model's chat template.
     renderer = Qwen3RendererConfig() if has_tools else None
     config = TrainClientConfig(
         base_url=f"{http}/v1",
@@ -43,7 +43,7 @@ async def main(http: str, environment: str, num_steps: int, has_tools: bool) -> 
         renderer_model_name=model["root"],
     )
     context = ModelContext(model=model["id"], client=config, sampling=Sampling(temperature=1.0, max_tokens=64))
-    # verifiers' smallest harness, as a process of this machine. It is made by uv, which lies beside this Python.
+    # verifiers' smallest harness, as a process on this machine. It needs uv, which is in the folder of this Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, "max_turns": 4}
     env = load_environment(resolve_env_config({"taskset": {"id": environment}, "agent": agent}))
