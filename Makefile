@@ -5,7 +5,7 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check format lock clean
+.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check docs format lock clean
 
 help:
 	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make vllm-contract   what the worker uses of vLLM is in each release's wheel (2 GB of downloads, once)"
 	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   lint, format, types and import rules"
+	@echo "make docs    the site with the API reference in site/; a broken link or an undocumented public name fails"
 	@echo "make format  let ruff format and sort imports"
 	@echo "make lock    resolve requirements-cpu.lock and the locks in .ci anew from pyproject.toml"
 	@echo "make clean   remove .venv and everything else that make and the tools wrote"
@@ -59,6 +60,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# mkdocs is strict: each warning is an error. The notice is about a later mkdocs.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The site is in site/: open site/index.html"
+
 format: setup
 	$(BIN)/ruff check --fix --select I
 	$(BIN)/ruff format
@@ -67,5 +73,5 @@ lock:
 	@$(or $(PYTHON),python3.11) .ci/lock.py
 
 clean:
-	rm -rf .venv .venv-next .venv-trainers .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-next .venv-trainers site .make .rollbus .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

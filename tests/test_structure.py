@@ -18,7 +18,7 @@ PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 ROOT_ENTRIES = {
     *PACKAGES, "bench", "deploy", "docs", "examples", "src", "tests", ".ci", ".dockerignore", ".env.example",
     ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "compose.yaml",
-    "pyproject.toml", "requirements-cpu.lock",
+    "mkdocs.yml", "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
 ELSEWHERE = ("trl", "verifiers", "worker")
 """Extras of other environments: of trainers, and of GPUs."""

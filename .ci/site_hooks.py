@@ -1,0 +1,195 @@
+"""Hooks of mkdocs for the site: files outside docs/, Markdown as GitHub reads it, and the check of public names.
+
+A page in docs/ links to examples, sources and folders of the repository. On GitHub these links work as they are. The
+site has no repository around it, so each linked file becomes a page below `source/`, and the links lead there.
+"""
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SOURCE = "source"
+"""Folder of the site with the pages of files outside docs/."""
+LANGUAGES = {".json": "json", ".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+"""Head of a page that the search leaves out."""
+PUBLIC = ("rollbus", "rollbus.sync", "rollbus.trainer")
+"""Modules whose `__all__` must be on the API pages."""
+LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
+FENCE = re.compile(r"^\s*(```|~~~)")
+LIST_ITEM = re.compile(r"([-*]|\d+\.) ")
+DIRECTIVE = re.compile(r"^::: (\S+)", re.MULTILINE)
+
+log = logging.getLogger("mkdocs.hooks.rollbus")
+
+
+def is_external(link: str) -> bool:
+    """Return True if a link has a scheme, or only an anchor."""
+    return not link or "://" in link or link.startswith("mailto:")
+
+
+def repository_path(link: str, source_path: str) -> str:
+    """Return the path in the repository that a relative link in the file `source_path` names."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source_path), link))
+
+
+def site_page(path: str) -> str | None:
+    """Return the site's page for a path of the repository, or None if no file has this path."""
+    if path == "docs" or path.startswith("docs/"):
+        return posixpath.join(path.removeprefix("docs").removeprefix("/"), "")[:-1] or "index.md"
+    if path == "CHANGELOG.md":
+        return "changelog.md"
+    found = ROOT / path
+    if not found.exists() or path.startswith(".."):
+        return None
+    if found.is_dir():
+        return f"{SOURCE}/{path}/index.md" if path != "." else f"{SOURCE}/index.md"
+    return f"{SOURCE}/{path}" if found.suffix == ".md" else f"{SOURCE}/{path}.md"
+
+
+def outside_links(text: str, source_path: str) -> set[str]:
+    """Return the paths outside docs/ that a Markdown text links to."""
+    paths = {repository_path(link, source_path) for link, _ in LINK.findall(text) if not is_external(link)}
+    return {path for path in paths if path != "docs" and not path.startswith("docs/")}
+
+
+def rewrite(text: str, source_path: str, page_path: str) -> str:
+    """Return Markdown whose links fit the page `page_path` of the site, with blank lines before lists."""
+    base = posixpath.dirname(page_path)
+
+    def replace(match: re.Match[str]) -> str:
+        link, anchor = match.group(1), match.group(2) or ""
+        if is_external(link):
+            return match.group(0)
+        path = repository_path(link, source_path)
+        target = site_page(path)
+        if target is None or (path.startswith("docs/") and source_path.startswith("docs/")):
+            return match.group(0)
+        is_code = target.startswith(f"{SOURCE}/") and not path.endswith(".md")
+        return posixpath.relpath(target, base or ".") + ("" if is_code else anchor)
+
+    lines: list[str] = []
+    is_fenced = False
+    for line in text.splitlines():
+        if FENCE.match(line):
+            is_fenced = not is_fenced
+        elif not is_fenced:
+            before = lines[-1] if lines else ""
+            if LIST_ITEM.match(line) and before.strip() and not LIST_ITEM.match(before) and before[0] not in " <":
+                lines.append("")
+            line = LINK.sub(replace, line)  # noqa: PLW2901 - the line is rewritten in place
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def file_page(path: str) -> str:
+    """Return the Markdown page of a file or folder of the repository."""
+    found = ROOT / path
+    if found.is_dir():
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in found.iterdir() if entry.name[0] not in "._")
+        return f"{UNSEARCHED}# {path}/\n\nA folder of the repository.\n\n" + "".join(f"- `{name}`\n" for name in names)
+    text = found.read_text()
+    if found.suffix == ".md":
+        return rewrite(text, path, site_page(path) or path)
+    language = LANGUAGES.get(found.suffix, "text")
+    return f"{UNSEARCHED}# {path}\n\nA file of the repository.\n\n````{language}\n{text}````\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the changelog, and a page for each file outside docs/ that a page links to, directly or not."""
+    changelog = rewrite((ROOT / "CHANGELOG.md").read_text(), "CHANGELOG.md", "changelog.md")
+    files.append(File.generated(config, "changelog.md", content=changelog))
+    due: set[str] = outside_links((ROOT / "CHANGELOG.md").read_text(), "CHANGELOG.md")
+    for file in files.documentation_pages():
+        if file.abs_src_path and Path(file.abs_src_path).is_relative_to(DOCS):
+            due |= outside_links(file.content_string, f"docs/{file.src_uri}")
+    done: set[str] = {"CHANGELOG.md"}
+    while due - done:
+        path = (due - done).pop()
+        done.add(path)
+        target = site_page(path)
+        if target is None:
+            continue
+        if path.endswith(".md"):
+            due |= outside_links((ROOT / path).read_text(), path)
+        content = file_page(path)
+        files.append(File.generated(config, target, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to files outside docs/ to their pages."""
+    if page.file.generated_by:
+        return markdown
+    return rewrite(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+
+
+def on_config(config: Any) -> Any:
+    """Leave pages that do not exist yet out of the navigation, and check the public names."""
+    config.nav = existing(config.nav)
+    for problem in undocumented():
+        log.warning(problem)
+    return config
+
+
+def existing(nav: list[Any]) -> list[Any]:
+    """Return the navigation without pages that docs/ lacks."""
+    kept: list[Any] = []
+    for item in nav:
+        title, target = next(iter(item.items())) if isinstance(item, dict) else (None, item)
+        if isinstance(target, list):
+            kept.append({title: existing(target)})
+        elif target == "changelog.md" or (DOCS / target).is_file():
+            kept.append(item)
+    return kept
+
+
+def undocumented() -> list[str]:
+    """Return one sentence for each public name without a docstring, and for each that no API page has."""
+    extensions = griffe.load_extensions("unpack_typeddict", str(ROOT / ".ci/griffe_blocking.py"))
+    package = griffe.load(
+        "rollbus", search_paths=[ROOT / "src"], resolve_aliases=True, allow_inspection=False, extensions=extensions
+    )
+    shown: set[str] = set()
+    for page in sorted((DOCS / "api").glob("*.md")):
+        shown |= set(DIRECTIVE.findall(page.read_text()))
+    problems: list[str] = []
+    for module in PUBLIC:
+        found = package if module == "rollbus" else package[module.removeprefix("rollbus.")]
+        listed = (package["bus"] if module == "rollbus" else found).exports or []
+        problems += [
+            f"{module}.{name} is on no page of docs/api: add `::: {module}.{name}` to one"
+            for name in sorted(map(str, listed))
+            if not shown & {f"{module}.{name}", f"{module}.{name}.{name}"}
+        ]
+    for path in sorted(shown):
+        problems += missing_docstrings(package[path.removeprefix("rollbus.")], path)
+    return problems
+
+
+def missing_docstrings(found: Any, path: str) -> list[str]:
+    """Return one sentence for a name, and each public method or field of it, that has no docstring."""
+    found = found.final_target if found.is_alias else found
+    problems = [] if found.docstring else [f"{path} has no docstring"]
+    if not (found.is_class or found.is_module):
+        return problems
+    for name, member in found.members.items():
+        if name.startswith("_") or member.is_alias or (found.is_module and found.exports and name not in found.exports):
+            continue
+        if member.is_function and not member.docstring:
+            problems.append(f"{path}.{name} has no docstring ({member.filepath}:{member.lineno})")
+    return problems
+
+
+def on_page_context(context: Any, page: Any, **_: Any) -> Any:
+    """Leave generated pages without a link to edit them."""
+    if page.file.generated_by:
+        page.edit_url = None
+    return context
