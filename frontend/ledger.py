@@ -25,7 +25,7 @@ class WorkerLine:
 
 
 def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
-    """The ledger for programs; its names are documented in docs/operations.md and do not change."""
+    """The ledger for programs; its names are documented in docs/operate/commands.md and do not change."""
     return {
         "command": ledger.command,
         "id": ledger.id,

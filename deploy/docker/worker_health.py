@@ -1,6 +1,6 @@
-"""Docker's health check of a worker: exits with 0 while it is alive, with the weights that it should have.
+"""Health check of a worker for Docker: exit with 0 if the worker is alive and has its target weights.
 
-A paused worker is healthy; one that loads, or has lost its lease, is not.
+A paused worker is healthy. A worker that loads, or has lost its lease, is not.
 """
 
 import http.client
@@ -11,9 +11,9 @@ UNHEALTHY = {"connecting", "starting", "fenced", "outdated", "poisoned", "waitin
 
 
 def main() -> int:
-    """Ask the worker itself, by its probe."""
+    """Ask the probe of the worker, and return the exit code."""
     try:
-        # Not urllib, which would ask a proxy.
+        # Not urllib, which would use a proxy.
         connection = http.client.HTTPConnection("127.0.0.1", 8081, timeout=10)
         connection.request("GET", "/health")
         answer = connection.getresponse()

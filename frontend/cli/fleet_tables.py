@@ -225,7 +225,7 @@ def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 
 
 def state_as_json(state: FleetState) -> dict[str, Any]:
-    """What `rollbus status --json` prints; its names are documented in docs/operations.md and do not change."""
+    """What `rollbus status --json` prints; its names are documented in docs/operate/commands.md and do not change."""
     return {
         "fleet": state.fleet,
         "workers": [_without(worker, "v") for worker in state.workers],

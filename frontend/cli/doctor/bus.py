@@ -263,7 +263,7 @@ async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     yield ok("fleet", f"{len(workers)} workers: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     for worker in workers:
         if worker.last_error:
-            yield warn(f"worker {worker.worker}", worker.last_error, "docs/operations.md lists what such lines mean")
+            yield warn(f"worker {worker.worker}", worker.last_error, "docs/operate/troubleshoot.md explains it")
     for model, problem in sorted(problems.items()):
         yield fail(f"queue of {model}", problem, NO_LEADER_ADVICE)
     for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
