@@ -1,7 +1,7 @@
-"""The caller's side of a client that is connected: it opens calls, hands them to the bus thread and takes what comes.
+"""The caller's side of a connected client: it opens calls, submits them to the bus thread and returns results.
 
-All of this belongs to the caller's loop. Nothing here waits for the bus thread where it can be avoided: a request for a
-model that somebody serves is opened without a round trip.
+All methods belong to the caller's loop and avoid waiting for the bus thread. A request for a model with a serving
+worker is opened without a round trip.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ __all__ = ["CallRegistry"]
 
 
 class CallRegistry:
-    """The live calls of one client, and the thread that carries them. `start` it before use, `close` it after."""
+    """The open calls of one client, and its bus thread. Call `start` before use and `close` afterwards."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class CallRegistry:
         self.fleet: Fleet
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<CallRegistry calls={len(self._calls)} unread={self.unread_bytes} {self._thread!r}>"
 
     @property
@@ -48,32 +48,32 @@ class CallRegistry:
 
     @property
     def runtime(self) -> ClientRuntime:
-        """What lives on the bus thread."""
+        """The client's parts on the bus thread."""
         return self._runtime
 
     @property
     def config(self) -> ClientConfig:
-        """How the client is set up."""
+        """The configuration of the client."""
         return self._config
 
     @property
     def num_calls(self) -> int:
-        """Calls that were opened and not dropped."""
+        """Number of calls that were opened and not removed."""
         return len(self._calls)
 
     @property
     def unread_bytes(self) -> int:
-        """Of results that no caller has taken."""
+        """Bytes of results that no caller has read."""
         return self._inbox.unread.num_bytes
 
     def stats(self) -> ClientStats:
-        """A copy of the counters."""
+        """Return a copy of the counters."""
         return self._runtime.stats(self.unread_bytes, TracingStats() if self.tracer is None else self.tracer.stats)
 
     async def start(self) -> None:
         """Connect.
 
-        Cancellation: leaves nothing behind.
+        Cancellation: leaves nothing open.
 
         Raises:
             BusBroken: no server answers.
@@ -86,12 +86,12 @@ class CallRegistry:
         _started.add(self)
 
     async def close(self) -> None:
-        """Fail what is open, have it aborted in the engines, and end the thread.
+        """Fail all open calls, abort them in the engines, and end the thread.
 
-        Cancellation: raised once that is done; it takes a few seconds at most.
+        Cancellation: raised after the close is complete, which takes a few seconds at most.
 
         Raises:
-            Exception: what had ended the thread before.
+            Exception: the error that had ended the thread earlier.
         """
         try:
             await self._thread.stop()
@@ -100,18 +100,18 @@ class CallRegistry:
 
     async def _close_tracer(self) -> None:
         if self.tracer is not None:
-            # It waits for the collector, if that is slow.
+            # Closing waits for the collector, which may be slow.
             await asyncio.to_thread(self.tracer.close)
 
     async def open(self, request: GenerateRequest, *, streams: bool) -> Call:
-        """Have `request` published; the caller must `remove` the call when it is done with it.
+        """Submit `request`. The caller must `remove` the call afterwards.
 
-        Waits only where nobody seems to serve the model.
+        This waits only if no worker seems to serve the model.
 
         Raises:
-            RequestRejected: nothing was published.
-            BusClosed: the client belongs to the process that this one was forked from.
-            BusBroken: the connection was lost for good.
+            RequestRejected: the request was not published.
+            BusClosed: the client belongs to the parent of this forked process.
+            BusBroken: the connection is permanently lost.
         """
         self._thread.check_process()
         if self._failure is not None:
@@ -122,7 +122,7 @@ class CallRegistry:
         if request_id in self._calls:
             raise RequestRejected(
                 code=ErrorCode.DUPLICATE_REQUEST,
-                message="this client has a live request of this id",
+                message=f"request id {request_id} is already in use by an open request of this client",
                 request_id=request_id,
             )
         call = Call(request, self._inbox, streams, self.tracer)
@@ -148,11 +148,11 @@ class CallRegistry:
         except NoWorkers:
             if not call.is_aborted:
                 raise
-            # It is not published any more: it ends as aborted.
+            # The call ends as aborted without a publication.
             return model or ""
 
     def remove(self, call: Call) -> None:
-        """Forget `call`; what is still open of it is aborted at its worker. Safe to repeat."""
+        """Remove `call`, and abort its open children at their workers. Calling this twice is allowed."""
         request_id = call.request.request_id
         if self._calls.get(request_id) is call:
             del self._calls[request_id]
@@ -160,7 +160,7 @@ class CallRegistry:
             self._thread.post(self._runtime.coordinator.remove, call)
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End these calls where they stand; see `Client.abort`."""
+        """End these calls immediately with their present results; see `Client.abort`."""
         unique_ids = list(dict.fromkeys(request_ids))
         aborted = []
         for request_id in unique_ids:
@@ -172,12 +172,12 @@ class CallRegistry:
         return [request_id for request_id in unique_ids if request_id in aborted]
 
     async def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
-        """Have these calls, which are submitted, end soon with what they have.
+        """End these submitted calls soon, with their present results.
 
-        Waits for the bus thread, and for no worker.
+        This waits for the bus thread, but not for a worker.
 
         Returns:
-            Of those that were open: how many tokens each child has.
+            Number of tokens of each child, by request id, for the calls that were open.
         """
         return await self._thread.run(self._stop(list(request_ids)))
 
@@ -185,7 +185,7 @@ class CallRegistry:
         return self._runtime.coordinator.stop(request_ids)
 
     async def newest_version(self, model: str, lora: str | None) -> int | None:
-        """The newest weights of `model`, or version of its adapter, that a live worker has; None: that is not known."""
+        """Return the newest version of `model`, or of its adapter, on any live worker. None if it is unknown."""
         return await self._thread.run(self._newest_version(model, lora))
 
     async def _newest_version(self, model: str, lora: str | None) -> int | None:
@@ -195,7 +195,7 @@ class CallRegistry:
         return self._runtime.coordinator.abort(request_ids)
 
     def _fail_all(self, error: BaseException | None) -> None:
-        """The thread has ended: nobody else ends what it had not ended."""
+        """Fail all open calls after the thread has ended, because the thread cannot."""
         self._failure = error
         self._end_calls("the client was closed" if error is None else f"the client has failed: {error!r}")
         for call in self._calls.values():
@@ -209,9 +209,9 @@ class CallRegistry:
                 )
 
     def leave_to_parent(self) -> None:
-        """End the calls of this copy without a word to anybody; to be called in a process that was just forked.
+        """End the calls of this copy without sending anything. Call this in a process that was just forked.
 
-        Their callers are not notified: that runs the code of others, in the midst of `os.fork`.
+        The callers are not notified, because that would run their code inside `os.fork`.
         """
         self._thread.abandon()
         self._end_calls(FORKED)
@@ -229,10 +229,10 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def check_ids(request_ids: Iterable[str]) -> list[str]:
-    """The ids to abort, as a list.
+    """Return the ids to abort as a list.
 
     Raises:
-        InvalidRequest: there are none, or they are one string, whose characters nobody means.
+        InvalidRequest: there are no ids, or `request_ids` is a single string.
     """
     if isinstance(request_ids, str):
         raise InvalidRequest(field="request_ids", problem="is a string", allowed="a list of request ids")

@@ -1,7 +1,7 @@
-"""The spans of one call, from its opening to its end: the call itself, its waits in the queue, its resumes.
+"""The spans of one call from its opening to its end: the call, its waits in the queue, and its resumes.
 
-Times and names are noted while the call goes on, and its spans are made when it ends. Attempts take the context of the
-call to their workers; those that follow a lost one take that of their resume.
+The client records times and names during the call and creates the spans at its end. Attempts pass the context of the
+call to their workers. Attempts that follow a lost attempt pass the context of their resume.
 """
 
 import time
@@ -22,17 +22,18 @@ from ..tracing.spans import Attribute, Clock, Span, SpanContext, Tracer
 __all__ = ["CallSpans", "traced"]
 
 MAX_SPANS: Final = 1000
-"""Of one call: a request for 256 samples whose worker dies has about 770."""
+"""Maximum number of spans of one call. A request for 256 samples whose worker dies has about 770."""
 MAX_VERSIONS: Final = 64
-"""Weight versions that a span names."""
+"""Maximum number of weight versions that a span lists."""
 OPERATION: Final = "text_completion"
 
 
 def traced(tracer: Tracer, request: GenerateRequest) -> "tuple[GenerateRequest, CallSpans | None]":
-    """Begin the trace of a call, or go on with that of its request, or of the calling code.
+    """Begin the trace of a call, or continue the trace of its request or of the calling code.
 
     Returns:
-        The request as it is sent, and what makes its spans; None: it is not sampled, and workers are told so.
+        The request to send, and the collector of its spans. The collector is None if the request is not sampled; the
+        request then tells workers so.
     """
     parent = SpanContext.parse(request.traceparent, request.tracestate) or tracer.current()
     context = tracer.start(OPERATION, "client", parent)
@@ -49,10 +50,10 @@ class _ResumeSpan:
 
 
 class CallSpans:
-    """Collects the spans of one sampled call, and exports them when it has ended. On the bus thread, once it is made.
+    """Collects the spans of one sampled call, and exports them at its end. Used on the bus thread after its creation.
 
     Args:
-        parent: the span that the call was made in; None: it begins a trace.
+        parent: span that surrounds the call. None: the call begins a trace.
     """
 
     def __init__(
@@ -67,22 +68,22 @@ class CallSpans:
         self._first_at: float | None = None
         self._versions: dict[int, None] = {}
         self._spans: list[Span] = []
-        # By child: its resume that is under way, the span that stands for its latest attempt, and that one's worker.
+        # By child: the resume in progress, the span of the latest attempt, and the worker of that attempt.
         self._resumes: dict[int, _ResumeSpan] = {}
         self._latest: dict[int, SpanContext] = {}
         self._workers: dict[int, str] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<CallSpans {self._request.request_id} spans={len(self._spans)} resumes={len(self._resumes)}>"
 
     def context_of(self, child: int) -> SpanContext | None:
-        """What the next attempt of `child` takes to its worker; None: what the first one took."""
+        """Return the trace context of the next attempt of `child`. None: the context of the first attempt."""
         resume = self._resumes.get(child)
         return None if resume is None else resume.context
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """Chunks have come for the caller."""
+        """Record chunks that were received for the caller."""
         for chunk in chunks:
             if chunk.token_ids_data:
                 if self._first_at is None:
@@ -91,7 +92,7 @@ class CallSpans:
                     self._versions[chunk.weight_version] = None
 
     def note(self, child: AttemptMachine, instruction: Instruction) -> None:
-        """What has just happened to a child calls for this."""
+        """Record an instruction of a child."""
         match instruction:
             case on.RecordAdmission(waited_s):
                 self._add_wait(child, waited_s)
@@ -101,7 +102,7 @@ class CallSpans:
                 self._end_resume(child.stream.child, child.since)
 
     def _add_wait(self, child: AttemptMachine, waited_s: float) -> None:
-        """A worker has admitted the current attempt, which had been published so long before."""
+        """Record that a worker admitted the current attempt, `waited_s` seconds after its publication."""
         index, worker = child.stream.child, child.worker or ""
         parent = self.context_of(index) or self._context
         self._latest[index] = context = parent.child()
@@ -126,7 +127,7 @@ class CallSpans:
         )
 
     def _begin_resume(self, child: AttemptMachine) -> None:
-        """The attempt before the current one was given up, and another follows."""
+        """Record that the previous attempt was lost and that another attempt follows."""
         index, error = child.stream.child, child.last_error
         self._end_resume(index, child.since)
         attributes = self._attributes(child)
@@ -138,7 +139,7 @@ class CallSpans:
         self._latest[index] = context
 
     def _end_resume(self, index: int, now: float) -> None:
-        """The resume that is under way has ended, if there is one."""
+        """End the resume in progress, if there is one."""
         resume = self._resumes.pop(index, None)
         if resume is not None:
             self._add(
@@ -161,12 +162,12 @@ class CallSpans:
     def ended(
         self, model: str, children: Sequence[tuple[ResponseStream, Sequence[str]]], streams: bool, error: str | None
     ) -> None:
-        """The call is over: all its spans are made.
+        """End the call: create and export all its spans.
 
         Args:
-            children: each sample with its workers.
-            streams: its caller takes chunks.
-            error: code of the error with which it ended.
+            children: response stream and workers of each sample.
+            streams: True if the caller reads single chunks.
+            error: error code of the call. None if it succeeded.
         """
         now = time.monotonic()
         for child in list(self._resumes):

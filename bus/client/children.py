@@ -1,6 +1,6 @@
-"""The bus thread's end of a request: its call, and what becomes of each sample.
+"""The bus thread's side of a request: its open call, and the state of each child request.
 
-A request of n samples is n requests to the fleet, its children; they end together when one of them fails.
+A request for n samples is n requests to the fleet, its children. If one of them fails, all of them end.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ class OpenCall:
     """A call while it is open.
 
     Args:
-        call: the caller's end.
-        serial: no other call of this client has it.
-        attempt: number of the first attempt: above 0 when what is left of an earlier call of the same id may turn up.
+        call: the caller's side of the request.
+        serial: number of the call, unique within this client.
+        attempt: number of the first attempt. Above 0 if late chunks of an earlier call with the same id may arrive.
     """
 
     def __init__(self, call: Call, *, serial: int, attempt: int) -> None:
@@ -39,24 +39,24 @@ class OpenCall:
             for index, (request, payload) in enumerate(zip(call.children, call.payloads, strict=True))
         ]
         self.target_version: int | None = None
-        """Of the weights that the model's workers were to have when it was submitted; None until that is known, and
-        where nobody asks."""
+        """Target weight version of the model when the call was submitted. None until it is known, and if the request
+        does not need it."""
         self.pieces: tuple[PrefixScope, tuple[int, ...]] | None = None
-        """Hashes of the prompt, and what they are for; None until they are made."""
+        """Hashes of the prompt, with their scope. None until they are computed."""
         self.has_ended = False
-        """All children have their terminal chunk, or the call has failed as a whole."""
+        """True if all children have their terminal chunk, or if the call has failed."""
         self.is_stopping = False
-        """Its children end with what they have: none of them is published again."""
+        """True if the children end with their present tokens and are not published again."""
         self.timer: asyncio.TimerHandle | None = None
-        """Ends the call at its deadline."""
+        """Timer that ends the call at its deadline."""
 
     @property
     def next_attempt(self) -> int:
-        """A number that no attempt of any child has."""
+        """Attempt number that no child has used."""
         return max(child.stream.attempt for child in self.children) + 1
 
     def finish(self, error: RequestError | None = None) -> None:
-        """Tell the caller that it is over; without effect the second time."""
+        """End the caller's side of the call. A second call of this method has no effect."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -68,64 +68,64 @@ class OpenCall:
         self.call.finish(CallResult([child.result() for child in self.children], error))
 
     def clear(self) -> None:
-        """Let go of the children, which have all ended.
+        """Remove the children, which have all ended.
 
-        They name this call, and so would keep the result that it holds, however large, until the garbage collector
-        looks at everything there is.
+        The children refer to this call, and the call refers to its result. Without this, a large result would stay in
+        memory until the garbage collector finds the cycle.
         """
         self.children.clear()
 
     def failure(self, code: ErrorCode, message: str) -> RequestFailed:
-        """An error of this call."""
+        """Return an error of this call."""
         return RequestFailed(code=code, message=message, request_id=self.request_id)
 
 
 class ChildRequest(AttemptMachine):
-    """A child request with the call that it belongs to."""
+    """A child request with its open call."""
 
     def __init__(self, open_call: OpenCall, stream: ResponseStream, payload: bytes) -> None:
         super().__init__(stream, payload, now=time.monotonic(), deadline=open_call.call.deadline_s)
         self.open_call = open_call
         self.timer: asyncio.TimerHandle | None = None
-        """Ends the present state, if that has a time limit."""
+        """Timer of the present state, if that state has a time limit."""
         self.may_wait = False
-        """The current attempt may wait at its worker for a slot, and that has not named it a second time."""
+        """True if the current attempt may wait at its worker for a slot, and the worker has offered it at most once."""
 
     @property
     def has_begun(self) -> bool:
-        """True if the engine of its worker may have seen it."""
+        """True if the engine of its worker may have received the request."""
         return not self.may_wait or self.has_token
 
     def stop_timer(self) -> None:
-        """Cancel the timer of a state that was left."""
+        """Cancel the timer if the state that it belongs to has ended."""
         if self.timer is not None and self.state not in TIMED:
             self.timer.cancel()
             self.timer = None
 
     @property
     def token(self) -> str:
-        """Names this child request among all of the client, in whichever call."""
+        """Id of this child request, unique among all calls of the client."""
         return f"{self.open_call.serial}.{self.stream.child}"
 
     @property
     def msg_id(self) -> str:
-        """Names the current attempt among all of the client."""
+        """Id of the current attempt, unique within the client."""
         return f"{self.open_call.serial}.{self.stream.attempt}.{self.stream.child}"
 
     def payload(self) -> bytes:
-        """The request of the current attempt, encoded; a resumed one has its place in the trace."""
+        """Return the encoded request of the current attempt. A resumed request has the trace context of its resume."""
         spans = self.open_call.call.spans
         if self._payload is None and spans is not None and (context := spans.context_of(self.stream.child)):
             self._request = self._request.in_trace(context.traceparent, context.tracestate)
         return super().payload()
 
     def note(self, instructions: Sequence[Instruction]) -> None:
-        """Note for the call's spans, if it is traced, what has just happened."""
+        """Record instructions for the spans of the call, if the call is traced."""
         spans = self.open_call.call.spans
         if spans is not None:
             for instruction in instructions:
                 spans.note(self, instruction)
 
     def result(self) -> ChildResult:
-        """What came of it; the bus thread must not touch the stream any more."""
+        """Return the result of the child. The bus thread must not use the stream afterwards."""
         return ChildResult(self.stream.child, self.stream, tuple(self.workers))

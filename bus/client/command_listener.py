@@ -1,8 +1,8 @@
-"""Listens to the commands of all controllers and to what workers answer, while somebody wants to see them.
+"""Receives the commands of all controllers and the acks of workers while a program displays them.
 
-A user needs the permission to hear acks, which admins and frontends have. Where users have credentials, commands go
-from their controllers to the workers' account and reach nobody else: a command is known there by its acks alone. Reads
-are left out: they change nothing, and their answers are large.
+A user needs the permission to receive acks, which admins and frontends have. With credentials, commands go only from
+controllers to the account of the workers, so the listener knows a command only by its acks. Reads are left out, because
+they change nothing and their acks are large.
 """
 
 import logging
@@ -30,24 +30,25 @@ __all__ = ["CommandListener"]
 logger = logging.getLogger(__name__)
 
 MAX_ACK_BYTES: Final = 256 << 10
-"""Of an ack that is decoded: those of reads have up to megabytes. That of new weights has the routing of a canary:
-46 KB at 61 layers."""
+"""Maximum size of an ack that is decoded. Acks of reads have up to several megabytes. The ack of new weights has the
+routed experts of a canary: 46 KB with 61 layers."""
 MAX_PENDING: Final = 8192
-"""Messages that wait here: what workers answer in a second or two. Those beyond it are dropped; a command's ledger at
-its controller is not touched."""
+"""Maximum number of waiting messages, about one or two seconds of acks. Further messages are dropped. The command
+result of the controller is not affected."""
 MAX_PENDING_BYTES: Final = 64 << 20
 READS: Final = (ReadExperts, ReadRequest, State)
 STATE: Final = State(id="x").command
 READ_ACK: Final = b'"command":"read_'
-"""In the first bytes of the ack of a read."""
+"""Part of the first bytes of a read's ack."""
 
 
 class CommandListener:
-    """Follows the commands of a fleet. Lives on the bus thread.
+    """Records the commands of a fleet. Runs on the bus thread.
 
     Attributes:
-        bad_messages: commands and acks that did not decode, bore another's name, or were not signed by their author.
-        passed_over: acks that are too large, or answer reads.
+        bad_messages: number of commands and acks that could not be decoded, had another sender's name, or were not
+            signed by their author.
+        passed_over: number of acks that are too large or answer reads.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, table: PresenceTable) -> None:
@@ -61,20 +62,20 @@ class CommandListener:
         self.passed_over = 0
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<CommandListener {self._book!r} bad={self.bad_messages} listens={bool(self._subscriptions)}>"
 
     async def start(self) -> None:
-        """Listen; safe to repeat.
+        """Subscribe to commands and acks. Calling this twice is allowed.
 
         Raises:
-            PermissionDenied: this user may not.
-            BusBroken, BusClosed: the connection is gone.
+            PermissionDenied: this user may not receive acks.
+            BusBroken, BusClosed: the connection is lost.
         """
         if self._subscriptions:
             return
         async with AsyncExitStack() as undo:
-            # One without the other would show workers that never answer.
+            # With commands but without acks, it would look as if workers never answered.
             undo.push_async_callback(self.stop)
             if self._may_hear_commands:
                 try:
@@ -91,14 +92,14 @@ class CommandListener:
         self._subscriptions.append(subscription)
 
     async def stop(self) -> None:
-        """Listen no more; what was heard stays."""
+        """Unsubscribe. The recorded commands stay."""
         while self._subscriptions:
             subscription = self._subscriptions.pop()
             if not self._nats.is_closed:
                 await subscription.unsubscribe()
 
     def lines(self) -> tuple[CommandLine, ...]:
-        """Return the last commands that were heard, the newest first."""
+        """Return the last recorded commands, newest first."""
         return self._book.lines(time.time())
 
     async def _on_command(self, message: Msg) -> None:
@@ -106,7 +107,7 @@ class CommandListener:
         try:
             signed = self._nats.signatures.check(message.subject, message.data, message.headers)
             if signed is not None and signed.by.name != controller:
-                raise RemoteProtocolError(f"it is signed by {signed.by.role} {signed.by.name}")
+                raise RemoteProtocolError(f"the command is signed by {signed.by.role} {signed.by.name}")
             self._receive(controller, message.data, signed)
         except (ControlError, InvalidRequest, RemoteProtocolError) as exc:
             self._note_bad(message, exc)
@@ -132,7 +133,7 @@ class CommandListener:
         try:
             ack = decode_ack(message.data)
             if worker != ack.worker:
-                raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
+                raise RemoteProtocolError(f"worker {ack.worker} sent an ack on {message.subject}")
         except RemoteProtocolError as exc:
             self._note_bad(message, exc)
             return
@@ -143,8 +144,8 @@ class CommandListener:
 
     def _note_bad(self, message: Msg, error: Exception) -> None:
         self.bad_messages += 1
-        if self.bad_messages.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
-            logger.warning("command.bad_heard subject=%s so_far=%s error=%s", message.subject, self.bad_messages, error)
+        if self.bad_messages.bit_count() == 1:  # log number 1, 2, 4, 8 ..., so that a flood of messages floods no log
+            logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, self.bad_messages, error)
 
 
 def _may(signed: Signed, model: str) -> bool:

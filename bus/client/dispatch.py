@@ -1,8 +1,8 @@
-"""How requests get to the workers: through the queue, or straight to one at which they are placed. On the bus thread.
+"""Publishes requests to workers, through the queue or directly to a worker. Runs on the bus thread.
 
-Invariant: a request that is open and that no worker has admitted is in one of five places: in the line here, behind
-the leader of its group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. What
-has left the queue without a worker's offer is an orphan, and is published again.
+Invariant: an open request that no worker has admitted is in one of five places: pending here, behind the leader of its
+group, on its way to the queue, in the queue, or on its way to the worker at which it was placed. A request that has
+left the queue without a worker's offer is an orphan. It is published again.
 """
 
 import asyncio
@@ -39,27 +39,27 @@ __all__ = ["DispatcherStats", "RequestDispatcher"]
 logger = logging.getLogger(__name__)
 
 ORPHAN_AGE_S: Final = 10.0
-"""How long a request waits before it is looked for in the queue: what nobody has lost needs no looking for."""
+"""Seconds that a request waits in the queue before the client searches for it. Most requests need no search."""
 ORPHANS_PER_ROUND: Final = 4096
-"""Requests looked for in one round: some milliseconds. However many wait, the server is asked once for each lane."""
+"""Requests that one round searches for, within a few milliseconds. The server is asked only once for each lane."""
 ROUND_S: Final = 0.5
-"""How often what waits is looked at."""
+"""Seconds between two checks of waiting requests."""
 HEADER_BYTES: Final = 512
-"""Room below `max_payload` for the headers of a publish."""
+"""Bytes below `max_payload` that are reserved for the headers of a publication."""
 
 
 class _Queued(NamedTuple):
-    """A request that the queue holds."""
+    """A request in the queue."""
 
     seq: int
     stored_at: float
     looked_for_at: float
-    """When the client last made sure that it may still be there."""
+    """Time of the last check that the queue may still contain the request, on `time.monotonic()`."""
 
 
 @dataclass(slots=True)
 class DispatcherStats:
-    """Counters of what was sent to workers, as in `ClientStats`."""
+    """Counters of published requests, as in `ClientStats`."""
 
     requests: int = 0
     direct: int = 0
@@ -67,7 +67,7 @@ class DispatcherStats:
 
 
 class RequestDispatcher:
-    """Publishes requests, and follows those that wait for a worker's offer."""
+    """Publishes requests, and tracks those that wait for a worker's offer."""
 
     def __init__(
         self, nats: Connection, config: ClientConfig, watcher: PresenceWatcher, coordinator: AttemptCoordinator
@@ -82,33 +82,33 @@ class RequestDispatcher:
         self.placement = RequestPlacement(watcher.table, is_on=config.placement)
         self._prefill_min_tokens = config.prefill_min_tokens
         self.prefill = PrefillDispatcher(watcher, self.placement, self.wake)
-        # All of these are bounded by the requests in flight.
+        # The requests in flight bound all of these collections.
         self._pending: deque[ChildRequest] = deque()
         self._woken = asyncio.Event()
-        # As many wait for the server's answer as may: the line moves on with the next one that is there.
+        # True if the publisher is full: the next publish ack makes room for pending requests.
         self._is_waiting_for_acks = False
         self._published: dict[str, ChildRequest] = {}
-        # In the queue, the one longest not looked for first.
+        # Requests in the queue, the least recently checked first.
         self._queued: dict[ChildRequest, _Queued] = {}
-        # Since when nobody serves a model for which something waits.
+        # Time since which no worker serves a model with waiting requests, by model.
         self._unserved: dict[str, float] = {}
         self.stats = DispatcherStats()
         self.queue_waits = DurationsByModel()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return (
             f"<RequestDispatcher line={len(self._pending)} published={len(self._published)} queued={len(self._queued)}>"
         )
 
     def add(self, child: ChildRequest) -> None:
-        """Publish the current attempt of `child` as soon as that is possible."""
+        """Publish the current attempt of `child` as soon as possible."""
         self._set_target(child.open_call)
         self._pending.append(child)
         self._woken.set()
 
     def _set_target(self, open_call: OpenCall) -> bool:
-        """Set the version from which `max_weight_lag` counts; return False if that is needed and not known yet."""
+        """Set the version from which `max_weight_lag` counts. Return False if it is required and not known yet."""
         if open_call.call.request.max_weight_lag is None:
             return True
         if open_call.target_version is None:
@@ -116,7 +116,7 @@ class RequestDispatcher:
         return open_call.target_version is not None
 
     def record_admission(self, child: ChildRequest, waited_s: float) -> None:
-        """A worker has it, so long after it was published."""
+        """Record that a worker offered to run the request, `waited_s` seconds after its publication."""
         self.queue_waits.add(child.open_call.model, waited_s)
         self._remove_published(child)
         self.publisher.add_room(child.open_call.model, child.lane)
@@ -124,10 +124,10 @@ class RequestDispatcher:
         self.wake()
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
-        """Expect nothing any more of the attempt that is under way; whatever answers to it is told to stop.
+        """Stop tracking the current attempt. A worker that still offers it receives an abort.
 
         Args:
-            refusal: why nobody took it; None: it was taken, or nobody wants it any more.
+            refusal: reason why no worker accepted the attempt. None: it was accepted, or the call has ended.
         """
         self._remove_published(child)
         self.prefill.release(child, refusal)
@@ -141,45 +141,45 @@ class RequestDispatcher:
             self._resume_publishing()
 
     def _resume_publishing(self) -> None:
-        """There is room for another request to wait for the server's answer."""
+        """Wake the publisher, because another request may wait for the server's ack."""
         if self._is_waiting_for_acks:
             self._is_waiting_for_acks = False
             self._woken.set()
 
     def waiting_reason(self, child: ChildRequest) -> str:
-        """Return why no worker has admitted the request, to follow a colon; empty if the reason is unknown."""
+        """Return the reason why no worker has admitted the request, phrased to follow a colon, or an empty string."""
         model, request = child.open_call.model, child.open_call.call.request
         serving, others = self._watcher.table.serving(model), self._watcher.snapshot.describe_others(model)
         wanted, lora = request.min_weight_version, request.lora
         if lora is not None and all(lora not in (info.name for info in worker.loras) for worker in serving):
-            return f"it waits for a worker with the adapter {lora!r}{others}"
+            return f"the request waits for a worker with the adapter {lora!r}{others}"
         newest = max((worker.weight_version for worker in serving), default=None)
         if wanted is None or (newest is not None and newest >= wanted):
             return ""
-        have = "none is there that serves" if newest is None else f"the newest that serves has {newest}"
-        return f"it waits for a worker with weight version {wanted}; {have}{others}"
+        have = "no worker serves" if newest is None else f"the newest version of a serving worker is {newest}"
+        return f"the request waits for a worker with weight version {wanted}; {have}{others}"
 
     def is_blocked(self, child: ChildRequest) -> bool:
-        """Return True if workers serve the model of `child`, and none of them has the weights or the adapter for it."""
+        """Return True if workers serve the model of `child` and none of them has the weights or the adapter for it."""
         return bool(self._watcher.table.serving(child.open_call.model)) and bool(self.waiting_reason(child))
 
     def wake(self) -> None:
-        """What waits in a line may have become possible."""
+        """Check waiting requests again: their condition may have changed."""
         if self._pending or self.prefill.num_waiting or self.placement.has_due:
             self._woken.set()
 
     def restart_timers(self) -> None:
-        """The connection is back, or this process: who was not heard meanwhile is not missing."""
+        """Restart the timers of unserved models after an outage of the connection or of this process."""
         self._unserved.clear()
         self.wake()
 
     async def run(self) -> None:
-        """Publish what comes into the line, until cancelled."""
+        """Publish pending requests until cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
             if self._nats.is_connected:
-                # Samples that go to one prefill worker stand side by side.
+                # Samples that go to the same prefill worker are adjacent.
                 decisions = self.prefill.pop_decisions()
                 for (decision, _), group in groupby(decisions, lambda each: (each[1], each[0].open_call)):
                     await self._send(decision, *(child for child, _ in group))
@@ -188,7 +188,7 @@ class RequestDispatcher:
                 await self._publish_placed(self.placement.pop_followers())
 
     async def _publish_pending(self) -> None:
-        """Try each that stands in the line once; while nothing does, no name here keeps the last one's result."""
+        """Try to publish each pending request once. No local name may keep the last call's result alive while idle."""
         for _ in range(len(self._pending)):
             if self.publisher.is_full:
                 self._is_waiting_for_acks = True
@@ -198,7 +198,7 @@ class RequestDispatcher:
             await self._publish_or_wait(self._pending.popleft())
 
     async def _publish_or_wait(self, child: ChildRequest) -> None:
-        """Publish its current attempt, with what goes to the same worker, or put it into the line again."""
+        """Publish the current attempt with the requests that go to the same worker, or make it pending again."""
         if child.state not in UNPUBLISHED:
             return
         possible = self._possible(child)
@@ -226,7 +226,7 @@ class RequestDispatcher:
         return self._nats.max_payload - HEADER_BYTES
 
     async def _send(self, event: Event, *children: ChildRequest) -> None:
-        """Let samples of one request handle an event that they may answer by a message."""
+        """Let samples of one request handle an event that may require a publication."""
         published: list[tuple[on.Publish, ChildRequest]] = []
         for child in children:
             for instruction in child.handle(event, time.monotonic()):
@@ -234,7 +234,7 @@ class RequestDispatcher:
                     case on.Publish():
                         published.append((instruction, child))
                     case on.Schedule():
-                        # Not at once: what makes it possible, or the next round, looks at the line again.
+                        # Not immediately: the next change or the next round tries again.
                         self._pending.append(child)
                     case on.JoinPrefillQueue(until):
                         self.prefill.add(child, until)
@@ -242,12 +242,12 @@ class RequestDispatcher:
                         self.prefill.count_fallback(child, reason)
                     case _:
                         self._coordinator.execute(child, (instruction,))
-        # Samples for one worker under one attempt number go in one message, if that worker reads such messages.
+        # Samples for one worker with the same attempt number go into one message, if the worker supports that.
         for (worker, kv, _, _), group in groupby(published, self._message_of):
             await self._publish([child for _, child in group], worker, kv)
 
     def _message_of(self, published: tuple[on.Publish, ChildRequest]) -> tuple[str | None, KvTransfer | None, int, int]:
-        """Return what is equal for requests of one call that go in one message."""
+        """Return a key that is equal for requests of one call that go into one message."""
         publish, child = published
         alone = 0 if self.placement.reads_siblings(publish.worker) else child.stream.child
         return publish.worker, publish.kv, child.stream.attempt, alone
@@ -272,7 +272,7 @@ class RequestDispatcher:
                 self.stats.direct += sum(child.state is RequestState.HANDED_OVER for child in children)
                 await publish(self._nats, self._subjects.direct(self._client, worker), data)
         except BusBroken as exc:
-            logger.warning("request.waits error=%s", exc)
+            logger.warning("request.publish_failed error=%s", exc)
             await self._send(on.PublishFailed(attempt), *children)
 
     def _message(self, child: ChildRequest, others: Sequence[ChildRequest], kv: KvTransfer | None) -> bytes:
@@ -288,7 +288,7 @@ class RequestDispatcher:
                 request=msgspec.Raw(child.payload()),
                 siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
                 may_wait=child.may_wait,
-                # A decode leg goes to any worker.
+                # Any decode worker may serve a decode phase.
                 placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
             )
         )
@@ -320,17 +320,17 @@ class RequestDispatcher:
         self._coordinator.send(child, on.NotStored(attempt, error, is_served))
 
     async def check_deadlines(self) -> None:
-        """Look for what waits too long, until cancelled."""
+        """Check for requests that wait too long, until cancelled."""
         while True:
             await asyncio.sleep(ROUND_S)
             self.wake()
-            # Also without a connection: workers that had gone before it was lost do not come back unheard.
+            # Also without a connection: workers that were lost before the outage stay lost.
             self.fail_unserved(self._worker_grace_s)
             if self._nats.is_connected:
                 await self._find_orphans()
 
     def fail_unserved(self, grace_s: float) -> None:
-        """Fail what waits for a model that no worker has served for `grace_s` or longer."""
+        """Fail the requests of each model that no worker has served for `grace_s` seconds."""
         now = time.monotonic()
         waiting = self._coordinator.open_children(lambda child: child.worker is None)
         unserved = {
@@ -340,13 +340,13 @@ class RequestDispatcher:
         lost = {model for model, since in self._unserved.items() if now - since >= grace_s}
         for child in [child for child in waiting if child.open_call.model in lost]:
             others = self._watcher.snapshot.describe_others(child.open_call.model)
-            message = f"nobody has served {child.open_call.model} for {self._worker_grace_s:g} s{others}"
+            message = f"no worker has served {child.open_call.model} for {self._worker_grace_s:g} s{others}"
             nobody = NoWorkers(message=message, request_id=child.open_call.request_id)
             self._coordinator.send(child, on.Failed(child.last_error or nobody))
 
     async def _find_orphans(self) -> None:
-        """Publish again what has left the queue unnoticed."""
-        # By model and lane, of this round: what has waited for long was stored before the first of them is asked.
+        """Publish requests again that left the queue without an offer."""
+        # By model and lane, for this round: requests that wait for long were stored before the first lane is read.
         stored: dict[tuple[str, Lane], StoredRange] = {}
         waited_since = time.monotonic() - ORPHAN_AGE_S
         num_looked_for = 0
@@ -359,14 +359,14 @@ class RequestDispatcher:
                 try:
                     stored[lane] = await stored_in(self._nats, self._subjects, *lane)
                 except BusBroken as exc:
-                    logger.warning("queue.not_searched error=%s", exc)
+                    logger.warning("queue.search_failed error=%s", exc)
                     return
-                # It may have been admitted meanwhile.
+                # A worker may have admitted the request during the await.
                 continue
             num_looked_for += 1
             queued, now = self._queued.pop(child), time.monotonic()
             self._queued[child] = queued._replace(looked_for_at=now)
             if not stored[lane].may_hold(queued.seq, now - queued.stored_at):
                 self.stats.orphans += 1
-                message = "it left the queue, and no worker has offered to run it"
+                message = "the request left the queue, and no worker has offered to run it"
                 self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))

@@ -1,9 +1,9 @@
-"""The open calls of one client, on the bus thread: what arrives for them, and what becomes of what is lost.
+"""The open calls of one client on the bus thread: their chunks, and the recovery of lost attempts.
 
-Invariant: every call that was opened ends once, with a result or with an error. Of each request exactly one attempt is
-current, with at most one worker; the client tells every other worker that reports it to stop. What a worker loses is
-published again as the next attempt, from where its stream stands. Requests that may have killed an engine are published
-one at a time (`rollbus.bus.protocol.queue.suspects`).
+Invariant: every opened call ends once, with a result or with an error. Each request has exactly one current attempt, on
+at most one worker. A worker that sends chunks of another attempt receives an abort. After the loss of a worker, its
+requests are published again as the next attempt, from the end of their response streams. Requests that may have killed
+an engine are published one at a time (`rollbus.bus.protocol.queue.suspects`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ __all__ = ["AttemptCoordinator", "AttemptStats", "RequestAborter", "RequestPubli
 logger = logging.getLogger(__name__)
 
 HELD_BACK: Final = (
-    "an engine died before it had made a token of this request, and the client tries such requests one at a time"
+    "an engine died before it generated a token of this request, and the client retries such requests one at a time"
 )
 
 
@@ -45,60 +45,60 @@ class AttemptStats:
 
 
 class RequestPublisher(Protocol):
-    """What gets requests to the workers."""
+    """Publishes requests to the workers."""
 
     def add(self, child: ChildRequest) -> None:
-        """Publish its current attempt."""
+        """Publish the current attempt of `child`."""
 
     def record_admission(self, child: ChildRequest, waited_s: float) -> None:
-        """A worker has it, so long after it was published."""
+        """Record that a worker offered to run the request, `waited_s` seconds after its publication."""
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> None:
-        """Expect nothing more of what was published; `refusal` says why no worker took it."""
+        """Stop tracking the published attempt. `refusal` says why no worker accepted it, or is None."""
 
     def waiting_reason(self, child: ChildRequest) -> str:
-        """What keeps it from being admitted; empty where nothing is known of that."""
+        """Return the reason why no worker has admitted the request, or an empty string if it is unknown."""
 
     def is_blocked(self, child: ChildRequest) -> bool:
-        """Return True if workers serve its model, and none of them can take it now."""
+        """Return True if workers serve the model and none of them can accept the request now."""
 
 
 class RequestAborter(Protocol):
-    """What reaches a worker that has a request."""
+    """Sends aborts to workers."""
 
     def abort(self, worker: str, key: RequestKey) -> None:
-        """Have it stop the request."""
+        """Make `worker` abort the request."""
 
 
 class AttemptCoordinator:
-    """The open calls of one client. `connect` it before use."""
+    """The open calls of one client and the current attempts of their children. Call `connect` before use."""
 
     def __init__(self) -> None:
         self._publisher: RequestPublisher
         self._aborter: RequestAborter
         self._calls: dict[str, OpenCall] = {}
         self._serials = itertools.count()
-        # Ids that were used, with the attempt that comes next: what still arrives is of the last one.
+        # Next attempt number of each used id. Late chunks belong to an earlier attempt.
         self._next_attempt: dict[str, int] = {}
         self._failure: tuple[ErrorCode, str] | None = None
         self._suspects: Suspects[ChildRequest] = Suspects()
         self.stats = AttemptStats()
         self.retries: dict[str, int] = {}
-        """By model: attempts that followed one that was given up. Legs and withdrawn attempts are none."""
+        """By model: attempts that followed a lost attempt. KV phases and withdrawn attempts are not counted."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<AttemptCoordinator calls={len(self._calls)}{f' {self._suspects}' if len(self._suspects) else ''}>"
 
     def connect(self, publisher: RequestPublisher, aborter: RequestAborter) -> None:
-        """Where requests go, and their aborts."""
+        """Set the objects that publish requests and send aborts."""
         self._publisher = publisher
         self._aborter = aborter
 
-    # For the caller's loop, which posts these in order.
+    # The caller's loop posts calls of these methods in order.
 
     def submit(self, call: Call) -> None:
-        """Take on a call; its id is not in use."""
+        """Open a call. Its id must not be in use."""
         request_id = call.request.request_id
         open_call = OpenCall(call, serial=next(self._serials), attempt=self._next_attempt.get(request_id, 0))
         self._calls[request_id] = open_call
@@ -111,25 +111,25 @@ class AttemptCoordinator:
             self._publisher.add(child)
 
     def remove(self, call: Call) -> None:
-        """Forget `call`, whose caller has left it; what is still open of it is aborted at its worker."""
+        """Remove a call that its caller has left, and abort its open children at their workers."""
         request_id = call.request.request_id
         open_call = self._calls.get(request_id)
         if open_call is None or open_call.call is not call:
             return
         del self._calls[request_id]
         if any(child.was_published for child in open_call.children):
-            # Put behind all others: the oldest are forgotten first.
+            # Move the id to the end: the oldest ids are removed first.
             self._next_attempt.pop(request_id, None)
             self._next_attempt[request_id] = open_call.next_attempt
             if len(self._next_attempt) > MAX_REMEMBERED_IDS:
                 del self._next_attempt[next(iter(self._next_attempt))]
         self._send_all(open_call, on.Stopped())
-        open_call.finish(open_call.failure(ErrorCode.CLIENT_CLOSED, "its caller has left"))
+        open_call.finish(open_call.failure(ErrorCode.CLIENT_CLOSED, "the caller left the call"))
         open_call.clear()
         call.count_dropped()
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """End these calls where they stand, as aborted; returns those that were open."""
+        """End these calls immediately as aborted. Return the ids of those that were open."""
         aborted = []
         for request_id in request_ids:
             open_call = self._calls.get(request_id)
@@ -141,10 +141,11 @@ class AttemptCoordinator:
         return aborted
 
     def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
-        """Have these calls end soon, with what they have; returns how many tokens each child has, of those open.
+        """End these calls soon with the tokens they have. Return the number of tokens of each child, for open calls.
 
-        A child that waits for a worker ends at once. A worker confirms with a terminal chunk, behind what it had sent
-        already, perhaps the end of the whole answer. A child whose worker is lost first ends then: no attempt follows.
+        A child that waits for a worker ends immediately. Otherwise the worker confirms with a terminal chunk, after the
+        chunks that it has already sent; it may be the regular end. If the worker is lost first, the child ends then,
+        without another attempt.
         """
         stopped = {}
         for request_id in request_ids:
@@ -176,14 +177,14 @@ class AttemptCoordinator:
             self._clear_suspicion(child)
 
     def _fail(self, open_call: OpenCall, error: RequestError) -> None:
-        """End a call with an error, and its work in the engines, whether or not its caller looks."""
+        """End a call with an error and abort its requests in the engines, also if the caller does not read."""
         self._send_all(open_call, on.Stopped())
         open_call.finish(error)
 
     def _expire(self, open_call: OpenCall) -> None:
         waiting = [child for child in open_call.children if child.is_open and child.worker is None]
         stage = "admission" if waiting else "generation"
-        message = f"not finished within {open_call.call.timeout_s:g} s"
+        message = f"the request was not finished within {open_call.call.timeout_s:g} s"
         if waiting and (reason := self._waiting_reason(waiting[0])):
             message += f": {reason}"
         self._fail(open_call, RequestTimeout(stage=stage, message=message, request_id=open_call.request_id))
@@ -192,11 +193,11 @@ class AttemptCoordinator:
         return HELD_BACK if child.state is RequestState.HELD else self._publisher.waiting_reason(child)
 
     def send(self, child: ChildRequest, event: Event) -> None:
-        """Let a child request handle an event, and do what that calls for."""
+        """Let a child request handle an event, and execute its instructions."""
         self.execute(child, child.handle(event, time.monotonic()))
 
     def execute(self, child: ChildRequest, instructions: Sequence[Instruction]) -> None:
-        """Do all that a child request calls for except publishing."""
+        """Execute all instructions of a child request except publications."""
         open_call = child.open_call
         child.stop_timer()
         child.note(instructions)
@@ -232,17 +233,17 @@ class AttemptCoordinator:
         if is_retried and (model in self.retries or len(self.retries) < MAX_MODELS):
             self.retries[model] = self.retries.get(model, 0) + 1
 
-    # For the links.
+    # For `ClientLinks`.
 
     def handle_frame(self, worker: str, frame: Frame) -> None:
-        """Take a worker's next frame."""
+        """Process the next frame of a worker."""
         incarnation, now = frame.incarnation, time.monotonic()
         for key in frame.admitted:
             child = self.find(key.request_id, key.attempt, key.child)
             if child is None:
                 self._aborter.abort(worker, key)
             else:
-                # Named again, it waits no longer: the engine has it.
+                # The second offer means that the engine has the request.
                 child.may_wait &= child.worker != worker
                 self.execute(child, child.handle(on.Offered(worker, incarnation), now))
         dead: dict[ChildRequest, ChunkError] = {}
@@ -258,7 +259,7 @@ class AttemptCoordinator:
                 continue
             error = chunk.error
             if error is not None and error.code is ErrorCode.ENGINE_DEAD and child.worker is not None:
-                # Which had a token is known when the whole frame has been read.
+                # The whole frame must be read to know which requests have a token.
                 child.has_token |= bool(chunk.token_ids_data)
                 dead[child] = error
                 continue
@@ -270,22 +271,22 @@ class AttemptCoordinator:
             self.on_engine_death((worker, incarnation), dead)
 
     def _becomes_current(self, child: ChildRequest, worker: str, incarnation: str, chunk: Chunk) -> bool:
-        """Return True if a chunk of `child` counts, although `worker` has not offered that."""
+        """Return True if a chunk of `child` is valid although `worker` sent no offer. Treat the chunk as the offer."""
         if child.state not in OUT or child.worker is not None:
             return False
-        # An error without an offer is a refusal: the worker never admitted the request.
+        # An error without an offer is a rejection: the worker never admitted the request.
         if chunk.error is None:
             self.send(child, on.Offered(worker, incarnation))
         return True
 
     def refuse_offer(self, child: ChildRequest | None, worker: str, key: RequestKey) -> None:
-        """Have `worker` stop a request that it must not serve."""
-        # Another worker of the same id would hear the abort, too, and may be the one that has this attempt.
+        """Abort a request at a worker that must not serve it."""
+        # Another worker with the same id receives the abort too, and may be the worker that runs this attempt.
         if child is None or child.worker != worker:
             self._aborter.abort(worker, key)
 
     def find(self, request_id: str, attempt: int, index: int) -> ChildRequest | None:
-        """The child whose current attempt this is, while it is open."""
+        """Return the child whose current attempt this is, or None if it is not open."""
         open_call = self._calls.get(request_id)
         if open_call is None or index >= len(open_call.children):
             return None
@@ -293,19 +294,19 @@ class AttemptCoordinator:
         return child if child.is_open and child.stream.attempt == attempt else None
 
     def on_engine_death(self, engine: Engine, errors: Mapping[ChildRequest, ChunkError]) -> None:
-        """Give up these requests of an engine that died; those without a token may be the cause."""
+        """Resume or fail these requests of a dead engine. Requests without a token may have caused the death."""
         if not errors:
             return
         # A worker serves one model.
         model = next(iter(errors)).open_call.model
-        # What waited there for a slot was not in the engine.
+        # Requests that waited at the worker for a slot were not in the engine.
         here = self.open_children(lambda child: is_at(child, engine) and child.has_begun)
         company = self._suspects.at_death(engine, Company(len(here), sum(not child.has_token for child in here)))
         untokened = [child for child in errors if child.has_begun and not child.has_token]
         poison = self._suspects.record_death(engine, model, untokened, was_alone=company.num_untokened == 1)
         for child, error in errors.items():
             if is_over := error.code is ErrorCode.ENGINE_DEAD:
-                # A request that has a token may kill engines, too; that shows only where nothing else can be the cause.
+                # A request with a token may also kill engines. This is certain only if it was alone in the engine.
                 child.deaths_alone += child.has_begun and company.num_open == 1
                 if child.deaths_alone >= MAX_ENGINE_DEATHS_ALONE:
                     poison[child] = child.deaths_alone
@@ -313,14 +314,14 @@ class AttemptCoordinator:
                 failure = child.open_call.failure(error.code, error.message)
                 self.send(child, on.Lost(failure, is_over, self._suspects.is_held(child)))
         for child, num_deaths in poison.items():
-            self.stats.attempts_lost += child.is_open
+            message = f"{num_deaths} engines died while they served this request: {errors[child].message}"
             message = f"{num_deaths} engines died while they served it: {errors[child].message}"
             failure = child.open_call.failure(ErrorCode.POISON_REQUEST, message)
             self.send(child, on.Failed(failure, is_over=errors[child].code is ErrorCode.ENGINE_DEAD))
         self._release_next_suspect(model)
 
     def _clear_suspicion(self, child: ChildRequest) -> None:
-        """Suspect `child` no more; the next suspect may be tried."""
+        """Remove `child` from the suspects, and release the next suspect."""
         if child in self._suspects:
             self._suspects.clear(child)
             self._release_next_suspect(child.open_call.model)
@@ -331,29 +332,29 @@ class AttemptCoordinator:
             self.send(child, on.SuspectReleased())
 
     def check_suspects(self) -> None:
-        """Try the next suspects where the one on trial can be taken by no worker, and would hold them up for long."""
+        """Release the next suspect of a model if no worker can accept the suspect on trial."""
         for model, child in self._suspects.on_trial():
             if child.worker is None and self._publisher.is_blocked(child):
                 self._suspects.pass_over(child)
                 self._release_next_suspect(model)
 
     def on_worker_survival(self, survivor: Survivor) -> None:
-        """Take back that an engine died: its worker was only not heard."""
+        """Undo the death of an engine: its worker was only silent."""
         for child in self._suspects.undo_death((survivor.worker, survivor.incarnation)):
             self.send(child, on.SuspectReleased())
 
     def open_children(self, condition: Callable[[ChildRequest], bool]) -> list[ChildRequest]:
-        """All children that have not ended and are meant."""
+        """Return all open children that meet the condition."""
         children = (child for open_call in self._calls.values() for child in open_call.children)
         return [child for child in children if child.is_open and condition(child)]
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
-        """Fail every call, and all that are still submitted: the connection is lost for good, or closed."""
+        """Fail every open call and every later one, because the connection is permanently lost or closed."""
         self._failure = (code, message)
         for open_call in list(self._calls.values()):
             self._fail(open_call, open_call.failure(code, message))
 
 
 def is_at(child: ChildRequest, engine: Engine) -> bool:
-    """Return True if this life of a worker has the child."""
+    """Return True if this incarnation of a worker has the child."""
     return (child.worker, child.incarnation) == engine

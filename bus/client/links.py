@@ -1,7 +1,7 @@
-"""A client's links to the workers: frames come in, acknowledgements, credit and aborts go out. On the bus thread.
+"""A client's links to the workers: it receives frames, and sends frame acks, credit and aborts. On the bus thread.
 
-Invariant: what a frame brings is with its call before the frame is acknowledged, and credit is granted for what has
-arrived, not for what callers have read: one that does not read holds up no other.
+Invariant: the chunks of a frame reach their calls before the frame is acknowledged. Credit depends on received bytes,
+not on bytes that callers have read, so a caller that does not read delays no other caller.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ __all__ = ["ClientLinkStats", "ClientLinks"]
 logger = logging.getLogger(__name__)
 
 ACK_DELAY_S: Final = 0.02
-"""How long a frame may wait for others to be acknowledged with it: some engine steps."""
+"""Seconds that a frame may wait for a common ack with later frames, a few engine steps."""
 TOTAL_WINDOW_BYTES: Final = 32 * 1024**2
-"""What all workers together may have under way: half of what a subscription holds before it drops messages."""
+"""Bytes that all workers together may have in transit: half of a subscription's buffer."""
 MAX_WINDOW_BYTES: Final = 1024**2
-"""For one worker: a few milliseconds of routing, and tokens wait behind what is under way."""
+"""Bytes for one worker: a few milliseconds of routed experts. Tokens wait behind the bytes in transit."""
 MIN_WINDOW_BYTES: Final = 64 * 1024
-"""However many workers there are: a step's tokens of hundreds of requests fit."""
+"""Minimum bytes for one worker, for any number of workers: the tokens of one step of hundreds of requests."""
 MAX_KEYS_PER_MESSAGE: Final = 256
 """Aborts in one message: 40 KiB with the longest ids, below any server's `max_payload`."""
 MAX_ABORTS: Final = 65_536
-"""For one worker, until it is written to: more requests than any client has there. What it is not told to stop it is
-told when more comes of that."""
+"""Maximum number of pending aborts for one worker, more than its requests of one client. If an abort is left out, the
+client sends it when the next chunk of the request arrives."""
 MAX_SILENCE_S: Final = 10.0
-"""How long a worker that announces nothing is still written to: two leases."""
+"""Seconds, two leases, for which the client still writes to a worker without presence."""
 MAX_LINKS: Final = 16_384
-"""Workers that are followed; far above any fleet. The one that was silent longest is forgotten, and asked anew."""
+"""Maximum number of workers with a link, far above any fleet. Beyond it, the most silent worker is removed."""
 
 
 @dataclass(slots=True)
@@ -65,13 +65,13 @@ class _WorkerLink:
 
 
 class ClientLinks:
-    """One link for each worker that has something for this client.
+    """One link for each worker that sends frames to this client.
 
     Args:
-        identity: this client's name in subjects, and which life of it this is.
+        identity: name and incarnation of this client.
         coordinator: handles the content of frames.
-        losses: hears of what is lost.
-        live: the incarnations that announce themselves as a worker.
+        losses: marks requests as lost.
+        incarnations_of: returns the incarnations that publish presence as a worker.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ClientLinks:
         self._coordinator = coordinator
         self._losses = losses
         self._incarnations_of = incarnations_of
-        # The one not heard for longest first.
+        # The least recently heard worker first.
         self._links: dict[str, _WorkerLink] = {}
-        # Requests to be stopped, by worker: those in flight, and whatever a worker offers that nobody wants.
+        # Requests to abort, by worker: requests in flight, and offers of requests that are not open.
         self._aborts: dict[str, dict[RequestKey, None]] = {}
-        # Workers to be written to now, and soon. These and the aborts are sets that keep their order.
+        # Workers to write to now, and soon. These dictionaries and the aborts are ordered sets.
         self._due: dict[str, None] = {}
         self._soon: dict[str, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -101,11 +101,11 @@ class ClientLinks:
         self.stats = ClientLinkStats()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<ClientLinks {self._client} links={len(self._links)}>"
 
     async def receive(self, message: Msg) -> None:
-        """Take a frame."""
+        """Process a message with a frame."""
         worker = message.subject.rpartition(".")[2]
         try:
             frame = decode_frame(message.data)
@@ -126,9 +126,9 @@ class ClientLinks:
         self._acknowledge(worker, receiver)
 
     def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
-        """Note bytes that do not decode. A stranger's are counted; those of a link are missing there."""
+        """Handle a frame that cannot be decoded. Mark it as missing if its link is known."""
         self.stats.bad_messages += 1
-        logger.warning("frame.bad worker=%s error=%s", worker, error)
+        logger.warning("frame.rejected worker=%s error=%s", worker, error)
         header, now = decode_frame_header(data), time.monotonic()
         if header is not None:
             receiver = self._receiver(worker, header, now)
@@ -149,16 +149,16 @@ class ClientLinks:
             self._acknowledge(worker, receiver)
 
     def _receiver(self, worker: str, frame: Frame | FrameHeader, now: float) -> LinkReceiver | None:
-        """Return the receiver of `frame`, after a look at which links it ends; None if it is stale."""
+        """Return the receiver of `frame` after ending the links that it replaces, or None if the frame is stale."""
         if frame.client_incarnation != self._incarnation:
             return None
-        # Put behind all others.
+        # Move the link to the end of the order.
         link = self._links.pop(worker, None) or _WorkerLink(FollowedLinks(self._incarnation), now)
         self._links[worker] = link
         link.received_at = now
         receiver, ended = link.followed.receiver_of(frame, self._incarnations_of(worker))
         for incarnation in ended:
-            self._losses.mark_lost(worker, incarnation, f"worker {worker} began a new link")
+            self._losses.mark_lost(worker, incarnation, f"worker {worker} started a new link")
         return receiver
 
     def _acknowledge(self, worker: str, receiver: LinkReceiver) -> None:
@@ -176,23 +176,23 @@ class ClientLinks:
 
     @property
     def _window(self) -> int:
-        """Bytes that a worker may have under way."""
+        """Bytes that one worker may have in transit."""
         return max(min(TOTAL_WINDOW_BYTES // max(len(self._links), 1), MAX_WINDOW_BYTES), MIN_WINDOW_BYTES)
 
     def abort(self, worker: str, key: RequestKey) -> None:
-        """Have `worker` stop a request."""
+        """Make `worker` abort a request."""
         aborts = self._aborts.setdefault(worker, {})
         if len(aborts) < MAX_ABORTS:
             aborts[key] = None
         self._write_now(worker)
 
     def repeat_acks(self) -> None:
-        """Tell every worker how far its link has come: what was said before may be lost."""
+        """Send all link acks again, because earlier ones may be lost."""
         for worker in self._links:
             self._write_now(worker)
 
     def prune(self, find_presence: Callable[[str], object]) -> None:
-        """Forget workers that are gone: those without an announcement (None), and not heard for a while either."""
+        """Remove workers without presence (None) whose last frame is older than `MAX_SILENCE_S`."""
         for worker, link in self._links.items():
             link.followed.prune(self._incarnations_of(worker))
         silent_since = time.monotonic() - MAX_SILENCE_S
@@ -224,22 +224,22 @@ class ClientLinks:
         self._woken.set()
 
     async def run(self) -> None:
-        """Write to workers as it becomes due, until cancelled."""
+        """Write due messages to workers until cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write to all workers to whom something is due."""
+        """Write to all workers with due messages."""
         due, self._due = self._due, {}
         for worker in due:
             self._soon.pop(worker, None)
             try:
                 await self._write(worker)
             except BusBroken as exc:
-                # Acknowledgements are repeated. Who was not told to stop is, when more comes of the request.
-                logger.warning("link.lost worker=%s error=%s", worker, exc)
+                # Acks are repeated. A missing abort is sent again when the next chunk of the request arrives.
+                logger.warning("link.write_failed worker=%s error=%s", worker, exc)
 
     async def _write(self, worker: str) -> None:
         aborts = list(self._aborts.pop(worker, {}))

@@ -1,7 +1,7 @@
-"""A thread with an event loop of its own, for what must go on while its owner's loop is blocked.
+"""A thread with its own event loop, for work that must continue while its owner's loop is blocked.
 
-Everything that runs on the thread belongs to one async context manager, the resident: it is entered and left there, and
-with it every task ends. The owner hands over plain calls (`post`) and coroutines (`run`), in order.
+All work on the thread belongs to one async context manager, the resident. It is entered and left on the thread, and all
+tasks end with it. The owner submits plain calls (`post`) and coroutines (`run`), which run in order.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ __all__ = ["CLEAN_UP_S", "FORKED", "LoopThread"]
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S: Final = 5.0
-"""For coroutines to clean up that were cancelled, before the resident is left: they may need it for that."""
+"""Seconds for cancelled coroutines to clean up before the resident is left; they may need it for the cleanup."""
 
-FORKED: Final = "this client belongs to the process that this one was forked from; connect another one here"
+FORKED: Final = "this client belongs to the process that forked this one; connect a new client in this process"
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class LoopThread(Generic[T]):
-    """Runs one async context manager on a daemon thread. Use it from one event loop, the owner's; start it once.
+    """Runs one async context manager on a daemon thread. Use it from one event loop, the owner's. Start it once.
 
     Args:
-        resident: entered and left on the thread; owns every task that lasts there.
-        on_end: called in the owner's loop when a thread that had started has ended, with what ended it too early.
+        resident: entered and left on the thread. It owns every lasting task there.
+        on_end: called in the owner's loop after a started thread has ended, with the error that ended it, or None.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class LoopThread(Generic[T]):
         self._owner: asyncio.AbstractEventLoop
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
-        # Awaited in the owner's loop, set from the thread by `call_in_owner_loop`.
+        # The owner's loop awaits these. The thread sets them with `call_in_owner_loop`.
         self._entered: asyncio.Future[T]
         self._ended: asyncio.Future[None]
-        # Appended to by the owner only, taken from by the thread only. While `_is_woken` the thread will look again.
+        # Only the owner appends and only the thread pops. While `_is_woken` is set, the thread will check again.
         self._posts: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._is_woken = False
-        # What `run` was given, as long as it exists.
+        # Coroutines that were passed to `run`, while they exist.
         self._runs: weakref.WeakSet[Coroutine[Any, Any, Any]] = weakref.WeakSet()
-        # The rest belongs to the thread.
+        # Only the thread uses the fields below.
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._is_stopping = False
         self._callback_error: BaseException | None = None
-        # Written by the thread before `_ended` is set.
+        # The thread writes it before it sets `_ended`.
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<LoopThread {self._name} {'ended' if self._ended.done() else 'running'}>"
 
     @property
@@ -79,28 +79,28 @@ class LoopThread(Generic[T]):
         return threading.current_thread() is self._thread
 
     def abandon(self) -> None:
-        """Leave the thread to the process that this one was forked from, where alone it exists; to be called here.
+        """Leave the thread to the parent process, the only process that has it. Call this in the forked process.
 
-        What its loop has open is the parent's: nothing may be posted, run or closed here any more.
+        The open files of its loop belong to the parent: nothing may be posted, run or closed here afterwards.
         """
         self._is_abandoned = True
 
     def check_process(self) -> None:
-        """Return if the thread is one of this process.
+        """Check that the thread belongs to this process.
 
         Raises:
-            BusClosed: it was abandoned.
+            BusClosed: the thread was abandoned.
         """
         if self._is_abandoned:
             raise BusClosed(FORKED)
 
     async def start(self) -> T:
-        """Start the thread, enter the resident there and return what that gave.
+        """Start the thread, enter the resident there, and return the result of entering.
 
-        Cancellation: passed on; the thread has ended when this raises.
+        Cancellation: also cancels entering. The thread has ended when this raises.
 
         Raises:
-            Exception: whatever entering raised; the thread has ended.
+            Exception: entering raised it. The thread has ended.
         """
         self._owner = asyncio.get_running_loop()
         self._entered, self._ended = self._owner.create_future(), self._owner.create_future()
@@ -118,9 +118,10 @@ class LoopThread(Generic[T]):
         return resident
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have `function(*args)` called on the thread, in the order of posting; many posts cost one wake-up.
+        """Call `function(*args)` on the thread, in the order of posting. Many posts cost one wake-up.
 
-        What it raises ends the thread, and `stop` raises it. Once the thread has ended, nothing is called any more.
+        An error of the function ends the thread, and `stop` raises the error. After the end of the thread, posts have
+        no effect.
         """
         if self._ended.done() or self._is_abandoned:
             return
@@ -130,21 +131,21 @@ class LoopThread(Generic[T]):
             self._wake_thread(self._wake.set)
 
     async def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run `coroutine` on the thread, after all that was posted before, and return its result.
+        """Run `coroutine` on the thread after all earlier posts, and return its result.
 
-        Cancellation: passed on to `coroutine`, which may go on to clean up; `stop` gives it `CLEAN_UP_S` for that.
+        Cancellation: also cancels `coroutine`, which may continue to clean up. `stop` waits `CLEAN_UP_S` for that.
 
         Raises:
-            BusClosed: the thread was stopped meanwhile, or before, or was abandoned.
-            BusBroken: the thread has failed; the cause says with what.
-            Exception: whatever `coroutine` raised.
+            BusClosed: the thread was stopped or abandoned.
+            BusBroken: the thread has failed. The cause is the error.
+            Exception: `coroutine` raised it.
         """
         self._add_run(coroutine)
         try:
-            # The loop takes up what it is handed in order: a wake-up for posts comes first.
+            # The loop runs submitted callbacks in order, so a wake-up for posts comes first.
             running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
         except RuntimeError:
-            # The loop is closed: the thread has ended, or is about to.
+            # The loop is closed: the thread has ended, or is about to end.
             coroutine.close()
             await self._until_ended()
             raise self._why_ended() from None
@@ -154,12 +155,12 @@ class LoopThread(Generic[T]):
                 return running.result()
         finally:
             running.cancel()
-        # It was cancelled there, or not taken up any more: the thread is ending.
+        # The coroutine was cancelled on the thread, or did not start there, because the thread is ending.
         await self._until_ended()
         raise self._why_ended()
 
     def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        """Run `coroutine` on the thread, for a caller on any thread, which may block for the result.
+        """Run `coroutine` on the thread. The caller may be on any thread and may block for the result.
 
         The future is cancelled if the thread is stopped meanwhile.
 
@@ -174,14 +175,14 @@ class LoopThread(Generic[T]):
             raise BusClosed("this client was closed") from None
 
     async def stop(self) -> None:
-        """Leave the resident, after all that was posted before, and end the thread. Safe to repeat.
+        """Leave the resident after all earlier posts, and end the thread. Calling this twice is allowed.
 
-        Does nothing where the thread was abandoned.
+        This has no effect if the thread was abandoned.
 
-        Cancellation: raised once the thread has ended; how long leaving takes is the resident's to bound.
+        Cancellation: raised after the thread has ended. The resident bounds the time that leaving takes.
 
         Raises:
-            Exception: whatever ended the thread too early, or leaving raised.
+            Exception: the error that ended the thread, or that leaving raised.
         """
         if self._is_abandoned:
             return
@@ -192,7 +193,7 @@ class LoopThread(Generic[T]):
             raise error
 
     def request_stop(self) -> None:
-        """Have the resident left; to be called on the thread."""
+        """Ask the thread to leave the resident. Call this on the thread."""
         self._is_stopping = True
         self._wake.set()
 
@@ -216,24 +217,25 @@ class LoopThread(Generic[T]):
                 await asyncio.wait((self._ended,))
             except asyncio.CancelledError as exc:
                 cancelled = exc
-        # Nothing is left to do there but to return.
+        # The thread has nothing left to do but return.
         self._thread.join()
         if cancelled is not None:
             raise cancelled
 
     def _wake_thread(self, callback: Callable[[], object]) -> None:
-        # The loop is closed when the thread has ended: nobody is left to be woken.
+        # The loop is closed after the end of the thread, so no wake-up is necessary.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
-    # From here on: the thread's own.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._run_resident())
         except BaseException as error:  # noqa: BLE001
-            # Boundary of the thread: nothing is above it; `start`, `run` and `stop` raise the error in the owner.
+            # Boundary of the thread: no caller is above it. `start`, `run` and `stop` raise the error in the owner's
+            # loop.
             self._error = error
         finally:
             self.call_in_owner_loop(self._on_ended)
@@ -256,17 +258,17 @@ class LoopThread(Generic[T]):
                 await self._cancel_runs()
 
     async def _cancel_runs(self) -> None:
-        """Cancel what `run` has not ended, and wait for it."""
+        """Cancel the coroutines of `run` that have not ended, and wait for them."""
         tasks = {task for task in asyncio.all_tasks() if task.get_coro() in self._runs}
         for task in tasks:
-            # A second time would cut short the cleaning up after the first.
+            # Cancel only once. A second cancel would interrupt the cleanup of the first.
             if not task.cancelling():
                 task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLEAN_UP_S)
 
     def _call_posted(self) -> None:
-        # First: what is posted from here on wakes the thread again.
+        # Clear the flag first: later posts wake the thread again.
         self._is_woken = False
         while self._posts:
             function, args = self._posts.popleft()
@@ -277,7 +279,7 @@ class LoopThread(Generic[T]):
         if "handle" not in context or error is None:
             loop.default_exception_handler(context)
             return
-        # A timer's callback failed. Nobody waits for it, so that it has to end the thread to be heard of.
+        # The callback of a timer failed. No task awaits it, so the error must end the thread to be reported.
         self._callback_error = error
         self._wake.set()
 
@@ -287,9 +289,9 @@ class LoopThread(Generic[T]):
             self._task.cancel()
 
     def call_in_owner_loop(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called in the owner's loop; to be called on the thread.
+        """Call `callback` in the owner's loop. Call this method on the thread.
 
-        Where that loop was closed without `stop`, nobody is left to be told, and the thread ends.
+        If the owner's loop was closed without `stop`, the thread ends.
         """
         try:
             self._owner.call_soon_threadsafe(callback)
@@ -297,7 +299,7 @@ class LoopThread(Generic[T]):
             logger.warning("loop_thread.abandoned name=%s", self._name)
             self.request_stop()
 
-    # Called by it in the owner's loop.
+    # The thread calls the methods below in the owner's loop.
 
     def _on_entered(self, resident: T) -> None:
         if not self._entered.done():

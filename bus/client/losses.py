@@ -1,4 +1,4 @@
-"""What becomes of requests whose worker is gone, or whose frames are lost or do not decode. On the bus thread."""
+"""Handles requests whose worker is lost, or whose frames are lost or cannot be decoded. Runs on the bus thread."""
 
 from collections.abc import Callable, Container
 
@@ -14,18 +14,18 @@ __all__ = ["Losses"]
 
 
 class Losses:
-    """Finds the open requests that are lost, and lets the coordinator resume or end them."""
+    """Finds open requests that are lost, and lets the coordinator resume or fail them."""
 
     def __init__(self, coordinator: AttemptCoordinator) -> None:
         self._coordinator = coordinator
 
     def __repr__(self) -> str:
-        """One line with the exchange."""
+        """Return one line with the coordinator."""
         return f"<Losses of {self._coordinator!r}>"
 
     def mark_worker_lost(self, lost: LostWorker) -> None:
-        """Give up what a lost worker, or a lost life of one, had. The queue keeps what it had not offered."""
-        reason = f"worker {lost.worker} is gone: {lost.reason}"
+        """Mark the offered requests of a lost worker or incarnation as lost. The queue keeps the others."""
+        reason = f"worker {lost.worker} was lost: {lost.reason}"
         if lost.is_death:
             engine = lost.worker, lost.incarnation
             victims = self._coordinator.open_children(lambda child: is_at(child, engine))
@@ -39,13 +39,13 @@ class Losses:
             self._coordinator.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.WORKER_LOST, reason)))
 
     def mark_unheard_lost(self, incarnations: Container[tuple[str, str]], offered_before: float) -> None:
-        """Give up what a life of a worker has of which nothing was heard since it offered to run it.
+        """Mark requests as lost if their worker's incarnation has sent no presence since its offer.
 
-        Its last frame may be handled behind the announcement that it is gone, as these come on different subjects.
+        Presence and frames use different subjects, so the last frame of a worker may arrive after its final presence.
 
         Args:
-            incarnations: the live ones, each with its worker.
-            offered_before: on `time.monotonic()`; offers after that are too young for an announcement.
+            incarnations: live (worker, incarnation) pairs.
+            offered_before: time on `time.monotonic()`. Later offers are too young to expect presence.
         """
         self._mark_lost_where(
             lambda child: (
@@ -54,16 +54,16 @@ class Losses:
                 and (child.worker, child.incarnation) not in incarnations
             ),
             ErrorCode.WORKER_LOST,
-            "the life of the worker that offered to run it is over",
+            "the incarnation of the worker that offered to run the request has ended",
         )
 
     def mark_lost(self, worker: str, incarnation: str, reason: str) -> None:
-        """Give up what a life of a worker has in its hands."""
+        """Mark the requests of one incarnation of a worker as lost."""
         lost = worker, incarnation
         self._mark_lost_where(lambda child: (child.worker, child.incarnation) == lost, ErrorCode.WORKER_LOST, reason)
 
     def fail_unreadable(self, worker: str, header: FrameHeader, reason: str) -> None:
-        """End the one request that an undecodable frame of `worker` names, unless another worker has it."""
+        """Fail the one request that an undecodable frame of `worker` names, unless another worker has it."""
         (key,) = header.keys
         child = self._coordinator.find(key.request_id, key.attempt, key.child)
         if child is not None and (child.worker, child.incarnation) in ((None, None), (worker, header.incarnation)):
@@ -72,10 +72,10 @@ class Losses:
         self._coordinator.refuse_offer(child, worker, key)
 
     def retry_unreadable(self, incarnation: tuple[str, str], header: FrameHeader | None, reason: str) -> None:
-        """Resume as new attempts the requests of a worker whose frame does not decode.
+        """Resume the requests of a worker whose frame cannot be decoded as new attempts.
 
-        A request is a suspect if its chunk does not decode. If that cannot be read from the frame, all requests of the
-        worker are. A suspect at two workers ends.
+        A request is a suspect if its chunk cannot be decoded. If the frame does not show which chunk that is, all
+        requests of the worker are suspects. A request that is a suspect at two workers fails.
         """
         worker = incarnation[0]
         offered, suspects = (frozenset(), frozenset()) if header is None else (header.keys, header.bad_keys)
@@ -87,12 +87,12 @@ class Losses:
             is_suspect = not suspects or child.key in suspects
             error = _unreadable(child, worker, reason)
             self._coordinator.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
-        # Their offers may have been in that frame, too.
+        # The unreadable frame may also have contained their offers.
         for child in self._coordinator.open_children(lambda child: child.handed_to == worker):
             self._coordinator.send(child, on.WorkerSilent(_unreadable(child, worker, reason)))
 
     def mark_all_lost(self, reason: str) -> None:
-        """Give up every attempt that a worker has in its hands: what was under way may be lost."""
+        """Mark every attempt at a worker as lost, because messages in transit may be lost."""
         self._mark_lost_where(lambda child: child.worker is not None, ErrorCode.FRAMES_LOST, reason)
 
     def _mark_lost_where(self, is_lost: Callable[[ChildRequest], bool], code: ErrorCode, message: str) -> None:
@@ -101,5 +101,5 @@ class Losses:
 
 
 def _unreadable(child: ChildRequest, worker: str, reason: str) -> RequestFailed:
-    message = f"worker {worker} sent a frame that does not decode: {reason}"
+    message = f"worker {worker} sent a frame that cannot be decoded: {reason}"
     return child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)

@@ -1,7 +1,8 @@
-"""At which workers requests are placed, and which of them follow another one of their group. On the bus thread.
+"""Places requests at workers, and lets requests follow another request of their group. Runs on the bus thread.
 
-`PlacementPolicy` decides where a request goes that is due. This part tells it what the client sends and sees. Where no
-worker has room for a group, its first request goes to the queue, and the others to the worker that admits that one.
+`PlacementPolicy` chooses the worker of a due request. This module reports sent requests and presence to it. If no
+worker has room for a group, its first request goes to the queue, and the others follow to the worker that admits the
+first.
 """
 
 import time
@@ -34,7 +35,7 @@ __all__ = ["Placed", "PlacementStats", "RequestPlacement"]
 
 
 MAX_REFUSALS: Final = 1
-"""How often a request is refused and may follow others of its group: once past room, and once past a backlog."""
+"""Rejections after which a request may still follow others of its group: one for room and one for a backlog."""
 
 
 @dataclass(slots=True)
@@ -48,85 +49,85 @@ class PlacementStats:
 
 
 class Placed(NamedTuple):
-    """Samples of one request that go the same way."""
+    """Samples of one request with the same destination."""
 
     worker: str | None
-    """None: to the queue, each by itself."""
+    """Id of the worker. None: the queue, with one message for each sample."""
     children: Sequence[ChildRequest]
 
 
 @dataclass(slots=True)
 class _PlacedRequest:
-    """A request that a worker has, or was sent."""
+    """A request that was sent to a worker or admitted by it."""
 
     worker: str
     wanted: PlacementWanted
     scope: PrefixScope
     placement: Placement | None
-    """None: the worker got it from the queue."""
+    """Placement of the request. None: the worker received it from the queue."""
     is_admitted: bool = False
     cache: CacheId | None = None
-    """The cache that holds its prompt; None: not known, as for what was not admitted."""
+    """Cache that contains the prompt. None if unknown, for example before the admission."""
 
 
 class RequestPlacement:
-    """What one client knows of prefixes, sessions, groups and loads, by model.
+    """State of one client about prefixes, sessions, groups and loads, by model.
 
     Args:
-        table: the live workers.
-        is_on: False: everything goes to the queue, and nothing is remembered.
+        table: presence of the live workers.
+        is_on: False: all requests go to the queue, and no state is kept.
     """
 
     def __init__(self, table: PresenceTable, *, is_on: bool) -> None:
         self._table = table
         self._is_on = is_on
-        # By model; as many as workers serve.
+        # By model. Each policy has at most one load for each serving worker.
         self._policies: dict[str, PlacementPolicy] = {}
         self._serving: dict[str, list[WorkerLoad]] = {}
         self._seen: FleetSnapshot | None = None
-        # These are bounded by the requests in flight.
+        # The requests in flight bound these collections.
         self._held: dict[ChildRequest, _PlacedRequest] = {}
         self._unanswered: Counter[str] = Counter()
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
-        # By model: leaders in the queue.
+        # By model: group leaders in the queue.
         self._in_queue: defaultdict[str, set[ChildRequest]] = defaultdict(set)
-        # Followers of leaders that were admitted, by their worker.
+        # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
         self.stats = PlacementStats()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<RequestPlacement held={len(self._held)} waiting={self.num_waiting}>"
 
     @property
     def num_waiting(self) -> int:
-        """Requests that follow others."""
+        """Number of requests that follow others."""
         admitted = sum(len(followers) for _, followers in self._admitted)
         return sum(map(len, self._leaders.values())) + admitted
 
     @property
     def has_due(self) -> bool:
-        """`pop_followers` has requests to return."""
+        """True if `pop_followers` has requests to return."""
         return bool(self._admitted) or any(leaders.has_due for leaders in self._leaders.values())
 
-    # What workers announce.
+    # Presence of workers.
 
     def update(self, presence: WorkerPresence) -> None:
-        """Take the announcement of a worker that the table has taken."""
+        """Process the presence of a worker after the presence table has accepted it."""
         if self._is_on and self._table.get(presence.worker) is presence:
             policy, now = self._policy(presence.model), time.monotonic()
             policy.update(presence, now)
-            # What it has not answered yet had not come when it announced its room.
+            # The worker published its room before it received the requests that it has not answered.
             for _ in range(self._unanswered[presence.worker]):
                 policy.loads.placed(presence.worker, 0, now)
 
     def remove_worker(self, gone: LostWorker) -> None:
-        """A worker is gone."""
+        """Remove a lost worker."""
         if gone.is_final and gone.model in self._policies:
             self._policies[gone.model].remove(gone.worker)
 
     def reads_siblings(self, worker: str | None) -> bool:
-        """Return True if several samples of a request may go to a worker in one message."""
+        """Return True if several samples of a request may go to the worker in one message."""
         return worker is not None and self._presents(worker, "request_groups")
 
     def _presents(self, worker: str, capability: Literal["request_groups", "group_backlog"]) -> bool:
@@ -149,12 +150,12 @@ class RequestPlacement:
         known = map(self._policy(model).loads.get, workers)
         return [load for load in known if load is not None]
 
-    # Where requests go.
+    # Decisions.
 
     def place(self, child: ChildRequest) -> Sequence[Placed]:
-        """Decide where a request goes that is due, and the other samples of its call that are.
+        """Place a due request and the other due samples of its call.
 
-        A request of which nothing is returned follows another one of its group: `pop_followers` or `remove` returns it.
+        Requests that are not returned follow another request of their group: `pop_followers` or `remove` returns them.
         """
         open_call, now = child.open_call, time.monotonic()
         leaders = self._leaders.setdefault(open_call.model, GroupLeaders())
@@ -166,7 +167,7 @@ class RequestPlacement:
         if not self._is_on or not is_due:
             return (Placed(None, [child]),)
         if leaders.leads(child):
-            # The connection did not take its message.
+            # The connection did not accept the message.
             self._forget(child)
             self._in_queue[open_call.model].add(child)
             return (Placed(None, [child]),)
@@ -174,7 +175,7 @@ class RequestPlacement:
         siblings = [other for other in open_call.children if self._is_due_with(other, child)]
         for other in siblings:
             self._forget(other)
-        # A prompt that is too short to be remembered is computed by each worker. What waits in the queue goes first.
+        # Each worker computes a prompt that is too short to be cached. Requests in the queue go first.
         is_group = wanted.group is not None and bool(wanted.pieces) and child.is_first_attempt
         placements: Sequence[Placement] = ()
         if not child.num_refusals and not (is_group and self._in_queue[open_call.model]):
@@ -193,12 +194,12 @@ class RequestPlacement:
         return *placed, *self._follow(left, wanted)
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
-        """Return True if both go out together: where they were refused, as often."""
+        """Return True if both requests go out together: they must have the same number of rejections."""
         is_equal = other.state is child.state and other.num_refusals == child.num_refusals
         return other is child or (child.is_first_attempt and other.is_first_attempt and is_equal)
 
     def _follow(self, children: Sequence[ChildRequest], wanted: PlacementWanted) -> list[Placed]:
-        """Have requests follow the leader of their group; returns those that must lead, for the queue."""
+        """Let requests follow the leader of their group. Return the requests that must lead, for the queue."""
         limit = min(MAX_FOLLOWERS, SIBLINGS_PER_PIECE * len(wanted.pieces) - 1)
         queued: list[Placed] = []
         for child in children:
@@ -212,10 +213,7 @@ class RequestPlacement:
         return self._queue(children)
 
     def pop_followers(self) -> list[Placed]:
-        """Return the requests whose leader was admitted: with its worker, or where else there is room.
-
-        And leaders that the queue has room for.
-        """
+        """Return followers of admitted leaders, for a worker with room, and leaders for which the queue has room."""
         admitted, self._admitted = self._admitted, []
         found = [placed for leaders in self._leaders.values() for placed in self._lead(leaders.pop_due())]
         for worker, followers in admitted:
@@ -229,7 +227,7 @@ class RequestPlacement:
         able, wanted, scope = self._wanted(children[0], self._loads(model))
         placements: list[Placement] = []
         if not self._in_queue[model]:
-            # Nothing of this client goes before them.
+            # No request of this client goes first.
             placements = self._policy(model).place_group(wanted, len(children), able, now)
         placed = self._note_all(children, placements, wanted, scope, now)
         left = [child for child in children if child not in self._held]
@@ -241,24 +239,24 @@ class RequestPlacement:
         return [*placed, *self._queue(left)]
 
     def may_wait(self, child: ChildRequest) -> bool:
-        """Return True if a placed request may wait at its worker, behind others of its group."""
+        """Return True if a placed request may wait at its worker behind others of its group."""
         held = self._held.get(child)
         return held is not None and held.wanted.group is not None and self._presents(held.worker, "group_backlog")
 
     def reason(self, child: ChildRequest) -> str:
-        """Return why a request was placed at its worker; empty if it was not."""
+        """Return the reason for the placement of a request. Empty if it was not placed."""
         held = self._held.get(child)
         return "" if held is None or held.placement is None else held.placement.reason
 
     def _queue(self, children: Sequence[ChildRequest]) -> list[Placed]:
-        # What was refused was counted when it was placed.
+        # Rejected requests were already counted when they were placed.
         self.stats.placed[PlacementReason.QUEUED] += sum(not child.num_refusals for child in children)
         return [Placed(None, [child]) for child in children]
 
     def _wanted(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
     ) -> tuple[list[WorkerLoad], PlacementWanted, PrefixScope]:
-        """Return which of these workers can serve a request, what its placement depends on, and its scope."""
+        """Return the workers that can serve a request, the input of its placement, and its scope."""
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
         able = [load for load in loads if load.weight_version >= version and (lora is None or lora in load.loras)]
@@ -278,7 +276,7 @@ class RequestPlacement:
         return able, wanted, scope
 
     def _pieces(self, child: ChildRequest, scope: PrefixScope) -> tuple[int, ...]:
-        """Return the hashes of a prompt, which are made once for all samples of a request."""
+        """Return the hashes of a prompt. They are computed once for all samples of a request."""
         open_call, prompt = child.open_call, np.asarray(child.stream.asked.prompt_token_ids, np.int32)
         if not child.is_first_attempt:
             return piece_hashes(prompt, scope)
@@ -294,7 +292,7 @@ class RequestPlacement:
         scope: PrefixScope,
         now: float,
     ) -> list[Placed]:
-        """Note where samples of one request go, as far as their workers have room; returns them by worker."""
+        """Record placements while their workers have room. Return the placed samples by worker."""
         loads = self._policy(children[0].open_call.model).loads
         together: dict[str, list[ChildRequest]] = {}
         for child, placement in zip(children, placements, strict=False):
@@ -313,30 +311,30 @@ class RequestPlacement:
         self._unanswered[held.worker] += 1
 
     def _note_answer(self, held: _PlacedRequest) -> None:
-        """Its worker has it, or will not get it."""
+        """Record that the worker has answered, or will not receive the request."""
         if held.placement is not None and not held.is_admitted:
             self._unanswered[held.worker] -= 1
             if not self._unanswered[held.worker]:
                 del self._unanswered[held.worker]
 
     def _forget(self, child: ChildRequest) -> None:
-        """It is not where it was placed: the connection did not take its message."""
+        """Remove the placement of a request whose message the connection did not accept."""
         held = self._held.pop(child, None)
         if held is not None:
             self._note_answer(held)
             self._policy(child.open_call.model).loads.ended(held.worker)
 
-    # Prefill legs, which have a line of their own.
+    # Prefill phases, which have their own queue.
 
     def prefer_leg(self, child: ChildRequest, workers: Sequence[str]) -> str | None:
-        """Return at which of the prefill workers a request's prompt is best computed; None: any will do."""
+        """Return the prefill worker with the best cache for a request's prompt. None: any worker is equally good."""
         if not self._is_on:
             return None
         able, wanted, _ = self._wanted(child, self._loads_of(child.open_call.model, workers))
         return self._policy(child.open_call.model).place(wanted, able, time.monotonic()).worker
 
     def record_leg(self, child: ChildRequest, worker: str) -> None:
-        """A request's prompt is to be computed by this prefill worker."""
+        """Record that this prefill worker computes the prompt of a request."""
         if self._is_on:
             _, wanted, scope = self._wanted(child, self._loads_of(child.open_call.model, [worker]))
             now = time.monotonic()
@@ -344,10 +342,10 @@ class RequestPlacement:
             reason = PlacementReason.PLACED_PREFIX if cached else PlacementReason.PLACED_GROUP
             self._note(child, Placement(worker, reason, cached), wanted, scope, now)
 
-    # What becomes of them.
+    # Results.
 
     def record_admission(self, child: ChildRequest) -> None:
-        """A worker has the request: its cache will hold the prompt."""
+        """Record that a worker admitted the request: its cache will contain the prompt."""
         if not self._is_on or child.worker is None:
             return
         held = self._held.get(child)
@@ -364,13 +362,13 @@ class RequestPlacement:
         held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
 
     def remove(self, child: ChildRequest, refusal: RequestError | None) -> list[ChildRequest]:
-        """Its attempt is over.
+        """Remove the request of an ended attempt.
 
         Args:
-            refusal: why nobody took it; None: it was taken, or nobody wants it any more.
+            refusal: reason why no worker accepted it. None: it was accepted, or the call has ended.
 
         Returns:
-            The requests that followed it, and are due.
+            Requests that followed it and are due now.
         """
         held = self._held.pop(child, None)
         followers = self._end_lead(child)
@@ -380,7 +378,7 @@ class RequestPlacement:
         return followers
 
     def _end_lead(self, child: ChildRequest) -> list[ChildRequest]:
-        """Return the followers of a request, which leads and follows no longer."""
+        """Remove a request as leader and follower, and return its followers."""
         model = child.open_call.model
         self._in_queue[model].discard(child)
         return self._leaders[model].remove(child) if model in self._leaders else []

@@ -1,7 +1,7 @@
-"""Which requests go to a prefill worker first, where a fleet has them: the asyncio around `PrefillQueue`.
+"""Chooses the requests that go to a prefill worker first. Runs `PrefillQueue` in asyncio, on the bus thread.
 
-On the bus thread. A request that may be served in two legs waits here for a prefill worker with room, for a bounded
-time; all others, and those for which the time is up, are served by one worker, which gives the same.
+A request that can be served in two phases waits here for a prefill worker with room, for a limited time. All other
+requests, and those whose time has expired, are served by one worker, with the same result.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ __all__ = ["PrefillDispatcher", "PrefillStats"]
 logger = logging.getLogger(__name__)
 
 MIN_LOOK_S: Final = 0.01
-"""Between two looks at what waits, where only time passes."""
+"""Minimum seconds between two timed checks of waiting requests."""
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class PrefillStats:
 
 
 class PrefillDispatcher:
-    """The requests of one client that wait for a prefill worker, or are at one.
+    """Requests of one client that wait for a prefill worker, or run on one.
 
     Args:
-        placement: knows where prompts are cached.
+        placement: knows which workers have a prompt in their cache.
         wake: called when `pop_decisions` has something to return.
     """
 
@@ -47,27 +47,27 @@ class PrefillDispatcher:
         self._watcher = watcher
         self._placement = placement
         self._wake = wake
-        # By model; as many as were ever served by prefill workers.
+        # By model, for models that had a prefill worker.
         self._queues: dict[str, PrefillQueue[ChildRequest]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.stats = PrefillStats()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PrefillDispatcher {self._queues} {self.stats}>"
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a prefill worker."""
+        """Number of requests that wait for a prefill worker."""
         return sum(map(len, self._queues.values()))
 
     def num_workers(self, model: str) -> int | None:
-        """Return how many prefill workers serve; None if no decode worker of the model could use what they do."""
+        """Return the number of serving prefill workers, or None if no decode worker can use their KV blocks."""
         prefillers = self._watcher.snapshot.prefillers.get(model)
         return None if prefillers is None else len(prefillers)
 
     def add(self, child: ChildRequest, until: float) -> None:
-        """Have `child` wait for a prefill worker."""
+        """Queue `child` for a prefill worker."""
         asked, model = child.stream.asked, child.open_call.model
         requirements = PrefillRequirements(
             affinity=asked.session_id or asked.group_id or asked.request_id,
@@ -83,10 +83,10 @@ class PrefillDispatcher:
     def count_fallback(self, child: ChildRequest, reason: PrefillFallback) -> None:
         """Count that a decode worker serves `child` alone."""
         self.stats.prefill_fallbacks[reason] += 1
-        logger.debug("prefill.alone request=%s reason=%s", child.open_call.request_id, reason)
+        logger.debug("prefill.skipped request=%s reason=%s", child.open_call.request_id, reason)
 
     def pop_decisions(self) -> list[tuple[ChildRequest, PrefillDecided]]:
-        """Those that wait no longer: each goes out, to a prefill worker or without one."""
+        """Return the requests that stop waiting, each with a prefill worker or without one."""
         decided: list[tuple[ChildRequest, PrefillDecided]] = []
         now = time.monotonic()
         for model, queue in self._queues.items():
@@ -127,10 +127,10 @@ class PrefillDispatcher:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def release(self, child: ChildRequest, refusal: RequestError | None) -> None:
-        """The leg of `child` is over, or it does not wait any more; without effect on what is not here.
+        """Remove `child`, whose prefill phase or wait is over. This has no effect on other requests.
 
         Args:
-            refusal: why its worker did not take the leg.
+            refusal: reason why the worker did not accept the prefill phase. None if it did.
         """
         queue = self._queues.get(child.open_call.model)
         if queue is None:

@@ -1,4 +1,4 @@
-"""Follows the announcements of workers, on the bus thread."""
+"""Tracks the presence of workers. Runs on the bus thread."""
 
 import asyncio
 import logging
@@ -22,21 +22,21 @@ __all__ = ["PresenceWatcher"]
 logger = logging.getLogger(__name__)
 
 PING_WAIT_S = 0.5
-"""How long after a ping a live worker may take to answer: a thousand times the round trip on a loopback."""
+"""Seconds in which a live worker answers a ping: a thousand round trips on a loopback."""
 
 
 class PresenceWatcher:
-    """The live workers, and how to wait for them.
+    """The live workers, and methods that wait for them.
 
     Args:
-        on_lost: called with each worker, or incarnation of one, that ends.
-        on_change: called when a worker comes, goes or changes its state.
+        on_lost: called with each lost worker or incarnation.
+        on_change: called when a worker joins, leaves or changes its state.
         on_survivor: called with each worker that was marked lost and publishes presence again.
-        on_heard: called with each announcement, before what it changes is told.
+        on_heard: called with each presence, before the other callbacks.
 
     Attributes:
-        snapshot: the live workers; replaced as a whole, so that any thread may read it.
-        bad_messages: announcements that did not decode.
+        snapshot: the live workers. It is replaced as a whole, so any thread may read it.
+        bad_messages: number of presence messages that could not be decoded.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class PresenceWatcher:
         self.bad_messages = 0
 
     def __repr__(self) -> str:
-        """One line with each worker and its state."""
+        """Return one line with each worker and its state."""
         return f"<PresenceWatcher {self._subjects.fleet} {self.table!r}>"
 
     async def receive(self, message: Msg) -> None:
-        """Take a worker's announcement."""
+        """Process a presence message."""
         try:
             presence = decode_presence(message.data)
             if message.subject != self._subjects.presence(presence.worker):
-                raise RemoteProtocolError(f"worker {presence.worker} announced on {message.subject}")
+                raise RemoteProtocolError(f"worker {presence.worker} published presence on {message.subject}")
         except RemoteProtocolError as exc:
             self.bad_messages += 1
-            logger.warning("presence.bad subject=%s error=%s", message.subject, exc)
+            logger.warning("presence.rejected subject=%s error=%s", message.subject, exc)
             return
         num_before = len(self.table.incarnations_of(presence.worker))
         change = self.table.update(presence, time.monotonic())
         self._on_heard(presence)
         if len(self.table.incarnations_of(presence.worker)) > max(num_before, 1):
             logger.warning(
-                "worker.duplicate_heard worker=%s incarnation=%s host=%s pid=%s",
+                "worker.duplicate_detected worker=%s incarnation=%s host=%s pid=%s",
                 presence.worker,
                 presence.incarnation,
                 presence.host,
@@ -93,14 +93,14 @@ class PresenceWatcher:
         self._notify()
 
     def expire(self) -> None:
-        """Drop workers whose lease has run out."""
+        """Remove workers whose lease has expired."""
         for lost in self.table.expire(time.monotonic()):
-            logger.warning("worker.gone worker=%s reason=%s", lost.worker, lost.reason)
+            logger.warning("worker.lost worker=%s reason=%s", lost.worker, lost.reason)
             self._on_lost(lost)
         self._notify()
 
     def remove_all(self, reason: str) -> None:
-        """Drop all workers, because none could be heard for long."""
+        """Remove all workers after a long outage without presence."""
         for lost in self.table.remove_all(reason):
             self._on_lost(lost)
         self._notify()
@@ -112,21 +112,21 @@ class PresenceWatcher:
             self._on_change()
 
     async def restart_watch(self) -> None:
-        """Start leases anew, where we could not hear for a while, and ask who is there."""
+        """Restart all leases after an outage, and ask all workers for their presence."""
         self.table.restart_leases(time.monotonic())
         self._pinged_at = -PING_WAIT_S
         self._listening_since = time.monotonic()
         await self._ping()
 
     async def known_workers(self) -> tuple[WorkerPresence, ...]:
-        """What live workers announced last, once all have had the time to answer since we began to listen."""
+        """Return the latest presence of live workers, after all had time to answer since the watch began."""
         left_s = self._listening_since + PING_WAIT_S - time.monotonic()
         if left_s > 0:
             await self._wait(lambda: False, left_s)
         return self.table.workers()
 
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
-        """Ask all workers for their state, and return what was heard within half a second.
+        """Ask all workers for their state, and return the answers of the next half second.
 
         Raises:
             BusBroken: the connection to NATS is gone.
@@ -138,7 +138,7 @@ class PresenceWatcher:
     async def workers_and_queues(
         self,
     ) -> tuple[tuple[WorkerPresence, ...], tuple[QueueDepth, ...], dict[str, str]]:
-        """Return the workers as `ping_workers` does, how many requests wait for them, and why queues do not answer.
+        """Return the workers as `ping_workers` does, the waiting requests, and the reasons why queues do not answer.
 
         Raises:
             BusBroken: the connection to NATS is gone.
@@ -147,7 +147,7 @@ class PresenceWatcher:
         return workers, *await self.queues()
 
     async def queues(self) -> tuple[tuple[QueueDepth, ...], dict[str, str]]:
-        """Return how many requests wait for the live workers, and by model why a queue does not answer."""
+        """Return the waiting requests for the live workers, and by model the reason why a queue does not answer."""
         models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
         async with asyncio.TaskGroup() as tasks:
             looks = [tasks.create_task(self._depths(model)) for model in models]
@@ -157,7 +157,7 @@ class PresenceWatcher:
         return depths, problems
 
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
-        """Return how full the queue of `model` is, or why it does not answer."""
+        """Return the depths of the queue of `model`, or the reason why it does not answer."""
         try:
             return await queue_depths(self._nats, self._subjects, (model,))
         except Unanswered as exc:
@@ -165,29 +165,29 @@ class PresenceWatcher:
                 return str(exc)
             return f"has no leader: {await describe_reachable(self._nats)}"
         except BusBroken as exc:
-            # Workers of a server without JetStream make no queue; what they say of themselves counts all the same.
-            logger.warning("fleet.no_depths error=%s", exc)
+            # A server without JetStream has no queue. The presence of its workers is still valid.
+            logger.warning("fleet.queue_depths_read_failed error=%s", exc)
             return ()
 
     async def wait_for_workers(self, count: int, model: str | None, timeout_s: float) -> None:
-        """Wait until at least `count` workers serve `model`, or any.
+        """Wait until at least `count` workers serve `model`, or any model if it is None.
 
         Raises:
-            NoWorkers: fewer did within `timeout_s` seconds; the message says what they were doing.
+            NoWorkers: fewer workers served it within `timeout_s` seconds. The message gives their states.
         """
         await self._ping()
         if not await self._wait(lambda: len(self.table.serving(model)) >= count, timeout_s):
             raise NoWorkers(
-                message=f"{len(self.table.serving(model))} of {count} workers came up within {timeout_s:g} s"
+                message=f"{len(self.table.serving(model))} of {count} workers served within {timeout_s:g} s"
                 + self.snapshot.describe_others(model)
             )
 
     async def resolve_model(self, model: str | None) -> str:
-        """The model that a request for `model` goes to, after asking who is there if nobody seems to serve it.
+        """Return the model that serves a request for `model`. Ask the workers first if none seems to serve it.
 
         Raises:
-            NoWorkers: no worker serves it.
-            InvalidRequest: no model was named and the fleet serves several, or only others.
+            NoWorkers: no worker serves the model.
+            InvalidRequest: no model was named and the fleet serves several, or the fleet serves only other models.
         """
         if not self.snapshot.is_served(model):
             await self._ping()
@@ -201,7 +201,7 @@ class PresenceWatcher:
             raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
 
     async def _ping(self) -> None:
-        # One ping serves every caller that waits for its answers.
+        # All callers that wait at the same time share one ping.
         if time.monotonic() - self._pinged_at >= PING_WAIT_S:
             self._pinged_at = time.monotonic()
             await publish(self._nats, self._subjects.ping, b"")

@@ -1,4 +1,4 @@
-"""Everything of a client that lives on the bus thread: its connection, its view of the fleet, its calls, its links."""
+"""The parts of a client on the bus thread: connection, presence of the fleet, open calls and links."""
 
 import asyncio
 import logging
@@ -36,73 +36,73 @@ __all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
-"""Between announcements, and between two words on a link where nothing else is to be said."""
+"""Seconds between two presence messages, and between two link messages if there is nothing else to send."""
 LEASE_S: Final = 5.0
-"""Five heartbeats: a busy machine may delay a few, and a dead client is still noticed soon."""
+"""Seconds, five heartbeats. A busy machine may delay some heartbeats, and workers still notice a dead client soon."""
 UNHEARD_S: Final = DEFAULT_LEASE_S + LEASE_MARGIN_S
-"""A worker that lives announces itself several times between its offer to run a request and that much later."""
+"""Seconds. A live worker publishes presence several times within this time after an offer."""
 LEASE_CHECK_S: Final = 0.5
-"""How often the leases of workers are looked at: a tenth of a lease."""
+"""Seconds between two checks of the workers' leases, a tenth of a lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
-    """Counters since the client was connected: what was done, and everything that was dropped or repeated."""
+    """Counters since the client connected: published requests, losses, repeats and dropped data."""
 
     requests: int
-    """Published: one for each attempt of each child of each request."""
+    """Published requests: one for each attempt of each child of each request."""
     direct: int
-    """Those of them that went straight to the worker at which they were placed."""
+    """Requests that the client sent directly to the worker at which it placed them."""
     placed: Mapping[str, int]
-    """By reason (`PlacementReason`): where requests went when it was decided, the queue among them."""
+    """By `PlacementReason`: where the placement sent requests, including the queue."""
     placements_refused: int
-    """Placed requests that their worker did not take; they went to the queue."""
+    """Placed requests that their worker rejected. They went to the queue."""
     expected_cached_tokens: int
-    """Of placed requests that have ended: prompt tokens that were expected in the caches of their workers."""
+    """For placed requests that have ended: prompt tokens that the client expected in the caches of their workers."""
     placed_cached_tokens: int
-    """Of the same requests: prompt tokens that their workers found there."""
+    """For the same requests: prompt tokens that their workers found in their caches."""
     republished: int
-    """Publishes repeated for want of the queue's answer."""
+    """Publications repeated because the queue did not answer."""
     prefill_legs: int
-    """Those of them that went straight to a prefill worker, to be gone on with by a decode worker."""
+    """Requests that the client sent directly to a prefill worker; a decode worker continues them."""
     prefill_fallbacks: Mapping[str, int]
-    """By reason (`PrefillFallback`): attempts that a decode worker served alone beside prefill workers."""
+    """By `PrefillFallback`: attempts that a decode worker served alone although the fleet has prefill workers."""
     orphans: int
-    """Requests that had left the queue without a worker's offer, and were published again."""
+    """Requests that left the queue without a worker's offer and were published again."""
     attempts_lost: int
-    """Attempts given up because of their worker or of what was under way; another attempt or an error followed."""
+    """Attempts lost with their worker or with messages in transit. Another attempt or an error followed."""
     frames: int
-    """Frames that decoded, heartbeats included."""
+    """Frames that were decoded, including heartbeats."""
     duplicate_frames: int
-    """Frames taken before."""
+    """Frames that the client had already received."""
     missing_frames: int
-    """Frames dropped because one before them was missing; all of them were asked for again."""
+    """Frames dropped because an earlier frame was missing. The client requested all of them again."""
     stale_frames: int
-    """Frames of a link, or of a life of either side, that was over."""
+    """Frames of an ended link, or of an ended incarnation of the worker or the client."""
     resends_asked: int
-    """How often missing frames were asked for."""
+    """Number of times that the client requested missing frames."""
     late_chunks: int
-    """Chunks of calls and attempts that had ended; their workers were told to stop."""
+    """Chunks of ended calls and attempts. Their workers received an abort."""
     bad_messages: int
-    """Frames that did not decode."""
+    """Frames that could not be decoded."""
     dropped_msgs: int
-    """Messages that nats-py dropped unread; frames among them were asked for again."""
+    """Messages that nats-py dropped unread. The client requested the frames among them again."""
     spans_exported: int
-    """Spans that the collector has taken; of a provider that was passed in, those that it was given."""
+    """Spans that the collector received. With a provider of the caller: spans that the provider received."""
     spans_failed: int
-    """Spans that were sent, and that the collector did not take."""
+    """Spans that were sent and that the collector did not receive."""
     spans_dropped: int
-    """Spans that were not sent: too many in a second, or no room in the exporter's queue."""
+    """Spans that were not sent: too many in one second, or no room in the exporter's queue."""
     unread_bytes: int
-    """Bytes of results that callers have not taken: of now, not since the start."""
+    """Bytes of results that callers have not read, at this moment."""
     retries: Mapping[str, int]
-    """By model: attempts that followed one that was given up."""
+    """By model: attempts that followed a lost attempt."""
     queue_waits: Mapping[str, Durations]
-    """By model: from the publishing of a request to a worker's offer to run it, again for each attempt."""
+    """By model: seconds from the publication of a request to a worker's offer, for each attempt."""
 
 
 class ClientRuntime:
-    """The parts, connected to each other. Made by `open_client_runtime`; lives on the bus thread."""
+    """The connected parts of a client. Created by `open_client_runtime`; runs on the bus thread."""
 
     def __init__(self, config: ClientConfig, nats: Connection) -> None:
         identity = config.client, config.incarnation
@@ -130,7 +130,7 @@ class ClientRuntime:
         self.coordinator.connect(self.dispatcher, self.links)
 
     def __repr__(self) -> str:
-        """One line with the parts."""
+        """Return one line with the parts."""
         return f"<ClientRuntime {self.coordinator} {self.dispatcher} {self.links} {self.watcher} {self.controller}>"
 
     @property
@@ -151,10 +151,10 @@ class ClientRuntime:
         self.pauses.update_paused()
 
     async def start(self) -> None:
-        """Listen, and say that this client is there.
+        """Subscribe to all subjects of this client, and publish its presence.
 
         Raises:
-            BusBroken: the connection is gone.
+            BusBroken: the connection is permanently lost.
         """
         await subscribe(self.nats, self._config.subjects.presences, self.watcher.receive)
         await subscribe(self.nats, self._config.subjects.frames_to(self._config.client), self.links.receive)
@@ -162,36 +162,36 @@ class ClientRuntime:
         await self.controller.collector.start()
         await self.dispatcher.publisher.start()
         await check_permitted(self.nats)
-        # In order on one connection: the server knows the subscriptions before any request can cause an answer.
+        # One connection keeps the order: the server has the subscriptions before any request can cause an answer.
         await self._publish_presence(ClientState.LIVE)
         await self.watcher.restart_watch()
 
     async def _on_newer_client(self, message: Msg) -> None:
-        """Give up where a younger client has taken this one's name: to the workers this life is over."""
+        """Fail all calls if a client that connected later uses this name. For workers, this incarnation has ended."""
         try:
             presence = decode_client_presence(message.data)
         except RemoteProtocolError as exc:
-            logger.warning("presence.bad subject=%s error=%s", message.subject, exc)
+            logger.warning("presence.rejected subject=%s error=%s", message.subject, exc)
             return
         is_other = presence.incarnation != self._config.incarnation and presence.state is not ClientState.CLOSED
         if is_other and presence.uptime_s < self._uptime_s:
             logger.error("client.superseded client=%s by=%s", self._config.client, presence.incarnation)
-            reason = f"another client named {self._config.client} was connected; names must differ"
+            reason = f"another client with the name {self._config.client} connected; client names must be unique"
             self.coordinator.fail_all(ErrorCode.CLIENT_CLOSED, reason)
 
     async def check_leases(self) -> None:
-        """Renew this client's lease, look at those of the workers, repeat what may be lost; until cancelled."""
+        """Renew this client's lease, check the workers' leases and repeat link acks, until cancelled."""
         is_beat = False
         while True:
             before = time.monotonic()
             await asyncio.sleep(LEASE_CHECK_S)
             waited_s = time.monotonic() - before
             if not self.nats.is_connected:
-                # Lease clocks stand still: nobody could be heard.
+                # Pause the lease timers: the client receives no presence.
                 self._handle_outage(waited_s)
                 continue
             if waited_s > 2 * LEASE_CHECK_S:
-                # The process stood still: what workers said meanwhile has yet to be read.
+                # The process was frozen. Presence that arrived meanwhile is not processed yet.
                 await self.restart_leases()
                 continue
             self.watcher.expire()
@@ -202,10 +202,10 @@ class ClientRuntime:
                 await self._send_heartbeat()
 
     def _handle_outage(self, waited_s: float) -> None:
-        """Give up all workers when the connection has been down for a lease and then for `worker_grace_s`.
+        """Mark all workers lost after an outage of lease plus margin plus `worker_grace_s`.
 
-        A worker that dies while the server is there is given up after the same time. Time in which this process stood
-        still does not count: it may not have tried to reconnect.
+        A worker that dies while the server is reachable is marked lost after the same time. Time in which this process
+        was frozen does not count, because the process may not have tried to reconnect.
         """
         if waited_s > 2 * LEASE_CHECK_S:
             self.dispatcher.restart_timers()
@@ -218,9 +218,10 @@ class ClientRuntime:
 
     @property
     def _is_observer(self) -> bool:
-        """Workers have nothing of this client, and its name belongs to whoever has the same credentials.
+        """True if the client has credentials and has sent no request, so that no worker has anything of it.
 
-        It says nothing to workers then, or it would take the name from one that works.
+        In that case the client publishes no presence, because presence would take the name away from a running client
+        with the same credentials.
         """
         return self._config.server.credentials is not None and not self.dispatcher.stats.requests
 
@@ -232,7 +233,7 @@ class ClientRuntime:
         self.links.repeat_acks()
 
     async def restart_leases(self) -> None:
-        """Go on after an outage of the connection or of this process: nobody is missing who could not be heard."""
+        """Continue after an outage of the connection or this process. Restart all leases: no presence was received."""
         logger.info("client.resumed client=%s", self._config.client)
         self._outage_s = 0.0
         self.dispatcher.restart_timers()
@@ -240,28 +241,28 @@ class ClientRuntime:
             await self._send_heartbeat()
             await self.watcher.restart_watch()
         except BusBroken as exc:
-            # Gone again; the next reconnect begins anew.
-            logger.warning("client.not_resumed client=%s error=%s", self._config.client, exc)
+            # The connection is down again. The next reconnect restarts the leases.
+            logger.warning("client.resume_failed client=%s error=%s", self._config.client, exc)
 
     def handle_error(self, error: Exception) -> None:
-        """Act on what the connection reports."""
+        """Handle an error that the connection reports."""
         if isinstance(error, PermissionDenied):
             self.coordinator.fail_all(ErrorCode.PERMISSION_DENIED, str(error))
         elif isinstance(error, BusBroken):
             self.coordinator.fail_all(ErrorCode.FRAMES_LOST, str(error))
         elif not isinstance(error, SlowConsumerError):
-            # Dropped frames are asked for again. One that a handler tripped over would trip it again.
+            # Dropped frames are requested again. A message that a handler failed on would fail again.
             self.losses.mark_all_lost(f"a message could not be handled: {error!r}")
 
     async def close(self) -> None:
-        """Fail what is open, and tell the workers that nobody waits any more."""
+        """Fail all open calls, and publish the final presence."""
         self.coordinator.fail_all(ErrorCode.CLIENT_CLOSED, "the client was closed")
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                # More than any abort: workers stop whatever they have of this life of the client.
+                # This replaces all aborts: workers abort all requests of this incarnation of the client.
                 await self._publish_presence(ClientState.CLOSED)
         except TimeoutError:
-            logger.warning("client.no_goodbye client=%s", self._config.client)
+            logger.warning("client.final_presence_failed client=%s", self._config.client)
 
     async def _publish_presence(self, state: ClientState) -> None:
         if self._is_observer:
@@ -276,10 +277,10 @@ class ClientRuntime:
         try:
             await publish(self.nats, self._config.subjects.client(self._config.client), encode_json(presence))
         except BusBroken as exc:
-            logger.warning("presence.lost error=%s", exc)
+            logger.warning("presence.publish_failed error=%s", exc)
 
     def stats(self, unread_bytes: int, spans: TracingStats) -> ClientStats:
-        """The counters of all parts; any thread may ask."""
+        """Return the counters of all parts. Any thread may call this."""
         sent = self.dispatcher
         parts = (sent.stats, sent.prefill.stats, sent.placement.stats, self.coordinator.stats, self.links.stats, spans)
         counters = {name: value for part in parts for name, value in asdict(part).items()}
@@ -295,12 +296,12 @@ class ClientRuntime:
 
 @asynccontextmanager
 async def open_client_runtime(config: ClientConfig) -> AsyncIterator[ClientRuntime]:
-    """Connect, keep everything going until the block ends, and say goodbye.
+    """Connect, run all parts until the block ends, and publish the final presence.
 
-    Cancellation, also by a failure of one of the tasks: says goodbye all the same, which is bounded.
+    Cancellation: the final presence is still published, in bounded time. The same holds if a task fails.
 
     Raises:
-        BusBroken: no server answers, or it does not let this user be a client.
+        BusBroken: no server answers, or the server does not permit this user to be a client.
     """
     runtime: ClientRuntime | None = None
 
@@ -331,7 +332,7 @@ async def open_client_runtime(config: ClientConfig) -> AsyncIterator[ClientRunti
                 for task in background:
                     task.cancel()
         except Exception as exc:
-            # Boundary of the client: calls that wait in the owner's thread end too, also after a defect in a task.
+            # Boundary of the client: also after a defect in a task, the calls that wait in the owner's thread must end.
             runtime.coordinator.fail_all(ErrorCode.CLIENT_CLOSED, f"the client has failed: {exc!r}")
             raise
         finally:

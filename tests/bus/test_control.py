@@ -301,7 +301,7 @@ async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: st
     async with controlled(nats_url, fleet, "a") as control:
         await control["a"].announce(WorkerState.PAUSED)
         await until_worker(control.rb, "a", WorkerState.PAUSED)
-        with pytest.raises(NoWorkers, match=r"0 of 1 workers came up within 0.7 s \(a is paused\)"):
+        with pytest.raises(NoWorkers, match=r"0 of 1 workers served within 0.7 s \(a is paused\)"):
             await control.rb.fleet.wait_for_workers(timeout_s=0.7)
         await control["a"].announce(WorkerState.SERVING)
         await control.rb.fleet.wait_for_workers()

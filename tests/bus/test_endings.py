@@ -51,7 +51,7 @@ async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
     async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, *_):
         async with contextlib.aclosing(rb.generate(sized(max_tokens=50, request_id="same"))) as stream:
             first = await anext(stream)
-            with pytest.raises(RequestRejected, match="live request of this id"):
+            with pytest.raises(RequestRejected, match="already in use by an open request"):
                 await rb.complete(sized(request_id="same"))
             rest = [chunk async for chunk in stream]
         assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 50

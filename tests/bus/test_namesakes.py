@@ -29,7 +29,7 @@ async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> N
                 async for _ in stream:
                     pass
             assert caught.value.code is ErrorCode.CLIENT_CLOSED
-            with pytest.raises(RequestFailed, match="names must differ"):
+            with pytest.raises(RequestFailed, match="client names must be unique"):
                 await older.complete(greedy(1, 1))
             assert (await younger.complete(greedy(1, 5))).finish_reason == "length"
             await until_idle(engine, younger)

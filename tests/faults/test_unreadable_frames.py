@@ -63,7 +63,7 @@ async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet
         stats = rb.stats()
 
     assert error.code is ErrorCode.PROTOCOL_ERROR
-    assert error.message.startswith("worker hand sent a frame that does not decode: frame: token ids of 3 bytes")
+    assert error.message.startswith("worker hand sent a frame that cannot be decoded: frame: token ids of 3 bytes")
     assert (stats.bad_messages, stats.resends_asked) == (1, 0)
 
 
@@ -139,7 +139,7 @@ async def test_a_request_that_no_two_workers_can_frame_ends(nats_url: str, fleet
             generation = await good
 
     assert error.code is ErrorCode.PROTOCOL_ERROR
-    assert error.message.startswith("worker hand2 sent a frame that does not decode")
+    assert error.message.startswith("worker hand2 sent a frame that cannot be decoded")
     assert (list(generation.token_ids), generation.attempts) == ([9], 3)
 
 

@@ -46,7 +46,7 @@ async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_i
             state = await until_state(rb, lambda state: worker_of(state, "lacks").last_error)
             with pytest.raises(RequestRejected, match="lora 'maths' is not loaded") as unknown:
                 await rb.complete(request(lora="maths"))
-        with pytest.raises(RequestTimeout, match="it waits for a worker with the adapter 'math'"):
+        with pytest.raises(RequestTimeout, match="the request waits for a worker with the adapter 'math'"):
             await rb.complete(request(lora="math", timeout_s=0.5))
         await observer.check_at_rest()
 
