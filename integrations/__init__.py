@@ -1,1 +1,1 @@
-"""Parts that plug into published trainers. Each imports its trainer; nothing else of rollbus imports it."""
+"""Adapters for published trainers. Each adapter imports its trainer; no other part of rollbus imports the adapter."""

@@ -1,14 +1,14 @@
-"""The sampler's experts for Megatron-Core's own `RouterReplay`, micro-batch by micro-batch.
+"""Replays the sampler's experts with Megatron-Core's own `RouterReplay`, for each micro-batch.
 
     with replay(batch, layers=[0, 1, 2]) as replayed:
         loss = forward(...)
         replayed.begin_backward()
         loss.backward()
 
-Megatron makes a `RouterReplay` for each router where `TransformerConfig.moe_enable_routing_replay` is set. It replaces
-the chosen experts and takes the router's own scores of them, so that gradients reach the router. Read in megatron-core
-0.16.1 and 0.19.2. Not replayed are fused routers (`moe_router_fusion`), sinkhorn and hash routing, and what drops
-tokens (`moe_expert_capacity_factor`).
+Megatron creates a `RouterReplay` for each router if `TransformerConfig.moe_enable_routing_replay` is set. It replaces
+the chosen experts and uses the router's own scores for them, so gradients reach the router. This was checked in the
+code of megatron-core 0.16.1 and 0.19.2. Not replayed are fused routers (`moe_router_fusion`), sinkhorn and hash
+routing, and routers that drop tokens (`moe_expert_capacity_factor`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ __all__ = ["Replayed", "feed", "replay"]
 
 
 class Replayed:
-    """The routers of this process, which replay."""
+    """The replaying routers of this process."""
 
     def __init__(self, routers: Sequence[RouterReplay]) -> None:
         self._routers = routers
 
     def __repr__(self) -> str:
-        """One line with a count."""
+        """Return one line with the number of routers."""
         return f"<Replayed routers={len(self._routers)}>"
 
     def begin_backward(self) -> None:
-        """Replay once more, in the same order: layers that are recomputed in the backward pass ask again."""
+        """Replay the experts again in the same order, for layers that the backward pass recomputes."""
         for router in self._routers:
             router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
@@ -48,10 +48,10 @@ def replay(
     routers: Sequence[RouterReplay] | None = None,
     tokens: torch.Tensor | slice | None = None,
 ) -> Iterator[Replayed]:
-    """Have the routers of this process choose the sampler's experts inside of the block.
+    """Make the routers of this process choose the sampler's experts inside the block.
 
     Args:
-        batch: one micro-batch; see `feed` for this and the other arguments.
+        batch: one micro-batch. See `feed` for all arguments.
 
     Raises:
         ReplayError: see `feed`.
@@ -72,26 +72,27 @@ def feed(
     routers: Sequence[RouterReplay] | None = None,
     tokens: torch.Tensor | slice | None = None,
 ) -> Replayed:
-    """Give the routers a micro-batch's experts for their next forward pass, where a schedule interleaves batches.
+    """Give the routers the experts of a micro-batch for the next forward pass. For schedules that interleave batches.
 
-    Call it before each micro-batch's forward pass, in the order of the backward passes. At the end of a step call
+    Call it before the forward pass of each micro-batch, in the order of the backward passes. At the end of a step, call
     `clear_indices` and `clear_router_replay_action` of each router, as `replay` does.
 
     Args:
-        batch: with routing. Where a token has no row, it gets the first K experts; the loss mask is off there.
-        layers: for each router its place among the layers of the rows, which have all layers of the sampler's model
-            that route. With pipeline parallelism: those of this rank.
-        routers: in the order of `layers`; None: all that Megatron has made in this process, in that order. A second
-            model in the process, as a reference model, adds its own.
-        tokens: which tokens of the batch this rank computes, in its order, where sequence or context parallelism gives
-            it a part: a slice, or i64[n] indices. None: all, in order.
+        batch: micro-batch with routed experts. A token without a row gets the first K experts; the loss mask is off at
+            such a token.
+        layers: for each router, the index of its layer in the rows, which have all layers with experts of the sampler's
+            model. With pipeline parallelism: the layers of this rank.
+        routers: routers in the order of `layers`. None: all routers that Megatron has created in this process, in that
+            order. A second model in the process, such as a reference model, adds its routers.
+        tokens: tokens of the batch that this rank computes, in its order, with sequence or context parallelism: a
+            slice, or i64[n] indices. None: all tokens in order.
 
     Raises:
-        ReplayError: the batch has no routing, or there is another number of routers, or no such layer or token.
+        ReplayError: the batch has no routed experts, the number of routers differs, or a layer or token does not exist.
     """
     routers = RouterReplay.global_router_replay_instances if routers is None else routers
     if batch.routed_experts is None:
-        raise ReplayError("the batch has no routing; allowed: one that was packed from samples with rows")
+        raise ReplayError("the batch has no routed experts; allowed: a batch that was packed from samples with rows")
     if len(layers) != len(routers):
         raise ReplayError(f"layers has {len(layers)} entries for {len(routers)} routers; allowed: one for each")
     rows = batch.routed_experts[0]
@@ -101,7 +102,7 @@ def feed(
             raise ReplayError(f"layers has {layer}; allowed: 0 to {num_layers - 1}, the layers of the rows")
     if tokens is not None:
         rows = _part(rows, tokens)
-    # Indices for `gather`, which takes no smaller integers in every release of torch; -1 would be no index.
+    # Indices for `gather`, which does not accept smaller integers in every torch release. -1 is no valid index.
     chosen = torch.where(rows < 0, torch.arange(top_k, device=rows.device), rows.long())
     for layer, router in zip(layers, routers, strict=True):
         router.set_target_indices(chosen[:, layer].contiguous())

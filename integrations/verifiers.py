@@ -1,12 +1,12 @@
-"""verifiers' traces as samples to train on, with the version of the weights of each token.
+"""Converts traces of verifiers into training samples, with the weight version of each token.
 
     with weight_versions():
         async with env.serving():
             episode = await env.run_slot(slot, ModelContext(model="policy", client=TrainClientConfig(base_url=...)))
     batch = [sample for trace in episode.traces for sample in samples(trace)]
 
-verifiers' own `TrainClient` takes token ids, logprobs and routing from the HTTP service, and passes over the versions.
-Inside of the block it keeps them in `trace.info`, which is part of a trace wherever the trace goes. Written for
+The `TrainClient` of verifiers reads token ids, log probabilities and routed experts from the HTTP service, and ignores
+the versions. Inside the block, this module stores the versions in `trace.info`, which is part of the trace. Written for
 verifiers 0.4.
 """
 
@@ -32,7 +32,7 @@ from ..trainer.sample import NOT_SAMPLED, Sample
 __all__ = ["samples", "weight_versions"]
 
 INFO = "weight_versions"
-"""In `trace.info`: versions of the tokens of each answer, by a digest of the token ids up to the answer's end."""
+"""Key in `trace.info`: versions of the tokens of each answer, by a digest of the token ids up to the answer's end."""
 GENERATE = "/inference/v1/generate"
 
 
@@ -45,12 +45,12 @@ class _VersionsAnswer(msgspec.Struct):
 
 
 _answered: ContextVar[list[list[int]]] = ContextVar("_answered")
-"""What the service has answered to the call that is under way."""
+"""Versions in the service's answers to the present call."""
 
 
 @contextmanager
 def weight_versions() -> Iterator[None]:
-    """Have traces of this process, from clients that are made inside of the block, keep the versions of tokens."""
+    """Make traces store the versions of tokens, for clients that are created inside the block in this process."""
     before = server.resolve_client
     server.resolve_client = _resolve
     try:
@@ -60,10 +60,10 @@ def weight_versions() -> Iterator[None]:
 
 
 def samples(trace: Trace, *, advantage: float = 0.0) -> list[Sample]:
-    """Return what there is to train on: a sample for each branch of the conversation that verifiers calls trainable.
+    """Return one sample for each branch of the conversation that verifiers marks as trainable.
 
     Raises:
-        PackError: the trace has sampled tokens whose versions it does not have.
+        PackError: the trace has sampled tokens without versions.
     """
     return [_sample(trace, branch, advantage) for branch in trace.branches if branch.trainable]
 
@@ -80,7 +80,7 @@ def _sample(trace: Trace, branch: Branch, advantage: float) -> Sample:
             if len(found) != count:
                 raise PackError(
                     f"trace {trace.id} has the weight versions of {len(found)} of {count} tokens of an answer; "
-                    "allowed: all, as traces have them that `weight_versions()` and rollbus's HTTP service have made"
+                    "allowed: all, as in traces made with `weight_versions()` and rollbus's HTTP service"
                 )
             versions[-count:] = found
     rows = branch.routed_experts
@@ -89,7 +89,7 @@ def _sample(trace: Trace, branch: Branch, advantage: float) -> Sample:
         loss_mask=np.array(branch.sampled_mask, np.bool_),
         logprobs=np.array(branch.logprobs, np.float32),
         weight_versions=np.array(versions, np.int32),
-        # verifiers fills the row of the last token, which has been through no model, with a copy.
+        # verifiers copies a row for the last token, which has passed through no model.
         routed_experts=None if rows is None else rows[:-1],
         advantage=advantage,
     )
@@ -100,7 +100,7 @@ def _resolve(config: Any) -> Client:
 
 
 class _RecordingClient(TrainClient):  # type: ignore[misc] # verifiers is not there for mypy
-    """verifiers' client, which also keeps what it does not read of the service's answers."""
+    """The client of verifiers, which also stores the versions in the service's answers."""
 
     def __init__(self, config: TrainClientConfig) -> None:
         super().__init__(config)
@@ -109,7 +109,7 @@ class _RecordingClient(TrainClient):  # type: ignore[misc] # verifiers is not th
         self.client: Any = self.client.with_options(http_client=http)
 
     async def get_response(self, *args: Any, turn: Any = None, **kwargs: Any) -> Response:
-        """Answer, and write the versions of the answer's tokens into the trace."""
+        """Return the response, and store the versions of its tokens in the trace."""
         answered: list[list[int]] = []
         token = _answered.set(answered)
         try:
@@ -129,7 +129,7 @@ async def _note(response: httpx.Response) -> None:
     try:
         answer = msgspec.json.decode(await response.aread(), type=_VersionsAnswer)
     except msgspec.DecodeError:
-        return  # of another service: `samples` says what is missing
+        return  # the answer of another service: `samples` reports the missing versions
     _answered.get().append(answer.choices[0].weight_versions)
 
 

@@ -1,4 +1,4 @@
-"""What a training process does with what the bus delivers: stitching, packing, replay. Needs no NATS.
+"""Prepares the results of rollbus for training: stitching, packing and router replay. It needs no NATS.
 
     from rollbus.trainer import Stitcher, pack, replay
 
@@ -8,7 +8,7 @@
         with replay(model, batch.routed_experts):
             logits = model(**batch.model_inputs()).logits
 
-The page docs/trainer.md shows a whole step.
+docs/trainer.md shows a whole training step.
 """
 
 from .advantages import group_advantages, has_signal

@@ -1,6 +1,6 @@
-"""What an answer is worth beside the others to the same prompt, from the rewards of its group. Numpy alone.
+"""Computes advantages: the reward of each answer relative to the other answers of its group. Needs only numpy.
 
-The last axis is the group: f[n] is one group, f[G, n] are G groups of n answers each.
+The last axis is the group: f[n] is one group, f[G, n] are G groups with n answers each.
 """
 
 from typing import Literal
@@ -16,23 +16,24 @@ __all__ = ["group_advantages", "has_signal"]
 def group_advantages(
     rewards: npt.ArrayLike, *, by: Literal["std", "mean", "leave_one_out"] = "std", eps: float = 1e-6
 ) -> npt.NDArray[np.float32]:
-    """Advantages of answers: their rewards beside those of their group.
+    """Return the advantages of answers from the rewards of their groups.
 
-    Groups without signal have advantages of exactly 0.0, a group of one answer too.
+    Groups without signal, including groups with one answer, have advantages of exactly 0.0.
 
     Args:
         rewards: f[..., n].
-        by: `std`: less the group's mean, divided by its standard deviation (of n, not n - 1) and `eps`, as in GRPO
-            (Z. Shao et al., "DeepSeekMath", 2024). `mean`: less the mean, as in Dr. GRPO, which leaves easy and hard
-            prompts their weight (Z. Liu et al., "Understanding R1-Zero-Like Training", 2025). `leave_one_out`: less
-            the mean of the other answers, as in RLOO, which is unbiased (A. Ahmadian et al., "Back to Basics", 2024).
-        eps: 0 and above; for `std`.
+        by: `std` (default): subtract the group's mean, and divide by its standard deviation (of n, not n - 1) plus
+            `eps`, as in GRPO (Z. Shao et al., "DeepSeekMath", 2024). `mean`: subtract the mean, as in Dr. GRPO, which
+            keeps the weight of easy and hard prompts (Z. Liu et al., "Understanding R1-Zero-Like Training", 2025).
+            `leave_one_out`: subtract the mean of the other answers, as in RLOO, which is unbiased (A. Ahmadian et al.,
+            "Back to Basics", 2024).
+        eps: added to the standard deviation with `std`, at least 0 (default: 1e-6).
 
     Returns:
-        f4, of the shape of `rewards`.
+        f4, with the shape of `rewards`.
 
     Raises:
-        PackError: rewards that are no finite numbers, an empty group, or another `by` or `eps`.
+        PackError: a reward is not a finite number, a group is empty, or `by` or `eps` is not valid.
     """
     if by not in ("std", "mean", "leave_one_out"):
         raise PackError(f"by is {by!r}; allowed: std, mean, leave_one_out")
@@ -43,7 +44,7 @@ def group_advantages(
     advantages = groups - groups.mean(axis=-1, keepdims=True)
     if by == "leave_one_out":
         advantages *= size / max(size - 1, 1)
-    # A group without signal has a deviation of 0, or nearly so where its mean is rounded.
+    # A group without signal has a deviation of 0, or almost 0 if its mean is rounded.
     signal = has_signal(groups)[..., None]
     if by == "std":
         advantages /= np.where(signal, groups.std(axis=-1, keepdims=True) + eps, 1.0)
@@ -51,7 +52,7 @@ def group_advantages(
 
 
 def has_signal(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """True for each group of which two rewards differ: the others would train nothing, and may be left out.
+    """Return True for each group with two different rewards. The other groups do not change the model.
 
         rewards = rewards[has_signal(rewards)]                                # f[G, n]
         groups = [group for group in groups if has_signal(group.rewards)]     # of different sizes
@@ -60,23 +61,23 @@ def has_signal(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         rewards: f[..., n].
 
     Returns:
-        bool[...]: of one group a single bool.
+        bool[...]; a single bool for one group.
 
     Raises:
-        PackError: rewards that are no finite numbers, or an empty group.
+        PackError: a reward is not a finite number, or a group is empty.
     """
     groups = _checked(rewards)
     return np.asarray(groups.max(axis=-1) > groups.min(axis=-1))
 
 
 def _checked(rewards: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """The rewards in float64: a group's mean is rounded less than its rewards differ."""
+    """Return the rewards in float64, so that rounding of a group's mean is smaller than differences of its rewards."""
     try:
         groups = np.asarray(rewards, np.float64)
     except (TypeError, ValueError):
-        raise PackError("rewards are no numbers, or of groups of different sizes; allowed: f[n], or f[G, n]") from None
+        raise PackError("rewards are not numbers, or their groups differ in size; allowed: f[n], or f[G, n]") from None
     if groups.ndim == 0 or not groups.shape[-1]:
-        raise PackError(f"rewards have the shape {groups.shape}; allowed: [n] or [G, n], with an answer in each group")
+        raise PackError(f"rewards have the shape {groups.shape}; allowed: [n] or [G, n] with n of at least 1")
     if not np.isfinite(groups).all():
         index = tuple(int(each) for each in np.argwhere(~np.isfinite(groups))[0])
         raise PackError(f"rewards{list(index)} is {groups[index]}; allowed: finite numbers")

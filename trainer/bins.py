@@ -1,4 +1,4 @@
-"""Best-fit decreasing: which sequences share a micro-batch. Deterministic, O(n log n)."""
+"""Best-fit decreasing: chooses the sequences that share a micro-batch. Deterministic, O(n log n)."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ __all__ = ["fit"]
 
 
 def fit(sizes: Sequence[int], capacity: int, max_items: int | None = None) -> list[list[int]]:
-    """Put items into as few bins as best-fit decreasing finds.
+    """Put items into bins with the best-fit decreasing heuristic.
 
-    From the largest item to the smallest, each goes into the fullest bin that still takes it, or into a new one.
-    Among equals the lower index and the older bin come first, so the same sizes always give the same bins.
+    From the largest item to the smallest, each item goes into the fullest bin with enough room, or into a new bin.
+    Among equal candidates, the lower index and the older bin come first, so the same sizes always give the same bins.
 
     Args:
-        sizes: of each item, 0 to `capacity`.
-        capacity: what a bin may hold in sum.
-        max_items: how many it may hold, 1 or more; None for any number.
+        sizes: size of each item, 0 to `capacity`.
+        capacity: maximum sum of the sizes in a bin.
+        max_items: maximum number of items in a bin, at least 1. None: no limit.
 
     Returns:
         For each bin, oldest first, the indices of its items in ascending order.
 
     Raises:
-        ValueError: an item that fits no bin.
+        ValueError: an item fits into no bin.
     """
     bins: list[list[int]] = []
-    # Heaps of (room, bin): those that can take the present item, least room first, and the others, most room first.
-    # Sizes only fall, so a bin that is open to one item stays open until it is used, and each use moves it once.
+    # Heaps of (room, bin): bins with room for the present item, least room first, and the others, most room first.
+    # Sizes only decrease, so an open bin stays open until an item goes into it. Each item moves one bin once.
     open_bins: list[tuple[int, int]] = []
     full_bins: list[tuple[int, int]] = []
     for index in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):

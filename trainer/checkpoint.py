@@ -1,7 +1,7 @@
-"""A transformers model's tensors under the names of its checkpoint, as `save_pretrained` would write them.
+"""The tensors of a transformers model, named as in its checkpoint and as `save_pretrained` writes them.
 
-Transformers 5 keeps some weights in another form in memory than in the checkpoint: the experts of a layer are one
-tensor, for example. So the names of `state_dict()` are not those that workers know. This module imports transformers;
+Transformers 5 stores some weights differently in memory than in the checkpoint. For example, the experts of a layer are
+one tensor. The names of `state_dict()` are therefore not the names that workers know. This module imports transformers;
 `import rollbus.trainer` does not import it.
 """
 
@@ -26,30 +26,31 @@ def checkpoint_tensors(
     *,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a transformers model as (name, tensor) in the names of its checkpoint.
+    """Yield the tensors of a transformers model as (name, tensor), named as in its checkpoint.
 
-    They are what `model.save_pretrained` writes, bit for bit; of tied weights each is there once. Tensors share the
-    model's memory where the conversion allows it: they must not change while they are used.
+    The tensors equal the output of `model.save_pretrained` bit for bit. Of tied weights, only one is included. Tensors
+    share the model's memory if the conversion allows it, so they must not change while they are used.
 
     Args:
-        model: a `PreTrainedModel`, whole on this process.
-        checkpoint: folder of the checkpoint with which training began; its names are compared first.
-        state: the model's tensors by its own names; None: `model.state_dict()`.
+        model: a `PreTrainedModel` that is whole in this process.
+        checkpoint: folder of the checkpoint with which training began. The names are compared with it first. None: no
+            comparison.
+        state: tensors of the model by their own names. None: `model.state_dict()`.
 
     Raises:
-        CheckpointMismatch: a tensor is a slice, or a name is not in the checkpoint, or missing; the message names the
-            first one.
+        CheckpointMismatch: a tensor is a slice, or a name is missing in the checkpoint or in the model. The message
+            gives the first such name.
     """
     whole: dict[str, torch.Tensor] = dict(model.state_dict() if state is None else state)
     for name in model._keys_to_ignore_on_save or ():  # as `save_pretrained` does
         whole.pop(name, None)
     for name, tensor in whole.items():
         if hasattr(tensor, "device_mesh") or tensor.is_meta:
-            raise CheckpointMismatch(f"{name} is a slice, or not in this process: gather first")
+            raise CheckpointMismatch(f"{name} is a slice, or not in this process; gather it first")
     tensors = revert_weight_conversion(model, remove_tied_weights_from_state_dict(dict(whole), model))
     if checkpoint is not None:
         names = _read_names(Path(checkpoint))
-        # Some checkpoints have a tied weight under both of its names.
+        # Some checkpoints contain a tied weight under both of its names.
         tensors |= {name: whole[name] for name in names - tensors.keys() if name in whole}
         _check_names(tensors.keys(), names, checkpoint)
     yield from tensors.items()

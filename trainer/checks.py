@@ -1,4 +1,4 @@
-"""What numbers and arrays must be, wherever they come in. Errors name the place, the problem and what is allowed."""
+"""Checks of numbers and arrays. Errors give the place, the problem and the allowed values."""
 
 import operator
 from typing import Any
@@ -15,7 +15,7 @@ Refusal = type[PackError] | type[StitchError]
 
 
 def check_integer(refusal: Refusal, name: str, value: Any, lowest: int | None = None) -> int:
-    """Take an integer of any library, `lowest` or above, and nothing that would have to be rounded."""
+    """Return an integer of any library that is at least `lowest`. Reject values that would need rounding."""
     allowed = "an integer" if lowest is None else f"an integer, {lowest} and above"
     try:
         number = operator.index(value)
@@ -27,7 +27,7 @@ def check_integer(refusal: Refusal, name: str, value: Any, lowest: int | None = 
 
 
 def check_vector(refusal: Refusal, name: str, array: object, dtype: type[np.generic], size: int | None = None) -> None:
-    """Refuse all but a numpy array of this dtype, in one dimension, with an entry for each of `size` tokens."""
+    """Reject anything but a numpy array of this dtype in one dimension, with one entry for each of `size` tokens."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
         raise refusal(f"{name} is {describe(array)}; allowed: a numpy array of {np.dtype(dtype)} in one dimension")
     if size is not None and len(array) != size:
@@ -37,14 +37,14 @@ def check_vector(refusal: Refusal, name: str, array: object, dtype: type[np.gene
 def check_entries(
     refusal: Refusal, name: str, array: npt.NDArray[Any], good: npt.NDArray[np.bool_], allowed: str
 ) -> None:
-    """Refuse an array of which an entry is not good, naming the first."""
+    """Reject an array with an entry that is not good. The error gives the first such entry."""
     if not good.all():
         index = int(good.argmin())
         raise refusal(f"{name}[{index}] is {array[index]}; allowed: {allowed}")
 
 
 def check_rows(refusal: Refusal, name: str, rows: object) -> None:
-    """Refuse all but a numpy array of expert ids in three dimensions."""
+    """Reject anything but a numpy array of expert ids in three dimensions."""
     if not isinstance(rows, np.ndarray) or rows.dtype not in DTYPES.values() or rows.ndim != 3:
         raise refusal(
             f"{name} is {describe(rows)}; allowed: a numpy array of uint8 or uint16, of shape [rows, layers, top_k]"
@@ -52,7 +52,7 @@ def check_rows(refusal: Refusal, name: str, rows: object) -> None:
 
 
 def describe(value: object) -> str:
-    """What something is, without its contents: `int64 of shape (6, 1)`, `list`, `Tensor of torch.uint16 ...`."""
+    """Describe a value without its contents: `int64 of shape (6, 1)`, `list`, `Tensor of torch.uint16 ...`."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return type(value).__name__
     foreign = "" if isinstance(value, np.ndarray) else f"{type(value).__name__} of "

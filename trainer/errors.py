@@ -1,10 +1,10 @@
-"""What can go wrong between the bus and a training step.
+"""Errors between the results of rollbus and a training step.
 
 RollbusError (rollbus.schemas.errors)
-├── StitchError          turns, attempts or pieces of routing do not make one sequence
+├── StitchError          turns, attempts or pieces of routed experts do not form one sequence
 ├── PackError            a sample contradicts itself, or samples cannot become micro-batches
-├── ReplayError          a model cannot use the routing it was given
-└── CheckpointMismatch   a model's tensors are not those of its checkpoint
+├── ReplayError          a model cannot use the given routed experts
+└── CheckpointMismatch   a model's tensors differ from those of its checkpoint
 """
 
 from ..schemas.errors import RollbusError
@@ -13,7 +13,7 @@ __all__ = ["CheckpointMismatch", "PackError", "ReplayError", "StitchError"]
 
 
 class StitchError(RollbusError, ValueError):
-    """Pieces do not make one sequence: a gap, an overlap that disagrees, or another model's layout."""
+    """Pieces do not form one sequence: they have a gap, contradict each other, or have another model's layout."""
 
 
 class PackError(RollbusError, ValueError):
@@ -21,8 +21,8 @@ class PackError(RollbusError, ValueError):
 
 
 class ReplayError(RollbusError):
-    """A model cannot use the routing it was given, or is used in a way that would silently route otherwise."""
+    """A model cannot use the given routed experts, or is used in a way that would silently choose other experts."""
 
 
 class CheckpointMismatch(RollbusError):
-    """A model's tensors are not those of its checkpoint, or are there only in slices."""
+    """A model's tensors differ from those of its checkpoint, or are only slices."""

@@ -1,8 +1,8 @@
-"""Samples become micro-batches: one row of tensors each, without padding between samples.
+"""Packs samples into micro-batches: one row of tensors each, without padding between samples.
 
-A sequence of S tokens is S - 1 predictions: position p sees token p and predicts token p + 1. Everything in a
-micro-batch is aligned to predictions, so each has its input, its target, and its row of routed experts, and nothing
-reaches from one sample into the next: the last token of a sample is a target only.
+A sequence of S tokens has S - 1 predictions: position p reads token p and predicts token p + 1. All tensors of a
+micro-batch are aligned to predictions. Each prediction has its input, its target and its row of routed experts. The
+last token of a sample is only a target, so no prediction crosses from one sample into the next.
 """
 
 import dataclasses
@@ -23,53 +23,55 @@ from .sample import NOT_SAMPLED, Sample, check_samples
 __all__ = ["NO_EXPERT", "PADDING", "MicroBatch", "pack"]
 
 NO_EXPERT = -1
-"""Stands in `routed_experts` where there is no row; no expert has this id."""
+"""Value in `routed_experts` at positions without a row. No expert has this id."""
 PADDING = -1
-"""Stands in `sample_indices` where there is no sample."""
+"""Value in `sample_indices` at positions without a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MicroBatch:
-    """T predictions of n samples, one after another, and padding at the end. All tensors are writable."""
+    """T predictions of n samples in sequence, with padding at the end. All tensors are writable."""
 
     input_ids: torch.Tensor
-    """i64[1, T]; 0 in padding."""
+    """i64[1, T]: input tokens; 0 in padding."""
     target_ids: torch.Tensor
     """i64[1, T]: the token after each input; 0 in padding."""
     position_ids: torch.Tensor
-    """i64[1, T]: from 0 in each sample, and from 0 in padding."""
+    """i64[1, T]: positions from 0 in each sample and in padding."""
     loss_mask: torch.Tensor
-    """bool[1, T]: the target was sampled and is to be trained; off in padding."""
+    """bool[1, T]: True if the target was sampled and is trained; False in padding."""
     advantages: torch.Tensor
-    """f32[1, T]: the target's; 0.0 in padding."""
+    """f32[1, T]: advantage of the target; 0.0 in padding."""
     sampler_logprobs: torch.Tensor
-    """f32[1, T]: of the target, by the sampler, which may be -inf; 0.0 where the loss mask is off."""
+    """f32[1, T]: log probability of the target from the sampler, possibly -inf; 0.0 where the loss mask is off."""
     weight_versions: torch.Tensor
-    """i32[1, T]: the weights that sampled the target; -1 where it was not sampled, and in padding."""
+    """i32[1, T]: version of the weights that sampled the target; -1 if it was not sampled, and in padding."""
     routed_experts: torch.Tensor | None
-    """i16|i32[1, T, L, K]: the experts of the input; NO_EXPERT (-1) where there is no row, which is only where the
-    loss mask is off. None if its samples have no routing."""
+    """i16|i32[1, T, L, K]: experts of the input; NO_EXPERT (-1) where there is no row, which happens only where the
+    loss mask is off. None if the samples have no routed experts."""
     sample_indices: torch.Tensor
-    """i32[1, T]: which of the samples given to `pack`; -1 in padding."""
+    """i32[1, T]: index of the sample in the argument of `pack`; -1 in padding."""
     cu_seqlens: torch.Tensor
-    """i32[n + 1]: where each sample begins, and T. Padding is one more segment at the end: then i32[n + 2]."""
+    """i32[n + 1]: first position of each sample, and T. Padding is one more segment at the end, which gives i32[n +
+    2]."""
 
     def model_inputs(self) -> dict[str, torch.Tensor | bool]:
-        """What a Hugging Face model is called with: `model(**batch.model_inputs()).logits` is [1, T, vocabulary].
+        """Return the arguments for a Hugging Face model: `model(**batch.model_inputs()).logits` is [1, T, vocabulary].
 
-        There is no attention mask, and no cache: under these two conditions most models of transformers read from
-        `position_ids` where samples begin, and keep attention within them; `check_packing` tells whether this one
-        does. With the default, `use_cache=True`, none does, and every sample silently sees those before it.
+        The arguments contain no attention mask and disable the cache. Under these two conditions most transformers
+        models find the sample boundaries in `position_ids` and keep attention within each sample. `check_packing`
+        checks this for a model. With the default, `use_cache=True`, no model does: each sample then attends to the
+        samples before it, without an error or a warning.
         """
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "MicroBatch":
-        """The same on a device."""
+        """Return this micro-batch with its tensors on `device`."""
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors().items()}
         return dataclasses.replace(self, **moved)
 
     def __repr__(self) -> str:
-        """One line with sizes, no contents."""
+        """Return one line with sizes, without contents."""
         experts = self.routed_experts
         rows = "none" if experts is None else f"{experts.dtype} {'x'.join(map(str, experts.shape))}"
         segments = len(self.cu_seqlens) - 1
@@ -89,26 +91,27 @@ def pack(
     too_long: Literal["refuse", "truncate"] = "refuse",
     without_routing: Literal["refuse", "separate"] = "refuse",
 ) -> list[MicroBatch]:
-    """Put samples into as few micro-batches as best-fit decreasing finds; the same samples give the same batches.
+    """Pack samples into micro-batches with the best-fit decreasing heuristic. The same samples give the same batches.
 
-    The tensors are in the CPU's memory, whatever torch's default device: `MicroBatch.to` moves one when its turn comes.
+    The tensors are in CPU memory, also if torch has another default device. `MicroBatch.to` moves a batch.
 
     Args:
-        samples: of 2 tokens or more.
-        max_tokens: predictions in a micro-batch, a multiple of `pad_to_multiple_of`: no T is larger.
-        max_samples: in a micro-batch; None for any number. 1 for a model in which samples of one row would see each
-            other: one with linear attention or another recurrent state.
-        pad_to_multiple_of: T is a multiple of this.
-        too_long: what becomes of a sample of more than `max_tokens` predictions; `truncate` keeps its first ones,
-            among which there may be none that is trained.
-        without_routing: what becomes of samples without routing where others have it: an error, or batches of
-            their own, after the others. A sample with nothing to train needs no routing and may go with any.
+        samples: samples with at least 2 tokens.
+        max_tokens: maximum number of predictions in a micro-batch, a multiple of `pad_to_multiple_of`.
+        max_samples: maximum number of samples in a micro-batch. None (default): no limit. Use 1 for a model in which
+            the samples of one row affect each other, such as a model with linear attention or another recurrent state.
+        pad_to_multiple_of: T is padded to a multiple of this number (default: 1).
+        too_long: handling of a sample with more than `max_tokens` predictions. `refuse` (default): raise an error.
+            `truncate`: keep the first predictions, of which possibly none is trained.
+        without_routing: handling of samples without routed experts if other samples have them. `refuse` (default):
+            raise an error. `separate`: put them into batches of their own, after the others. A sample without trained
+            tokens needs no routed experts and may go into any batch.
 
     Returns:
-        The micro-batches. Expert ids are i16 if all samples have u1, i32 if any has u2, in all of them alike.
+        The micro-batches. Expert ids are i16 in all batches if all samples have u1, and i32 if any sample has u2.
 
     Raises:
-        PackError: which sample cannot be packed, where, and why.
+        PackError: a sample cannot be packed. The message gives its index, the position and the reason.
     """
     listed = check_samples(samples)
     _check_options(max_tokens, max_samples, pad_to_multiple_of, too_long, without_routing)
@@ -119,8 +122,8 @@ def pack(
         unrouted = [i for i, sample in enumerate(listed) if sample.routed_experts is None and sample.loss_mask.any()]
         if unrouted and without_routing == "refuse":
             raise PackError(
-                f"sample {unrouted[0]} has no routing, and others have; allowed: routing in all samples, or"
-                ' without_routing="separate"'
+                f"sample {unrouted[0]} has no routed experts, and others have them; allowed: routed experts in all"
+                ' samples, or without_routing="separate"'
             )
         apart = set(unrouted)
         routed = [i for i in routed if i not in apart]
@@ -137,7 +140,7 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the routing of all samples has in common."""
+    """Layers, top-k and dtype of the routed experts of all samples."""
 
     num_layers: int
     top_k: int
@@ -148,13 +151,13 @@ class _Layout:
 
 
 class _Filler:
-    """A micro-batch while its samples are copied in. Its arrays are views of its tensors' memory."""
+    """A micro-batch while samples are copied into it. Its arrays are views of the tensors' memory."""
 
     def __init__(self, num_predictions: int, multiple: int, layout: _Layout | None) -> None:
         padded = -(-num_predictions // multiple) * multiple
         self._used = 0
         self._ends = [0]
-        # numpy writes into this memory, which a default device of the trainer's would put elsewhere.
+        # numpy writes into this memory, so it must not be on torch's default device.
         with torch.device("cpu"):
             self._batch = MicroBatch(
                 input_ids=torch.zeros((1, padded), dtype=torch.int64),
@@ -170,7 +173,7 @@ class _Filler:
             )
 
     def append(self, index: int, sample: Sample, size: int) -> None:
-        """Copy in the first `size` predictions of a sample."""
+        """Copy the first `size` predictions of a sample."""
         batch, span = self._batch, slice(self._used, self._used + size)
         _view(batch.input_ids)[span] = sample.token_ids[:size]
         _view(batch.target_ids)[span] = sample.token_ids[1 : size + 1]
@@ -188,7 +191,7 @@ class _Filler:
         self._ends.append(self._used)
 
     def finish(self) -> MicroBatch:
-        """Fill what is left with padding."""
+        """Fill the rest with padding, and return the micro-batch."""
         padded = self._batch.input_ids.shape[1]
         if self._used < padded:
             _view(self._batch.position_ids)[self._used :] = np.arange(padded - self._used)
@@ -215,7 +218,7 @@ class _Filler:
 
 
 def _view(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor [1, T, ...] as an array [T, ...]."""
+    """Return the memory of a tensor [1, T, ...] as an array [T, ...]."""
     array: npt.NDArray[Any] = tensor[0].numpy()
     return array
 
@@ -247,7 +250,7 @@ def _num_predictions(index: int, sample: Sample, max_tokens: int, too_long: str)
 
 
 def _layout(samples: Sequence[Sample]) -> _Layout | None:
-    """Layers and top_k that all samples with routing share, and the dtype that holds their ids and NO_EXPERT."""
+    """Return the common layers and top-k of samples with routed experts, and a dtype for their ids and NO_EXPERT."""
     first: tuple[int, Rows] | None = None
     wide = False
     for index, sample in enumerate(samples):

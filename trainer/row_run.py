@@ -1,4 +1,4 @@
-"""Rows of routed experts that grow piece by piece, and never have a gap, a row twice, or a narrowed id."""
+"""Joins rows of routed experts from pieces, without gaps, duplicate rows or narrowed ids."""
 
 import bisect
 from typing import Any, Literal
@@ -12,14 +12,15 @@ from .errors import StitchError
 __all__ = ["Overlap", "RowStitcher"]
 
 Overlap = Literal["refuse", "first", "last"]
-"""Two pieces with a row for the same position: they must agree, or the first or the last of them counts."""
+"""Handling of two pieces with a row for the same position. `refuse`: they must agree. Otherwise the first or the last
+row is kept."""
 OVERLAPS = ("refuse", "first", "last")
 
 
 class RowStitcher:
-    """Contiguous rows in parts that do not overlap. Nothing is copied until `join`, except for small rests.
+    """Contiguous rows in parts that do not overlap. `join` copies them; before that, only small remainders are copied.
 
-    A piece touches the parts that it meets, and no others, so many pieces cost no more than their rows.
+    A piece touches only the parts that it overlaps, so the cost of many pieces is that of their rows.
     """
 
     def __init__(self, overlap: Overlap) -> None:
@@ -27,30 +28,31 @@ class RowStitcher:
             raise StitchError(f"overlap is {overlap!r}; allowed: {', '.join(OVERLAPS)}")
         self._overlap = overlap
         self.layout: tuple[int, int] | None = None
-        """Layers and top_k; None until a piece was added."""
+        """Layers and top-k. None until a piece was added."""
         self._dtype: np.dtype[Any] = np.dtype("u1")
         self._parts: list[Rows] = []
-        """In order; each has rows."""
+        """Parts in order of their positions, each with at least one row."""
         self._starts: list[int] = []
-        """Of each part: the position of its first row."""
+        """Position of the first row of each part."""
         self._empty_start = 0
-        """Where the first piece began, as long as none has brought a row."""
+        """Position of the first piece while no piece has rows."""
 
     @property
     def start(self) -> int:
-        """The position of the first row."""
+        """Position of the first row."""
         return self._starts[0] if self._starts else self._empty_start
 
     @property
     def end(self) -> int:
-        """The position after the last row."""
+        """Position after the last row."""
         return self._starts[-1] + len(self._parts[-1]) if self._starts else self._empty_start
 
     def add(self, where: str, start: int, rows: Rows) -> None:
-        """Take in a piece that begins at position `start`. After an error all is as it was before.
+        """Add a piece that begins at position `start`. An error leaves this object unchanged.
 
         Raises:
-            StitchError: saying `where`.
+            StitchError: the piece is not valid, leaves a gap or contradicts earlier rows. The message begins with
+                `where`.
         """
         start = check_integer(StitchError, f"{where}: start", start, 0)
         layout = self._check_layout(where, start, rows)
@@ -70,9 +72,9 @@ class RowStitcher:
         self._dtype = np.result_type(self._dtype, rows.dtype)
 
     def join(self, *, copy: bool = True) -> Rows:
-        """All rows in the widest dtype that any piece had: one allocation, or without `copy` none if one is enough."""
+        """Return all rows in the widest dtype of any piece. Without `copy`, a single part is returned as a view."""
         if self.layout is None:
-            raise StitchError("there are no pieces; allowed: one or more, of no rows if need be")
+            raise StitchError("there are no pieces; allowed: one or more, also without rows")
         if not self._parts:
             return np.empty((0, *self.layout), self._dtype)
         if len(self._parts) == 1 and not copy:
@@ -80,7 +82,7 @@ class RowStitcher:
         return np.concatenate(self._parts, dtype=self._dtype)
 
     def _extend(self, start: int, rows: Rows) -> None:
-        """Take in the rows of positions that have none yet: before those that are here, and after."""
+        """Add the rows of positions without a row, before and after the present rows."""
         head, tail = self.start - start, self.end - start
         if tail < len(rows):
             self._starts.append(self.end)
@@ -90,7 +92,7 @@ class RowStitcher:
             self._parts.insert(0, _cut(rows, 0, head))
 
     def _replace(self, start: int, rows: Rows) -> None:
-        """Take in all rows; of the parts that they meet, what is left before and after them stays."""
+        """Add all rows. Of the parts that they overlap, the rows before and after them stay."""
         end = start + len(rows)
         starts, parts = [start], [rows]
         first, after = bisect.bisect_left(self._starts, start), bisect.bisect_left(self._starts, end)
@@ -106,7 +108,7 @@ class RowStitcher:
         self._parts[first:after] = parts
 
     def _held(self, start: int, end: int) -> list[Rows]:
-        """The rows of positions `start` to `end - 1` that are here, as views."""
+        """Return the present rows of positions `start` to `end - 1` as views."""
         views = []
         for index in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, end)):
             part, first = self._parts[index], self._starts[index]
@@ -133,7 +135,7 @@ class RowStitcher:
         return layout
 
     def _check_agreement(self, where: str, start: int, rows: Rows) -> None:
-        """Rows of the same position must name the same experts; the order within a top-k says nothing."""
+        """Check that rows of the same position name the same experts. The order within a top-k has no meaning."""
         position = max(start, self.start)
         for held in self._held(position, min(start + len(rows), self.end)):
             new = rows[position - start :][: len(held)]
@@ -149,6 +151,6 @@ class RowStitcher:
 
 
 def _cut(rows: Rows, begin: int, end: int) -> Rows:
-    """A view, or a copy if it is small: a view would keep all of the piece in memory."""
+    """Return a view, or a copy if it is small, because a view keeps the whole piece in memory."""
     part = rows[begin:end]
     return part.copy() if len(part) * 2 < len(rows) else part

@@ -1,7 +1,7 @@
-"""One sequence to train on, with everything aligned to its tokens.
+"""One sequence for training, with all arrays aligned to its tokens.
 
-Row i of the routed experts belongs to position `start + i`; the last token has not been through the model and has
-none. So a sample of S tokens has `S - 1 - start` rows, as `rollbus.schemas.rows` has it for what a worker returns.
+Row i of the routed experts belongs to position `start + i`. The last token has not passed through the model and has no
+row. A sample of S tokens therefore has `S - 1 - start` rows, by the row rule of `rollbus.schemas.rows`.
 """
 
 from collections.abc import Iterable
@@ -19,31 +19,31 @@ from .errors import PackError
 __all__ = ["NOT_SAMPLED", "Sample", "check_samples"]
 
 NOT_SAMPLED = -1
-"""The weight version of a token that no weights sampled: a prompt's, a tool's, or padding."""
+"""Weight version of a token that was not sampled: a token of a prompt, of a tool, or padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Sample:
-    """A sequence of S tokens. The arrays are checked, not copied.
+    """A sequence of S tokens. The constructor checks the arrays and does not copy them.
 
     Raises:
-        PackError: fields that contradict each other.
+        PackError: fields contradict each other.
     """
 
     token_ids: npt.NDArray[np.int32]
-    """i4[S]: prompts, what was sampled, and what came in between, in order."""
+    """i4[S]: prompts, sampled tokens, and tokens between them, in order."""
     loss_mask: npt.NDArray[np.bool_]
-    """bool[S]: sampled, and to be trained. Token 0 is predicted by nothing and never trained."""
+    """bool[S]: True if the token was sampled and is trained. Token 0 has no prediction and is never trained."""
     logprobs: npt.NDArray[np.float32]
-    """f4[S]: the sampler's, which may be -inf; 0.0 where not sampled."""
+    """f4[S]: log probabilities from the sampler, possibly -inf; 0.0 where not sampled."""
     weight_versions: npt.NDArray[np.int32]
-    """i4[S]: the weights that sampled each token; -1 where not sampled."""
+    """i4[S]: version of the weights that sampled each token; -1 where not sampled."""
     routed_experts: Rows | None = None
-    """u1|u2[S - 1 - start, L, K]: row i is that of position `start + i`; None without routing."""
+    """u1|u2[S - 1 - start, L, K]: expert ids. Row i belongs to position `start + i`. None without routed experts."""
     start: int = 0
-    """The first position that has a row."""
+    """Position of the first row."""
     advantage: "float | npt.NDArray[np.float32]" = 0.0
-    """One for all tokens, or f4[S]."""
+    """One advantage for all tokens, or f4[S]."""
 
     def __post_init__(self) -> None:
         check_vector(PackError, "token_ids", self.token_ids, np.int32)
@@ -85,21 +85,21 @@ class Sample:
             )
 
     def __len__(self) -> int:
-        """S."""
+        """Return S, the number of tokens."""
         return len(self.token_ids)
 
     def __repr__(self) -> str:
-        """One line with sizes, no contents."""
+        """Return one line with sizes, without contents."""
         rows = "none" if self.routed_experts is None else "x".join(map(str, self.routed_experts.shape))
         trained = np.count_nonzero(self.loss_mask)
         return f"<Sample tokens={len(self.token_ids)} trained={trained} rows={rows} start={self.start}>"
 
 
 def check_samples(samples: object) -> list[Sample]:
-    """The samples as a list.
+    """Return the samples as a list.
 
     Raises:
-        PackError: a single sample, or something else among them.
+        PackError: `samples` is a single sample, or has an item that is no sample.
     """
     if not isinstance(samples, Iterable):
         raise PackError(f"samples is {describe(samples)}; allowed: a list, or anything else that yields samples")

@@ -1,4 +1,4 @@
-"""Which sample each position of a micro-batch belongs to, whether a model keeps them apart, and a mask that does."""
+"""The segments of a micro-batch, a check that a model separates them, and a mask that separates them."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ __all__ = ["attention_mask", "check_packing", "segment_indices"]
 
 
 def segment_indices(cu_seqlens: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """The number of the segment that each position lies in.
+    """Return the index of the segment of each position.
 
     Args:
-        cu_seqlens: i32[n + 1], as `MicroBatch` has it.
-        num_positions: T, its last entry, which is not read from it as that would wait for the device.
+        cu_seqlens: i32[n + 1], as in `MicroBatch`.
+        num_positions: T, the last entry of `cu_seqlens`. Reading it from the tensor would wait for the device.
 
     Returns:
         i64[T]: 0 to n - 1, on the device of `cu_seqlens`.
@@ -29,22 +29,22 @@ def segment_indices(cu_seqlens: torch.Tensor, num_positions: int) -> torch.Tenso
 def attention_mask(
     batch: MicroBatch, *, dtype: torch.dtype = torch.float32, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """A causal mask under which no sample sees another, for models that do not read `position_ids` for that.
+    """Return a causal mask that separates samples, for models that do not separate them by `position_ids`.
 
-    It takes T * T entries, so prefer `MicroBatch.model_inputs`, or kernels that take `cu_seqlens`, where they serve.
+    The mask has T * T entries. If possible, use `MicroBatch.model_inputs`, or kernels that take `cu_seqlens`.
 
     Args:
-        batch: whose `cu_seqlens` say where samples begin.
-        dtype: of the model. The mask is added to attention scores, which eager and sdpa attention both do; a boolean
-            one would be added as zeros and ones by eager attention, and mask nothing.
-        sliding_window: how many positions each sees, itself included: `config.sliding_window` for layers that have
-            one. transformers takes the mask for all that a layer needs, and adds no window to it. None: all before.
+        batch: micro-batch with the sample boundaries in `cu_seqlens`.
+        dtype: dtype of the model (default: float32). Eager and sdpa attention add the mask to the attention scores. A
+            boolean mask would mask nothing: eager attention would add zeros and ones.
+        sliding_window: number of positions that each position sees, including itself: `config.sliding_window` for
+            layers with a window. transformers adds no window to a given mask. None (default): all earlier positions.
 
     Returns:
-        f[1, 1, T, T]: 0.0 where position [.., .., i, j] lets i see j, else the dtype's lowest number.
+        f[1, 1, T, T]: 0.0 where position [.., .., i, j] lets i see j, else the lowest number of the dtype.
 
     Raises:
-        PackError: `sliding_window` is no integer >= 1.
+        PackError: `sliding_window` is not an integer of at least 1.
     """
     num_positions = batch.input_ids.shape[1]
     segments = segment_indices(batch.cu_seqlens, num_positions)
@@ -56,19 +56,20 @@ def attention_mask(
 
 
 def check_packing(model: nn.Module, batch: MicroBatch, **inputs: Any) -> None:
-    """Check that no sample of a micro-batch sees another in this model; once, before training, is enough.
+    """Check that no sample of a micro-batch affects another in this model. Once before training is enough.
 
-    It computes how the last segment's logits change with each position's embedding: by exactly nothing where that is
-    in another segment. This takes a forward pass, and a backward pass that leaves parameters alone.
+    The check computes the gradient of the last segment's logits with respect to the embedding of each position. It must
+    be exactly zero for positions of other segments. This takes a forward pass, and a backward pass that does not change
+    the gradients of parameters.
 
     Args:
-        model: of Hugging Face, not wrapped or compiled. Reentrant gradient checkpointing does not allow such a backward
-            pass: call `model.eval()` before.
-        batch: of two segments or more; padding is one.
-        inputs: what the model is called with beside `batch.model_inputs()`, such as `attention_mask`.
+        model: Hugging Face model, not wrapped or compiled. Reentrant gradient checkpointing does not permit such a
+            backward pass: call `model.eval()` first.
+        batch: micro-batch with at least two segments. Padding is a segment.
+        inputs: arguments of the model besides `batch.model_inputs()`, such as `attention_mask`.
 
     Raises:
-        PackError: samples see each other, or there is one segment only.
+        PackError: samples affect each other, or there is only one segment.
     """
     num_positions = batch.input_ids.shape[1]
     segments = segment_indices(batch.cu_seqlens, num_positions)
@@ -92,5 +93,5 @@ def check_packing(model: nn.Module, batch: MicroBatch, **inputs: Any) -> None:
     if bool(seen.any()):
         raise PackError(
             f"in a {type(model).__name__} the last segment sees {int(seen.sum())} positions of segments before it; "
-            "allowed: a mask that it heeds (attention_mask), or pack(..., max_samples=1)"
+            "allowed: a mask that the model uses (attention_mask), or pack(..., max_samples=1)"
         )

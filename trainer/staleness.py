@@ -1,6 +1,6 @@
-"""Tokens that old weights sampled: masked in a micro-batch, or their samples dropped before packing.
+"""Masks tokens of old weights in a micro-batch, or drops their samples before packing.
 
-With a trainer at version V that allows a lag of N, what versions V - N and later sampled is fresh; the rest is stale.
+For a trainer at version V with a lag of N, tokens of versions V - N and later are fresh. All others are stale.
 """
 
 import dataclasses
@@ -18,12 +18,14 @@ __all__ = ["drop_stale", "mask_stale"]
 
 
 def mask_stale(batch: MicroBatch, *, version: int, max_lag: int) -> MicroBatch:
-    """The same micro-batch with the loss mask off for stale tokens, and 0.0 as their logprobs; the rest is shared.
+    """Return the micro-batch with the loss mask off and log probabilities of 0.0 for stale tokens.
+
+    All other tensors are shared with `batch`.
 
     Args:
-        batch: is not changed.
-        version: of the trainer's weights.
-        max_lag: 0 and above; how many versions behind a token may be.
+        batch: micro-batch; it is not changed.
+        version: version of the trainer's weights.
+        max_lag: maximum number of versions that a token may be behind, at least 0.
 
     Raises:
         PackError: `version` or `max_lag` is not an integer, or `max_lag` is negative.
@@ -35,18 +37,19 @@ def mask_stale(batch: MicroBatch, *, version: int, max_lag: int) -> MicroBatch:
 def drop_stale(
     samples: Iterable[Sample], *, version: int, max_lag: int, by: Literal["oldest", "newest"] = "oldest"
 ) -> list[Sample]:
-    """The samples that are fresh, in order.
+    """Return the fresh samples, in order.
 
     Args:
-        samples: one with nothing to train is never stale.
-        version: of the trainer's weights.
-        max_lag: 0 and above; how many versions behind a sample may be.
-        by: `oldest`: a sample is as old as its oldest trained token, so what is kept has no stale token. `newest`:
-            as its newest, so a sample is dropped only if all of it is stale; `mask_stale` masks the rest.
+        samples: samples to filter. A sample without trained tokens is never stale.
+        version: version of the trainer's weights.
+        max_lag: maximum number of versions that a sample may be behind, at least 0.
+        by: `oldest` (default): the oldest trained token gives the age of a sample, so kept samples have no stale token.
+            `newest`: the newest trained token gives the age, so only completely stale samples are dropped; `mask_stale`
+            masks the remaining stale tokens.
 
     Raises:
-        PackError: `version` or `max_lag` is not an integer, `max_lag` is negative, `by` is another word, or something
-            else than a sample is among them.
+        PackError: `version` or `max_lag` is not an integer, `max_lag` is negative, `by` is not valid, or an item is no
+            sample.
     """
     if by not in ("oldest", "newest"):
         raise PackError(f"by is {by!r}; allowed: oldest, newest")

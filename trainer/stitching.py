@@ -1,11 +1,12 @@
-"""Pieces of one sequence become one: the turns of a conversation, the attempts of a request, prefill and decode.
+"""Joins pieces of one sequence: turns of a conversation, attempts of a request, prefill and decode phases.
 
-Every row of routed experts knows its absolute position, and the result has one row for each position from the first
-to the last: nothing is padded, guessed or narrowed, and what does not fit is an error that says where.
+Every row of routed experts has an absolute position. The result has one row for each position from the first to the
+last. No row is padded, guessed or narrowed. A piece that does not fit causes an error that gives the place.
 
-The boundary: the last token of a turn has not been through the model, so its turn has no row for it. The next turn
-runs it as part of its prompt and brings the row, if it was asked for rows from there on or from before. And the row
-of a prompt's last token belongs to the first token sampled. `Stitcher.next_start` is what to ask for.
+At the boundary of two turns, the last token of the first turn has not passed through the model, so the first turn has
+no row for it. The next turn computes that token as part of its prompt and returns the row, if it was requested to
+return rows from that position or an earlier one. The row of a prompt's last token belongs to the first sampled token.
+Request rows from `Stitcher.next_start`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,51 +25,51 @@ __all__ = ["Stitcher", "Turn", "stitch_rows"]
 
 
 class Turn(Protocol):
-    """What one request produced, after a prompt of Lp tokens. A `rollbus.Generation` is one."""
+    """The result of one request after a prompt of Lp tokens. `rollbus.Generation` has this type."""
 
     @property
     def prompt_len(self) -> int:
-        """Lp."""
+        """Lp: number of prompt tokens."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[G]: what was sampled."""
+        """i4[G]: sampled token ids."""
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32] | None:
-        """f4[G]: the sampler's."""
+        """f4[G]: log probabilities from the sampler. None if they were not requested."""
 
     @property
     def weight_versions(self) -> npt.NDArray[np.int32]:
-        """i4[G]: the weights that sampled each token."""
+        """i4[G]: version of the weights that sampled each token."""
 
     @property
     def routed_experts(self) -> Rows | None:
-        """u1|u2[Lp - start + G - 1, L, K]; None without routing."""
+        """u1|u2[Lp - start + G - 1, L, K]: expert ids. None without routed experts."""
 
     @property
     def start(self) -> int:
-        """The position of the first row, 0 to Lp."""
+        """Position of the first row, 0 to Lp."""
 
     @property
     def error(self) -> Exception | None:
-        """Why the request failed; None if it did not."""
+        """Cause of the failure. None if the request did not fail."""
 
 
 def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refuse") -> tuple[int, Rows]:
     """Join pieces of routed experts, given in order, into one array of contiguous positions.
 
     Args:
-        pieces: (position of the first row, u1|u2[rows, L, K]). Each begins where those before it end, or earlier.
-            Pieces of no rows count for layout and dtype only.
-        overlap: `refuse`: where two pieces have a row for the same position they must name the same experts, in any
-            order; the first is kept. `first` and `last`: they may differ, and this one counts.
+        pieces: (position of the first row, u1|u2[rows, L, K]) pairs. Each piece begins at most where the pieces before
+            it end. A piece without rows counts only for layout and dtype.
+        overlap: handling of two rows for the same position. `refuse` (default): both must name the same experts, in any
+            order, and the first is kept. `first` or `last`: they may differ, and that row is kept.
 
     Returns:
-        The position of the first row, and the rows: u1, or u2 if any piece is; newly allocated and writable.
+        The position of the first row, and the rows: u1, or u2 if any piece is u2. Newly allocated and writable.
 
     Raises:
-        StitchError: no pieces, a gap, an overlap that disagrees, or pieces of different layers or top_k.
+        StitchError: there are no pieces, they have a gap, overlapping rows disagree, or layers or top-k differ.
     """
     run = RowStitcher(overlap)
     for number, (start, rows) in enumerate(pieces):
@@ -77,39 +78,39 @@ def stitch_rows(pieces: Iterable[tuple[int, Rows]], *, overlap: Overlap = "refus
 
 
 class Stitcher:
-    """The turns of one conversation become one sample.
+    """Joins the turns of one conversation into one sample.
 
-    Each turn's prompt begins with all tokens so far. Arrays are looked at, not copied, until `sample`: leave them
-    as they are until then.
+    The prompt of each turn begins with all tokens so far. The stitcher copies no array until `sample`, so the arrays
+    must not change until then.
 
     Args:
-        overlap: what counts where a turn brings rows that an earlier one had brought; see `stitch_rows`. With
-            `refuse`, a turn that recomputes earlier positions in another batch shape, or by other weights, may be
-            refused: ask for rows from `next_start` only, or choose `first`, under which each token keeps the
-            routing it was sampled with.
+        overlap: handling of rows that an earlier turn already had; see `stitch_rows`. With `refuse` (default), a turn
+            may be rejected if it recomputes earlier positions in another batch shape or with other weights. To avoid
+            this, request rows only from `next_start`, or use `first`, which keeps for each token the experts of its
+            sampling.
     """
 
     def __init__(self, *, overlap: Overlap = "refuse") -> None:
         self._run = RowStitcher(overlap)
         self._sampled: list[tuple[slice, npt.NDArray[np.float32], npt.NDArray[np.int32]]] = []
-        """Of each turn that sampled something: its positions, logprobs and weight versions."""
+        """Positions, log probabilities and weight versions of each turn with sampled tokens."""
         self._num_added = 0
         self._tokens: tuple[npt.NDArray[np.int32], ...] = ()
-        """All tokens so far: the last prompt, and what was sampled after it."""
+        """All tokens so far: the last prompt and the tokens sampled after it."""
         self._unrouted: int | None = None
-        """The first turn without routing whose rows no later one has brought."""
+        """First turn without routed experts whose rows no later turn has returned."""
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far."""
+        """Number of all tokens so far."""
         return sum(map(len, self._tokens))
 
     @property
     def next_start(self) -> int:
-        """The first position that the next turn must bring a row for: its `routed_experts_prompt_start`.
+        """First position for which the next turn must return a row: its `routed_experts_prompt_start`.
 
-        That is where the rows so far end; or the position before the first token sampled, as long as its row is
-        missing: its turn had no routing, or began at its prompt's length.
+        It is the end of the present rows. If the row of the first sampled token is missing, it is the position before
+        that token: its turn had no routed experts, or its rows began at the length of its prompt.
         """
         if not self._sampled:
             return 0
@@ -119,15 +120,15 @@ class Stitcher:
         return self._run.end
 
     def add(self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], turn: Turn) -> None:
-        """Add the next turn. After an error the stitcher is as it was before.
+        """Add the next turn. An error leaves the stitcher unchanged.
 
         Args:
-            prompt_token_ids: its whole prompt, which begins with all tokens so far.
-            turn: what was sampled after it. Zero tokens are fine, with or without an empty routing; a request that
-                failed is not, whatever it had brought by then.
+            prompt_token_ids: the whole prompt of the turn, which begins with all tokens so far.
+            turn: result of the turn. It may have zero tokens, with or without empty routed experts. The result of a
+                failed request is rejected.
 
         Raises:
-            StitchError: which turn does not follow, where, and why.
+            StitchError: the turn does not fit. The message gives its index, the position and the reason.
         """
         where = f"turn {self._num_added}"
         _check_outcome(where, turn)
@@ -143,15 +144,15 @@ class Stitcher:
         self._num_added += 1
 
     def sample(self, advantage: "float | npt.NDArray[np.float32]" = 0.0) -> Sample:
-        """All turns so far as one sequence, which ends with the last token sampled.
+        """Return all turns so far as one sequence, which ends with the last sampled token.
 
-        Its arrays are newly allocated, except for the rows where all came with one turn: they are that turn's own.
-        A prompt after that token, of a turn that sampled nothing, has nothing to train and no rows: it is left out.
-        If no turn sampled anything, the sample is the last prompt, with nothing to train.
+        The arrays are newly allocated, except for rows that all come from one turn. A later prompt of a turn without
+        sampled tokens is left out, because it has no rows and no trained tokens. If no turn has sampled tokens, the
+        sample is the last prompt, without trained tokens.
 
         Raises:
-            StitchError: no turns, or some turns lack routing that others have.
-            PackError: an `advantage` that `Sample` refuses.
+            StitchError: there are no turns, or only some turns have routed experts.
+            PackError: `advantage` is not valid for `Sample`.
         """
         if not self._num_added:
             raise StitchError("there are no turns; allowed: one or more")
@@ -159,8 +160,8 @@ class Stitcher:
         routed = self._run.layout is not None
         if routed and self._unrouted is not None:
             raise StitchError(
-                f"turn {self._unrouted}: no routing from position {self.next_start} on, which other turns have;"
-                " allowed: routing in all turns, in none, or a later turn that brings these rows"
+                f"turn {self._unrouted}: no routed experts from position {self.next_start} on, which other turns have;"
+                " allowed: routed experts in all turns, in none, or a later turn that returns these rows"
             )
         token_ids = np.concatenate(self._tokens, dtype=np.int32)[:size]
         loss_mask = np.zeros(size, np.bool_)
@@ -227,15 +228,15 @@ def _as_token_ids(name: str, token_ids: object) -> npt.NDArray[np.int32]:
 
 
 def _check_outcome(where: str, turn: Turn) -> None:
-    """What a failed request left behind ends anywhere, and is no sample of the policy."""
-    # Objects of a trainer's own may do without the field; nothing else says that a turn failed.
+    """Reject the result of a failed request: it ends at any position, and is no sample of the policy."""
+    # Objects of other programs may lack the field; only this field shows a failure.
     error = getattr(turn, "error", None)
     if error is not None:
         raise StitchError(f"{where}: its request failed: {error}; allowed: turns whose error is None")
 
 
 def _check_turn(where: str, turn: Turn, prompt_len: int, num_sampled: int) -> npt.NDArray[np.float32]:
-    """A turn must not contradict itself: one of everything for each token, rows by the row rule. Returns logprobs."""
+    """Check that the arrays of a turn fit together, with rows by the row rule. Return the log probabilities."""
     told = getattr(turn, "prompt_len", prompt_len)
     if told != prompt_len:
         raise StitchError(f"{where}: sampled after {told} prompt tokens; allowed: the prompt given, of {prompt_len}")

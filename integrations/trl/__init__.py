@@ -1,4 +1,4 @@
-"""TRL's trainers on a fleet: rollouts and new weights for `GRPOTrainer` and `AsyncGRPOTrainer`.
+"""Connects the trainers of TRL to a fleet: rollouts and new weights for `GRPOTrainer` and `AsyncGRPOTrainer`.
 
     from rollbus.integrations.trl import PublishPolicy, Rollouts
 
@@ -9,7 +9,7 @@
         ...
     )
 
-Written for trl 1.16, whose interfaces these are.
+Written for the interfaces of trl 1.16.
 """
 
 from .async_grpo import RolloutWorker, WeightTransfer

@@ -1,6 +1,7 @@
-"""The weights of a model with a LoRA adapter of PEFT, as the model computes with them: the sum of both.
+"""The effective weights of a model with a LoRA adapter of PEFT: the sum of base weights and adapter.
 
-PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. Here they stay.
+PEFT's `merge_adapter` and `unmerge_adapter` would round the trainer's frozen weights with each version. This module
+does not change them.
 """
 
 from typing import Any
@@ -15,14 +16,14 @@ __all__ = ["merged_state"]
 
 
 def merged_state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model beneath a `PeftModel`, under its own names; adapted weights are new tensors.
+    """Return the tensors of the model inside a `PeftModel`, under its own names. Adapted weights are new tensors.
 
     Raises:
-        InvalidRequest: there is not one active adapter, or it is not plain LoRA of linear layers.
+        InvalidRequest: there is not exactly one active adapter, or it is not plain LoRA of linear layers.
     """
     adapters, whole = model.active_adapters, model.get_base_model()
     if len(adapters) != 1:
-        raise InvalidRequest(field="model", problem=f"has {len(adapters)} active adapters of PEFT", allowed="one")
+        raise InvalidRequest(field="model", problem=f"has {len(adapters)} active PEFT adapters", allowed="one")
     [adapter] = adapters
     layers: dict[str, Any] = {}
     for name, module in whole.named_modules():
@@ -40,7 +41,7 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_plain(name: str, layer: Any, adapter: str) -> None:
-    """Refuse what is more than a product of two matrices that is added to a weight."""
+    """Reject an adapter that is more than a product of two matrices added to a weight."""
     if type(layer) is not Linear or adapter in layer.lora_variant or layer.lora_bias.get(adapter):
-        problem = f"has at {name} an adapter of PEFT of another kind"
+        problem = f"has a PEFT adapter of another kind at {name}"
         raise InvalidRequest(field="model", problem=problem, allowed="LoRA of linear layers, without DoRA and biases")

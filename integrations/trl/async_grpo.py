@@ -1,6 +1,6 @@
-"""What TRL's `AsyncGRPOTrainer` takes in place of its own: a worker that has a fleet answer, and a transfer of weights.
+"""A rollout worker and a weight transfer for TRL's `AsyncGRPOTrainer`: a fleet answers and receives the policy.
 
-They follow `RolloutWorkerProtocol` and `WeightTransferProtocol` of `trl.experimental.async_grpo`.
+They implement `RolloutWorkerProtocol` and `WeightTransferProtocol` of `trl.experimental.async_grpo`.
 """
 
 import asyncio
@@ -35,27 +35,27 @@ __all__ = ["RolloutWorker", "WeightTransfer"]
 logger = logging.getLogger(__name__)
 
 STOP_S: Final = 15.0
-"""For the thread to end, as TRL gives its own."""
+"""Seconds for the thread to end, the same time that TRL gives its own thread."""
 FULL_WAIT_S: Final = 0.2
-"""How often a thread that waits for room in the queue looks whether it is to stop."""
+"""Seconds between two checks for a stop, while the thread waits for room in the queue."""
 MAX_METRICS: Final = 1024
-"""Measurements that wait for the trainer's next log; later ones are dropped."""
+"""Maximum number of measurements that wait for the trainer's next log. Later ones are dropped."""
 UNFINISHED: Final = frozenset({FinishReason.ERROR, FinishReason.ABORT})
-"""Ends of an answer that make its group none to train: what was cut from outside says nothing of the policy."""
+"""Finish reasons that exclude a group from training. An answer that was cut from outside is no sample of the policy."""
 NO_TEXT: Final = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns of a dataset that reward functions get by other names."""
+"""Columns of a dataset that reward functions receive under other names."""
 
 Reward = Callable[..., Any]
 
 
 class WeightTransfer(PolicyPublisher):
-    """Has the fleet take the policy as it generates: deltas, staged while it serves, and one short pause.
+    """Publishes the policy to the fleet during generation: deltas, staged while workers serve, and one short pause.
 
     Args:
-        url: of the NATS server; None: as in `rollbus.connect`.
-        policy: returns the trainer's model, whose tensors then go under the names of its checkpoint. None: the names
-            that TRL gives are those; it is so for models without experts whose parameters are all trained.
-        settings: the other arguments of `PolicyPublisher`: `model` and `checkpoint`, and what `rollbus.connect` takes.
+        url: URL of the NATS server. None: as in `rollbus.connect`.
+        policy: returns the trainer's model; its tensors are published under the names of its checkpoint. None: TRL's
+            names are published. They are correct for models without experts whose parameters are all trained.
+        settings: further arguments of `PolicyPublisher`: `model`, `checkpoint`, and arguments of `rollbus.connect`.
     """
 
     def __init__(self, url: str | None = None, *, policy: Callable[[], Any] | None = None, **settings: Any) -> None:
@@ -63,14 +63,14 @@ class WeightTransfer(PolicyPublisher):
         self._policy = policy
 
     def init_weight_transfer(self) -> None:
-        """Wait for a worker, and take the lease of this model's publishers."""
+        """Wait for a worker, and acquire the publisher lease of this model."""
         self.open()
 
     def pause(self) -> None:
-        """Do nothing: workers serve while they stage, and stop for the switch by themselves."""
+        """Do nothing. Workers serve while they stage, and pause for the switch on their own."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish a version; the iterator is drawn to its end, as other ranks wait in it."""
+        """Publish a version. The iterator is drawn to its end, because other ranks wait in it."""
         if self._policy is None:
             self.publish(iterator)
             return
@@ -79,36 +79,36 @@ class WeightTransfer(PolicyPublisher):
         self.publish_model(self._policy())
 
     def resume(self) -> None:
-        """Do nothing; see `pause`."""
+        """Do nothing, as `pause`."""
 
     def destroy(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         self.close()
 
 
 class RolloutWorker:
-    """Has the fleet answer the prompts of a dataset without end, rewards the answers, and puts them into a queue.
+    """Sends the prompts of a dataset to the fleet repeatedly, computes rewards, and puts the samples into a queue.
 
-    A group is one request with `num_generations` samples. A sample's `model_version` is that of its oldest token. The
-    worker has a thread of its own, which reward functions share with the trainer's Python.
+    A group is one request with `num_generations` samples. The `model_version` of a sample is the version of its oldest
+    token. The worker has its own thread. Reward functions on it share the interpreter with the trainer.
 
     Args:
-        url: of the NATS server; None: as in `rollbus.connect`.
-        model: served name.
-        dataset: rows with `prompt`, a string or messages; its other columns go to the reward functions.
-        reward_funcs: called as by TRL, with `prompts`, `completions`, `completion_ids` and the columns of the row, each
-            a list; they return a number or None for each completion, and may be coroutine functions.
-        tokenizer: transformers' tokenizer of the model.
-        sampling: of completions; `n` is set here.
-        num_generations: samples of a group.
-        max_groups: under way at a time.
-        queue_size: samples that wait for the trainer, at most; then the worker waits.
-        transfer: whose versions the trainer counts; None: the trainer's versions are the fleet's.
+        url: URL of the NATS server. None: as in `rollbus.connect`.
+        model: served name of the model.
+        dataset: rows with `prompt`, a string or messages. The reward functions receive its other columns.
+        reward_funcs: functions or coroutine functions, called as by TRL with `prompts`, `completions`, `completion_ids`
+            and the columns of the row, each a list. They return a number or None for each completion.
+        tokenizer: transformers tokenizer of the model.
+        sampling: sampling parameters of completions. The worker sets `n`.
+        num_generations: samples in a group (default: 8).
+        max_groups: groups in flight (default: 16).
+        queue_size: maximum number of samples that wait for the trainer (default: 1024). Then the worker waits.
+        transfer: transfer whose versions the trainer counts. None: the trainer's versions are those of the fleet.
         options: further arguments of `rollbus.connect`.
 
     Attributes:
-        rollout_buffer: of `RolloutSample`.
-        metrics_queue: of maps from a metric's name to a number or to (numerator, denominator).
+        rollout_buffer: queue of `RolloutSample`.
+        metrics_queue: queue of maps from a metric's name to a number or to (numerator, denominator).
     """
 
     def __init__(  # noqa: PLR0913 - each is something that only the caller knows
@@ -154,15 +154,15 @@ class RolloutWorker:
         self._rows: dict[str, tuple[int, Mapping[str, Any]]] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<RolloutWorker groups={len(self._rows)} waiting={self.rollout_buffer.qsize()}>"
 
     def start(self) -> None:
-        """Connect, and begin; without effect where it runs.
+        """Connect and start. This has no effect if the worker runs.
 
         Raises:
-            BusBroken: there is no server.
-            RuntimeError: a `stop` has not ended yet, because a reward function has not returned.
+            BusBroken: no server answers.
+            RuntimeError: an earlier `stop` has not ended, because a reward function has not returned.
         """
         if self._stopping.is_set():
             if self._thread is not None and self._thread.is_alive():
@@ -177,27 +177,27 @@ class RolloutWorker:
             self._thread.start()
 
     def stop(self) -> None:
-        """Abort what is under way, and end; without effect where it does not run."""
+        """Abort all requests in flight and stop. This has no effect if the worker does not run."""
         self._stopping.set()
         self._exits.close()
         if self._thread is not None:
             self._thread.join(STOP_S)
             if self._thread.is_alive():
-                logger.warning("rollouts.not_stopped seconds=%g: a reward function has not returned", STOP_S)
+                logger.warning("rollouts.stop_timed_out seconds=%g: a reward function has not returned", STOP_S)
                 return
             self._thread = None
         self._stopping.clear()
 
     def update_model_version(self, model_version: int) -> None:
-        """Learn how the trainer counts: its present version is what was transferred last."""
+        """Set the trainer's present version, which is the version of the last transfer."""
         if self._transfer is not None and self._transfer.version is not None:
             self._lead = self._transfer.version - model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if it has failed, or has finished no group for so long.
+        """Check that the worker has not failed, and has finished a group within the last `stale_after_s` seconds.
 
         Raises:
-            RuntimeError: the cause is what it failed with.
+            RuntimeError: the check failed. The cause is the error of the worker, if it has failed.
         """
         if self._error is not None:
             raise RuntimeError(f"the rollout worker has failed: {self._error}") from self._error
@@ -205,7 +205,7 @@ class RolloutWorker:
         if self._thread is not None and age > stale_after_s:
             raise RuntimeError(f"no group of completions was finished for {age:.0f} s; allowed: {stale_after_s:.0f} s")
 
-    # On its thread.
+    # The methods below run on the worker's thread.
 
     def _run(self, client: sync.BlockingClient) -> None:
         try:
@@ -213,14 +213,14 @@ class RolloutWorker:
                 for generation in generations:
                     group, row = self._rows.pop(generation.request_id)
                     if any(answer.finish_reason in UNFINISHED for answer in (generation, *generation.siblings)):
-                        # No sign of health: the trainer must learn of a fleet where every group fails.
+                        # No sign of health: the trainer must notice a fleet in which every group fails.
                         self._skip(generation)
                         continue
                     self._beat = time.monotonic()
                     if not self._put(self._samples(group, row, generation)):
                         return
         except BaseException as error:
-            # Boundary of the thread: whatever reward functions raise, the trainer learns of it by `check_health`.
+            # Boundary of the thread: `check_health` reports any error of the reward functions to the trainer.
             if not self._stopping.is_set():
                 logger.exception("rollouts.failed error=%s", error)
                 self._error = error
@@ -278,7 +278,7 @@ class RolloutWorker:
     def _rewards(
         self, row: Mapping[str, Any], completions: Sequence[Any], answers: Sequence[Generation]
     ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
-        """Return the rewards of the answers, summed, and by function; NaN where no function gives one."""
+        """Return the summed rewards of the answers, and the rewards by function; NaN if no function gave a reward."""
         count = len(answers)
         columns = {name: [value] * count for name, value in row.items() if name not in NO_TEXT}
         found: dict[str, npt.NDArray[Any]] = {}
@@ -292,7 +292,7 @@ class RolloutWorker:
             given = asyncio.run(given) if inspect.iscoroutine(given) else given
             name = getattr(function, "__name__", type(function).__name__)
             if len(given) != count:
-                problem = f"of {name} are {len(given)}"
+                problem = f"has {len(given)} values from {name}"
                 raise InvalidRequest(field="rewards", problem=problem, allowed=f"{count}: one for each completion")
             found[f"rewards/{name}"] = np.array([np.nan if r is None else r for r in given], dtype=float)
         each = np.array(list(found.values()))
@@ -300,7 +300,7 @@ class RolloutWorker:
         return rewards, found | {"reward": rewards}
 
     def _put(self, samples: Sequence[RolloutSample]) -> bool:
-        """Put samples into the queue as there is room; False: the worker is to stop."""
+        """Put samples into the queue when it has room. Return False if the worker must stop."""
         for sample in samples:
             while True:
                 self._beat = time.monotonic()
@@ -323,7 +323,7 @@ def _logprobs(answer: Generation) -> npt.NDArray[Any]:
 
 
 def _advantages(rewards: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return TRL's advantages of a group: 0 where there is no reward."""
+    """Return TRL's advantages of a group: 0 for an answer without a reward."""
     scored = ~np.isnan(rewards)
     advantages = np.zeros_like(rewards)
     if scored.any():

@@ -1,4 +1,4 @@
-"""A callback for trainers of transformers, and so of TRL: the fleet gets the policy as training goes on."""
+"""A callback for transformers and TRL trainers that publishes the policy to the fleet during training."""
 
 from typing import Any
 
@@ -14,20 +14,21 @@ MAX_EVERY = 1_000_000
 
 
 class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # transformers is not read by mypy
-    """Publishes the policy when training begins, and after every k-th optimizer step; training waits for it.
+    """Publishes the policy at the start of training and after every k-th optimizer step. Training waits for it.
 
         GRPOTrainer(model, callbacks=[PublishPolicy(url, model="policy", checkpoint=folder)], ...)
 
-    The fleet then computes with these weights, and every token says so. Only what changed travels. Rank 0 publishes,
-    and the others wait; if it cannot, training ends on all of them. The model must be whole on it: one process, or DDP.
+    Afterwards the fleet computes with these weights, and every token has their version. Only changes are transferred.
+    Rank 0 publishes, and the other ranks wait. If rank 0 cannot publish, training ends on all ranks. The model must be
+    whole on rank 0: use one process, or DDP.
 
     Args:
-        url: of the NATS server; None: as in `rollbus.connect`.
-        every: optimizer steps between two versions.
-        settings: the other arguments of `PolicyPublisher`: `model` and `checkpoint`, and what `rollbus.connect` takes.
+        url: URL of the NATS server. None: as in `rollbus.connect`.
+        every: optimizer steps between two versions (default: 1).
+        settings: further arguments of `PolicyPublisher`: `model`, `checkpoint`, and arguments of `rollbus.connect`.
 
     Attributes:
-        version: that the fleet has; None before training, and on other ranks than 0.
+        version: version of the fleet. None before training, and on ranks other than 0.
     """
 
     def __init__(self, url: str | None = None, *, every: int = 1, **settings: Any) -> None:
@@ -35,7 +36,7 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
         self._every = check_int("every", every, 1, MAX_EVERY)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the policy that training begins with."""
+        """Publish the policy at the start of training."""
         self._publish_from(kwargs["model"], state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -44,7 +45,7 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
             self._publish_from(kwargs["model"], state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         self.close()
 
     def _publish_from(self, model: Any, state: Any) -> None:
@@ -54,7 +55,7 @@ class PublishPolicy(PolicyPublisher, TrainerCallback):  # type: ignore[misc] # t
                 self.publish_model(getattr(model, "module", model))
             is_published = True
         finally:
-            # Also of a failure: the other ranks would wait for this one in vain.
+            # Report a failure too, because the other ranks would wait for this rank forever.
             [is_published] = broadcast_object_list([is_published])
         if not is_published:
-            raise RuntimeError("rank 0 has not published the policy; its own error says why")
+            raise RuntimeError("rank 0 has not published the policy; see the error of rank 0")

@@ -1,4 +1,4 @@
-"""What TRL says of prompts and sampling, in rollbus's words."""
+"""Converts prompts and sampling options of TRL into those of rollbus."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -12,22 +12,22 @@ from ...schemas.sampling import SamplingParams
 __all__ = ["sampling_of", "seeded", "token_ids_of"]
 
 OWN: Final = frozenset({"n", "logprobs"})
-"""Fields that are set here: TRL repeats the prompt for each sample, and takes the logprob of each sampled token."""
+"""Fields that this package sets: TRL repeats the prompt for each sample, and needs a log probability for each token."""
 
 
 def token_ids_of(
     prompts: Sequence[Any], tokenizer: Any, template: str | None = None, options: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
-    """Return the token ids of prompts, as TRL's own trainers make them.
+    """Return the token ids of prompts, as TRL's own trainers compute them.
 
     Args:
-        prompts: all strings, or all conversations: lists of messages.
-        tokenizer: transformers' tokenizer of the model.
-        template: of conversations; None: the tokenizer's.
+        prompts: only strings, or only conversations, which are lists of messages.
+        tokenizer: transformers tokenizer of the model.
+        template: chat template. None: the template of the tokenizer.
         options: further arguments of the template.
 
     Raises:
-        InvalidRequest: a message has images.
+        InvalidRequest: a message has content other than text, such as an image.
     """
     prompts = list(prompts)
     if isinstance(prompts[0], str):
@@ -35,7 +35,7 @@ def token_ids_of(
     for message in (message for prompt in prompts for message in prompt):
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") != "text" for part in content):
-            raise InvalidRequest(field="prompt", problem="has a message with an image, or the like", allowed="text")
+            raise InvalidRequest(field="prompt", problem="has a message with content other than text", allowed="text")
     rendered = tokenizer.apply_chat_template(
         conversation=prompts,
         chat_template=template,
@@ -48,10 +48,10 @@ def token_ids_of(
 
 
 def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """Return how a `GRPOConfig` samples. There is no seed: with one, a lost worker's answers would start over.
+    """Return the sampling parameters of a `GRPOConfig`, without a seed: with one, answers of a lost worker start over.
 
     Raises:
-        InvalidRequest: a value is out of range, or `generation_kwargs` has a name that `SamplingParams` has not.
+        InvalidRequest: a value is out of range, or `generation_kwargs` has a name that is not in `SamplingParams`.
     """
     options: dict[str, Any] = {
         "max_tokens": config.max_completion_length,
@@ -72,9 +72,9 @@ def sampling_of(config: Any, eos_token_ids: Sequence[int]) -> SamplingParams:
 
 
 def seeded(sampling: SamplingParams, serial: int) -> SamplingParams:
-    """Return `sampling` for one of many requests: a seed, where one is asked for, is another one for each.
+    """Return `sampling` for one of many requests. If it has a seed, each request gets another seed.
 
-    With the same seed all answers to a prompt would be the same one.
+    With the same seed, all answers to a prompt would be equal.
     """
     if sampling.seed is None:
         return sampling

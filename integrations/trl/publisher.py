@@ -1,4 +1,4 @@
-"""Gives a fleet a trainer's weights, one version after the other."""
+"""Publishes a trainer's weights to a fleet, one version after another."""
 
 import os
 import time
@@ -23,32 +23,32 @@ from ...trainer.checkpoint import checkpoint_tensors
 __all__ = ["PolicyPublisher"]
 
 DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Of a checkpoint's tensors that a trainer may hold in another one."""
+"""Dtypes of checkpoint tensors that a trainer may hold in another dtype."""
 MAX_TRIES: Final = 4
-"""Updates of the fleet with one version: workers may die in each, and the next one is without them."""
+"""Maximum number of fleet updates with one version. Workers may die in an update; the next update leaves them out."""
 WORKERS_WAIT_S: Final = 600.0
-"""For the first worker: engines load for minutes."""
+"""Seconds to wait for the first worker, because engines load for minutes."""
 
 LEASE_WAIT_S: Final = 2 * LEASE_S
-"""For the lease: longer than a trainer that was killed, and is started again, has it."""
+"""Seconds to wait for the lease: longer than the remaining lease of a trainer that was killed and restarted."""
 LEASE_LOOK_S: Final = 1.0
-"""How often it is asked for."""
+"""Seconds between two requests for the lease."""
 
 
 class PolicyPublisher:
-    """Publishes a model's weights in the dtypes of its checkpoint. One process of a trainer uses it.
+    """Publishes a model's weights in the dtypes of its checkpoint. Use it in one process of a trainer.
 
-    Its first version is the one after what the fleet has.
+    Its first version follows the present version of the fleet.
 
     Args:
-        url: of the NATS server; None: as in `rollbus.connect`.
-        model: served name.
-        checkpoint: folder of the checkpoint with which training began, and which the workers serve.
+        url: URL of the NATS server. None: as in `rollbus.connect`.
+        model: served name of the model.
+        checkpoint: folder of the checkpoint with which training began and which the workers serve.
         options: `fleet` and `credentials`, as in `rollbus.connect`.
 
     Attributes:
-        version: that the fleet has; None before the first publication.
-        last: what the last publication came to.
+        version: version of the fleet. None before the first publication.
+        last: result of the last publication.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class PolicyPublisher:
         self.last: PublishedWeights | None = None
 
     def __repr__(self) -> str:
-        """One line with the version."""
+        """Return one line with the version."""
         return f"<{type(self).__name__} {self._model} version={self.version}>"
 
     def open(self) -> None:
-        """Wait for a worker, and take the lease; without effect where that was done.
+        """Wait for a worker, and acquire the lease. This has no effect if the publisher is open.
 
         Raises:
-            NoWorkers: none came in ten minutes.
-            ControlError: another publisher has the lease, and renews it.
-            InvalidRequest: there is no checkpoint in the folder.
+            NoWorkers: no worker served the model within ten minutes.
+            ControlError: another publisher holds the lease and renews it.
+            InvalidRequest: the folder has no checkpoint.
         """
         self._connected()
 
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PublishedWeights:
-        """Publish a version, and wait until each living worker has it. One that dies meanwhile is not waited for.
+        """Publish a version, and wait until each live worker has loaded it. Workers that die meanwhile are left out.
 
         Args:
-            tensors: all of the model as (name, tensor), in the names of the checkpoint; drawn to the end.
+            tensors: all tensors of the model as (name, tensor), named as in the checkpoint. They are drawn to the end.
 
         Raises:
-            InvalidRequest: a tensor is not what is in the checkpoint.
+            InvalidRequest: a tensor differs in kind from the checkpoint.
             ControlError: the lease is lost, or the store has no room.
-            CommandIncomplete: a worker lives, and has not taken it.
-            NoWorkers: none is left.
+            CommandIncomplete: a live worker has not loaded the version.
+            NoWorkers: no worker is left.
         """
         client, publisher = self._connected()
         stored = publisher.publish_blocking(self._cast(tensors), version=self._next, update=False)
@@ -99,23 +99,24 @@ class PolicyPublisher:
         return self.last
 
     def publish_model(self, model: Any) -> PublishedWeights:
-        """Publish a transformers model, whole on this process, under the names of its checkpoint; as `publish` does.
+        """Publish a transformers model, whole in this process, under the names of its checkpoint, as `publish` does.
 
-        With a LoRA adapter of PEFT the fleet gets the sum of both; the adapted weights are there twice meanwhile.
+        With a LoRA adapter of PEFT, the fleet gets the sum of base weights and adapter. During the publication, the
+        adapted weights are in memory twice.
 
         Raises:
-            InvalidRequest: the model has adapters of PEFT that cannot be added to its weights.
-            CheckpointMismatch: it is sharded, or another model than the checkpoint's.
+            InvalidRequest: the model has PEFT adapters that cannot be added to its weights.
+            CheckpointMismatch: the model is sharded, or is another model than that of the checkpoint.
         """
         if not hasattr(model, "peft_config"):
             return self.publish(checkpoint_tensors(model, self._checkpoint))
-        from .adapters import merged_state  # only where PEFT is there
+        from .adapters import merged_state  # imported here because PEFT is optional
 
         tensors = checkpoint_tensors(model.get_base_model(), self._checkpoint, state=merged_state(model))
         return self.publish(tensors)
 
     def close(self) -> None:
-        """Give the lease back; without effect where it was not taken."""
+        """Release the lease. This has no effect if the publisher is not open."""
         self._opened = None
         self._exits.close()
 
@@ -128,14 +129,14 @@ class PolicyPublisher:
                 publisher = self._with_lease(client)
                 stack.push(publisher)
                 present = [worker.weight_version for worker in client.fleet.workers if worker.model == self._model]
-                # The trainer before this one may have ended between storing a version and the workers' taking it.
+                # The previous trainer may have stored a version and ended before the workers loaded it.
                 self._next = 1 + max(publisher.last_version or 0, *present, 0)
                 self._opened = client, publisher
                 self._exits = stack.pop_all()
         return self._opened
 
     def _with_lease(self, client: sync.BlockingClient) -> WeightPublisher:
-        """Return the publisher, entered; waits out the lease of a trainer that was killed."""
+        """Return the open publisher. Wait until the lease of a killed trainer has expired."""
         publisher = WeightPublisher(client.with_asyncio, model=self._model, checkpoint=self._checkpoint)
         until = time.monotonic() + LEASE_WAIT_S
         while True:
@@ -147,7 +148,7 @@ class PolicyPublisher:
                 time.sleep(LEASE_LOOK_S)
 
     def _update(self, client: sync.BlockingClient, stored: PublishedWeights) -> CommandResult:
-        """Have the fleet load a stored version, also where workers die in the midst."""
+        """Make the fleet load a stored version, and repeat the update if workers die during it."""
         tries_left = MAX_TRIES
         while True:
             tries_left -= 1
@@ -157,7 +158,7 @@ class PolicyPublisher:
             except CommandIncomplete as error:
                 if not tries_left or behind(error.ledger, before, client.fleet.workers):
                     raise
-                # Nothing was begun where a worker died in the check before it.
+                # If a worker died in the check before the update, nothing was started.
                 if error.check_of is None and error.ledger.applied:
                     return error.ledger
 
@@ -167,14 +168,14 @@ class PolicyPublisher:
 
 
 def behind(ledger: CommandResult, before: Iterable[WorkerPresence], now: Iterable[WorkerPresence]) -> set[str]:
-    """Return the living workers that were asked, and have not taken a version.
+    """Return the live workers that were asked to load a version and have not loaded it.
 
-    One that died and was started again under its name was not asked: it takes the version before it serves.
+    A worker that died and restarted under its name was not asked: it loads the version before it serves.
 
     Args:
-        ledger: of the update.
-        before: workers that were there when it began.
-        now: workers that are there.
+        ledger: result of the update.
+        before: live workers at the start of the update.
+        now: workers that are live now.
     """
     asked = {(worker.worker, worker.incarnation) for worker in before}
     stayed = {worker.worker for worker in now if (worker.worker, worker.incarnation) in asked}

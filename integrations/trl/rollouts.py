@@ -1,4 +1,4 @@
-"""`rollout_func` of TRL's `GRPOTrainer`: a fleet answers the prompts of a step."""
+"""A `rollout_func` for TRL's `GRPOTrainer`: a fleet generates the completions of a step."""
 
 import threading
 import uuid
@@ -18,28 +18,29 @@ from .prompts import sampling_of, seeded, token_ids_of
 __all__ = ["Rollouts"]
 
 MAX_STOPS: Final = 16
-"""Of one step's answers, by an operator's `pause --mode abort` for example. After these a cut answer is an answer."""
+"""Maximum number of interruptions in one step, for example by `pause --mode abort`. Then a cut answer is kept as it
+is."""
 
 
 class Rollouts:
     """A `rollout_func`: `GRPOTrainer(model, rollout_func=Rollouts("nats://127.0.0.1:4222"), ...)`.
 
-    Equal prompts in a row are one group, which the fleet computes once where a worker has room. Each process of a
-    distributed trainer has one of these, and asks for its own prompts. It connects at its first call; leave it with
-    `with`, or `close` it, or let the process end.
+    Equal prompts in a row are one group. The fleet computes their prompt once if a worker has room for the group. Each
+    process of a distributed trainer has its own `Rollouts` and sends its own prompts. It connects at the first call. To
+    close the connection, use `with`, call `close`, or end the process.
 
-    Besides what TRL requires it returns `weight_versions`, a list of ints for each completion, and for a model with
-    experts `routed_experts`, u1|u2[Lp + G - 1, num_layers, top_k]: reward functions get both.
+    In addition to the required values, it returns `weight_versions`, a list of ints for each completion. For a model
+    with experts, it also returns `routed_experts`, u1|u2[Lp + G - 1, num_layers, top_k]. Reward functions receive both.
 
     Args:
-        url: of the NATS server; None: as in `rollbus.connect`.
-        model: served name; None: the fleet's only model.
-        lora: adapter that answers; None: the model itself.
-        timeout_s: seconds for each completion; None: rollbus's default.
+        url: URL of the NATS server. None: as in `rollbus.connect`.
+        model: served name of the model. None: the only model of the fleet.
+        lora: name of the adapter. None: no adapter.
+        timeout_s: seconds for each completion. None: the default of `GenerateRequest`.
         options: further arguments of `rollbus.connect`.
 
     Attributes:
-        generations: of the last call, in the order of its prompts.
+        generations: results of the last call, in the order of its prompts.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Rollouts:
         self.generations: Sequence[Generation] = ()
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<Rollouts model={self._model} {'not connected' if self._client is None else repr(self._client)}>"
 
     def __enter__(self) -> Self:
-        """Connect now, and not at the first call."""
+        """Connect now. Without `with`, the first call connects."""
         self._connected()
         return self
 
@@ -78,21 +79,21 @@ class Rollouts:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the next call would open another."""
+        """Close the connection. The next call opens a new connection."""
         with self._lock:
             self._client = None
             self._exits.close()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return completions, as `GRPOTrainer` asks for them.
+        """Return completions in the form that `GRPOTrainer` requires.
 
         Raises:
-            InvalidRequest: a prompt has images, the trainer has tools, or its configuration asks for what there is not.
+            InvalidRequest: a prompt has images, the trainer has tools, or its configuration is not supported.
             RequestError: a completion failed.
-            BusBroken: there is no server.
+            BusBroken: no server answers.
         """
         if trainer.tools:
-            allowed = "none: a loop of tools generates without this function"
+            allowed = "none: TRL's tool loop generates without this function"
             raise InvalidRequest(field="tools", problem="are set", allowed=allowed)
         prompt_ids = token_ids_of(
             prompts, trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
@@ -102,7 +103,7 @@ class Rollouts:
         requests = [
             GenerateRequest(
                 prompt_token_ids=ids,
-                # A group may have samples of several ranks.
+                # The samples of a group may be on several ranks.
                 sampling=seeded(sampling, next(self._serials) * ranks.num_processes + ranks.process_index),
                 model=self._model,
                 lora=self._lora,
@@ -115,9 +116,9 @@ class Rollouts:
         return _as_trl(prompt_ids, self.generations)
 
     def _answers(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Return the answers to requests, in their order."""
+        """Return the answers to requests, in the order of the requests."""
         found: dict[str, Generation] = {}
-        # Closed here, so that a failed step leaves nothing under way: its error would hold the iterator.
+        # Close the iterator here, so that a failed step leaves no request open: its error keeps the iterator alive.
         with closing(self._connected().complete_many(requests, max_in_flight=len(requests))) as generations:
             for generation in generations:
                 if generation.error is not None:
@@ -126,7 +127,7 @@ class Rollouts:
         return [found[request.request_id] for request in requests]
 
     def _whole(self, answers: list[Generation]) -> list[Generation]:
-        """Return answers that ended by themselves: what an operator has stopped in the midst goes on."""
+        """Return complete answers. Answers that an operator interrupted are continued."""
         for _ in range(MAX_STOPS):
             stopped = [i for i, answer in enumerate(answers) if answer.finish_reason is FinishReason.ABORT]
             if not stopped:
@@ -144,7 +145,7 @@ class Rollouts:
 
 
 def _groups(prompt_ids: Sequence[list[int]]) -> list[tuple[list[int], str]]:
-    """Return each prompt with the id of its group: equal prompts in a row are samples of one."""
+    """Return each prompt with its group id. Equal prompts in a row are samples of one group."""
     groups = ((list(equal), uuid.uuid4().hex) for _, equal in groupby(prompt_ids))
     return [(ids, group_id) for equal, group_id in groups for ids in equal]
 

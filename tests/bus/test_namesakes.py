@@ -25,7 +25,7 @@ async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> N
         await anext(stream)
         async with rollbus.connect(nats_url, fleet=fleet, client="same") as younger, asyncio.timeout(SOON_S):
             await younger.fleet.wait_for_workers()
-            with pytest.raises(RequestFailed, match="another client named same") as caught:
+            with pytest.raises(RequestFailed, match="another client with the name same") as caught:
                 async for _ in stream:
                     pass
             assert caught.value.code is ErrorCode.CLIENT_CLOSED

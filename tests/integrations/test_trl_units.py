@@ -25,4 +25,4 @@ async def test_all_ranks_end_where_rank_0_cannot_publish() -> None:
         said = (await process.communicate())[0].decode()
     # Both ranks write to one pipe: the ends of their lines may stand anywhere.
     assert "rank 0 of 2: the lease is lost" in said, said
-    assert "rank 1 of 2: rank 0 has not published the policy; its own error says why" in said
+    assert "rank 1 of 2: rank 0 has not published the policy; see the error of rank 0" in said

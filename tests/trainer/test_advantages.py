@@ -70,8 +70,8 @@ def test_signal_picks_groups() -> None:
         ([float("inf")], r"rewards\[0\] is inf"),
         ([], r"rewards have the shape \(0,\); allowed: \[n\] or \[G, n\]"),
         (1.0, r"rewards have the shape \(\)"),
-        ([[1, 0], [1]], "groups of different sizes"),
-        (["good"], "rewards are no numbers"),
+        ([[1, 0], [1]], "groups differ in size"),
+        (["good"], "rewards are not numbers"),
     ],
 )
 def test_what_is_refused(rewards: object, message: str) -> None:

@@ -139,7 +139,9 @@ def test_samples_without_routing() -> None:
     routed, bare = sample_of(5), sample_of(5, routed=None)
     untrained = sample_of(4, first=4, routed=None)
 
-    with pytest.raises(PackError, match=r"sample 1 has no routing, and others have; allowed: .*\"separate\""):
+    with pytest.raises(
+        PackError, match=r"sample 1 has no routed experts, and others have them; allowed: .*\"separate\""
+    ):
         pack([routed, bare], max_tokens=100)
     batches = pack([bare, routed, bare], max_tokens=100, without_routing="separate")
     assert [batch.routed_experts is None for batch in batches] == [False, True]

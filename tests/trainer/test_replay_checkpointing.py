@@ -99,7 +99,7 @@ def test_late_backward_is_refused_after_any_end(reentrant: bool) -> None:
     block.__enter__()
     loss = loss_of(model)
     assert not block.__exit__(KeyError, KeyError("x"), None)
-    with pytest.raises(ReplayError, match=r"after its replay has ended; call backward\(\) inside the block"):
+    with pytest.raises(ReplayError, match=r"after its replay block; call backward\(\) inside the block"):
         loss.backward()
 
 

@@ -210,7 +210,7 @@ def test_a_later_turn_can_make_routing_whole() -> None:
         two_turns(first, second, whole)
     whole, first, second = spoken()
     second.routed_experts = None
-    with pytest.raises(StitchError, match=r"turn 1: no routing from position 5 on, which other turns have"):
+    with pytest.raises(StitchError, match=r"turn 1: no routed experts from position 5 on, which other turns have"):
         two_turns(first, second, whole)
 
 

@@ -4,9 +4,9 @@
         loss = loss_of(model(**batch.model_inputs()))
         loss.backward()
 
-`context` is the block, `formulas` knows which routers can be replayed and how each weighs its experts, `routers` finds
-them in a model and checks rows against them, `rerouting` changes what one router returns, and `checkpoints` notices
-that a call will be computed again.
+`context` has the block. `formulas` lists the routers that can be replayed and how each weighs its experts. `routers`
+finds the routers of a model and checks rows against them. `rerouting` changes the output of one router. `checkpoints`
+detects calls that gradient checkpointing will compute again.
 """
 
 from .context import replay

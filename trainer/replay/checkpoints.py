@@ -1,4 +1,4 @@
-"""The gradient checkpoints around a call, which compute it a second time in a backward pass."""
+"""Detects gradient checkpoints around a call, which compute the call again in a backward pass."""
 
 import sys
 from collections.abc import Callable
@@ -14,17 +14,17 @@ _WATCHERS: Final = "_rollbus_watchers"
 
 
 def watch_checkpoints(grad: bool, on_recompute: Callable[[], None]) -> bool:
-    """Have `on_recompute` called each time before a checkpoint of torch.utils around this call is computed again.
+    """Call `on_recompute` before each recomputation of a torch.utils checkpoint around this call.
 
-    Nothing that a checkpoint calls is told so; its frame on the stack is the only sign.
+    A checkpoint passes no information to the code that it calls, so this function searches the stack for its frame.
 
     Args:
-        grad: whether gradients are computed here. A reentrant checkpoint turns them off; that there will be some, its
-            edges in the graph say.
-        on_recompute: what it raises, the backward pass raises.
+        grad: True if gradients are computed here. A reentrant checkpoint disables them; the edges of its context in the
+            graph show that gradients will be computed.
+        on_recompute: callback. The backward pass raises its errors.
 
     Returns:
-        Whether there is such a checkpoint.
+        True if there is such a checkpoint.
     """
     found = False
     frame = sys._getframe(1)
@@ -41,7 +41,7 @@ def watch_checkpoints(grad: bool, on_recompute: Callable[[], None]) -> bool:
 
 
 def _watchers(checkpoint: Any) -> list[Callable[[], None]]:
-    """What is called before this checkpoint is computed again: one list, as it may be around many calls."""
+    """Return the callbacks of this checkpoint. The list is shared, because a checkpoint may surround many calls."""
     watchers: list[Callable[[], None]] | None = getattr(checkpoint, _WATCHERS, None)
     if watchers is not None:
         return watchers

@@ -1,4 +1,4 @@
-"""The block inside of which a model's routers use given experts."""
+"""The block in which a model's routers use given experts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,27 +14,28 @@ __all__ = ["replay"]
 
 @contextmanager
 def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
-    """Inside, each router of `model` uses the given experts and weighs them by its own logits, with gradients into it.
+    """Make each router of `model` use the given experts inside the block, weighted by the router's own logits.
+
+    Gradients flow into the router. Replay works with autograd, gradient checkpointing, mixed precision and
+    torch.compile(dynamic=True). It restores the model at the end of the block, also after an error. With gradient
+    checkpointing, call backward() inside the block, because it computes the layers again. Other models may be replayed
+    at the same time. The same model may not, nor may another thread use it.
 
     Args:
-        model: a mixture of experts of transformers whose routers are in `SUPPORTED`; wrapped by torch.compile, DDP or
-            FSDP2 is fine.
-        routed_experts: i[B, T, L, K] for inputs of B sequences and T tokens, best on the model's device. L counts all
-            hidden layers, as vLLM's rows do, or those with experts alone. A row of -1 leaves the choice to the router.
-            It is not copied: leave it alone until the block ends. None, for samples without routing, is refused: what
-            is to be trained without replay belongs outside of the block.
-
-    Works under autograd, gradient checkpointing, mixed precision and torch.compile(dynamic=True), and restores the
-    model however the block ends. With gradient checkpointing, backward() belongs inside the block: it computes the
-    layers again. Other models may be replayed at the same time, this one not, nor from another thread.
+        model: mixture of experts of transformers whose routers are in `SUPPORTED`. It may be wrapped by torch.compile,
+            DDP or FSDP2.
+        routed_experts: i[B, T, L, K] for inputs of B sequences with T tokens, preferably on the model's device. L
+            counts all hidden layers, as in vLLM's rows, or only the layers with experts. A row of -1 leaves the choice
+            to the router. The tensor is not copied and must not change until the block ends. None raises an error:
+            train samples without routed experts outside the block.
 
     Raises:
-        ReplayError: the model is not supported or is replayed already; the rows are not the model's, or not as many as
-            the tokens it is called with; at the end of the block, a router was never called, or a pass with
-            checkpointing still waits for its backward pass.
+        ReplayError: the model is not supported or is already replayed; the rows do not fit the model or the number of
+            tokens; or at the end of the block, a router was never called, or a forward pass with checkpointing had no
+            backward pass.
     """
     if routed_experts is None:
-        raise ReplayError("there are no routed experts; without replay, call the model outside of the block")
+        raise ReplayError("there are no routed experts; to train without replay, call the model outside the block")
     routers = find_routers(model)
     check_rows(routed_experts, routers)
     for router in routers:
@@ -56,7 +57,7 @@ def replay(model: nn.Module, routed_experts: Tensor | None) -> Iterator[None]:
 
 
 def _check_called(reroutings: list[RouterPatch]) -> None:
-    """Refuse a pass that went around a router, which some fused kernels do with a whole block."""
+    """Reject a forward pass that skipped a router. Some fused kernels replace a whole block."""
     uncalled = [rerouting.router.name for rerouting in reroutings if not rerouting.called]
     if uncalled:
         raise ReplayError(
@@ -66,13 +67,13 @@ def _check_called(reroutings: list[RouterPatch]) -> None:
 
 
 def _check_recomputed(model: nn.Module, reroutings: list[RouterPatch]) -> None:
-    """Refuse to leave a pass behind whose backward pass would recompute another routing."""
-    # The least of all routers: a backward pass does not recompute layers below which nothing is trained.
+    """Reject the end of the block if a later backward pass would recompute a layer with other experts."""
+    # The minimum over all routers: a backward pass does not recompute layers below the first trained parameter.
     pending = min((len(rerouting.pending) for rerouting in reroutings if rerouting.checkpointed), default=0)
     if pending and any(parameter.requires_grad for parameter in model.parameters()):
         forward = max(rerouting.checkpointed for rerouting in reroutings)
         raise ReplayError(
             f"{pending} of {forward} forward passes with gradient checkpointing had no backward pass inside the block; "
-            "a later one would recompute the layers without their routing. Call backward() inside the block, or run "
-            "what needs no backward pass under torch.no_grad()"
+            "a later one would recompute the layers without these experts. Call backward() inside the block, or run "
+            "forward passes without a backward pass under torch.no_grad()"
         )

@@ -1,6 +1,6 @@
-"""How each kind of router weighs the experts that it chose, by class name: transformers is never imported.
+"""The formulas with which routers weigh their chosen experts, by class name. transformers is never imported.
 
-Every router here returns `(logits, weights, ids)`, and its weights are a function of its logits and ids alone.
+Each router here returns `(logits, weights, ids)`. Its weights are a function of only its logits and ids.
 """
 
 from dataclasses import dataclass
@@ -12,26 +12,27 @@ from torch import Tensor, nn
 __all__ = ["SUPPORTED", "TRANSFORMERS", "Formula", "formula_of"]
 
 TRANSFORMERS: Final = "5.21.1"
-"""The oldest release that replay is tested with. Some before it, as 5.5, return shares where these return logits."""
+"""Oldest tested release for replay. Some earlier releases, such as 5.5, return probabilities in place of logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """The weights of chosen experts from a router's logits."""
+    """Computes the weights of chosen experts from a router's logits."""
 
     scores: Literal["softmax", "sigmoid", "softmax of chosen"]
-    """What a logit becomes: its share among all experts, on its own, or its share among the chosen ones."""
+    """Function of a logit: softmax over all experts, sigmoid, or softmax over the chosen experts."""
     renormalise: bool | None = None
-    """Divide by the sum over the chosen experts; None: as the router's `norm_topk_prob` says."""
+    """True: divide by the sum over the chosen experts. None: use the router's `norm_topk_prob`."""
     epsilon: float = 0.0
-    """Added to that sum."""
+    """Number added to that sum."""
     scaled: bool = False
-    """Times the router's `routed_scaling_factor`."""
+    """True: multiply by the router's `routed_scaling_factor`."""
 
     def weights(self, router: nn.Module, logits: Tensor, ids: Tensor) -> Tensor:
-        """The weights f[N, K] of experts `ids` i64[N, K] by `logits` f[N, E], as `router` itself would compute them.
+        """Return the weights f[N, K] of experts `ids` i64[N, K] for `logits` f[N, E], as `router` would compute them.
 
-        Differentiable in the logits. The operations are the routers' own, so that own ids give own weights to the bit.
+        The result is differentiable in the logits. The operations are those of the routers, so the router's own ids
+        give its own weights bit for bit.
         """
         if self.scores == "softmax of chosen":
             chosen = logits.gather(1, ids)
@@ -66,12 +67,12 @@ _BY_FORMULA: Final[dict[Formula, str]] = {
 SUPPORTED: Final[dict[str, Formula]] = {
     name: formula for formula, names in _BY_FORMULA.items() for name in names.split()
 }
-"""The routers that can be replayed, as transformers names them."""
+"""Formulas of the routers that can be replayed, by class name in transformers."""
 
 
 def formula_of(kind: type[nn.Module]) -> Formula | None:
-    """The formula of a router's class, None for any other class.
+    """Return the formula of a router's class, or None for any other class.
 
-    What counts is the class that has the `forward`: FSDP and parametrizations put a class of their own before it.
+    The class that defines `forward` decides, because FSDP and parametrizations put their own class before it.
     """
     return SUPPORTED.get(next(base for base in kind.__mro__ if "forward" in vars(base)).__name__)

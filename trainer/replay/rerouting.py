@@ -1,8 +1,8 @@
-"""What one router returns while it is replayed.
+"""Changes the output of one router during replay.
 
-A router is replayed by a change of its class: its parameters, hooks and name stay, and torch.compile, whose guards look
-at classes, compiles it anew instead of running what it compiled before. The rows come through an operator that
-torch.compile does not look into, so that it neither bakes their length into its code nor keeps them.
+Replay changes the router's class. Its parameters, hooks and name stay. The guards of torch.compile check classes, so
+torch.compile compiles the router again and does not run the earlier code. An opaque operator provides the rows, so that
+torch.compile neither fixes their length in its code nor keeps them in memory.
 """
 
 import itertools
@@ -23,45 +23,45 @@ __all__ = ["RouterPatch", "is_rerouted", "reroute", "restore"]
 _TICKET: Final = "_rollbus_replay"
 _CHECKED_TOKENS: Final = 256
 _numbers = itertools.count()
-# A CUDA graph would go on with the rows that it was captured with. Releases of torch without the tag make no CUDA graph
-# of code that takes a tensor on the CPU, as a ticket is.
+# A CUDA graph would continue with the rows of its capture. Releases of torch without the tag make no CUDA graph of code
+# with a CPU tensor, and a ticket is one.
 _TAGS: Final[dict[str, Any]] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
 @dataclass(slots=True)
 class RouterPatch:
-    """One router in one block."""
+    """One router in one replay block."""
 
     router: Router
     rows: Tensor
-    """i[B, T, K]: expert ids, -1 where the router's own choice stands."""
+    """i[B, T, K]: expert ids; -1 keeps the router's own choice."""
     number: int = field(default_factory=lambda: next(_numbers))
     checked: bool = False
-    """The formula has given the router's own weights for its own ids."""
+    """True if the formula has given the router's own weights for its own ids."""
     called: bool = False
     checkpointed: int = 0
-    """Calls under a gradient checkpoint, which a backward pass will repeat."""
+    """Number of calls under a gradient checkpoint, which a backward pass will repeat."""
     pending: set[int] = field(default_factory=set)
-    """Those of them that no backward pass has repeated yet."""
+    """Numbers of the checkpointed calls that no backward pass has repeated yet."""
 
     def check(self, logits: Tensor, weights: Tensor, own: Tensor) -> None:
-        """Check that the formula gives the weights f[N, K] that the router gave its `own` choice i64[N, K].
+        """Check that the formula gives the router's own weights f[N, K] for its `own` choice i64[N, K].
 
-        Routers are known by the names of their classes alone, and what a name computes changes between releases.
+        Routers are identified only by class name, and the code of a class can change between releases.
 
         Raises:
-            ReplayError: it gives others.
+            ReplayError: the weights differ.
         """
         logits, weights, own = logits[:_CHECKED_TOKENS], weights[:_CHECKED_TOKENS], own[:_CHECKED_TOKENS]
         by_formula = self.router.formula.weights(self.router.module, logits, own)
-        # Compiled code may round otherwise than the formula does here; another formula is off by far more.
+        # Compiled code may round differently from the formula. A wrong formula differs by far more.
         tolerance = max(1e-3, 16 * torch.finfo(logits.dtype).eps, 16 * torch.finfo(weights.dtype).eps)
         wrong = (by_formula.float() - weights.float()).abs() > tolerance * weights.float().abs().amax()
         if bool(wrong.any()):
             release = getattr(sys.modules.get("transformers"), "__version__", "not imported")
             raise ReplayError(
-                f"{self.router.name} weighs its own choice of experts otherwise than a "
-                f"{type(self.router.module).__bases__[0].__name__} should (transformers is {release}); "
+                f"{self.router.name} weighs its own choice of experts differently from the formula of "
+                f"{type(self.router.module).__bases__[0].__name__} (transformers is {release}); "
                 f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus.trainer.replay.SUPPORTED"
             )
         self.checked = True
@@ -82,18 +82,18 @@ class RouterPatch:
 
 
 _open: dict[int, RouterPatch] = {}
-"""By its number."""
+"""Routers in open blocks, by number."""
 _rerouted_classes: dict[type[nn.Module], type[nn.Module]] = {}
-"""By the class before."""
+"""Replacement classes, by original class."""
 
 
 def _ended(name: str) -> ReplayError:
-    return ReplayError(f"{name} is computed again after its replay has ended; call backward() inside the block")
+    return ReplayError(f"{name} is computed again after its replay block; call backward() inside the block")
 
 
 @torch.library.custom_op("rollbus::replayed_experts", mutates_args=(), **_TAGS)
 def _replayed_experts(own: Tensor, logits: Tensor, weights: Tensor, ticket: Tensor, grad: bool) -> Tensor:
-    """The expert ids i64[N, K] to compute with, where the router chose `own` i64[N, K] with `weights` f[N, K]."""
+    """Return the expert ids i64[N, K] to use. The router chose `own` i64[N, K] with `weights` f[N, K]."""
     rerouting = _open.get(int(ticket))
     if rerouting is None:
         raise _ended("a router")
@@ -135,7 +135,8 @@ def _rerouted(base: type[nn.Module], router: Router) -> type[nn.Module]:
         return logits, formula.weights(self, logits, ids).to(weights.dtype), ids
 
     def reduce(self: nn.Module, _: Any) -> tuple[Any, ...]:
-        # A copy, or a file, is of the router itself: it outlives the block. Protocol 1 lets the class be another one.
+        # A copy or a file contains the original router, because it outlives the block. Protocol 1 permits another
+        # class.
         parts: Any = base.__reduce_ex__(self, 1)
         make, (_, *args), state, *others = parts
         return make, (base, *args), {name: value for name, value in state.items() if name != _TICKET}, *others
@@ -145,21 +146,21 @@ def _rerouted(base: type[nn.Module], router: Router) -> type[nn.Module]:
 
 
 def is_rerouted(router: nn.Module) -> bool:
-    """Whether a block replays this router now."""
+    """Return True if a block replays this router now."""
     return _TICKET in vars(router)
 
 
 def reroute(rerouting: RouterPatch) -> None:
-    """Make a router use the rows, until `restore`."""
+    """Make a router use the rows until `restore`."""
     module = rerouting.router.module
     _open[rerouting.number] = rerouting
-    # A tensor, not a number: torch.compile would compile each layer of each block for its own number.
+    # A tensor and not a number: torch.compile would compile each layer of each block for its own number.
     setattr(module, _TICKET, torch.tensor(rerouting.number, device="cpu"))
     module.__class__ = _rerouted(type(module), rerouting.router)
 
 
 def restore(rerouting: RouterPatch) -> None:
-    """Make a router what it was before `reroute`, if that was called at all."""
+    """Restore a router to its state before `reroute`. This has no effect if `reroute` was not called."""
     _open.pop(rerouting.number, None)
     module = rerouting.router.module
     vars(module).pop(_TICKET, None)

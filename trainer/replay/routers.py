@@ -1,4 +1,4 @@
-"""A model's routers, and whether rows of routed experts are theirs."""
+"""Finds a model's routers, and checks that rows of routed experts fit them."""
 
 from dataclasses import dataclass
 
@@ -16,24 +16,25 @@ _SUPPORTED = f"allowed: the routers of transformers >= {TRANSFORMERS} in rollbus
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router in its place."""
+    """A router and its place in the model."""
 
     name: str
-    """Its path in the model: `model.layers.3.mlp.gate`."""
+    """Path in the model, for example `model.layers.3.mlp.gate`."""
     module: nn.Module
     formula: Formula
     layer: int
-    """Among all hidden layers, with or without experts."""
+    """Index among all hidden layers, with or without experts."""
     num_hidden_layers: int
     top_k: int
     num_experts: int
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """The model's routers, by layer.
+    """Return the model's routers, sorted by layer.
 
     Raises:
-        ReplayError: there is none, one is of an unknown kind, or they are not one for each layer of one stack.
+        ReplayError: there is no router, a router is of an unknown kind, or there is not one router for each layer of
+            one stack.
     """
     modules = dict(model.named_modules())
     routers: list[Router] = []
@@ -67,12 +68,13 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def layer_of_rows(routers: list[Router], num_layers: int) -> list[int]:
-    """For each router its index among the `num_layers` layers of a row.
+    """Return for each router its index among the `num_layers` layers of a row.
 
-    vLLM's rows have every hidden layer, those without experts as zeros; rows of the layers with experts alone will do.
+    vLLM's rows have every hidden layer, with zeros for layers without experts. Rows with only the layers that have
+    experts are accepted too.
 
     Raises:
-        ReplayError: `num_layers` is neither.
+        ReplayError: `num_layers` matches neither form.
     """
     num_hidden_layers = routers[0].num_hidden_layers
     if num_layers == num_hidden_layers:
@@ -85,11 +87,11 @@ def layer_of_rows(routers: list[Router], num_layers: int) -> list[int]:
 
 
 def check_rows(routed_experts: Tensor, routers: list[Router]) -> None:
-    """Check rows i[B, T, L, K] against the model's routers; layers without experts are not looked at.
+    """Check rows i[B, T, L, K] against the model's routers. Layers without experts are not checked.
 
     Raises:
-        ReplayError: the first fault, with its place. A row that repeats an expert is one: zeros where there is no
-            routing would otherwise pass as expert 0.
+        ReplayError: the rows are wrong. The message gives the first place. A row that repeats an expert is wrong:
+            otherwise zeros of missing rows would pass as expert 0.
     """
     given: object = routed_experts
     if not isinstance(given, Tensor) or given.ndim != 4 or given.dtype not in _ROW_DTYPES:
@@ -108,7 +110,7 @@ def check_rows(routed_experts: Tensor, routers: list[Router]) -> None:
     with_experts = routed_experts
     if len(layers) < routed_experts.shape[2]:
         with_experts = routed_experts.index_select(2, torch.tensor(layers, device=routed_experts.device))
-    # One plane [B, T, L] for each of the top_k: a hundred times faster than to sort or reduce along a short last axis.
+    # One plane [B, T, L] for each of the top-k is a hundred times faster than sorting or reducing a short last axis.
     planes = with_experts.movedim(-1, 0).contiguous()
     lowest, highest = planes.amin(dim=0).long(), planes.amax(dim=0).long()
     own_choice = highest < 0
