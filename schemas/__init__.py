@@ -1,4 +1,4 @@
-"""What crosses the wire: structs, codecs, limits, error codes. Needs only the standard library, msgspec and numpy."""
+"""The wire format: structs, codecs, limits and error codes. Needs only the standard library, msgspec and numpy."""
 
 from .chunk import Chunk, FinishReason, RoutedExperts
 from .errors import ErrorCode, InvalidRequest, RollbusError

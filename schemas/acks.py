@@ -1,4 +1,4 @@
-"""What workers answer to commands: JSON, readable with `nats sub`."""
+"""Acks that workers send for commands: JSON, readable with `nats sub`."""
 
 import enum
 from typing import Annotated, Any, Literal
@@ -19,22 +19,23 @@ Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 
 
 class AckStatus(enum.StrEnum):
-    """How far a worker is with a command. Append-only."""
+    """The progress of a worker with a command. Append-only."""
 
     ACCEPTED = "accepted"
-    """It will see to it."""
+    """The worker will execute the command."""
     PROGRESS = "progress"
-    """It is at it; `stage` says where."""
+    """The worker is executing the command; `stage` names the current step."""
     APPLIED = "applied"
-    """Done. Final."""
+    """The worker executed the command. Final."""
     FAILED = "failed"
-    """Not done; `error` says why, and the worker's state what holds now. Final."""
+    """The worker did not complete the command. `error` gives the reason, and the worker's state shows the present
+    condition. Final."""
     UNSUPPORTED = "unsupported"
-    """The engine cannot do it. Final."""
+    """The engine cannot execute the command. Final."""
     STALE = "stale"
-    """A later command has taken its place. Final."""
+    """A later command replaced this command. Final."""
     UNKNOWN = "unknown"
-    """Never sent: how this side reads a status that a newer worker appended."""
+    """Never sent: a reader decodes a status of a newer worker as this value."""
 
     @classmethod
     def _missing_(cls, value: object) -> "AckStatus":
@@ -42,7 +43,7 @@ class AckStatus(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Nothing follows."""
+        """True if no further ack follows."""
         return self in _FINAL
 
 
@@ -50,69 +51,72 @@ _FINAL = frozenset({AckStatus.APPLIED, AckStatus.FAILED, AckStatus.UNSUPPORTED, 
 
 
 class AckError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker did not carry out a command."""
+    """The reason why a worker did not execute a command."""
 
     code: ControlCode
-    """For programs."""
+    """Error code for programs."""
     message: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-    """For people: names the field or file, what is wrong with it and what is allowed."""
+    """Error text for people: the field or file, the problem, and the allowed values."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker's word on one command."""
+    """The ack of one worker for one command."""
 
     v: Literal[1] = 1
     """Wire version."""
     id: str
-    """Of the command."""
+    """Id of the command."""
     command: Name
-    """Its name."""
+    """Name of the command."""
     worker: str
-    """Who answers."""
+    """Id of the worker that sends the ack."""
     incarnation: Name
-    """Which life of it."""
+    """Incarnation of the worker."""
     model: Name
-    """Which model it serves."""
+    """Name of the model that the worker serves."""
     status: AckStatus
-    """How far it is."""
+    """Progress of the worker with the command."""
     epoch: int | None = None
-    """Of the desired state that the answer is about; None for events."""
+    """Epoch of the desired state that contains the command; None for one-off commands."""
     stage: Name | None = None
-    """With `progress`: what it is doing: fetching, checking, pausing, loading, verifying, flushing, resuming."""
+    """With `progress`, the current step: fetching, checking, pausing, loading, verifying, flushing, resuming."""
     error: AckError | None = None
-    """With `failed`, `unsupported` and `stale`."""
+    """Reason, with `failed`, `unsupported` and `stale`."""
     weight_version: Version = 0
-    """Of the weights that the worker has now."""
+    """Version of the weights that the worker has now."""
     in_flight: Annotated[int, Meta(ge=0)] = 0
-    """Requests in flight now."""
+    """Requests in flight at the worker now."""
     seconds: float = 0.0
-    """From accepted to this answer."""
+    """Seconds from `accepted` to this ack."""
     canary: Canary | None = None
-    """After an update: what the new weights give."""
+    """After an update, the result of the canary with the new weights."""
     signature: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """Of the engine: canaries are compared between workers of the same."""
+    """Signature of the engine; canaries are comparable only between workers with equal signatures."""
     frames: Annotated[dict[str, int], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
-    """After a pause or an update: by `<client>/<incarnation>`, how many frames that link had sent. Later ones may still
-    bring tokens of before, which waited for credit."""
+    """After a pause or an update: the number of frames sent on each link, by `<client>/<incarnation>`. Later frames may
+    still carry earlier tokens that waited for credit."""
     request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
-    """After an abort: those that were in flight here."""
+    """After an abort: ids of the aborted requests that were in flight at this worker."""
     state: Any | None = None
     """After `state`: the worker's presence, as a map."""
     verified: Verified | None = None
-    """After an update: what of the new weights was compared; None: the engine does not say, or nothing was loaded."""
+    """After an update: the comparison of the new weights with the loaded tensors. None: the engine reports none, or
+    nothing was loaded."""
     timing: UpdateTiming | None = None
-    """After a check or an update: where its time went; None: it does not say."""
+    """After a check or an update: durations of its steps. None: the worker reports none."""
     progress: Staging | None = None
-    """With `progress`: how far it is with staging; None: it does not say."""
+    """With `progress`: progress of staging. None: the worker reports none."""
     experts: ExpertLoad | None = None
-    """After `read_experts`; None: no expert was counted, since the engine returns no routing."""
+    """After `read_experts`: counts of the chosen experts. None: the worker counted none, because the engine returns no
+    routed experts."""
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=limits.MAX_TIMELINES)] | None = None
-    """After `read_request`: the attempts of its samples here, in the order in which they came; empty: none is known."""
+    """After `read_request`: the attempts of the request's samples at this worker, in order of arrival. Empty: the
+    worker knows none."""
     timelines_left_out: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
-    """Earlier attempts and samples of that request, which the answer has no room for."""
+    """Number of earlier attempts and samples of that request that did not fit into the ack."""
 
     def __post_init__(self) -> None:
-        """Refuse ids that no command has, and names that no worker has."""
+        """Check that the ids, the worker name and the epoch are valid."""
         check_request_id("id", self.id)
         check_subject_token("worker", self.worker)
         if self.epoch is not None:

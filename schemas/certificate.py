@@ -1,4 +1,4 @@
-"""The certificate that stands beside signatures: the fleet's root key says what a user may change."""
+"""The certificate beside a signature: the fleet's root key states what a user may change."""
 
 from typing import Annotated
 
@@ -14,20 +14,20 @@ Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The user that signs with a key, and what that user may change. JSON, signed by the fleet's root key."""
+    """The user that signs with a key, and the permissions of that user. JSON, signed by the fleet's root key."""
 
     fleet: str
-    """Nothing of another fleet."""
+    """Name of the fleet. Other fleets reject the certificate."""
     role: Name
-    """Of the user."""
+    """Role of the user."""
     name: str
-    """Of the user: commands count on its own subject only."""
+    """Name of the user. Commands of this user are valid only on the user's own subject."""
     key: Annotated[str, Meta(max_length=64)]
-    """The public key of its signatures: Ed25519, base64url."""
+    """Public key of the user's signatures: Ed25519, base64url."""
     models: tuple[Name, ...] | None = None
-    """Whose commands, desired states and uploads it may sign; None: of every model."""
+    """Models whose commands, desired states and uploads the user may sign; None: every model."""
     commands: tuple[Name, ...] | None = None
-    """Which commands it may give, by name; None: all."""
+    """Names of the commands that the user may send; None: all commands."""
 
     def __post_init__(self) -> None:
         """Check the names."""
@@ -37,14 +37,14 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             check_name("models", model)
 
     def covers_model(self, model: str) -> bool:
-        """It may change what concerns this model."""
+        """Return True if the user may change this model."""
         return self.models is None or model in self.models
 
     def covers_command(self, command: str) -> bool:
-        """It may give this command."""
+        """Return True if the user may send this command."""
         return self.commands is None or command in self.commands
 
     @property
     def is_limited(self) -> bool:
-        """It may not give every command for every model."""
+        """True if the user may not send every command for every model."""
         return self.models is not None or self.commands is not None

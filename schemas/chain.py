@@ -1,7 +1,7 @@
-"""The chain record of a model's published weights: who may publish, what was committed, and what is kept for whom.
+"""The chain record of a model's published weights: the publisher's lease, the committed versions, and the kept folders.
 
-It is JSON in the metadata `CHAIN` of the object `CHAIN_OBJECT` of the model's bucket, which has no content. Publishers
-change it by compare-and-set alone.
+The record is JSON in the metadata field `CHAIN` of the object `CHAIN_OBJECT` in the model's bucket. That object has no
+content. Publishers change the record only by compare-and-set.
 """
 
 from typing import Annotated, Final
@@ -29,15 +29,16 @@ __all__ = [
 ]
 
 CHAIN: Final = "rollbus-chain"
-"""In the metadata of the object: the record, as JSON."""
+"""Name of the metadata field of the object that holds the record as JSON."""
 CHAIN_OBJECT: Final = "versions/chain"
 """Name of the object."""
 MAX_HISTORY: Final = 4 * MAX_LINKS
-"""Links in a record: the chains of the recorded version, of the one before, and of what was published since."""
+"""Maximum number of links in a record. It covers the chains of the recorded version, of its predecessor, and of all
+versions published since."""
 MAX_NOTED: Final = 2 * (limits.MAX_LORAS + 1)
-"""The recorded version and the one before, of the weights and of each adapter."""
+"""Maximum number of noted folders: the recorded version and its predecessor, for the weights and for each adapter."""
 MAX_REASON_CHARS: Final = 500
-"""Of why a publication was taken back: the record stays small."""
+"""Maximum length of the reason for a withdrawn publication, so that the record stays small."""
 
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
@@ -47,59 +48,59 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """The publisher that holds the lease."""
 
     publisher: Name
-    """The name of its client."""
+    """Name of the publisher's client."""
     incarnation: Name
-    """Tells two processes of one name apart."""
+    """Incarnation of the publisher; it distinguishes two processes with the same name."""
 
 
 class OpenedVersion(msgspec.Struct, frozen=True, kw_only=True):
     """A publication that other ranks may join."""
 
     objects: Objects
-    """Its folder."""
+    """Folder of the version."""
     version: Version
     epoch: Epoch
     adapter: str | None = None
     has_delta: bool = False
-    """It has what changed since the version before."""
+    """True if the version has a delta to its predecessor."""
     has_anchor: bool = True
-    """It has the whole checkpoint."""
+    """True if the version has the whole checkpoint."""
 
 
 class WithdrawnVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A publication of several ranks that was taken back."""
+    """A publication of several ranks that was withdrawn."""
 
     objects: Objects
-    """Its folder."""
+    """Folder of the version."""
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
-    """With the rank that failed."""
+    """Reason, with the number of the rank that failed."""
 
 
 class ChainRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What publishers of one model agree on. Readers ignore fields that they do not know."""
+    """The shared state of all publishers of one model. Readers ignore unknown fields."""
 
     v: int = 1
     """Wire version."""
     model: str
     epoch: Epoch = 0
-    """Of the newest lease; the next one's is higher."""
+    """Epoch of the newest lease. The next lease has a higher epoch."""
     holder: Holder | None = None
-    """Who has the lease; it counts from when the record was stored. None: it was given back."""
+    """Publisher that holds the lease, which counts from when the record was stored. None: the lease was released."""
     links: Annotated[tuple[Link, ...], Meta(max_length=MAX_HISTORY)] = ()
-    """Versions of the weights in the order in which they were committed, as far as they are kept."""
+    """Kept versions of the weights, in the order of their commits."""
     noted: Annotated[tuple[Objects, ...], Meta(max_length=MAX_NOTED)] = ()
-    """Folders that were recorded last and before, of the weights and of each adapter; older ones first."""
+    """Folders that were recorded last and second to last, of the weights and of each adapter; older folders first."""
     opened: OpenedVersion | None = None
-    """What ranks join."""
+    """Publication that ranks may join; None: no publication is open."""
     withdrawn: WithdrawnVersion | None = None
-    """What they joined last, if a rank failed; for those that wait for its commit."""
+    """Last joined publication, if a rank failed. Ranks that wait for its commit read this field."""
 
 
 class RankObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An object that a rank has uploaded, of which no description is stored yet."""
+    """An object that a rank has uploaded and whose description is not stored yet."""
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
-    """Below the folder."""
+    """Name of the object within the folder."""
     nuid: Annotated[str, Meta(pattern="^[A-Za-z0-9]{1,64}$")]
     size: Annotated[int, Meta(ge=0, le=2**62)]
     chunks: Annotated[int, Meta(ge=0, le=2**40)]
@@ -109,7 +110,7 @@ class RankObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankList(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank gives to a publication."""
+    """The objects and tensors that one rank contributes to a publication."""
 
     version: Version
     epoch: Epoch
@@ -119,18 +120,18 @@ class RankList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_chain(text: str) -> ChainRecord:
-    """Read a chain record.
+    """Decode a chain record.
 
     Raises:
-        RemoteProtocolError: it is none.
+        RemoteProtocolError: the text is not a valid chain record.
     """
     return decode_document(text, ChainRecord, "a chain record")
 
 
 def decode_rank_list(data: bytes) -> RankList:
-    """Read what a rank has given.
+    """Decode the list of objects and tensors that a rank contributes.
 
     Raises:
-        RemoteProtocolError: it is none.
+        RemoteProtocolError: the data is not a valid list of a rank.
     """
     return decode_document(data, RankList, "the list of a rank")

@@ -1,4 +1,4 @@
-"""Checks of single values: each returns the value in its canonical type or raises `InvalidRequest`."""
+"""Checks of single values. Each check returns the value in its canonical type or raises `InvalidRequest`."""
 
 import math
 import operator
@@ -28,16 +28,18 @@ __all__ = [
 REQUEST_ID_PATTERN = re.compile(rf"[A-Za-z0-9_:\-]{{1,{limits.MAX_REQUEST_ID_CHARS}}}")
 SUBJECT_TOKEN_PATTERN = re.compile(rf"[A-Za-z0-9_\-]{{1,{limits.MAX_SUBJECT_TOKEN_CHARS}}}")
 NO_SURROGATES = re.compile("[^\ud800-\udfff]*")
-"""Python strings may hold lone surrogates; UTF-8, and so the wire, cannot."""
+"""Matches strings without lone surrogates: Python strings may hold them, but UTF-8 and the wire format cannot."""
 NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_SHOWN_CHARS = 60
-"""Of a bad value in an error message: enough to recognize it, too little to leak a prompt."""
+"""Maximum number of characters of an invalid value in an error message: enough to recognize it, too few to leak a
+prompt."""
 MAX_SHOWN_BITS = 128
-"""Longer integers are shown by their size: Python refuses to print very long ones."""
+"""Longest integer, in bits, that messages show in full. Python refuses to print very long integers, so messages show
+their size."""
 
 
 def describe(value: object) -> str:
-    """Show `value` for an error message: short scalars as they are, anything else by type and size only."""
+    """Return `value` as text for an error message: short scalars in full, everything else by type and size only."""
     kind = type(value).__name__
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and type {value.dtype}"
@@ -56,15 +58,15 @@ def describe(value: object) -> str:
 
 
 def check_bool(field: str, value: object) -> bool:
-    """Accept True and False only."""
+    """Accept only True and False."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidRequest(field=field, problem=f"is {describe(value)}, not a bool", allowed="true or false")
     return bool(value)
 
 
 def check_int(field: str, value: object, low: int, high: int) -> int:
-    """Accept integers (numpy's too, bools not) in [low, high]."""
-    # Nearly every value of nearly every request: what is allowed is only written down for the others.
+    """Accept integers in [low, high], including numpy integers but not bools."""
+    # Fast path: nearly every value is valid, so the text of the allowed range is built only for the others.
     if type(value) is int and low <= value <= high:
         return value
     allowed = f"an integer from {low} to {high}"
@@ -80,8 +82,8 @@ def check_int(field: str, value: object, low: int, high: int) -> int:
 
 
 def check_float(field: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """Accept finite numbers in [low, high], or in (low, high] when `above`."""
-    # As in `check_int`; of a NaN no comparison is true.
+    """Accept finite numbers in [low, high], or in (low, high] if `above` is set."""
+    # Fast path as in `check_int`. A NaN fails every comparison, so it never takes this path.
     if type(value) is float and low <= value <= high < math.inf and not (above and value == low):
         return value
     allowed = f"a number {'above' if above else 'from'} {low:g} {'up ' if above else ''}to {high:g}"
@@ -97,20 +99,20 @@ def check_float(field: str, value: object, low: float, high: float, *, above: bo
 
 
 def check_matches(field: str, value: object, pattern: re.Pattern[str], allowed: str) -> str:
-    """Accept strings that `pattern` matches as a whole."""
+    """Accept strings that `pattern` matches completely."""
     if not isinstance(value, str) or pattern.fullmatch(value) is None:
         raise InvalidRequest(field=field, problem=f"is {describe(value)}", allowed=allowed)
-    # An exact str also for subclasses, which msgspec refuses to encode.
+    # Convert subclasses of str to str, because msgspec refuses to encode them.
     return str.__str__(value)
 
 
 def check_request_id(field: str, value: object) -> str:
-    """Accept ids that can stand in a Nats-Msg-Id header and in log lines."""
+    """Accept ids that are valid in a Nats-Msg-Id header and in log lines."""
     return check_matches(field, value, REQUEST_ID_PATTERN, f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -")
 
 
 def check_subject_token(field: str, value: object) -> str:
-    """Accept names that can stand in a subject as they are: fleets, clients, workers."""
+    """Accept names that are valid as a subject token without encoding: names of fleets, clients and workers."""
     allowed = f"1 to {limits.MAX_SUBJECT_TOKEN_CHARS} of A-Z a-z 0-9 _ -"
     return check_matches(field, value, SUBJECT_TOKEN_PATTERN, allowed)
 
@@ -127,10 +129,10 @@ def check_name(field: str, value: object, max_chars: int = limits.MAX_NAME_CHARS
 
 
 def check_token_ids(field: str, value: object, *, min_length: int, max_length: int) -> npt.NDArray[np.int32]:
-    """Accept a flat sequence or array of token ids, 0 to `MAX_TOKEN_ID`; returns a read-only `<i4` array.
+    """Accept a flat sequence or array of token ids from 0 to `MAX_TOKEN_ID`, and return a read-only `<i4` array.
 
-    The array is a copy unless `value` is such an array already and owns its data.
-    The model's vocabulary is checked later, where it is known.
+    The array is a copy unless `value` is already such an array and owns its data. This function does not check the
+    model's vocabulary; `check_prompt` and `check_sampling` do.
     """
     allowed = f"a flat list of {min_length} to {max_length} token ids from 0 to {limits.MAX_TOKEN_ID}"
     array = _as_array(field, value, max_length, allowed)
@@ -158,12 +160,14 @@ def _as_array(field: str, value: object, max_length: int, allowed: str) -> npt.N
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as exc:
-        # What tensors raise that live on another device.
-        raise InvalidRequest(field=field, problem=f"is {describe(value)} that is no array", allowed=allowed) from exc
+        # Tensors on another device raise these errors.
+        raise InvalidRequest(
+            field=field, problem=f"is {describe(value)} and cannot become an array", allowed=allowed
+        ) from exc
 
 
 def _as_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
-    # numpy would take True for 1 and 2.0 for a float array; a look at each entry can name the wrong one.
+    # numpy would convert True to 1 and make a float array for 2.0. A check of each entry names the wrong entry.
     if set(map(type, value)) != {int}:
         value = [check_int(f"{field}[{i}]", item, 0, limits.MAX_TOKEN_ID) for i, item in enumerate(value)]
     try:
@@ -173,7 +177,7 @@ def _as_int64(field: str, value: Sequence[object]) -> npt.NDArray[np.int64]:
 
 
 def check_json(field: str, value: object, depth: int = limits.MAX_EXTRA_DEPTH) -> object:
-    """Accept a value of JSON's types, nested at most `depth` deep, that msgpack can carry; returns a copy."""
+    """Accept a JSON value that msgpack can encode, nested at most `depth` levels deep; return a copy."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):

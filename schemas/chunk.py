@@ -1,8 +1,8 @@
-"""What one engine step added to one request: the unit that workers stream back.
+"""The new output of one engine step for one request: the unit that workers stream back.
 
-Every struct here is `array_like`: a field's place on the wire is its place in the class, so fields are appended,
-never moved, renumbered or retyped (docs/wire.md). Arrays travel as little-endian bytes; the properties without the
-suffix `_data` are read-only numpy views of them.
+Every struct here is `array_like`: the position of a field in the class is its position on the wire. Fields are
+therefore only appended, never moved, renumbered or retyped (docs/wire.md). Arrays are encoded as little-endian bytes.
+Each property without the suffix `_data` is a read-only numpy view of those bytes.
 """
 
 import enum
@@ -19,10 +19,10 @@ from .errors import ErrorCode, InvalidRequest, LocalProtocolError, RequestError,
 from .rows import DTYPES, RowDtype, Rows, dtype_of
 
 if TYPE_CHECKING:
-    # What is sent may be a view of an engine's array.
+    # A sender may pass a view of an engine's array.
     Buffer = bytes | memoryview
 else:
-    # What is received is a copy of its own: a view would keep the whole frame alive, with every other request's chunks.
+    # A receiver gets a copy: a view would keep the whole frame in memory, with the chunks of all other requests.
     Buffer = bytes
 
 __all__ = [
@@ -39,48 +39,48 @@ __all__ = [
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_REQUEST_ID_CHARS)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""Numbers attempts, children and chunks."""
+"""Number of an attempt, child request or chunk."""
 Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
 Position = Annotated[int, Meta(ge=0, le=limits.MAX_POSITION)]
-"""An absolute position, or a count of positions."""
+"""Absolute position, or a count of positions."""
 
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-"""Of an expert id, by its dtype."""
+"""Bytes of an expert id, by dtype."""
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 MAX_IDS_BYTES = 4 * limits.MAX_CHUNK_TOKENS
 JSON_MINUS_INFINITY = -9999.0
-"""Stands for -inf where logprobs become JSON, which has no infinity; HTTP inference servers use this number."""
+"""Value for -inf in logprobs as JSON, because JSON has no infinity. HTTP inference servers use the same number."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; vLLM's words. Closed: a new one needs a new wire version."""
+    """The reason why a request ended, in vLLM's terms. Closed: a new reason needs a new wire version."""
 
     STOP = "stop"
-    """An end-of-sequence or stop token."""
+    """The model generated an end-of-sequence token or a stop token."""
     LENGTH = "length"
-    """`max_tokens`, or the model's context, is full."""
+    """The request reached `max_tokens` or the model's context length."""
     ABORT = "abort"
-    """Aborted by its client or by a pause."""
+    """The client or a pause aborted the request."""
     ERROR = "error"
-    """The chunk's `error` says why."""
+    """The request failed; the chunk's `error` gives the reason."""
     REPETITION = "repetition"
-    """The engine saw the output repeat itself."""
+    """The engine detected repetition in the output."""
 
 
 class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Expert ids for a run of consecutive positions; see `rollbus.schemas.rows` for the row rule."""
+    """Expert ids of consecutive positions; see `rollbus.schemas.rows` for the row rule."""
 
     start: Position
     """Absolute position of row 0."""
     shape: tuple[Position, Position, Position]
     """(num_rows, num_layers, top_k); num_rows may be 0."""
     dtype: RowDtype
-    """One per model: u1 up to 256 experts, else <u2."""
+    """Dtype of the ids, fixed for each model: u1 up to 256 experts, else <u2."""
     data: Buffer
-    """The ids, C-contiguous and little-endian."""
+    """Expert ids, C-contiguous and little-endian."""
 
     def __post_init__(self) -> None:
-        """Refuse shapes that the data does not have."""
+        """Check that shape, dtype and data match."""
         rows, layers, top_k = self.shape
         expected = rows * layers * top_k * ITEM_BYTES[self.dtype]
         if not 1 <= layers <= limits.MAX_LAYERS or not 1 <= top_k <= limits.MAX_TOP_K_EXPERTS:
@@ -98,10 +98,12 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def from_rows(cls, rows: Rows, start: int) -> "RoutedExperts":
-        """Wrap `rows`, u1 or <u2 and C-contiguous, without copying: they must not change until the chunk is sent.
+        """Wrap `rows` without a copy: u1 or <u2, C-contiguous.
+
+        The caller must not change the rows until the chunk is sent.
 
         Raises:
-            ValueError: rows of another dtype, dimension or memory order.
+            ValueError: the rows have another dtype, dimension or memory order.
         """
         num_rows, layers, top_k = rows.shape
         if rows.dtype not in DTYPES.values() or not rows.flags.c_contiguous:
@@ -109,72 +111,72 @@ class RoutedExperts(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return cls(start, (num_rows, layers, top_k), dtype_of(rows), rows.reshape(-1).view(np.uint8).data)
 
     def numpy(self) -> Rows:
-        """A read-only view of `data`, u1|u2[num_rows, num_layers, top_k]."""
+        """Return a read-only view of `data`, u1|u2[num_rows, num_layers, top_k]."""
         view = np.frombuffer(self.data, dtype=DTYPES[self.dtype]).reshape(self.shape)
         view.flags.writeable = False
         return view
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The most likely tokens at each of several positions, best first."""
+    """The most likely tokens at each of several positions, most likely first."""
 
     width: Annotated[int, Meta(ge=1, le=limits.MAX_LOGPROBS)]
-    """Alternatives for each position."""
+    """Number of tokens at each position."""
     token_ids_data: bytes
     """<i4[positions, width]."""
     logprobs_data: bytes
     """<f4[positions, width]."""
 
     def __post_init__(self) -> None:
-        """Refuse arrays of unequal size."""
+        """Check that both arrays have the shape [positions, width]."""
         if len(self.token_ids_data) != len(self.logprobs_data) or len(self.token_ids_data) % (4 * self.width):
-            raise ValueError("top logprobs: ids and logprobs are not [positions, width] both")
+            raise ValueError("top logprobs: token ids and logprobs must both have the shape [positions, width]")
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[positions, width], read-only."""
+        """Token ids, i4[positions, width], read-only."""
         return np.frombuffer(self.token_ids_data, _I4).reshape(-1, self.width)
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """f4[positions, width], read-only."""
+        """Log probabilities, f4[positions, width], read-only."""
         return np.frombuffer(self.logprobs_data, _F4).reshape(-1, self.width)
 
 
 class SamplingMask(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """For each of several tokens, the ids that it was sampled from: those that top-k, top-p and min-p left.
+    """For each of several tokens, the ids that the sampler chose from: those that top-k, top-p and min-p kept.
 
-    Renormalized over these, a trainer's probabilities are those that the sampler had.
+    A trainer that renormalizes its probabilities over these ids gets the sampler's probabilities.
     """
 
     counts_data: bytes
-    """<i4[k]: how many ids each token has, at least 1, as the token itself is one of them."""
+    """<i4[k]: number of ids of each token, at least 1, because the token itself is included."""
     token_ids_data: bytes
-    """<i4[sum of the counts]: the ids of the first token, then those of the second, and so on."""
+    """<i4[sum of the counts]: ids of the first token, then ids of the second token, and so on."""
 
     def __post_init__(self) -> None:
-        """Refuse ids that the counts do not share out among the tokens."""
+        """Check that the counts are in range and add up to the number of ids."""
         for name in ("counts_data", "token_ids_data"):
             if len(getattr(self, name)) % 4:
-                raise ValueError(f"sampling mask: {name} of {len(getattr(self, name))} bytes is no <i4 array")
+                raise ValueError(f"sampling mask: {name} of {len(getattr(self, name))} bytes is not an <i4 array")
         counts, ids = self.counts, self.token_ids
         if len(counts) and not 1 <= counts.min() <= counts.max() <= limits.MAX_MASK_IDS:
             raise ValueError(
                 f"sampling mask: tokens with {counts.min()} to {counts.max()} ids; allowed: 1 to {limits.MAX_MASK_IDS}"
             )
         if counts.sum(dtype=np.int64) != len(ids):
-            raise ValueError(f"sampling mask: {len(ids)} ids, and counts for {counts.sum(dtype=np.int64)}")
+            raise ValueError(f"sampling mask: {len(ids)} ids, but the counts add up to {counts.sum(dtype=np.int64)}")
         if len(ids) and ids.min() < 0:
             raise ValueError(f"sampling mask: id {ids.min()}; allowed: 0 to {limits.MAX_TOKEN_ID}")
 
     @property
     def counts(self) -> npt.NDArray[np.int32]:
-        """i4[k], read-only."""
+        """Number of ids of each token, i4[k], read-only."""
         return np.frombuffer(self.counts_data, _I4)
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[sum of the counts], read-only."""
+        """Ids of all tokens, i4[sum of the counts], read-only."""
         return np.frombuffer(self.token_ids_data, _I4)
 
 
@@ -184,21 +186,23 @@ class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     start: Annotated[int, Meta(ge=1, le=limits.MAX_POSITION)]
     """Absolute position of the first value."""
     logprobs_data: bytes
-    """<f4[positions]."""
+    """<f4[positions]: log probabilities."""
     top: TopLogprobs | None = None
-    """The most likely tokens at the same positions; None unless `prompt_logprobs` > 0."""
+    """Most likely tokens at the same positions; None unless `prompt_logprobs` > 0."""
 
     def __post_init__(self) -> None:
-        """Refuse arrays whose lengths contradict each other."""
+        """Check that the lengths of the arrays match."""
         size = len(self.logprobs_data)
         if size % 4 or size > 4 * limits.MAX_POSITION:
-            raise ValueError(f"prompt logprobs of {size} bytes are no <f4 array of up to {limits.MAX_POSITION}")
+            raise ValueError(
+                f"prompt logprobs of {size} bytes are not an <f4 array of up to {limits.MAX_POSITION} values"
+            )
         if self.top is not None and len(self.top.token_ids_data) != size * self.top.width:
             raise ValueError(f"{size // 4} prompt logprobs, but top logprobs of other positions")
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """f4[positions], read-only."""
+        """Log probabilities, f4[positions], read-only."""
         return np.frombuffer(self.logprobs_data, _F4)
 
 
@@ -206,34 +210,37 @@ ErrorText = Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
 
 
 class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Why a request failed."""
+    """The reason why a request failed."""
 
     code: ErrorCode
-    """What kind of failure it is."""
+    """Error code for programs."""
     message: ErrorText
-    """One sentence for people."""
+    """Error text for people, one sentence."""
     field: ErrorText = ""
-    """The offending field when `code` is `invalid_request`, dotted: `sampling.top_p`."""
+    """Name of the wrong field if `code` is `invalid_request`, with dots for nested fields: `sampling.top_p`."""
     problem: ErrorText = ""
-    """What is wrong with the field."""
+    """Problem of the field."""
     allowed: ErrorText = ""
-    """What is allowed in the field."""
+    """Allowed values of the field."""
 
     def __post_init__(self) -> None:
-        """Cut and clean the texts: one that the wire refuses would take the chunks beside it in its frame along."""
+        """Shorten the texts and replace lone surrogates.
+
+        A text that cannot be encoded would fail the whole frame and its other chunks.
+        """
         for name in ("message", "field", "problem", "allowed"):
             text = getattr(self, name)
             force_setattr(self, name, text[: limits.MAX_ERROR_CHARS].encode(errors="replace").decode())
 
     @classmethod
     def of(cls, error: RequestError) -> "ChunkError":
-        """What the terminal chunk says of `error`."""
+        """Return the terminal chunk's form of `error`."""
         if isinstance(error, InvalidRequest):
             return cls(error.code, error.message, error.field, error.problem, error.allowed)
         return cls(error.code, error.message)
 
     def exception(self, request_id: str) -> RequestError:
-        """Return the exception that a caller catches."""
+        """Return the exception that the caller of the request receives."""
         return request_error(
             self.code,
             self.message,
@@ -245,74 +252,77 @@ class ChunkError(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class End(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What only the terminal chunk carries: the reason, and totals to check the stream against."""
+    """Fields that only the terminal chunk has: the finish reason, and totals that verify the response stream."""
 
     finish_reason: FinishReason
-    """Why the request ended."""
+    """Reason why the request ended."""
     num_tokens: Position
-    """Tokens in all chunks of this attempt and child."""
+    """Number of tokens in all chunks of this attempt and child request."""
     num_rows: Position
-    """Routing rows in all chunks of this attempt and child."""
+    """Number of rows of routed experts in all chunks of this attempt and child request."""
     stop_reason: Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)] | None = None
-    """The id of the stop token, when one of `stop_token_ids` ended the request."""
+    """Id of the stop token, if one of `stop_token_ids` ended the request."""
     error: ChunkError | None = None
-    """Set exactly when `finish_reason` is ERROR."""
+    """Reason of the failure; set if and only if `finish_reason` is ERROR."""
     cached_tokens: Position | None = None
-    """Prompt tokens that the engine found in its prefix cache; None: not known."""
+    """Number of prompt tokens that the engine found in its prefix cache; None: unknown."""
     routed_experts_start: Position | None = None
-    """The `routed_experts_prompt_start` that was applied; None: no routing was returned."""
+    """Applied `routed_experts_prompt_start`; None: the engine returned no routed experts."""
     kv_params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] | None = None
-    """Of a prefill leg: where its prompt's KV lies, for the `KvTransfer` of the decode leg. None: it was not kept."""
+    """After a prefill phase: location of the prompt's KV cache, for the `KvTransfer` of the decode phase. None: the KV
+    cache was not kept."""
 
     def __post_init__(self) -> None:
-        """Refuse an error without its finish reason, and the reverse."""
+        """Check that the error and the finish reason ERROR occur only together."""
         if (self.error is not None) != (self.finish_reason is FinishReason.ERROR):
             raise ValueError(f"finish reason {self.finish_reason} with{'' if self.error else 'out'} an error")
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True):
-    """What one engine step added to one request, with the weights that made it."""
+    """New output of one request: tokens of one engine step or of several, all sampled from one weight version."""
 
     request_id: RequestId
-    """As the client named it."""
+    """Id of the request, chosen by the client."""
     attempt: Index
-    """0 for the first publication of the request."""
+    """Number of the attempt; 0 for the first publication of the request."""
     child: Index
-    """Which of n samples."""
+    """Number of the sample, 0 to n - 1."""
     chunk_index: Index
-    """0-based and contiguous within an attempt and child."""
+    """Number of the chunk, 0-based and contiguous within an attempt and child request."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Of the weights that sampled these tokens; no chunk mixes two."""
+    """Version of the weights that sampled these tokens; a chunk never mixes two versions."""
     token_ids_data: bytes = b""
-    """<i4[k], k >= 0."""
+    """<i4[k], k >= 0: new token ids."""
     logprobs_data: bytes | None = None
-    """<f4[k]; None when `sampling.logprobs` is None."""
+    """<f4[k]: log probabilities of the new tokens; None if `sampling.logprobs` is None."""
     routed_experts: RoutedExperts | None = None
-    """Rows of the positions that this step computed: the prompt's in the first chunks, then the tokens'."""
+    """Rows of the positions that this step computed: prompt positions in the first chunks, then generated tokens."""
     top_logprobs: TopLogprobs | None = None
-    """The most likely tokens at each of the k positions; None unless `sampling.logprobs` > 0."""
+    """Most likely tokens at each of the k positions; None unless `sampling.logprobs` > 0."""
     prompt_logprobs: PromptLogprobs | None = None
-    """None unless `sampling.prompt_logprobs` is set, and once they are through."""
+    """Log probabilities of prompt tokens; None unless `sampling.prompt_logprobs` is set, and in all chunks after the
+    last prompt position."""
     end: End | None = None
-    """Set in the terminal chunk only."""
+    """Finish reason and totals; set only in the terminal chunk."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Of the adapter that these tokens were sampled with, no chunk mixes two; None: there was none."""
+    """Version of the adapter that sampled these tokens; a chunk never mixes two versions. None: no adapter."""
     worker_id: Name | None = None
-    """Who made it. None on the wire, where the subject says so: the client that takes the chunk fills it in, and leaves
-    it None in a terminal chunk that it wrote itself."""
+    """Id of the worker that made the chunk. None on the wire, because the subject names the worker: the client sets the
+    field on receipt. The client leaves it None in a terminal chunk that the client itself creates."""
     traceparent: Name | None = None
-    """The request's W3C trace context, as the worker has it; in the first chunk of each attempt only."""
+    """W3C trace context of the request at the worker; only in the first chunk of each attempt."""
     kv_recomputed: bool | None = None
-    """True: the engine computed the KV of all positions before the first of these tokens anew, with the weights and the
-    adapter of this chunk, for example after a preemption. None: the chunk has no tokens, or the engine does not say."""
+    """True: the engine recomputed the KV cache of all positions before the first of these tokens, with the weights and
+    the adapter of this chunk, for example after a preemption. None: the chunk has no tokens, or the engine does not
+    report it."""
     sampling_mask: SamplingMask | None = None
-    """Of the k tokens; None where the engine makes none, or they were declined."""
+    """Sampling masks of the k tokens; None: the engine makes none, or the request declined them."""
 
     def __post_init__(self) -> None:
-        """Refuse arrays whose lengths contradict each other."""
+        """Check that the lengths of the arrays match."""
         size = len(self.token_ids_data)
         if size % 4 or size > MAX_IDS_BYTES:
-            raise ValueError(f"token ids of {size} bytes are no <i4 array of up to {limits.MAX_CHUNK_TOKENS}")
+            raise ValueError(f"token ids of {size} bytes are not an <i4 array of up to {limits.MAX_CHUNK_TOKENS} ids")
         logprobs = self.logprobs_data
         if logprobs is not None and len(logprobs) != size:
             raise ValueError(f"{size // 4} token ids but {len(logprobs) / 4:g} logprobs")
@@ -321,47 +331,47 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True, gc=False, kw_only=True
             raise ValueError(f"{size // 4} token ids but {len(top.token_ids_data) // (4 * top.width)} top logprobs")
         mask = self.sampling_mask
         if mask is not None and len(mask.counts_data) != size:
-            raise ValueError(f"{size // 4} token ids but sampling masks of {len(mask.counts_data) // 4}")
+            raise ValueError(f"{size // 4} token ids but {len(mask.counts_data) // 4} sampling masks")
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[k], read-only: the new token ids."""
+        """New token ids, i4[k], read-only."""
         return np.frombuffer(self.token_ids_data, _I4)
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32] | None:
-        """f4[k], read-only: the sampler's log probability of each new token."""
+        """The sampler's log probability of each new token, f4[k], read-only."""
         return None if self.logprobs_data is None else np.frombuffer(self.logprobs_data, _F4)
 
     @property
     def num_tokens(self) -> int:
-        """k, the number of new tokens."""
+        """Number of new tokens, k."""
         return len(self.token_ids_data) // 4
 
     @property
     def is_terminal(self) -> bool:
-        """No chunk of this attempt and child follows."""
+        """True if no chunk of this attempt and child request follows."""
         return self.end is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the request ended; None unless terminal."""
+        """Reason why the request ended; None unless the chunk is terminal."""
         return None if self.end is None else self.end.finish_reason
 
     @property
     def error(self) -> ChunkError | None:
-        """Why the request failed; None unless terminal and failed."""
+        """Reason why the request failed; None unless the chunk is terminal and the request failed."""
         return None if self.end is None else self.end.error
 
 
 def json_logprobs(logprobs: npt.NDArray[np.float32]) -> list[float]:
-    """Make logprobs fit for JSON: -inf becomes -9999.0.
+    """Convert logprobs to a list for JSON: -inf becomes -9999.0.
 
     Args:
         logprobs: f4[k].
 
     Raises:
-        LocalProtocolError: one is NaN or +inf, which no worker may send.
+        LocalProtocolError: a value is NaN or +inf, which no worker may send.
     """
     if not np.all(logprobs < np.inf):
         raise LocalProtocolError("a logprob is NaN or +inf")

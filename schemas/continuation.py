@@ -1,7 +1,8 @@
-"""The request for the rest of an answer: for the next attempt after a loss, and for an answer that was stopped.
+"""Requests for the rest of an answer: the next attempt after a loss, and the continuation of a stopped answer.
 
-Rows of routed experts exist for all positions but the last token's. So the rest asks for rows from there on: the
-boundary row is computed, and has its version, with the rest. No row is computed twice.
+Routed experts have a row for each position except the last token's. The request for the rest therefore asks for rows
+from that position on. The engine computes this boundary row with the rest and its weight version. No row is computed
+twice.
 """
 
 from hashlib import blake2b
@@ -31,22 +32,22 @@ __all__ = [
 ]
 
 Inexact = Literal["refuse", "continue"]
-"""What becomes of an answer whose sampler had a state of its own: `continue` goes on with another seed, and the joined
-result is not `exact`."""
+"""How to continue an answer whose sampler had state. `refuse` raises `InvalidRequest`. `continue` uses another seed,
+and the joined result is not `exact`."""
 OPEN_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
-"""An answer that ended so may go on."""
+"""Finish reasons after which an answer may be continued."""
 
 
 class StoppedAnswer(Protocol):
-    """What a continuation needs of a `rollbus.Generation`."""
+    """The part of `rollbus.Generation` that a continuation needs."""
 
     @property
     def child(self) -> int:
-        """Which of n samples."""
+        """Number of the sample, 0 to n - 1."""
 
     @property
     def prompt_len(self) -> int:
-        """Lp."""
+        """Number of prompt tokens, Lp."""
 
     @property
     def start(self) -> int:
@@ -54,23 +55,23 @@ class StoppedAnswer(Protocol):
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i4[G]."""
+        """Generated tokens, i4[G]."""
 
     @property
     def routed_experts(self) -> Rows | None:
-        """Rows from `start` on; None without routing."""
+        """Rows from `start` on; None without routed experts."""
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Reason why the answer ended."""
 
 
 def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_rows: int) -> "GenerateRequest":
-    """Return `request` for what comes after `token_ids`, of which there are some, with the same id.
+    """Return `request` for the tokens after `token_ids`, with the same id. `token_ids` must not be empty.
 
     Args:
-        request: for one sample.
-        num_rows: rows of routed experts that are there; 0 also where none are wanted.
+        request: a request for one sample.
+        num_rows: number of rows of routed experts that already exist; 0 also if the request wants none.
     """
     sampling, num_tokens = request.sampling, len(token_ids)
     return replace(
@@ -82,7 +83,7 @@ def rest_of(request: "GenerateRequest", token_ids: npt.NDArray[np.int32], num_ro
             max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - num_tokens,
             min_tokens=max(sampling.min_tokens - num_tokens, 0),
             prompt_logprobs=None,
-            # The state of the first seed's generator is lost; the same seed would repeat the first tokens' noise.
+            # The state of the seeded generator is lost. The same seed would repeat the noise of the first tokens.
             seed=None if sampling.seed is None else _derived_seed(sampling.seed, num_tokens),
         ),
     )
@@ -98,7 +99,7 @@ def rest_of_answer(
         raise InvalidRequest(
             field="generation",
             problem=f"has a prompt of {answer.prompt_len} tokens and rows from {answer.start} on",
-            allowed=f"one of this request: {request.prompt_len} tokens, rows from {start} on",
+            allowed=f"a generation of this request: {request.prompt_len} tokens, rows from {start} on",
         )
     if answer.child >= sampling.n:
         raise InvalidRequest(
@@ -107,7 +108,7 @@ def rest_of_answer(
     reason = answer.finish_reason if answer.finish_reason not in OPEN_ENDS else why_ended(sampling, answer.token_ids)
     if reason is not None:
         raise InvalidRequest(
-            field="generation", problem=f"has ended by itself ({reason})", allowed="one that was aborted, or has failed"
+            field="generation", problem=f"ended normally ({reason})", allowed="a generation that was aborted or failed"
         )
     if num_tokens and inexact == "refuse":
         check_continuable(sampling)
@@ -119,7 +120,10 @@ def rest_of_answer(
 
 
 def num_kept_rows(answer: StoppedAnswer) -> int:
-    """Return how many rows of a stopped answer belong to its tokens: some may have come ahead of theirs."""
+    """Return the number of rows of a stopped answer that belong to its tokens.
+
+    Rows may arrive before their tokens; the number excludes these rows.
+    """
     if answer.routed_experts is None:
         return 0
     expected = expected_rows(answer.prompt_len, answer.start, len(answer.token_ids))
@@ -127,21 +131,21 @@ def num_kept_rows(answer: StoppedAnswer) -> int:
 
 
 def check_continuable(sampling: SamplingParams) -> None:
-    """Refuse sampling whose state is lost when an answer is stopped.
+    """Check that the sampling has no state that is lost when an answer stops.
 
     Raises:
-        InvalidRequest: it has a seed, penalties, bad words, or parameters of the engine, as a grammar is.
+        InvalidRequest: the sampling has a seed, penalties, bad words, or engine parameters such as a grammar.
     """
     if fields := sampling.stateful_fields:
         raise InvalidRequest(
             field=f"sampling.{fields[0]}",
-            problem="gives the sampler a state that is lost when an answer is stopped: it cannot be continued exactly",
-            allowed="no seed (but with temperature 0), penalties, bad words or extra; or another choice of `inexact`",
+            problem="gives the sampler a state that is lost when an answer stops: an exact continuation is impossible",
+            allowed="no seed (except with temperature 0), penalties, bad words or extra; or inexact='continue'",
         )
 
 
 def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> FinishReason | None:
-    """Return why there is nothing after `token_ids`, where its terminal chunk was lost; None: more may come."""
+    """Return why an answer ended after `token_ids`, if its terminal chunk was lost. None: more tokens may follow."""
     num_tokens = len(token_ids)
     if num_tokens > sampling.min_tokens and int(token_ids[-1]) in sampling.stop_token_ids:
         return FinishReason.STOP
@@ -149,6 +153,9 @@ def why_ended(sampling: SamplingParams, token_ids: npt.NDArray[np.int32]) -> Fin
 
 
 def _derived_seed(seed: int, num_tokens: int) -> int:
-    """Another seed for what comes after `num_tokens` tokens: the same for the same two, else unrelated."""
+    """Return another seed for the tokens after the first `num_tokens`.
+
+    The same arguments always give the same seed. Seeds of different arguments are unrelated.
+    """
     digest = blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED

@@ -1,8 +1,8 @@
-"""Commands to workers, their answers, and the ledger that a caller gets: JSON, readable with `nats sub`.
+"""Commands to workers, as JSON that is readable with `nats sub`.
 
-A command is one map with its name under `command`; unknown names and fields are refused, so that a misspelt option is
-an error and not a default. Each worker that it concerns answers with `accepted`, may report `progress`, and ends with
-exactly one of `applied`, `failed`, `unsupported`, `stale`.
+A command is one map with its name under `command`. A worker rejects unknown names and fields, so a misspelt option
+causes an error instead of a default. Each worker that a command names acks it: first `accepted`, then optionally
+`progress`, and finally exactly one of `applied`, `failed`, `unsupported`, `stale`.
 """
 
 import uuid
@@ -51,37 +51,38 @@ __all__ = [
 ]
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of the requests in flight: they end at once; they are finished first; they go on after the resume."""
+"""Handling of the requests in flight. `abort` ends them at once, `wait` finishes them first, and `keep` continues them
+after the resume."""
 DEFAULT_TIMEOUT_S = 60.0
-"""For a command to be carried out where nothing is loaded."""
+"""Seconds for a command that loads nothing."""
 LOAD_TIMEOUT_S = 600.0
-"""For a command that loads weights: a large model from a slow disk."""
+"""Seconds for a command that loads weights: enough for a large model from a slow disk."""
 READ_TIMEOUT_S = 5.0
-"""For a command that only reads what the worker has in memory."""
+"""Seconds for a command that only reads the worker's memory."""
 LORA_REGISTER = "lora:"
-"""Begins the name of an adapter's register; the others are pause, weights, flush, sleep."""
+"""Prefix of the name of an adapter's register. The other registers are pause, weights, flush and sleep."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What all commands have."""
+    """The fields that all commands have."""
 
     sets: ClassVar[str | None] = None
-    """The register of the desired state that it sets, see `register`."""
+    """Register of the desired state that the command sets; see `register`."""
 
     v: Literal[1] = 1
     """Wire version."""
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Of the command: repeated under the same id it has no second effect, and gets the same answer."""
+    """Id of the command. A worker executes a command once per id, and answers a repeated command with the same ack."""
     model: str | None = None
-    """Whose workers it concerns; None: those of every model."""
+    """Name of the model whose workers must execute the command; None: workers of every model."""
     workers: tuple[str, ...] | None = None
-    """Which of them, by id; None: all, also those that start later."""
+    """Ids of the workers that must execute the command; None: all workers, including workers that start later."""
     epoch: int | None = None
-    """Of the desired state that it is recorded in. None: not recorded yet, the workers see to it."""
+    """Epoch of the desired state that contains the command. None: not recorded yet; the workers record the command."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """For each worker to carry it out; what holds after that is said in docs/protocol.md."""
+    """Seconds for each worker to execute the command. docs/protocol.md defines the state after a timeout."""
 
     def __post_init__(self) -> None:
         """Check names and ranges."""
@@ -90,7 +91,9 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             check_name("model", self.model)
         if self.workers is not None:
             if not self.workers:
-                raise InvalidRequest(field="workers", problem="is empty", allowed="worker ids, or none at all")
+                raise InvalidRequest(
+                    field="workers", problem="is empty", allowed="at least one worker id, or null for all workers"
+                )
             for worker in self.workers:
                 check_subject_token("workers", worker)
         if self.epoch is not None:
@@ -99,29 +102,32 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     @property
     def command(self) -> str:
-        """Its name, as it stands under `command`."""
+        """Name of the command, the value of the JSON field `command`."""
         return str(type(self).__struct_config__.tag)
 
     @property
     def register(self) -> str | None:
-        """The part of the desired state that it sets; None: it is an event, done once by who hears it."""
+        """Register of the desired state that the command sets; None for a one-off command."""
         return self.sets
 
 
 def lora_register(name: str) -> str:
-    """The register of the desired state for the adapter `name`."""
+    """Return the name of the desired state's register for the adapter `name`."""
     return f"{LORA_REGISTER}{name}"
 
 
 class Pause(Command, frozen=True, kw_only=True, tag_field="command", tag="pause"):
-    """Take no more requests; those in flight end, are finished, or are kept for the resume."""
+    """Accept no more requests.
+
+    `mode` decides whether the requests in flight end, finish, or continue after the resume.
+    """
 
     sets: ClassVar[str | None] = "pause"
 
     mode: PauseMode = "keep"
-    """What becomes of the requests in flight."""
+    """Handling of the requests in flight."""
     clear_cache: bool = False
-    """Forget the prefix cache too; with `keep`, requests in flight are computed anew when they go on."""
+    """Also reset the prefix cache. With `keep`, the engine recomputes the requests in flight when they continue."""
 
 
 class Resume(Command, frozen=True, kw_only=True, tag_field="command", tag="resume"):
@@ -131,27 +137,28 @@ class Resume(Command, frozen=True, kw_only=True, tag_field="command", tag="resum
 
 
 class Drain(Command, frozen=True, kw_only=True, tag_field="command", tag="drain"):
-    """Hand the requests in flight to other workers and take no more, until `resume`."""
+    """Hand the requests in flight to other workers and accept no more requests, until `resume`."""
 
     sets: ClassVar[str | None] = "pause"
 
 
 class FlushCache(Command, frozen=True, kw_only=True, tag_field="command", tag="flush_cache"):
-    """Forget the prefix cache."""
+    """Reset the prefix cache."""
 
     sets: ClassVar[str | None] = "flush"
 
     preempt: bool = False
-    """Also what requests in flight have cached, which are then computed anew; else those make the command fail."""
+    """True: also reset the cache of requests in flight, which the engine then recomputes. False: the command fails if
+    requests in flight use the cache."""
 
 
 class Sleep(Command, frozen=True, kw_only=True, tag_field="command", tag="sleep"):
-    """Give up the memory of an idle engine."""
+    """Free the memory of an idle engine."""
 
     sets: ClassVar[str | None] = "sleep"
 
     level: Literal[1, 2] = 1
-    """1 keeps the weights in the machine's memory, 2 drops them."""
+    """Level 1 keeps the weights in the machine's memory; level 2 drops them."""
 
 
 class Wake(Command, frozen=True, kw_only=True, tag_field="command", tag="wake"):
@@ -161,10 +168,10 @@ class Wake(Command, frozen=True, kw_only=True, tag_field="command", tag="wake"):
 
 
 class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="check_weights"):
-    """Say whether `update_weights` with this source could be carried out; nothing is touched."""
+    """Check whether `update_weights` could load this source, and change nothing."""
 
     source: WeightSource
-    """Of weights."""
+    """Location of the weights."""
     timeout_s: float = LOAD_TIMEOUT_S
 
 
@@ -174,132 +181,145 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     sets: ClassVar[str | None] = "weights"
 
     version: Version
-    """Of the new weights; every token sampled from them bears it."""
+    """Version of the new weights. Each token that they sample carries this version."""
     source: WeightSource
-    """Where they are."""
+    """Location of the weights."""
     mode: PauseMode = "keep"
-    """What becomes of the requests in flight while they are loaded."""
+    """Handling of the requests in flight during the load."""
     clear_cache: bool | None = None
-    """Forget the prefix cache; None: unless `mode` is `keep`. New requests never find what older weights cached."""
+    """True resets the prefix cache; None resets it unless `mode` is `keep`. New requests never use cache entries of
+    older weights."""
     allow_rollback: bool = False
-    """The version may be older than the present one, or the same with another source."""
+    """True: the version may be older than the present version, or equal to it with another source."""
     expected_canary: Canary | None = None
-    """What the trainer's own copy of the weights gives."""
+    """Canary result of the trainer's own copy of the weights; None: no comparison with the trainer."""
     timeout_s: float = LOAD_TIMEOUT_S
     label: Label | None = None
-    """What the trainer calls this version, for example `step-42`; kept with the desired state."""
+    """Name of this version chosen by the trainer, for example `step-42`; stored in the desired state."""
 
 
 class _LoraCommand(Command, frozen=True, kw_only=True):
-    """What commands on one adapter have."""
+    """The fields that all commands on one adapter have."""
 
     name: str
 
     def __post_init__(self) -> None:
-        """Check the name too."""
+        """Check the adapter's name in addition to the common fields."""
         Command.__post_init__(self)
         check_name("name", self.name)
 
     @property
     def register(self) -> str:
-        """One for each adapter."""
+        """Register of the adapter; each adapter has its own."""
         return lora_register(self.name)
 
 
 class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="load_lora"):
-    """Load a LoRA adapter, or replace the one of the same name."""
+    """Load a LoRA adapter, or replace the adapter with the same name."""
 
     name: str
-    """What requests call it."""
+    """Name of the adapter in requests."""
     source: WeightSource
-    """Where it is."""
+    """Location of the adapter."""
     version: Version = 0
-    """Of the adapter; every token sampled with it bears it."""
+    """Version of the adapter. Each token that it samples carries this version."""
     timeout_s: float = LOAD_TIMEOUT_S
 
 
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
-    """Unload a LoRA adapter; one that is not there is fine. Requests in flight that use it are ended."""
+    """Unload a LoRA adapter.
+
+    An adapter that is not loaded causes no error. Requests in flight that use the adapter end.
+    """
 
     name: str
-    """What requests call it."""
+    """Name of the adapter in requests."""
 
 
 class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"):
-    """End requests in flight, of whichever client."""
+    """End requests in flight of any client."""
 
     request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """As their clients named them."""
+    """Ids of the requests, chosen by their clients."""
 
 
 class State(Command, frozen=True, kw_only=True, tag_field="command", tag="state"):
-    """Say how the worker is; the answer carries what it announces of itself."""
+    """Ask for the worker's state. The ack contains the worker's presence."""
 
 
 class ReadExperts(Command, frozen=True, kw_only=True, tag_field="command", tag="read_experts"):
-    """Say how often the router chose each expert; only workers with `Capabilities.telemetry_reads` know it."""
+    """Ask how often the router chose each expert.
+
+    Only workers with `Capabilities.telemetry_reads` support this command.
+    """
 
     since: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
-    """Of `window` `recent`: the number of the interval before the first that is asked for, which is Unix time / 5 s; 0:
-    all that are kept, two minutes."""
+    """Number of the first interval to return, for `window` `recent`. An interval number is Unix time / 5 s. 0: all kept
+    intervals, which cover two minutes."""
     window: Literal["recent", "versions"] = "recent"
-    """`recent`: the last intervals. `versions`: everything counted under each of the last 8 versions of the weights."""
+    """`recent`: the last intervals. `versions`: all counts under each of the last 8 weight versions."""
     timeout_s: float = READ_TIMEOUT_S
 
 
 class ReadRequest(Command, frozen=True, kw_only=True, tag_field="command", tag="read_request"):
-    """Tell what became of a request here; only workers with `Capabilities.telemetry_reads` know it."""
+    """Ask for the history of a request at the worker.
+
+    Only workers with `Capabilities.telemetry_reads` support this command.
+    """
 
     request_id: str
-    """As its client named it."""
+    """Id of the request, chosen by its client."""
     timeout_s: float = READ_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        """Check the request's id too."""
+        """Check the request id in addition to the common fields."""
         Command.__post_init__(self)
         check_request_id("request_id", self.request_id)
 
 
 class Fence(Command, frozen=True, kw_only=True, tag_field="command", tag="fence"):
-    """Serve nothing until the next good update or a restart: the fleet disagrees about this worker's weights."""
+    """Serve nothing until the next successful update or a restart. The fleet disagrees about this worker's weights."""
 
     reason: str = "a controller fenced it"
-    """For people; ends up in `last_error`."""
+    """Reason for people; the worker announces it as `last_error`."""
 
 
 class InitWeightTransfer(Command, frozen=True, kw_only=True, tag_field="command", tag="init_weight_transfer"):
     """Pass `info` to the engine's `init_weight_transfer_engine`."""
 
     info: dict[str, Any]
-    """As the engine's transfer backend takes it."""
+    """Arguments in the format of the engine's transfer backend."""
 
 
 class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
-    """Hold the requests in flight and begin to take weights from the transfer engine."""
+    """Hold the requests in flight and start to receive weights from the transfer engine."""
 
     mode: PauseMode = "keep"
-    """What becomes of the requests in flight."""
+    """Handling of the requests in flight."""
 
 
 class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weight_chunk"):
     """Pass `info` to the engine's `update_weights`."""
 
     info: dict[str, Any]
-    """As the engine's transfer backend takes it."""
+    """Arguments in the format of the engine's transfer backend."""
 
 
 class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
-    """End an update by the transfer engine: verify, stamp the version, go on. A late joiner cannot repeat it."""
+    """End an update by the transfer engine: verify the weights, set the version and resume.
+
+    A worker that joins later cannot repeat this update.
+    """
 
     sets: ClassVar[str | None] = "weights"
 
     version: Version
-    """Of the new weights."""
+    """Version of the new weights."""
     allow_rollback: bool = False
-    """The version may be older than the present one, or the same as that of a checkpoint."""
+    """True: the version may be older than the present version, or equal to the version of a checkpoint."""
     timeout_s: float = LOAD_TIMEOUT_S
     label: Label | None = None
-    """As in `update_weights`."""
+    """Name of this version, as in `update_weights`."""
 
 
 AnyCommand = (
@@ -323,4 +343,4 @@ AnyCommand = (
     | UpdateWeightChunk
     | FinishWeightUpdate
 )
-"""Whatever may come as a command."""
+"""All types of commands."""

@@ -1,8 +1,8 @@
-"""What a model's workers should be doing: kept in a NATS KV bucket, one JSON value for each fleet and model.
+"""The desired state of a model's workers: one JSON value for each fleet and model in a NATS KV bucket.
 
-It is made of registers: `pause`, `weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A register holds the
-last command that set it, with the epoch in which it was recorded. Epochs count the recorded commands, so that what
-concurrent controllers want has one order.
+The desired state consists of registers: `pause`, `weights`, `flush`, `sleep`, and `lora:<name>` for each adapter. A
+register holds the last command that set it, with the epoch that recorded the command. Epochs count the recorded
+commands, so commands of concurrent controllers have one order.
 """
 
 from typing import Annotated, Literal
@@ -20,42 +20,43 @@ Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """One register."""
+    """The content of one register."""
 
     epoch: Epoch
-    """In which the command was recorded."""
+    """Epoch that recorded the command."""
     command: AnyCommand
-    """What set the register."""
+    """Command that set the register."""
 
 
 class SeenCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A command that was recorded, whether or not it still stands in a register."""
+    """A recorded command, whether or not a register still holds it."""
 
     id: str
-    """Of the command."""
+    """Id of the command."""
     epoch: Epoch
-    """In which it was recorded."""
+    """Epoch that recorded the command."""
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one model should be doing."""
+    """The desired state of the workers of one model."""
 
     v: Literal[1] = 1
     """Wire version."""
     model: str
-    """Whose workers."""
+    """Name of the model."""
     epoch: Epoch = 0
-    """Commands recorded so far."""
+    """Number of commands recorded so far."""
     registers: dict[str, Recorded] = {}
-    """For all workers of the model."""
+    """Registers for all workers of the model, by register name."""
     workers: dict[str, dict[str, Recorded]] = {}
-    """For single workers, by id: of two commands on one register the later counts."""
+    """Registers for single workers, by worker id and register name. Of two commands for one register, the later command
+    counts."""
     seen: Annotated[tuple[SeenCommand, ...], Meta(max_length=limits.MAX_SEEN_COMMANDS)] = ()
-    """The last commands, so that one that comes again is not recorded again."""
+    """Last recorded commands. A repeated command is not recorded again."""
     bucket: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
-    """A random id that the first state of a bucket gets and later ones keep: an older epoch under it is a stale read.
-    Empty: written by a program that knows of none."""
+    """Random id that the first state of a bucket gets and all later states keep. A state with this id and an older
+    epoch is a stale read. Empty: the program that wrote the state does not know this field."""
 
     def __post_init__(self) -> None:
-        """Check the name."""
+        """Check the model's name."""
         check_name("model", self.model)

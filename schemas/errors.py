@@ -1,22 +1,22 @@
-"""Everything that can go wrong, as exceptions for callers and as codes on the wire.
+"""All errors, as exceptions for callers and as codes on the wire.
 
 RollbusError
 ├── BusClosed                 this client or worker was closed locally
-├── BusBroken                 the connection to NATS failed or was refused
+├── BusBroken                 the connection to NATS failed or was rejected
 │   ├── PermissionDenied      NATS does not let this user publish or subscribe there; carries `action` and `subject`
 │   ├── ServerUnreachable     no NATS server answered
-│   └── TlsFailed             TLS is required, and there is none; carries `problem` and `advice`
-├── EngineDead                the engine is gone; its worker exits
-├── LocalProtocolError        this side was about to break the protocol: a bug here or in the engine
-├── RemoteProtocolError       a peer sent something that breaks the protocol
-├── ControlError              a command was refused, or a worker did not carry it out; carries `code`
+│   └── TlsFailed             the required TLS handshake failed; carries `problem` and `advice`
+├── EngineDead                the engine is dead; its worker exits
+├── LocalProtocolError        this process was about to break the protocol: a bug in this process or in the engine
+├── RemoteProtocolError       a peer sent a message that breaks the protocol
+├── ControlError              a command was rejected, or a worker did not execute it; carries `code`
 ├── CommandIncomplete         not every worker applied a command; carries `ledger`, a `CommandResult`
 └── RequestError              one request failed; carries `code`, `request_id` and `retryable`
-    ├── RequestRejected       before a worker admitted it
+    ├── RequestRejected       before a worker accepted it
     │   ├── InvalidRequest    a field is wrong; carries `field`, `problem` and `allowed`
     │   └── NoWorkers         no live worker serves the model
     ├── RequestTimeout        its deadline passed
-    └── RequestFailed         after a worker admitted it
+    └── RequestFailed         after a worker accepted it
 """
 
 import enum
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class ErrorCode(enum.StrEnum):
-    """Why a request failed, as it stands in a terminal chunk. Append-only; `ERRORS` says what each means."""
+    """The reason why a request failed, as in a terminal chunk. Append-only; `ERRORS` explains each code."""
 
     INVALID_REQUEST = "invalid_request"
     UNKNOWN_MODEL = "unknown_model"
@@ -78,91 +78,99 @@ class ErrorCode(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "ErrorCode":
-        """Read a code that a newer peer appended as UNKNOWN, so that its frame still decodes."""
+        """Decode a code of a newer peer as UNKNOWN, so that its frame still decodes."""
         return cls.UNKNOWN
 
 
 class ErrorFacts(NamedTuple):
-    """What an `ErrorCode` means."""
+    """The meaning of an `ErrorCode`."""
 
     meaning: str
     fault: str
-    """Who has to act: `client`, `worker`, `fleet` (its operator) or `network`."""
+    """Party that must act: `client`, `worker`, `fleet` (its operator) or `network`."""
     retryable: bool
-    """The same request may succeed when sent again."""
+    """True if the same request may succeed on a retry."""
     admitted: bool
-    """A worker may have started on the request before it failed."""
+    """True if a worker may have started the request before it failed."""
 
 
 ERRORS: Final[dict[ErrorCode, ErrorFacts]] = {
     ErrorCode.INVALID_REQUEST: ErrorFacts("a field of the request is wrong", "client", False, False),
     ErrorCode.UNKNOWN_MODEL: ErrorFacts("no worker serves a model of this name", "client", False, False),
-    ErrorCode.UNSUPPORTED: ErrorFacts("the model or engine cannot do what was asked", "client", False, False),
-    ErrorCode.DUPLICATE_REQUEST: ErrorFacts("this client has a live request of the same id", "client", False, False),
+    ErrorCode.UNSUPPORTED: ErrorFacts(
+        "the model or engine does not support a requested feature", "client", False, False
+    ),
+    ErrorCode.DUPLICATE_REQUEST: ErrorFacts("an open request of this client has the same id", "client", False, False),
     ErrorCode.TOO_LARGE: ErrorFacts(
-        "the request, or one row of its routing, exceeds the server's max_payload", "client", False, False
+        "the request, or one row of its routed experts, exceeds the server's max_payload", "client", False, False
     ),
     ErrorCode.NO_WORKERS: ErrorFacts("no live worker serves the model", "fleet", True, False),
-    ErrorCode.QUEUE_FULL: ErrorFacts("as many requests wait as may wait", "fleet", True, False),
+    ErrorCode.QUEUE_FULL: ErrorFacts("the limit of waiting requests is reached", "fleet", True, False),
     ErrorCode.TIMEOUT: ErrorFacts("the request's timeout_s passed", "fleet", True, True),
     ErrorCode.WEIGHTS_TOO_OLD: ErrorFacts("the weights are older than min_weight_version", "fleet", True, False),
-    ErrorCode.TOO_STALE: ErrorFacts("the weights moved on by more than max_weight_lag", "client", False, False),
+    ErrorCode.TOO_STALE: ErrorFacts(
+        "the weights advanced by more than max_weight_lag versions", "client", False, False
+    ),
     ErrorCode.WORKER_LOST: ErrorFacts("the worker's lease expired", "worker", True, True),
-    ErrorCode.WORKER_STOPPED: ErrorFacts("the worker shut down before it had finished", "worker", True, True),
+    ErrorCode.WORKER_STOPPED: ErrorFacts("the worker shut down before it finished the request", "worker", True, True),
     ErrorCode.FRAMES_LOST: ErrorFacts("frames between worker and client were lost", "network", True, True),
     ErrorCode.PROTOCOL_ERROR: ErrorFacts("the worker's chunks contradict each other", "worker", True, True),
-    ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed this request alone", "worker", True, True),
+    ErrorCode.ENGINE_ERROR: ErrorFacts("the engine failed only this request", "worker", True, True),
     ErrorCode.ENGINE_DEAD: ErrorFacts("the engine died; its worker exits", "worker", True, True),
-    ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request had ended", "client", True, True),
-    ErrorCode.POISON_REQUEST: ErrorFacts("engines died of it; it is not tried again", "client", False, True),
-    ErrorCode.WORKER_FENCED: ErrorFacts("the worker lives but will not serve it", "worker", True, True),
-    ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
-    ErrorCode.OVER_BUDGET: ErrorFacts("the worker held more unread results than it may", "client", True, True),
-    ErrorCode.PERMISSION_DENIED: ErrorFacts("this client's NATS user may not do what it takes", "client", False, False),
-    ErrorCode.KV_TRANSFER_FAILED: ErrorFacts(
-        "the KV cache did not get from the prefill worker to the decode worker", "worker", True, True
+    ErrorCode.CLIENT_CLOSED: ErrorFacts("the client was closed before the request ended", "client", True, True),
+    ErrorCode.POISON_REQUEST: ErrorFacts(
+        "several engines died on this request; it is not retried", "client", False, True
     ),
-    ErrorCode.UNKNOWN: ErrorFacts("a newer peer's code that this side does not know", "worker", False, True),
+    ErrorCode.WORKER_FENCED: ErrorFacts("the worker is alive but does not continue the request", "worker", True, True),
+    ErrorCode.CLIENT_LOST: ErrorFacts("the client's lease expired at the worker", "client", True, True),
+    ErrorCode.OVER_BUDGET: ErrorFacts("the worker buffered more unread results than its limit", "client", True, True),
+    ErrorCode.PERMISSION_DENIED: ErrorFacts(
+        "this client's NATS user lacks a required permission", "client", False, False
+    ),
+    ErrorCode.KV_TRANSFER_FAILED: ErrorFacts(
+        "the transfer of the KV cache from the prefill worker to the decode worker failed", "worker", True, True
+    ),
+    ErrorCode.UNKNOWN: ErrorFacts("a newer peer sent a code that this process does not know", "worker", False, True),
 }
 
 
 class ControlCode(enum.StrEnum):
-    """Why a command was not carried out. Append-only."""
+    """The reason why a command was not executed. Append-only."""
 
     INVALID_COMMAND = "invalid_command"
-    """It does not decode, or a field is wrong."""
+    """The command does not decode, or a field is wrong."""
     PATH_REFUSED = "path_refused"
-    """The source's real path is not below an allowed root."""
+    """The source's real path is outside all allowed roots."""
     BAD_SOURCE = "bad_source"
-    """The checkpoint or adapter is incomplete, damaged, or of another model. Nothing was touched."""
+    """The checkpoint or adapter is incomplete, damaged, or of another model. The worker changed nothing."""
     STORAGE = "storage"
-    """Files could not be fetched or written."""
+    """The worker could not fetch or write files."""
     OLD_VERSION = "old_version"
-    """The version is not newer than the present one."""
+    """The version is not newer than the present version."""
     TIMEOUT = "timeout"
-    """Not done in time."""
+    """The command did not finish within its timeout."""
     CACHE_IN_USE = "cache_in_use"
-    """The prefix cache could not be reset."""
+    """The engine could not reset the prefix cache."""
     ENGINE_ERROR = "engine_error"
-    """The engine refused or failed; it is as it was."""
+    """The engine rejected the command or failed. Its state is unchanged."""
     HALF_WRITTEN = "half_written"
-    """The engine failed while its weights were replaced: it serves nothing."""
+    """The engine failed while it replaced its weights. It serves nothing."""
     NOT_VERIFIED = "not_verified"
-    """The weights were loaded, and the canary says that they are not what they should be: it serves nothing."""
+    """The engine loaded the weights, but the canary shows wrong results. The worker serves nothing."""
     UNSUPPORTED = "unsupported"
-    """The engine cannot do it."""
+    """The engine does not support the command."""
     STALE = "stale"
-    """A later command has taken its place."""
+    """A later command replaced this command."""
     NOT_FOUND = "not_found"
-    """Nothing of what was named is here."""
+    """The worker has none of the named items."""
     NOT_SERVING = "not_serving"
-    """The worker's own state forbids it: it starts, is fenced, or is poisoned."""
+    """The worker's state forbids the command: it is starting, fenced or poisoned."""
     NOT_ALLOWED = "not_allowed"
-    """The author of the command may not give it, or not for this model; or it was signed too long ago."""
+    """The author may not send this command, or not for this model, or signed it too long ago."""
     PUBLISHER_BUSY = "publisher_busy"
     """Another publisher holds the lease of the model's published weights."""
     UNKNOWN = "unknown"
-    """Never sent: how this side reads a code that a newer worker appended."""
+    """Never sent: a reader decodes a code of a newer worker as this value."""
 
     @classmethod
     def _missing_(cls, value: object) -> "ControlCode":
@@ -170,23 +178,23 @@ class ControlCode(enum.StrEnum):
 
 
 class RollbusError(Exception):
-    """Root of all errors raised by this software."""
+    """Base class of all errors that rollbus raises."""
 
 
 class BusClosed(RollbusError):
-    """The client or worker was closed locally while, or before, something needed it."""
+    """The client or worker was closed locally before or during an operation."""
 
 
 class BusBroken(RollbusError):
-    """The connection to NATS could not be made, or was refused or lost for good."""
+    """The connection to NATS failed, was rejected, or was lost permanently."""
 
 
 class PermissionDenied(BusBroken):
-    """NATS does not let the user of this connection publish or subscribe somewhere.
+    """NATS denies the user of this connection the permission to publish or subscribe.
 
     Attributes:
         action: `publish` or `subscribe`.
-        subject: where.
+        subject: the subject of the denied operation.
     """
 
     def __init__(self, *, user: str, action: str, subject: str) -> None:
@@ -196,14 +204,14 @@ class PermissionDenied(BusBroken):
 
 
 class ServerUnreachable(BusBroken):
-    """No NATS server answered at any of the addresses in time; it may yet be started."""
+    """No NATS server answered at any of the addresses in time. A server may still start later."""
 
 
 class TlsFailed(BusBroken):
-    """TLS is required, and the server offers none, or its certificate or ours is refused.
+    """TLS is required, but the server offers none, or one side rejects the other side's certificate.
 
     Attributes:
-        problem: what happened, with the server's address.
+        problem: the failure, with the server's address.
         advice: the next step.
     """
 
@@ -214,15 +222,15 @@ class TlsFailed(BusBroken):
 
 
 class DuplicateWorker(RollbusError):
-    """Another live worker has held this worker's id for longer, so this one must exit."""
+    """Another live worker has held this worker's id for longer, so this worker must exit."""
 
 
 class EngineDead(RollbusError):
-    """The engine is gone and its worker must exit."""
+    """The engine is dead, and its worker must exit."""
 
 
 class LocalProtocolError(RollbusError):
-    """This side was about to break the protocol: a bug here or in the engine, never the peer's fault."""
+    """This process was about to break the protocol: a bug in this process or in the engine, never in the peer."""
 
 
 class RemoteProtocolError(RollbusError):
@@ -230,11 +238,11 @@ class RemoteProtocolError(RollbusError):
 
 
 class ControlError(RollbusError):
-    """A command was refused before any worker heard of it, or, in a worker, not carried out.
+    """A command was rejected before any worker received it, or a worker did not execute it.
 
     Attributes:
-        code: why.
-        message: one sentence for people: the field or file, what is wrong with it, what is allowed.
+        code: reason for programs.
+        message: one sentence for people: the field or file, the problem, the allowed values.
     """
 
     def __init__(self, code: ControlCode, message: str) -> None:
@@ -247,8 +255,8 @@ class RequestError(RollbusError):
     """One request failed.
 
     Attributes:
-        code: why.
-        request_id: which request; empty where the error arose before it had an id.
+        code: reason for programs.
+        request_id: id of the request; empty if the error arose before the request had an id.
         message: one sentence for people, without prompts or tokens.
     """
 
@@ -260,21 +268,21 @@ class RequestError(RollbusError):
 
     @property
     def retryable(self) -> bool:
-        """The same request may succeed when sent again."""
+        """True if the same request may succeed on a retry."""
         return ERRORS[self.code].retryable
 
 
 class RequestRejected(RequestError):
-    """The request failed before a worker admitted it."""
+    """The request failed before a worker accepted it."""
 
 
 class InvalidRequest(RequestRejected, ValueError):
     """A field of a request is wrong.
 
     Attributes:
-        field: its name, dotted for nested fields: `sampling.top_p`.
-        problem: what is wrong with its value.
-        allowed: what is allowed.
+        field: name of the field, with dots for nested fields: `sampling.top_p`.
+        problem: problem of its value.
+        allowed: allowed values.
     """
 
     def __init__(self, *, field: str, problem: str, allowed: str, request_id: str = "") -> None:
@@ -297,7 +305,7 @@ class RequestTimeout(RequestError):
     """The request's deadline passed.
 
     Attributes:
-        stage: what it was waiting for: `admission` or `generation`.
+        stage: stage of the request at the deadline: `admission` or `generation`.
     """
 
     def __init__(self, *, stage: str, message: str, request_id: str = "") -> None:
@@ -306,13 +314,13 @@ class RequestTimeout(RequestError):
 
 
 class RequestFailed(RequestError):
-    """The request failed after a worker admitted it."""
+    """The request failed after a worker accepted it."""
 
 
 def request_error(
     code: ErrorCode, message: str, *, request_id: str = "", field: str = "", problem: str = "", allowed: str = ""
 ) -> RequestError:
-    """Build the exception that fits `code`, as a terminal chunk's error is turned into what a caller catches."""
+    """Return the exception for `code`, which the caller of a request receives for the error of a terminal chunk."""
     if code is ErrorCode.INVALID_REQUEST and field:
         return InvalidRequest(field=field, problem=problem, allowed=allowed, request_id=request_id)
     if code is ErrorCode.NO_WORKERS:

@@ -1,4 +1,4 @@
-"""The boundary to code that is not ours: no document says what vLLM, torch, transformers and others may raise."""
+"""The boundary to foreign code: vLLM, torch, transformers and others do not document which exceptions they raise."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ __all__ = ["ForeignError", "foreign_code"]
 
 
 class ForeignError(Exception):
-    """Foreign code failed; reads as `type: message` of what it raised.
+    """Foreign code failed. The text is `type: message` of the original exception.
 
     Attributes:
-        cause: what it raised.
+        cause: the original exception.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -20,15 +20,15 @@ class ForeignError(Exception):
 
 @contextmanager
 def foreign_code(*known: type[Exception]) -> Iterator[None]:
-    """Run the body, of which only errors of the types `known` mean something to the caller.
+    """Run the body and pass on only exceptions of the types `known` unchanged.
 
     Raises:
-        ForeignError: the body raised another one.
+        ForeignError: the body raised any other exception.
     """
     try:
         yield
     except known:
         raise
     except Exception as exc:
-        # Boundary: without it, an error that a new release of theirs raises would end an engine, a worker or a service.
+        # Boundary: otherwise a new exception type of a foreign release would end an engine, a worker or a service.
         raise ForeignError(exc) from exc

@@ -1,4 +1,4 @@
-"""The header of a frame whose content does not decode: which frame of which link it is, and which requests it names."""
+"""The header of a frame whose content does not decode: its link, its frame number, and the requests that it names."""
 
 from typing import Annotated, Literal
 
@@ -14,20 +14,20 @@ __all__ = ["FrameHeader", "decode_frame_header"]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be read of a frame that does not decode."""
+    """The readable part of a frame that does not decode."""
 
     incarnation: str
-    """Of the worker."""
+    """Incarnation of the worker."""
     number: int
-    """On its link."""
+    """Number of the frame on its link."""
     link: int
-    """Which link of this incarnation it is."""
+    """Number of the link within this incarnation."""
     client_incarnation: str
-    """Of the client that the frame is for."""
+    """Incarnation of the client that the frame is for."""
     keys: frozenset[RequestKey] = frozenset()
-    """All requests that the frame names; empty if they cannot be read."""
+    """All requests that the frame names; empty if their names do not decode."""
     bad_keys: frozenset[RequestKey] = frozenset()
-    """The requests whose chunks do not decode; empty if they cannot be read."""
+    """Requests whose chunks do not decode; empty if the names of the requests do not decode."""
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):
@@ -58,7 +58,7 @@ _chunk_decoder = msgspec.msgpack.Decoder(Chunk)
 
 
 def decode_frame_header(data: bytes) -> FrameHeader | None:
-    """Decode the header of a frame that `decode_frame` refused; None if the header does not decode either."""
+    """Decode the header of a frame that `decode_frame` rejected. Return None if the header does not decode either."""
     try:
         header = _header_decoder.decode(data)
     except MALFORMED:
@@ -75,7 +75,10 @@ def decode_frame_header(data: bytes) -> FrameHeader | None:
 
 
 def _requests_in(header: _Header) -> tuple[frozenset[RequestKey], frozenset[RequestKey]]:
-    """Return all requests that a frame names, and those whose chunks do not decode; both empty if one is unreadable."""
+    """Return all requests that a frame names, and the requests whose chunks do not decode.
+
+    Return two empty sets if any name does not decode.
+    """
     keys: set[RequestKey] = set()
     bad_keys: set[RequestKey] = set()
     try:

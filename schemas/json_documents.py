@@ -1,4 +1,4 @@
-"""JSON that is stored for later readers: manifests, chain records, lists of ranks."""
+"""JSON documents that are stored for later readers: manifests, chain records, lists of ranks."""
 
 from typing import TypeVar
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def decode_document(data: str | bytes, kind: type[T], what: str) -> T:
-    """Decode a stored document; `what` names it in the error.
+    """Decode a stored document; `what` is its name in the error message.
 
     Raises:
-        RemoteProtocolError: it is none, or it contradicts itself.
+        RemoteProtocolError: the data is not such a document, or it contradicts itself.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except (*MALFORMED, UnicodeEncodeError) as error:
-        # Metadata of an object are text, and may hold half of a surrogate pair.
+        # An object's metadata is text and may hold half of a surrogate pair.
         raise RemoteProtocolError(f"{what} does not decode: {error}") from error

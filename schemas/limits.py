@@ -1,4 +1,4 @@
-"""Every bound of the wire, with its reason. Reaching one is a defined outcome: the error names the limit."""
+"""Every limit of the wire format, with its reason. The error at a limit names the limit."""
 
 from typing import Final
 
@@ -62,118 +62,128 @@ __all__ = [
 ]
 
 MAX_PROMPT_TOKENS: Final = 4_194_304
-"""16 MiB as `<i4`, above every context window in use and far below NATS's hard limit of 64 MiB."""
+"""Prompt tokens of one request: 16 MiB as `<i4`. This is above every context window in use and far below NATS's hard
+limit of 64 MiB."""
 MAX_TOKENS: Final = 4_194_304
-"""Generated tokens of one request; as for prompts, the model's own context is the bound that matters."""
+"""Generated tokens of one request. As for prompts, the model's context length is the effective limit."""
 MAX_POSITION: Final = MAX_PROMPT_TOKENS + MAX_TOKENS
-"""Absolute positions, and counts of positions: prompt and generated tokens together."""
+"""Absolute positions and counts of positions: the sum of prompt tokens and generated tokens."""
 MAX_TOKEN_ID: Final = 2**31 - 1
-"""Token ids travel as `<i4`."""
+"""Token ids, encoded as `<i4`."""
 MAX_CHUNK_TOKENS: Final = MAX_TOKENS
-"""Tokens in one chunk: a worker that could not send may merge all of a request into one."""
+"""Tokens in one chunk. A worker that could not send may merge a whole request into one chunk."""
 MAX_MASK_IDS: Final = 65_536
-"""Ids in one token's sampling mask: 256 KiB, as much as one chunk holds. A `top_k` above that bounds nothing."""
+"""Ids in the sampling mask of one token: 256 KiB, the maximum for one chunk. A larger `top_k` has no practical
+effect."""
 MAX_N: Final = 256
-"""Samples per prompt; each is a request of its own to the fleet."""
+"""Samples per prompt; the fleet runs each sample as a separate request."""
 MAX_SIBLINGS: Final = MAX_N - 1
-"""Further samples in one request message: with the first, all that a request can ask for."""
+"""Further samples in one request message. With the first sample, they are all samples of a request."""
 MAX_SEED: Final = 2**63 - 1
-"""Seeds travel as signed 64-bit integers; children of n > 1 use seed + child."""
+"""Seeds, encoded as signed 64-bit integers. Child requests of n > 1 use seed + child."""
 MAX_LOGPROBS: Final = 128
-"""Alternatives per token; engines usually allow fewer (vLLM: 20) and say so in their capabilities."""
+"""Most likely tokens per position. Engines usually allow fewer (vLLM: 20) and announce their limit in their
+capabilities."""
 MAX_STOP_TOKEN_IDS: Final = 1024
-"""Each is compared with every sampled token."""
+"""Stop token ids of a request. The engine compares each with every sampled token."""
 MAX_ALLOWED_TOKEN_IDS: Final = 1_048_576
-"""More than any vocabulary has."""
+"""Allowed token ids of a request, more than any vocabulary has."""
 MAX_LOGIT_BIAS: Final = 4096
-"""Entries; a bias over the whole vocabulary belongs into `allowed_token_ids`."""
+"""Entries of a logit bias. Use `allowed_token_ids` for a bias over the whole vocabulary."""
 MAX_BAD_WORDS: Final = 4096
-"""Token sequences that must not be generated, and tokens in each."""
+"""Forbidden token sequences of a request, and tokens in each sequence."""
 MAX_ATTEMPTS: Final = 16
-"""Publications of one request: whoever loses more workers than that has another problem."""
+"""Publications of one request. A request that loses more workers indicates another fault."""
 MAX_ENGINE_DEATHS: Final = 3
-"""Engines that may die before they have made a token of a request: then it is not tried again. Two may be the fault of
-requests beside it."""
+"""Engine deaths before the first token of a request, after which the request is not retried. Two deaths may be the
+fault of other requests on these engines."""
 MAX_ENGINE_DEATHS_ALONE: Final = 2
-"""The same where the request was the client's only one without a token at the last of these engines: nothing else of
-the client can be the cause."""
+"""Engine deaths as above, if at the last death the request was the client's only request without a token. No other
+request of the client can then be the cause."""
 MAX_DELIVERIES: Final = 16
-"""How often the queue hands out one message that no client confirms before it counts as poison."""
+"""Deliveries of one queue message without a client's acknowledgement, after which the request counts as poison."""
 MAX_EXTRA_FIELDS: Final = 64
 """Engine-specific parameters of one request."""
 MAX_EXTRA_BYTES: Final = 65_536
-"""All engine-specific parameters of one request as JSON: a schema for structured output fits, a data set does not."""
+"""Bytes of all engine-specific parameters of one request as JSON: enough for a schema of structured output, too few for
+a data set."""
 MAX_EXTRA_DEPTH: Final = 16
-"""Lists and maps inside each other in one engine-specific parameter; far below where decoders overflow their stack."""
+"""Nesting depth of lists and maps in one engine-specific parameter, far below the depth at which decoders overflow
+their stack."""
 MAX_REMEMBERED_IDS: Final = 65_536
-"""Ids of past requests that a client remembers, to tell what is late of them from a new request of the same id."""
+"""Ids of past requests that a client remembers. They distinguish late messages of an old request from a new request
+with the same id."""
 MAX_REQUEST_ID_CHARS: Final = 128
-"""Long enough for a UUID with a prefix; the id stands in every chunk."""
+"""Characters of a request id: enough for a UUID with a prefix. Every chunk carries the id."""
 MAX_NAME_CHARS: Final = 256
-"""Names of models, sessions and LoRAs; a model's stands in subjects, encoded, and NATS ends a control line at 4 KiB."""
+"""Characters in names of models, sessions and LoRAs. Subjects contain the encoded name of a model, and NATS limits a
+control line to 4 KiB."""
 MAX_SUBJECT_TOKEN_CHARS: Final = 64
-"""Names of fleets, clients and workers: they stand in subjects as they are."""
+"""Characters in names of fleets, clients and workers, which subjects contain without encoding."""
 MAX_SUBJECT_CHARS: Final = 512
-"""Of a reply subject: NATS ends a control line at 4 KiB."""
+"""Characters of a reply subject. NATS limits a control line to 4 KiB."""
 MAX_CACHE_SALT_CHARS: Final = 1024
-"""vLLM's own bound."""
+"""Characters of a cache salt, vLLM's own limit."""
 MAX_SEEN_COMMANDS: Final = 64
-"""Recorded commands that a desired state and a worker know by their ids: repeats come within seconds."""
+"""Recorded commands whose ids a desired state and a worker remember. Repeats of a command arrive within seconds."""
 MAX_CANARY_TOKENS: Final = 1024
-"""Generated tokens of a canary; there are 8."""
+"""Generated tokens of a canary; a canary has 8."""
 MAX_WORKER_OVERRIDES: Final = 1024
-"""Workers for which a desired state holds commands of their own."""
+"""Workers with their own registers in a desired state."""
 MAX_LORAS: Final = 256
-"""Adapters that a desired state has loaded, and as many of which it remembers that they were unloaded."""
+"""Loaded adapters in a desired state, and separately adapters that the desired state remembers as unloaded."""
 MAX_PRIORITY: Final = 2**31 - 1
-"""Either sign; lower is more urgent, as in vLLM."""
+"""Absolute value of a priority; lower is more urgent, as in vLLM."""
 MAX_COUNT: Final = 2**63 - 1
-"""Of anything that a program counts; larger integers become no float, and JSON has no limit of its own."""
+"""Counts of a program. Larger integers do not fit a float, and JSON has no limit of its own."""
 MAX_WEIGHT_VERSION: Final = 2**31 - 1
-"""Weight versions are delivered as i4 per token."""
+"""Weight versions, delivered as i4 per token."""
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600.0
-"""A week: longer than any rollout, short enough that nothing waits for ever."""
+"""Seconds in a week: longer than any rollout, so that nothing waits forever."""
 DEFAULT_TIMEOUT_S: Final = 3600.0
-"""For requests that name no `timeout_s`: longer than the longest generation seen in training runs."""
+"""Seconds for requests without `timeout_s`, longer than the longest generation seen in training runs."""
 INITIAL_CREDIT_BYTES: Final = 256 * 1024
-"""What a worker may send on a new link before it has heard from the client: small, for a client that never reads."""
+"""Bytes that a worker may send on a new link before the client's first message. The limit is small because a client may
+never read."""
 DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
-"""Results that a caller of `complete_many` has not taken: above it no more requests are sent."""
+"""Bytes of results that the caller of `complete_many` has not read. Above this limit, the client sends no more
+requests."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
 MAX_STEP_GROUPS: Final = 65_536
-"""Groups in a step of a trainer: more than any batch, and their results still fit into memory."""
+"""Groups in a step of a trainer: more than any batch has, and their results still fit into memory."""
 MAX_OVER: Final = 8.0
-"""Groups that run at once, as a multiple of those that a step needs; above two, most would be carried over."""
+"""Groups that run at once, as a multiple of the groups that a step needs. Above two, most groups would be carried
+over."""
 DEFAULT_PREFILL_MIN_TOKENS: Final = 32
-"""Of a prompt that goes to a prefill worker first. KV travels in blocks, and two of vLLM's on GPUs are the least that
-may be worth it."""
+"""Minimum tokens of a prompt that goes to a prefill worker first. KV caches are transferred in blocks, and two blocks
+of vLLM on a GPU are the smallest useful transfer."""
 MAX_LAYERS: Final = 1024
-"""Layers in a routing row."""
+"""Layers in a row of routed experts."""
 MAX_TOP_K_EXPERTS: Final = 256
 """Experts chosen per token and layer."""
 MAX_EXPERT_CELLS: Final = 262_144
-"""Layers times experts of counts; the largest models have 61 x 384 = 23,424."""
+"""Layers times experts of expert counts. The largest models have 61 x 384 = 23,424."""
 MAX_EXPERT_COUNTS_BYTES: Final = 1_048_576
-"""One plane of counts, compressed: more fits into no message of NATS as it is set up by default."""
+"""Compressed bytes of one plane of expert counts. NATS messages with default settings hold no more."""
 MAX_EXPERT_VERSIONS: Final = 8
-"""Versions of the weights of which a worker keeps counts: an update shows by comparison with the one before."""
+"""Weight versions whose expert counts a worker keeps, so that an update can be compared with the version before it."""
 MAX_TIMELINES: Final = 256
-"""Attempts and samples of one request that a worker tells about: as many as `n` may be."""
+"""Attempts and samples of one request that a worker reports, as many as the maximum `n`."""
 MAX_TIMELINE_EVENTS: Final = 64
-"""Of one attempt: a request that lives through more pauses is told by the first and the last of them."""
+"""Events of one attempt. For a request with more pauses, the worker keeps the first events and the last events."""
 MAX_UNIX_S: Final = 253_402_300_799
-"""Unix time of an event: the end of the year 9999. Later times are dates to no program that shows them."""
+"""Unix time of an event: the end of the year 9999. Programs cannot show later times as dates."""
 MAX_EXPERTS: Final = 65_536
-"""Experts per layer: ids are u1 or `<u2`."""
+"""Experts per layer; ids are u1 or `<u2`."""
 MAX_CHUNKS_PER_FRAME: Final = 65_536
-"""A frame holds at most a few chunks for each request of one engine step."""
+"""Chunks in a frame. A frame holds at most a few chunks for each request of one engine step."""
 MAX_KV_PARAMS_BYTES: Final = 131_072
-"""Where a prompt's KV lies, as its connector says: ids of forty thousand blocks, and still room for the prompt below
-the 1 MiB that NATS servers take by default."""
+"""Bytes of a connector's KV transfer parameters: ids of forty thousand blocks. A prompt still fits beside them below 1
+MiB, the default maximum of NATS servers."""
 MAX_UNPROBED: Final = 64
-"""Modules that an ack names as not probed; it gives the number of all."""
+"""Modules that an ack names as not probed. The ack also has the number of all such modules."""
 MAX_MODULE_CHARS: Final = 256
-"""A module's name, and the reason why it was not probed."""
+"""Characters of a module's name together with the reason why it was not probed."""
 MAX_ERROR_CHARS: Final = 4096
-"""Error text is for people; longer text is cut by the sender."""
+"""Characters of an error text for people. The sender cuts longer text."""

@@ -1,13 +1,13 @@
-"""The manifest of a published version of weights: what is in it, and how a worker gets it.
+"""The manifest of a published version of weights: its content, and how a worker gets it.
 
-A version is a folder of the object store, `<bucket>/<prefix>`. Its manifest is the object `MANIFEST` of that folder,
-and the source of an `update_weights` command names the folder. A version has one or both of
+A version is a folder of the object store, `<bucket>/<prefix>`. Its manifest is the object `MANIFEST` of that folder.
+The source of an `update_weights` command names the folder. A version has one or both of these:
 
-- a delta: `delta-0000`, `delta-0001` ...: what changed in each tensor since the version before it in the chain;
+- a delta: `delta-0000`, `delta-0001` ...: the changes of each tensor since the version before it in the chain;
 - an anchor: the whole checkpoint as an ordinary folder of safetensors files.
 
-Both give the same folder, byte for byte: the manifest says in which file each tensor lies and in which order, and
-`digest` names the content whichever way it came.
+Both give the same folder, byte for byte. The manifest states the file of each tensor and the order of the tensors.
+`digest` identifies the content and does not depend on whether it came as a delta or an anchor.
 """
 
 import hashlib
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 MANIFEST: Final = "rollbus-manifest.json"
-"""The object that makes a folder a published version; older workers leave it unread."""
+"""Name of the object that makes a folder a published version. Older workers ignore it."""
 DELTA_PREFIX: Final = "delta-"
-"""Begins the names of the objects that hold a delta."""
+"""Prefix of the names of the objects that hold a delta."""
 MAX_MANIFEST_BYTES: Final = 64 * 1024**2
-"""Some 200,000 tensors."""
+"""Maximum bytes of a manifest, enough for about 200,000 tensors."""
 MAX_TENSORS: Final = 1_000_000
 MAX_LINKS: Final = 64
-"""Versions that a manifest names: more than a chain may have."""
+"""Maximum number of versions in a manifest, more than a chain may have."""
 MAX_DELTA_OBJECTS: Final = 4096
 
 DTYPE_BITS: Final = {
@@ -62,7 +62,7 @@ DTYPE_BITS: Final = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Bits of an element, by the names of safetensors."""
+"""Bits of an element, by the dtype names of safetensors."""
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 NumBytes = Annotated[int, Meta(ge=0, le=2**62)]
@@ -71,49 +71,52 @@ Objects = Annotated[str, Meta(min_length=1, max_length=1300)]
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 _FILE_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}$"
 FileName = Annotated[str, Meta(pattern=_FILE_NAME)]
-"""Of a file directly in the folder; no path can lead out of it."""
+"""Name of a file directly in the folder. No such name can lead out of the folder."""
 
 
 class TensorDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a tensor's new content is made of the content before; the fields of `tensor_delta.Encoded`, and where."""
+    """The change from a tensor's old content to its new content.
+
+    It has the fields of `tensor_delta.Encoded`, and the location.
+    """
 
     encoding: Literal["sparse", "dense"]
     object: Annotated[int, Meta(ge=0, lt=MAX_DELTA_OBJECTS)] = 0
-    """The number of the object that holds the data, as in its name."""
+    """Number of the object that holds the data, as in the object's name."""
     offset: NumBytes = 0
-    """Of the data in that object, in bytes."""
+    """Offset of the data in that object, in bytes."""
     num_bytes: NumBytes
-    """Of the data."""
+    """Bytes of the data."""
     body_bytes: NumBytes
-    """Of the data once it is decompressed."""
+    """Bytes of the decompressed data."""
     num_changed: NumBytes = 0
-    """Elements that changed; 0 unless `sparse`."""
+    """Number of changed elements; 0 unless `sparse`."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor of a version."""
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
-    """As the checkpoint's index has it."""
+    """Name of the tensor, as in the checkpoint's index."""
     dtype: Annotated[str, Meta(max_length=16)]
-    """As safetensors write it: BF16, F32 ..."""
+    """Dtype in the notation of safetensors: BF16, F32 ..."""
     shape: Annotated[tuple[NumBytes, ...], Meta(max_length=16)]
-    """Empty for a scalar."""
+    """Shape of the tensor; empty for a scalar."""
     sha256: Sha256
-    """Of the whole content, in hexadecimal."""
+    """SHA-256 of the whole content, in hexadecimal."""
     file: FileName
-    """The safetensors file in which it lies; the tensors of a file lie in it in the manifest's order."""
+    """Name of the safetensors file that holds the tensor. The tensors of a file are stored in the manifest's order."""
     delta: TensorDelta | None = None
-    """None: it did not change, or the version has no delta."""
+    """Delta of the tensor; None: the tensor did not change, or the version has no delta."""
 
     def __post_init__(self) -> None:
-        """Refuse a dtype that safetensors do not have, and contents that are no whole number of bytes."""
+        """Check that safetensors supports the name and dtype and that the content is a whole number of bytes."""
         if self.name == "__metadata__":
-            raise ValueError("a tensor is called __metadata__, which is no name in safetensors")
+            raise ValueError("a tensor has the name __metadata__, which safetensors reserves")
         if self.dtype not in DTYPE_BITS:
             raise ValueError(f"{self.name[:200]!r} has the unknown dtype {self.dtype!r}")
         if math.prod(self.shape) * DTYPE_BITS[self.dtype] % 8:
-            raise ValueError(f"{self.name[:200]!r} ends within a byte")
+            raise ValueError(f"{self.name[:200]!r} is not a whole number of bytes")
 
     @property
     def size(self) -> int:
@@ -122,7 +125,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element, as deltas compare them: 1 where several share a byte."""
+        """Bytes of one element in comparisons of deltas; 1 if several elements share a byte."""
         return item_bytes(self.dtype)
 
 
@@ -130,56 +133,58 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One version of the chain."""
 
     objects: Objects
-    """Its folder."""
+    """Folder of the version."""
     version: Version
     digest: Sha256
-    """Of its content."""
+    """Digest of the version's content."""
     delta_bytes: NumBytes | None = None
-    """Of the objects that hold its delta; None: it has none, so the chain begins here."""
+    """Bytes of the objects that hold the version's delta; None: it has no delta, so the chain begins here."""
     anchor_bytes: NumBytes | None = None
-    """Of the files of its anchor; None: it has none."""
+    """Bytes of the files of the version's anchor; None: it has no anchor."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a published version of weights is. Readers ignore fields that they do not know."""
+    """The description of a published version of weights. Readers ignore unknown fields."""
 
     v: Literal[1] = 1
     """Wire version."""
     model: str
-    """Whose weights, or the base of the adapter."""
+    """Name of the model that has these weights, or of the adapter's base model."""
     adapter: str | None = None
-    """Name of the LoRA adapter; None: these are weights of the model. Adapters have anchors alone."""
+    """Name of the LoRA adapter; None: the weights are those of the model. Adapters have only anchors."""
     version: Version
     digest: Sha256
     """`content_digest` of `tensors` and `files`."""
     epoch: Annotated[int, Meta(ge=0, le=2**53)]
-    """Of the publisher's lease: only rises."""
+    """Epoch of the publisher's lease; it only increases."""
     publisher: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-    """Who published it: the name of its client."""
+    """Name of the client that published the version."""
     tensors: Annotated[tuple[TensorEntry, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
-    """All tensors, each once, file by file in the order of the files' names."""
+    """All tensors, each once, file by file in the order of the file names."""
     files: Annotated[dict[FileName, Sha256], Meta(max_length=1024)] = {}
-    """The other files of the folder (config.json, tokenizer.json ...) and their SHA-256. They are a part of anchors
-    only; who applies deltas takes them from the version before."""
+    """SHA-256 of the other files of the folder (config.json, tokenizer.json ...), by name. Only anchors contain these
+    files; a reader that applies deltas takes them from the version before."""
     links: Annotated[tuple[Link, ...], Meta(min_length=1, max_length=MAX_LINKS)]
-    """The chain from older to newer; the last one is this version itself."""
+    """The chain from older to newer versions. The last link is this version."""
 
     def __post_init__(self) -> None:
-        """Check the name, and that the manifest does not contradict itself."""
+        """Check the name and that the manifest does not contradict itself."""
         check_name("model", self.model)
         if len({entry.name for entry in self.tensors}) != len(self.tensors):
-            raise ValueError("it has a tensor twice")
+            raise ValueError("the manifest has a tensor twice")
         files = [entry.file for entry in self.tensors]
         if files != sorted(files) or self.files.keys() & set(files) or MANIFEST in self.files:
-            raise ValueError("its tensors are not in the order of their files, or a file stands twice")
+            raise ValueError(
+                "the tensors of the manifest are not in the order of their files, or a file is listed twice"
+            )
         if (self.links[-1].version, self.links[-1].digest) != (self.version, self.digest):
-            raise ValueError("its last link is of another version")
+            raise ValueError("the last link of the manifest is another version")
         if self.digest != content_digest(self.tensors, self.files):
-            raise ValueError("its digest is of another content")
+            raise ValueError("the digest of the manifest does not match its content")
 
     @property
     def own(self) -> Link:
-        """The link that is this version."""
+        """The link of this version."""
         return self.links[-1]
 
 
@@ -189,12 +194,15 @@ def content_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element, as deltas compare them: 1 where several share a byte."""
+    """Return the bytes of one element in comparisons of deltas; 1 if several elements share a byte."""
     return max(1, DTYPE_BITS[dtype] // 8)
 
 
 def content_digest(tensors: Iterable[TensorEntry], files: Mapping[str, str]) -> str:
-    """Name a content: SHA-256 over its tensors, where they lie, and the other files; however they came."""
+    """Return the SHA-256 of a content: its tensors with their locations, and the other files.
+
+    A delta and an anchor of the same content give the same digest.
+    """
     sha = hashlib.sha256()
     for entry in tensors:
         sha.update(msgspec.json.encode((entry.file, entry.name, entry.dtype, entry.shape, entry.sha256)))
@@ -203,19 +211,22 @@ def content_digest(tensors: Iterable[TensorEntry], files: Mapping[str, str]) -> 
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if a file beside the tensors can be called so: no reader takes it for a part of a delta."""
+    """Return True if a file beside the tensors may have this name.
+
+    Readers must not mistake the file for a part of a delta.
+    """
     return re.fullmatch(_FILE_NAME, name) is not None and not name.startswith(DELTA_PREFIX)
 
 
 def delta_name(number: int) -> str:
-    """Name the object that holds a part of a delta."""
+    """Return the name of the object that holds part `number` of a delta."""
     return f"{DELTA_PREFIX}{number:04d}"
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest.
+    """Decode a manifest.
 
     Raises:
-        RemoteProtocolError: it is none, or it contradicts itself.
+        RemoteProtocolError: the data is not a manifest, or the manifest contradicts itself.
     """
     return decode_document(data, Manifest, "a manifest")

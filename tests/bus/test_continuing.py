@@ -142,7 +142,7 @@ def test_what_has_ended_or_is_anothers_is_refused() -> None:
         ended(asked, *range(9)),
         ended(asked, 5, 7),
     ):
-        with pytest.raises(InvalidRequest, match="generation has ended by itself"):
+        with pytest.raises(InvalidRequest, match="generation ended normally"):
             asked.continuing(generation)
     with pytest.raises(InvalidRequest, match="generation has a prompt of 2 tokens and rows from 0 on; allowed: one of"):
         GenerateRequest(prompt_token_ids=[1]).continuing(ended(asked, 5))

@@ -77,7 +77,9 @@ class Tensor:
 
 def test_foreign_objects_are_never_printed() -> None:
     """An object that cannot be a prompt is named by its type: its repr could show the prompt."""
-    with pytest.raises(InvalidRequest, match="prompt_token_ids is a Tensor that is no array; allowed: a flat list"):
+    with pytest.raises(
+        InvalidRequest, match="prompt_token_ids is a Tensor and cannot become an array; allowed: a flat list"
+    ):
         GenerateRequest(prompt_token_ids=Tensor())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="priority is a Tensor, not an integer"):
         GenerateRequest(prompt_token_ids=[1], priority=Tensor())  # type: ignore[arg-type]
@@ -152,6 +154,6 @@ for make in (
         "invalid_request: sampling.n is 0; allowed: an integer from 1 to 256",
         "invalid_request: sampling.top_p is 0.0; allowed: a number above 0 up to 1",
         "invalid_request: sampling.top_p is 0; allowed: a number above 0 up to 1",
-        "frame: token ids of 3 bytes are no <i4 array of up to 4194304 - at `$[4][0]`",
+        "frame: token ids of 3 bytes are not an <i4 array of up to 4194304 ids - at `$[4][0]`",
         "routed experts of shape (1, 1, 1) and dtype u1 take 1 bytes, not 0",
     ]

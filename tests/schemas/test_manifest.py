@@ -109,7 +109,7 @@ def refused(made: dict[str, Any]) -> str:
         ({"files": {"a/b": SHA}}, "regex"),
         ({"files": {"config.json": "x"}}, "regex"),
         ({"model": ""}, "model"),
-        ({"files": {"config.json": SHA[::-1]}}, "digest is of another content"),
+        ({"files": {"config.json": SHA[::-1]}}, "digest of the manifest does not match its content"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
@@ -121,8 +121,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], s
     ("change", "said"),
     [
         ({"dtype": "F33"}, "unknown dtype"),
-        ({"name": "__metadata__"}, "no name in safetensors"),
-        ({"dtype": "F4", "shape": [3]}, "ends within a byte"),
+        ({"name": "__metadata__"}, "which safetensors reserves"),
+        ({"dtype": "F4", "shape": [3]}, "is not a whole number of bytes"),
         ({"shape": [-1]}, ">= 0"),
         ({"shape": [2**63]}, "shape"),
         ({"shape": [1] * 17}, "length"),
@@ -151,7 +151,7 @@ def test_tensors_and_files_are_there_once() -> None:
             entry["file"] = file
         if MANIFEST in files:
             made["files"] = {MANIFEST: SHA}
-        assert "not in the order of their files, or a file stands twice" in refused(with_digest(made))
+        assert "not in the order of their files, or a file is listed twice" in refused(with_digest(made))
 
 
 def test_a_chain_is_bounded() -> None:
