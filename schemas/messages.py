@@ -1,7 +1,7 @@
-"""The messages that carry requests and chunks: one struct per subject, the codecs beside them.
+"""The messages that carry requests and chunks, with their codecs; each subject has one struct.
 
-Decoders raise `InvalidRequest` where a caller's field is wrong and `RemoteProtocolError` where a message is not
-what it should be; nothing else leaves them, whatever bytes come in.
+Decoders raise `InvalidRequest` for a wrong field of a caller and `RemoteProtocolError` for any other invalid message.
+They raise nothing else for any input.
 """
 
 import re
@@ -54,85 +54,87 @@ ByteOffset = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class RequestKey(msgspec.Struct, array_like=True, frozen=True, gc=False, order=True):
-    """One attempt of one child of one of a client's requests."""
+    """One attempt of one child request."""
 
     request_id: RequestId
-    """As the client named it."""
+    """Id of the request, chosen by the client."""
     attempt: Index = 0
-    """0 for the first publication of the request."""
+    """Number of the attempt; 0 for the first publication of the request."""
     child: Index = 0
-    """Which of n samples."""
+    """Number of the sample, 0 to n - 1."""
 
 
 class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The KV cache of a prompt on its way from a prefill worker to a decode worker: a msgpack map.
+    """The transfer of a prompt's KV cache from a prefill worker to a decode worker: a msgpack map.
 
-    Without `params` the request is a prefill leg: one token, and the prompt's KV is kept for another worker. With them
-    it is a decode leg: its prompt's KV, all but that of its last tokens, can be fetched. A worker that cannot use it
-    computes it anew.
+    Without `params`, the request is a prefill phase: one token, and the worker keeps the prompt's KV cache. With
+    `params`, it is a decode phase: the worker can fetch the KV cache of the prompt except its last tokens, or
+    recomputes it.
     """
 
     params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] = b""
-    """The prefill leg's `End.kv_params`: a msgpack map of the KV connector's own, which the bus does not read."""
+    """`End.kv_params` of the prefill phase: a msgpack map in the format of the KV connector. The bus does not decode
+    it."""
     connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """The prefill worker's `Capabilities.kv_connector`: any other cannot read `params`."""
+    """`Capabilities.kv_connector` of the prefill worker. Other connectors cannot use `params`."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Of the weights that made the KV: of no use to any other."""
+    """Version of the weights that computed the KV cache. Workers with another version cannot use the cache."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Of the request's adapter, likewise; None: it uses none."""
+    """Version of the request's adapter. Workers with another version cannot use the cache. None: the request uses no
+    adapter."""
 
     @property
     def is_prefill(self) -> bool:
-        """It asks for KV rather than bringing it."""
+        """True for a prefill phase, False for a decode phase."""
         return not self.params
 
 
 class Sibling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One more sample of the request that a message carries: the same request, with a seed of its own."""
+    """One more sample of the request in a message: the same request with another seed."""
 
     child: Index
-    """Which of n samples this is."""
+    """Number of the sample, 0 to n - 1."""
     seed: Annotated[int, Meta(ge=0, le=limits.MAX_SEED)] | None = None
-    """Its `sampling.seed`, in place of that of the message's request."""
+    """`sampling.seed` of this sample; it replaces the seed of the message's request."""
 
 
 class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request on its way to a worker: a msgpack map, so that programs without this library can write it."""
+    """A request to a worker: a msgpack map, so that programs without this library can write it."""
 
     v: Literal[1] = WIRE_VERSION
     """Wire version."""
     client: str
-    """Who asks; frames go to this client's subject, so it is a subject token."""
+    """Name of the client, a subject token. Frames go to this client's subject."""
     incarnation: OptionalIncarnation = ""
-    """Of the client: which life of its asks. Empty where `reply_to` is given."""
+    """Incarnation of the client; empty if `reply_to` is set."""
     reply_to: Annotated[str, Meta(max_length=limits.MAX_SUBJECT_CHARS)] | None = None
-    """Plain mode, for programs that keep no link: frames go to this subject below `plain.<client>.` instead."""
+    """Plain mode: reply subject for frames, below `plain.<client>.`, of a program that keeps no link."""
     attempt: Index = 0
-    """How often the request was published before."""
+    """Number of earlier publications of the request."""
     child: Index = 0
-    """Which of n samples this is; `request.sampling.n` is 1 here."""
+    """Number of the sample, 0 to n - 1. `request.sampling.n` is 1 in this message."""
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """The weights that the model's workers should have had when the request was submitted; `max_weight_lag` counts
-    from there. None without that, and in later attempts, which it does not drop."""
+    """Target version at submission; `max_weight_lag` counts from it. None without `max_weight_lag` and in later
+    attempts."""
     kv: KvTransfer | None = None
-    """Of a prefill or a decode leg; None: the request is whole."""
+    """KV transfer of a prefill phase or decode phase; None: one worker serves the whole request."""
     stream: bool = True
-    """False: nobody reads the chunks one by one, so that the worker may gather tokens for a moment."""
+    """False: the caller does not read single chunks, so the worker may batch tokens briefly."""
     request: msgspec.Raw
-    """A `GenerateRequest`, decoded on its own so that a bad field still finds its way back to the client."""
+    """Encoded `GenerateRequest`. It is decoded separately, so that the client learns of a wrong field."""
     siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
-    """More samples of the same request and attempt; direct messages to workers with `Capabilities.request_groups`
-    only. The worker admits or refuses each by itself, as if it had come alone."""
+    """Further samples of the same request and attempt, only in direct messages to workers with
+    `Capabilities.request_groups`. The worker accepts or rejects each sample separately."""
     may_wait: bool = False
-    """What gets no slot at once may wait at the worker for one, after a request of its group (`group_id`, else the same
-    `request_id`) that had its turn there; direct messages to workers with `Capabilities.group_backlog` only. The worker
-    offers what waits, and may still refuse it as `queue_full` before its first token."""
+    """True: requests without a free slot may wait at the worker after a request of their group (`group_id`, else
+    `request_id`). Only in direct messages to workers with `Capabilities.group_backlog`. The worker offers them at once
+    and may still reject them with `queue_full` before their first token."""
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
-    """Why the client has placed the request at the worker, which counts those that it knows: `placed_prefix`,
-    `placed_group`, `placed_session`, `placed_able`. Empty: not placed, or the client does not say."""
+    """Reason of a placement, which the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`.
+    Empty: not placed, or no reason given."""
 
     def __post_init__(self) -> None:
-        """Refuse a client that cannot stand in a subject, one that nobody could answer, and unusable siblings."""
+        """Check that the client is a subject token, that an answer is possible, and that the siblings are valid."""
         check_subject_token("client", self.client)
         if (self.reply_to is None) != bool(self.incarnation):
             raise ValueError("a request message needs either the client's incarnation or reply_to")
@@ -142,58 +144,59 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_siblings(self) -> None:
         children = [self.child, *(sibling.child for sibling in self.siblings)]
         if len(set(children)) != len(children):
-            raise ValueError(f"child and siblings name {len(children)} samples, and one of them twice; allowed: once")
+            raise ValueError(f"child and siblings name {len(children)} samples and repeat one; allowed: each once")
         if self.reply_to is not None:
             raise ValueError("a request message with reply_to has siblings; allowed: none")
         if self.kv is not None and not self.kv.is_prefill:
-            # A prefill worker hands the KV of a prompt over once.
-            raise ValueError("the message of a decode leg has siblings; allowed: none")
+            # A prefill worker transfers the KV cache of a prompt only once.
+            raise ValueError("the message of a decode phase has siblings; allowed: none")
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One message from a worker to one client: what one engine step added to that client's requests."""
+    """One message from a worker to one client: the new output of that client's requests."""
 
     v: Literal[1]
     """Wire version."""
     incarnation: Incarnation
-    """Of the worker; numbering starts over with each."""
+    """Incarnation of the worker. Frame numbers restart with each incarnation."""
     number: FrameNumber
-    """0-based and contiguous on a link. In a heartbeat, which is a frame without content, that of the next frame."""
+    """Number of the frame on its link, 0-based and contiguous. A heartbeat, a frame without content, has the next
+    number."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Requests that the worker has just taken on: an offer, which the client refuses by an abort. What may wait is
-    named again when the engine gets it."""
+    """Offers: requests that the worker has just accepted. The client rejects an offer with an abort. A request that may
+    wait is named again when the engine receives it."""
     chunks: Annotated[list[Chunk], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """In the order of their making, for each request."""
+    """Chunks; those of one request are in order."""
     link: FrameNumber = 0
-    """Counts the links that this incarnation has opened: numbering starts over with each."""
+    """Number of the link within this incarnation. Frame numbers restart with each link."""
     client_incarnation: OptionalIncarnation = ""
-    """Of the client that it is for: another life of the same name must not take it. Empty in plain mode."""
+    """Incarnation of the receiving client; other incarnations of its name drop the frame. Empty in plain mode."""
 
     @property
     def is_heartbeat(self) -> bool:
-        """It says only how far the link is, so that a lost last frame is noticed."""
+        """True if the frame only announces the next frame number, so that the client detects a lost last frame."""
         return not self.admitted and not self.chunks
 
 
 class LinkMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a client tells a worker about its requests there, and how far it has read their link."""
+    """A client's message to a worker: requests to abort, received frames, and granted credit."""
 
     v: Literal[1]
     """Wire version."""
     abort: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Requests to stop; unknown ones are ignored."""
+    """Requests to abort; the worker ignores unknown requests."""
     client_incarnation: OptionalIncarnation = ""
-    """Who speaks; requests of an earlier life of this client are given up."""
+    """Incarnation of the client. The worker ends requests of earlier incarnations of this client."""
     incarnation: OptionalIncarnation = ""
-    """Of the worker whose link the rest is about; empty: only `abort` counts."""
+    """Incarnation of the worker that owns the link; empty: only `abort` counts."""
     link: FrameNumber = 0
-    """The `Frame.link` that the rest is about."""
+    """`Frame.link` of the link that the following fields describe."""
     acked: FrameNumber = 0
-    """Every frame below this number has arrived."""
+    """Frame ack: the client has received every frame below this number."""
     credit: ByteOffset = 0
-    """Frames may be sent until their sizes on this link, summed up from its first, reach this offset. Never falls."""
+    """Byte offset up to which frames may be sent, counted over all frame sizes of this link. Never decreases."""
     resend: bool = False
-    """Frames from `acked` on are missing, although later ones were announced or arrived: send them again."""
+    """True: send all frames from `acked` on again. Some are missing, but later frames arrived or were announced."""
 
 
 def _enc_hook(value: object) -> object:
@@ -209,7 +212,7 @@ def _enc_hook_json(value: object) -> object:
 
 
 def _dec_hook(kind: type, value: object) -> object:
-    """Turn the `<i4` bytes of token ids, or a plain list of integers, into an array; checked by the struct."""
+    """Convert the `<i4` bytes of token ids, or a list of integers, to an array. The struct checks the array."""
     if kind is not np.ndarray:
         raise NotImplementedError(f"no decoder for {kind}")
     return decode_token_ids(value)
@@ -259,7 +262,7 @@ def encode_json(message: object) -> bytes:
 
 
 def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
-    """The request id in an encoded `GenerateRequest` that may be wrong elsewhere; None when there is no valid one."""
+    """Return the request id of an encoded `GenerateRequest`, even if other fields are wrong; None if it is invalid."""
     try:
         return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
     except (*MALFORMED, InvalidRequest):
@@ -267,7 +270,7 @@ def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
 
 
 def priority_of(raw: bytes | msgspec.Raw) -> int:
-    """The priority in an encoded `GenerateRequest` that may be wrong elsewhere; 0 when there is no integer."""
+    """Return the priority of an encoded `GenerateRequest`, even if other fields are wrong; 0 if not an integer."""
     try:
         return _only_priority_decoder.decode(raw).priority
     except MALFORMED:
@@ -275,16 +278,16 @@ def priority_of(raw: bytes | msgspec.Raw) -> int:
 
 
 def decode_request_message(data: bytes) -> RequestMessage:
-    """Decode the envelope of a request; the request itself is left for `decode_request`."""
+    """Decode the envelope of a request. `decode_request` decodes the request in it."""
     return _decode(_request_message_decoder.decode, data, "request message", "map")
 
 
 def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
-    """Decode and check a request.
+    """Decode and validate a request.
 
     Raises:
         InvalidRequest: a field is wrong, missing or of the wrong type.
-        RemoteProtocolError: these bytes are no msgpack map.
+        RemoteProtocolError: the bytes are not a msgpack map.
     """
     try:
         return _request_decoder.decode(raw)
@@ -294,7 +297,7 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         problem = str(exc)
     except MALFORMED as exc:
         raise RemoteProtocolError(f"request: {exc}") from None
-    # msgspec's errors know no ranges: build the request from plain values, and its own checks name them.
+    # msgspec's errors name no ranges. The request's own checks do, so build the request from plain values.
     try:
         fields = _untyped_decoder.decode(raw)
     except MALFORMED as exc:
@@ -306,7 +309,7 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """Decode a frame; nothing in it refers to `data` any more."""
+    """Decode a frame into a copy that does not refer to `data`."""
     return _decode(_frame_decoder.decode, data, "frame", "array")
 
 
@@ -324,8 +327,8 @@ def decode_command(data: bytes) -> AnyCommand:
     """Decode a command from JSON.
 
     Raises:
-        InvalidRequest: a field is wrong, missing or unknown, or there is no such command.
-        RemoteProtocolError: these bytes are no JSON.
+        InvalidRequest: a field is wrong, missing or unknown, or the command does not exist.
+        RemoteProtocolError: the bytes are not JSON.
     """
     try:
         command: AnyCommand = _command_decoder.decode(data)
@@ -338,18 +341,20 @@ def decode_command(data: bytes) -> AnyCommand:
     except MALFORMED as exc:
         raise RemoteProtocolError(f"command: {exc}") from None
     if command_id_of(data) is None:
-        # Each worker would make up its own, and nobody could tell whose the answers are.
-        raise InvalidRequest(field="id", problem="is missing", allowed="an id of your own, new for each command")
+        # Each worker would create its own id, and the acks could not be matched to the command.
+        raise InvalidRequest(
+            field="id", problem="is missing", allowed="an id that the sender chooses, new for each command"
+        )
     return command
 
 
 _PLACE = re.compile(r"(?P<problem>.*) - at `\$\.(?P<field>[^`]*)`", re.DOTALL)
 _NAMED = re.compile(r"Object (?P<problem>.*) field `(?P<field>[^`]*)`", re.DOTALL)
-"""How msgspec says where it has found what."""
+"""Patterns of msgspec's errors: they state the problem and the field."""
 
 
 def _wrong_command(error: str) -> InvalidRequest:
-    """What msgspec says of a command, with the field's name where ours stand too."""
+    """Convert msgspec's error about a command to an `InvalidRequest` that names the field."""
     found = _PLACE.fullmatch(error)
     problem, field = (error, "command") if found is None else (found["problem"], found["field"])
     named = _NAMED.fullmatch(problem)
@@ -362,7 +367,7 @@ def _wrong_command(error: str) -> InvalidRequest:
 
 
 def command_id_of(data: bytes) -> str | None:
-    """The id in a command that may be wrong elsewhere; None when there is no valid one."""
+    """Return the id of a command, even if other fields are wrong; None without a valid id."""
     try:
         return check_request_id("id", _only_command_id_decoder.decode(data).id)
     except (*MALFORMED, InvalidRequest):
@@ -370,7 +375,7 @@ def command_id_of(data: bytes) -> str | None:
 
 
 def decode_ack(data: bytes) -> Ack:
-    """Decode a worker's word on a command from JSON."""
+    """Decode a worker's command ack from JSON."""
     return _decode(_ack_decoder.decode, data, "ack")
 
 

@@ -1,4 +1,4 @@
-"""What a model's own limits allow in a request: its context, its vocabulary, what its engine can return."""
+"""Checks of a request against the limits of a model: its context length, its vocabulary, and its engine's features."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,10 +13,10 @@ __all__ = ["check_model_limits", "check_prompt", "check_sampling"]
 
 
 def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> None:
-    """Refuse what this model cannot do, before anything is published; also more tokens than its context has room for.
+    """Check before publication that this model supports the request and that its tokens fit into the model's context.
 
     Raises:
-        InvalidRequest: names the field and the allowed range.
+        InvalidRequest: the request exceeds a limit; the error names the field and the allowed range.
     """
     check_prompt(request, capabilities)
     _check_room(request, capabilities.max_model_len)
@@ -24,10 +24,10 @@ def check_model_limits(request: GenerateRequest, capabilities: Capabilities) -> 
 
 
 def check_prompt(request: GenerateRequest, capabilities: Capabilities) -> None:
-    """Refuse a prompt that leaves no room, or has tokens that the model does not know.
+    """Check that the prompt leaves room for one token and has only tokens of the model's vocabulary.
 
     Raises:
-        InvalidRequest: `prompt_token_ids`, with the place of the token.
+        InvalidRequest: `prompt_token_ids` is wrong; the error names the position of a wrong token.
     """
     if request.prompt_len >= capabilities.max_model_len:
         raise InvalidRequest(
@@ -53,15 +53,15 @@ def _check_room(request: GenerateRequest, max_model_len: int) -> None:
             raise InvalidRequest(
                 field=f"sampling.{name}",
                 problem=f"is {value} after a prompt of {request.prompt_len} tokens",
-                allowed=f"{low} to {room}, as the model has {max_model_len} positions",
+                allowed=f"{low} to {room}, because the model has {max_model_len} positions",
             )
 
 
 def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
-    """Refuse more logprobs than the engine gives, tokens that the model does not know, and unknown extras.
+    """Check logprobs against the engine's limit, token ids against the vocabulary, and extras against the known names.
 
     Raises:
-        InvalidRequest: names the field and what is allowed.
+        InvalidRequest: a parameter is not supported; the error names the field and the allowed values.
     """
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)

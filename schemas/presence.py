@@ -1,4 +1,4 @@
-"""What a worker says about itself: JSON, readable with `nats sub`."""
+"""Presence of workers and clients: JSON, readable with `nats sub`."""
 
 import enum
 from typing import Annotated, Literal
@@ -33,123 +33,124 @@ NotNegativeSeconds = Annotated[float, Meta(ge=0)]
 
 
 class RoutedExpertsInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the routing that a worker's model returns."""
+    """The shape of the routed experts that a worker's model returns."""
 
     num_layers: Annotated[int, Meta(ge=1, le=limits.MAX_LAYERS)]
-    """Layers in a row; layers without experts are included as zeros where the engine does so."""
+    """Layers in a row. Some engines include layers without experts as zeros."""
     top_k: Annotated[int, Meta(ge=1, le=limits.MAX_TOP_K_EXPERTS)]
     """Experts chosen per token and layer."""
     num_experts: Annotated[int, Meta(ge=1, le=limits.MAX_EXPERTS)]
     """Experts per layer."""
     dtype: Literal["u1", "<u2"]
-    """One dtype per model: u1 up to 256 experts, else <u2."""
+    """Dtype of the ids, fixed for each model: u1 up to 256 experts, else <u2."""
 
     @property
     def row_bytes(self) -> int:
-        """What the row of one position takes."""
+        """Bytes of the row of one position."""
         return self.num_layers * self.top_k * DTYPES[self.dtype].itemsize
 
 
 Role = Literal["both", "prefill", "decode"]
-"""Which part of requests a worker serves."""
+"""Phases of requests that a worker serves."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do; requests are checked against it before the engine sees them."""
+    """The capabilities of an engine. Each request is checked against them before the engine receives it."""
 
     engine: str
-    """`vllm` or `synthetic`."""
+    """Name of the engine: `vllm` or `synthetic`."""
     engine_version: str
-    """As the engine states it."""
+    """Version of the engine, as reported by the engine."""
     max_model_len: Positive
-    """Prompt and generated tokens together."""
+    """Maximum sum of prompt tokens and generated tokens."""
     vocab_size: Positive
-    """Token ids are 0 to vocab_size - 1."""
+    """Size of the vocabulary; token ids are 0 to vocab_size - 1."""
     max_num_seqs: Positive
-    """Requests that run at once; more wait inside the engine."""
+    """Requests that run at once; further requests wait inside the engine."""
     max_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
-    """Largest `sampling.logprobs` and `sampling.prompt_logprobs`."""
+    """Largest allowed `sampling.logprobs` and `sampling.prompt_logprobs`."""
     dtype: str
-    """Of the weights, for example `bfloat16`."""
+    """Dtype of the weights, for example `bfloat16`."""
     routed_experts: RoutedExpertsInfo | None = None
-    """None: this model returns no routing."""
+    """Shape of the routed experts; None: this model returns none."""
     logprobs_mode: str = "processed_logprobs"
-    """Logprobs are the sampler's: after temperature, penalties and truncation (vLLM's word for it)."""
+    """vLLM's name for the kind of logprobs. `processed_logprobs`: after temperature, penalties and truncation."""
     priority: bool = False
-    """The engine's scheduler honours `priority`."""
+    """True if the engine's scheduler honours `priority`."""
     extra: tuple[str, ...] = ()
     """Names that `sampling.extra` may use."""
     signature: str = ""
-    """Device, parallelism and dtype with the engine's version: canaries are compared between workers of the same."""
+    """Device, parallelism, dtype and engine version. Canaries are comparable only between equal signatures."""
     weight_updates: bool = False
-    """Weights can be replaced from a checkpoint; proven at the start, by loading the worker's own once more."""
+    """True if weights can be replaced from a checkpoint; verified at start by a reload of the worker's own weights."""
     weight_transfer: bool = False
-    """Weights can be taken from the engine's own transfer engine."""
+    """True if the worker can receive weights from the engine's own transfer engine."""
     max_loras: NotNegative = 0
-    """LoRA adapters that may be loaded at once; 0: none."""
+    """Maximum number of LoRA adapters loaded at once; 0: none."""
     sleep: bool = False
-    """`sleep` frees memory."""
+    """True if the command `sleep` frees memory."""
     data_parallel_size: Positive = 1
-    """Replicas inside the engine; to the fleet they are one worker."""
+    """Number of replicas inside the engine. The fleet treats them as one worker."""
     role: Role = "both"
-    """`prefill`: it takes nothing but prefill legs, from clients directly. `decode`: it takes over the KV of prefill
-    legs, and what has none too. `both`: it serves whole requests."""
+    """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases,
+    and requests without a prefill phase. `both`: whole requests."""
     kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """How its KV goes to other workers, and all that has to be equal for that on both sides; None: it does not."""
+    """KV connector, with all properties that both workers of a transfer must share; None: no KV transfer."""
     routing_refusal: str | None = None
-    """Why the engine returns no routing although its model has experts; None: it returns it, or there is none."""
+    """Reason why an engine with experts returns no routed experts; None: it returns them, or has no experts."""
     max_lora_rank: Positive | None = None
-    """Largest rank of an adapter; None: not known, or it takes none."""
+    """Largest rank of an adapter; None: unknown, or the worker loads no adapters."""
     world_size: Positive | None = None
-    """Processes that hold the model's weights, those of all replicas inside the engine; None: not announced."""
+    """Number of processes that hold the model's weights, over all replicas inside the engine; None: not announced."""
     version_labels: bool = False
-    """It reads commands that give a version of the weights a `label`; workers of earlier releases do not."""
+    """True if the worker decodes commands with a `label`. Workers of earlier releases do not."""
     sampling_mask: bool = False
-    """The engine makes sampling masks: the ids that top-k, top-p and min-p left for each token."""
+    """True if the engine makes sampling masks: the ids that top-k, top-p and min-p kept for each token."""
     weight_deltas: bool = False
-    """It stages versions of weights that are published as deltas. False: it is of an earlier release, or its engine
-    may span several machines, and it refuses weights and adapters in the object store."""
+    """True if the worker stages published deltas. False: the release is older, or the engine may span several machines
+    and rejects weights and adapters in the object store."""
     request_groups: bool = False
-    """It reads `siblings` in direct messages; workers of earlier releases serve the first sample alone."""
+    """True if the worker decodes `siblings` in direct messages. Workers of earlier releases serve only the first
+    sample."""
     group_backlog: bool = False
-    """It reads `may_wait` in direct messages: requests of a group wait there for the next free slots."""
+    """True if the worker honours `may_wait` in direct messages: requests of a group wait there for the next free
+    slots."""
     telemetry_reads: bool = False
-    """It answers `read_experts` and `read_request`; workers of earlier releases refuse both."""
+    """True if the worker answers `read_experts` and `read_request`. Workers of earlier releases reject both."""
 
 
 class WorkerState(enum.StrEnum):
-    """What a worker is doing. Append-only."""
+    """The state of a worker. Append-only."""
 
     STARTING = "starting"
-    """The engine is loading or warming up. Requests are left to other workers."""
+    """The engine loads or warms up. Other workers serve the requests."""
     SERVING = "serving"
-    """The engine is warm, the lease is held, all is as desired. Requests are pulled from the queue and run."""
+    """The engine is warm, the lease is held, and the worker matches the desired state. It pulls requests and runs
+    them."""
     UPDATING = "updating"
-    """It brings itself to what is desired: weights, adapters, pause. Requests wait in the queue."""
+    """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
-    """As a command said. Requests wait in the queue; those in flight ended, are being finished, or are kept."""
+    """A command paused the worker. Requests wait in the queue; those in flight ended, finish, or are kept."""
     DRAINED = "drained"
-    """As a command said. It has handed its requests to others and takes no more."""
+    """A command drained the worker. It handed its requests to other workers and accepts no more."""
     ASLEEP = "asleep"
-    """As a command said. The engine has given up its memory, and requests wait in the queue."""
+    """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """It could not get the desired weights and has intact ones of before: it serves nothing, unlike one that lacks only
-    an adapter. A good update or a restart brings it back."""
+    """The worker failed to load the desired weights and keeps intact older weights. It serves nothing until a
+    successful update or a restart. A worker that lacks only an adapter still serves."""
     POISONED = "poisoned"
-    """Its weights are half written, or not what they should be: it serves nothing. A good update or a restart brings it
-    back."""
+    """The weights are half written or wrong. Serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
-    """The desired weights came by a transfer engine, and cannot be had again. It serves nothing until the next
+    """The desired weights came by a transfer engine and cannot be fetched again. Serves nothing until the next
     update."""
     FENCED = "fenced"
-    """Its lease ran out unconfirmed, and it gave up all that it had. It comes back as a new incarnation when an
-    announcement is confirmed again."""
+    """The lease expired, and the worker gave up its requests. A confirmed presence starts a new incarnation."""
     FAILED = "failed"
-    """The engine died, or makes no step any more. The process is about to exit with a non-zero code."""
+    """The engine died or makes no more steps. The process is about to exit with a non-zero code."""
     STOPPED = "stopped"
-    """The last message of a worker that shut down in order. Its open requests go on at other workers at once."""
+    """Last message of a worker that shut down in order. Its open requests resume at other workers immediately."""
     UNKNOWN = "unknown"
-    """Never sent: how this side reads a state that a newer worker appended. Present, but not for new requests."""
+    """Never sent: a reader decodes a newer state as this value. Counts as present, but gets no new requests."""
 
     @classmethod
     def _missing_(cls, value: object) -> "WorkerState":
@@ -157,7 +158,7 @@ class WorkerState(enum.StrEnum):
 
     @property
     def is_present(self) -> bool:
-        """Requests may wait for it: it serves, or soon will."""
+        """True if requests may wait for the worker: it serves now or soon."""
         return self in _PRESENT
 
 
@@ -165,211 +166,213 @@ _PRESENT = frozenset({WorkerState.SERVING, WorkerState.UPDATING, WorkerState.PAU
 
 
 class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter that is loaded."""
+    """A loaded LoRA adapter."""
 
     name: str
-    """What requests call it."""
+    """Name of the adapter in requests."""
     version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Of its weights."""
+    """Version of the adapter's weights."""
 
 
 class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker has counted since its process began; none of it falls before another process takes its name."""
+    """Counters of a worker since its process started.
+
+    A counter never decreases until another process uses the worker's name.
+    """
 
     requests: NotNegative = 0
-    """Requests that it has offered to their clients; each attempt of each sample is one."""
+    """Requests that the worker has offered to clients; each attempt of each sample counts once."""
     rejected: NotNegative = 0
-    """Requests that it has refused, for example because its engine cannot do what they ask for."""
+    """Requests that the worker has rejected, for example because its engine does not support them."""
     ended: NotNegative = 0
-    """Requests that its engine has ended."""
+    """Requests that the engine has ended."""
     failed: NotNegative = 0
-    """Requests that it has ended with an error, those over budget and those of lost clients among them."""
+    """Requests that the worker ended with an error, including those over budget and those of lost clients."""
     aborted: NotNegative = 0
-    """Requests that it has ended because their clients wanted no more of them."""
+    """Requests that clients have aborted."""
     over_budget: NotNegative = 0
-    """Requests that it has ended because too much of what it holds was not taken."""
+    """Requests that the worker has ended because it buffered too many unread results."""
     returned: NotNegative = 0
-    """Requests that it has given back to the queue for other workers, or for later."""
+    """Requests that the worker has returned to the queue, for other workers or for a later time."""
     given_up: NotNegative = 0
-    """Requests that it has given up because its own lease had run out."""
+    """Requests that the worker has given up because its own lease expired."""
     prompt_tokens: NotNegative = 0
-    """Prompt tokens of the requests that it has offered, those of resumed attempts with what came before."""
+    """Prompt tokens of the offered requests, including earlier generated tokens in resumed attempts."""
     generated_tokens: NotNegative = 0
-    """Tokens that its engine has made for them, whether or not they were taken."""
+    """Tokens that the engine has generated for the offered requests, whether or not clients received them."""
     routing_bytes: NotNegative = 0
-    """Routed experts that its engine has made for them, in bytes."""
+    """Bytes of routed experts that the engine has computed for the offered requests."""
     first_tokens: NotNegative = 0
-    """Requests of which its engine has made a token."""
+    """Requests for which the engine has generated at least one token."""
     first_tokens_s: NotNegativeSeconds = 0.0
-    """Seconds from their offers to their first tokens, added up: their mean is this over `first_tokens`."""
+    """Sum of the seconds from offer to first token. Divide by `first_tokens` for the mean."""
     next_tokens: NotNegative = 0
-    """Tokens of all steps but each request's first with tokens."""
+    """Tokens of all steps except each request's first step with tokens."""
     next_tokens_s: NotNegativeSeconds = 0.0
-    """Seconds between those steps and the ones before, added up: the time of one token is this over `next_tokens`."""
+    """Sum of the seconds between those steps and the steps before them. Divide by `next_tokens` for the time of one
+    token."""
     credit_stalls: NotNegative = 0
-    """How often a client's chunks had to wait, and were merged, because it had granted no more credit."""
+    """Number of times that chunks for a client had to wait and were merged because its credit was used up."""
     frames: NotNegative = 0
-    """Frames that it has published, those sent again included."""
+    """Published frames, including frames that were sent again."""
     frames_resent: NotNegative = 0
-    """Frames that it has sent again because a client missed them."""
+    """Frames that the worker has sent again because a client did not receive them."""
     frames_lost: NotNegative = 0
-    """Frames that it could not publish; on a link they are sent again."""
+    """Frames that the worker could not publish. On a link, the worker sends them again."""
     links_broken: NotNegative = 0
-    """Links that it has given up for new ones, as their clients had lost their place."""
+    """Links that the worker has replaced by new links because the client could not continue the old link."""
     clients_lost: NotNegative = 0
-    """Lives of clients that have ended: closed, silent for too long, or followed by another."""
+    """Client incarnations that ended: closed, lease expired, or replaced by a newer incarnation."""
     requests_of_lost_clients: NotNegative = 0
-    """Requests that nobody waited for any more; those that it has told so, in case they come back, are `failed` too."""
+    """Requests of lost clients; also counted as `failed` if an error was sent in case the client returns."""
     fences: NotNegative = 0
-    """How often it has fenced itself."""
+    """Number of times that the worker has fenced itself."""
     dropped_msgs: NotNegative = 0
-    """Messages that its connection has dropped unread."""
+    """Messages that the worker's connection has dropped unread."""
     weights_fetched_bytes: NotNegative = 0
-    """Bytes of weights and adapters that it has fetched from the object store."""
+    """Bytes of weights and adapters that the worker has fetched from the object store."""
     weights_staged: NotNegative = 0
-    """Stagings of weights and adapters that it has brought to their end."""
+    """Completed stagings of weights and adapters."""
     weights_stagings_failed: NotNegative = 0
-    """Stagings that have failed."""
+    """Failed stagings."""
     weights_stagings_cancelled: NotNegative = 0
-    """Stagings that it has broken off because nobody needed them any more, or others came first."""
+    """Cancelled stagings: the source was no longer needed, or another source had priority."""
     weights_staging_s: NotNegativeSeconds = 0.0
-    """Seconds that its stagings took, whatever came of them."""
+    """Seconds of all stagings, including failed and cancelled stagings."""
     weights_paused_s: NotNegativeSeconds = 0.0
-    """Seconds in which its engine made no step for requests because weights were replaced."""
+    """Seconds in which the engine ran no step for requests because of a replacement of weights."""
     placed: NotNegative = 0
-    """Requests that clients have placed at this worker past the queue, and that it has offered."""
+    """Offered requests that clients have placed directly at this worker instead of the queue."""
     placements_refused: NotNegative = 0
-    """Placed requests that it has refused for want of room; their clients put them into the queue."""
+    """Placed requests rejected because the worker had no room. Their clients publish them to the queue."""
     cached_prompt_tokens: NotNegative = 0
-    """Of the prompt tokens of requests with a first token, those that its engine did not compute: it had them in its
-    prefix cache, or fetched them."""
+    """Prompt tokens, of requests with a first token, that the engine took from its prefix cache or fetched."""
     recomputed_prompt_tokens: NotNegative = 0
-    """Of the prompt tokens of requests with a first token, all others: its engine computed them, whether or not another
-    worker had them."""
+    """All other prompt tokens of requests with a first token: the engine computed them. Other workers may have had
+    them."""
     placed_prefix: NotNegative = 0
-    """Of the placed requests, those that came because it has a beginning of their prompt."""
+    """Placed requests, because the worker has a prefix of their prompt."""
     placed_group: NotNegative = 0
-    """Of the placed requests, those that came because it computes the prompt of their group."""
+    """Placed requests, because the worker computes the prompt of their group."""
     placed_session: NotNegative = 0
-    """Of the placed requests, those that came because of their session."""
+    """Placed requests, because of their session."""
     placed_able: NotNegative = 0
-    """Of the placed requests, those that came because it can serve them where others cannot."""
+    """Placed requests, because the worker can serve them and other workers cannot."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an engine says of its own load; None: this engine does not say, which is not 0.
+    """The load of an engine. None means that the engine does not report the value, which differs from 0.
 
-    The counts are the scheduler's after its last step. Rates are of the engine as a whole and remember the last 10 s or
-    so of computing, not of the clock: an idle or paused engine keeps them. They are None until the first measurement.
+    The counts are the scheduler's after its last step. Rates cover the whole engine and about the last 10 s of
+    computing time, not of wall time, so an idle or paused engine keeps its rates. Rates are None until the first
+    measurement.
     """
 
     kv_cache_use: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Share of the KV cache that requests hold, 0 to 1; cached prefixes that no request uses count as free."""
+    """Share of the KV cache that requests use, 0 to 1. Cached prefixes that no request uses count as free."""
     running: NotNegative | None = None
-    """Requests that the engine computes."""
+    """Requests that the engine runs."""
     waiting: NotNegative | None = None
-    """Requests inside the engine that it has not begun, or has preempted."""
+    """Requests inside the engine that it has not started or has preempted."""
     preemptions: NotNegative | None = None
-    """How often it has taken the KV cache from a running request, since it was warm; it computes that again."""
+    """Number of times that a running request lost its KV cache since warm-up. The engine recomputes that cache."""
     prefix_cache_queries: NotNegative | None = None
-    """Tokens of the requests that it has looked up in its prefix cache, since it was warm."""
+    """Tokens of requests that the engine has looked up in its prefix cache since warm-up."""
     prefix_cache_hits: NotNegative | None = None
-    """Tokens of those that it found there and did not compute."""
+    """Tokens of those requests that the engine found in the cache and did not compute."""
     prefill_tokens_per_s: NotNegativeSeconds | None = None
-    """Prompt tokens computed, cached ones left out, by the time from when a request is scheduled to its first token;
-    beside whatever else was decoded then. Measurements weigh by their tokens, so that long prompts decide: n uncached
-    tokens take about n over this."""
+    """Computed prompt tokens per second, from the scheduling of a request to its first token. Cached tokens do not
+    count, and other requests may decode in the same time. Measurements are weighted by tokens, so long prompts
+    dominate. n uncached tokens take about n divided by this rate."""
     decode_tokens_per_s: NotNegativeSeconds | None = None
-    """Tokens after the first, of all requests together, by the time of the steps that made them. One request gets about
-    this over `running`; n tokens of all of them take about n over this."""
+    """Generated tokens of all requests after their first, per second of the steps that made them. One request gets
+    about this rate divided by `running`; n tokens of all requests take about n divided by this rate."""
     kv_cache_tokens: Positive | None = None
-    """Tokens that its KV cache holds, those of all replicas together."""
+    """Tokens that the KV cache can hold, over all replicas."""
 
 
 class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's periodic message about itself."""
+    """A worker's periodic presence."""
 
     v: Literal[1] = 1
     """Wire version."""
     worker: str
-    """Its id, unique in the fleet; a subject token."""
+    """Id of the worker, unique in the fleet; a subject token."""
     incarnation: str
-    """Changes with each start of the worker; frames of another incarnation belong to another life."""
+    """Incarnation of the worker; it changes with each start. Frames carry the incarnation that sent them."""
     model: str
     """Served model name."""
     state: WorkerState
-    """What the worker is doing."""
+    """State of the worker."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Of the weights that it samples from now."""
+    """Version of the weights that the worker samples from now."""
     in_flight: NotNegative
-    """Requests that the worker has admitted and not ended."""
+    """Requests that the worker has accepted and not ended."""
     free_slots: NotNegative
-    """Requests that it would start at once."""
+    """Requests that the worker would start at once."""
     uptime_s: Annotated[float, Meta(ge=0)]
     """Seconds since the worker started."""
     lease_s: Annotated[float, Meta(gt=0)]
-    """Seconds for which this message is good."""
+    """Seconds for which this message is valid."""
     capabilities: Capabilities | None = None
-    """None while the engine is starting."""
+    """Capabilities of the engine; None while the engine starts."""
     held_bytes: NotNegative = 0
-    """What clients have not taken yet: frames not acknowledged and tokens that wait for credit."""
+    """Buffered bytes for clients: frames without a frame ack, and tokens that wait for credit."""
     last_error: str | None = None
-    """Why it failed, for people."""
+    """Reason of the last failure, for people; None: no failure."""
     model_path: str | None = None
-    """The model's folder on the worker's machine; a program on the same machine finds the tokenizer there."""
+    """Folder of the model on the worker's machine. Programs on that machine find the tokenizer there."""
     pause_mode: PauseMode | None = None
-    """While it is paused: how."""
+    """Mode of the pause; None unless the worker is paused."""
     queued: NotNegative = 0
-    """Requests that it has taken and its engine has not."""
+    """Requests that the worker has accepted and its engine has not."""
     target_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """The weights that it should have; None until it has read the desired state."""
+    """Version of the weights that the desired state requires; None until the worker has read the desired state."""
     epoch: NotNegative = 0
-    """Of the desired state that it has brought itself to, or failed to."""
+    """Epoch of the desired state that the worker has applied, or failed to apply."""
     loras: tuple[LoraInfo, ...] = ()
     """Adapters that requests may name."""
     lease_age_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds since an announcement of it was last confirmed."""
-
+    """Seconds since the server last confirmed a presence message of the worker."""
     counters: WorkerCounters | None = None
-    """What it has counted; None: it does not say."""
+    """Counters of the worker; None: not announced."""
     start_left_s: Annotated[float, Meta(ge=0)] | None = None
-    """While it starts: seconds for which requests may wait for it. None: it does not start, or does not say."""
+    """Seconds for which requests may wait for a worker that starts. None: the worker does not start, or does not
+    announce it."""
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
-    """Name of the machine that it runs on; None: not announced."""
+    """Name of the worker's machine; None: not announced."""
     pid: NotNegative | None = None
-    """Its process id on that machine; None: not announced."""
+    """Process id on that machine; None: not announced."""
     held_s: NotNegativeSeconds | None = None
-    """Seconds since the server first confirmed an announcement of this incarnation. Of two workers of one id, the one
-    that has held it longer keeps it. None: not announced."""
+    """Seconds since the server first confirmed this incarnation; the larger value keeps an id. None: not announced."""
     engine_stats: EngineStats | None = None
-    """The load of its engine; None while the engine starts, or not announced."""
+    """Load of the engine; None while the engine starts, or not announced."""
     staging: Staging | None = None
-    """The weights that it is staging; None: it stages none, or does not say."""
+    """Weights that the worker stages now; None: it stages none, or does not announce it."""
     cache_epoch: NotNegative = 0
-    """Rises whenever its prefix cache was emptied, or may have been: by a load of weights, a flush, or a sleep. What
-    this incarnation cached in an earlier epoch is gone."""
+    """Number that increases whenever the prefix cache was or may have been emptied: by a load of weights, a flush or a
+    sleep. Entries of earlier epochs are gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
-    """Seconds since the oldest prefix was used that its prefix cache may still have; what was used earlier is gone,
-    unless a request holds it. None: it may have forgotten none, or its engine does not say."""
+    """Seconds since the last use of the oldest prefix that may still be cached. Earlier ones are gone, unless a request
+    uses them. None: no prefix may have been dropped, or the engine does not report it."""
     published: PublishedVersion | None = None
-    """The published version that it staged last, in this life; None: its weights are of no published version, or it
-    does not say."""
+    """Published version that this incarnation staged last; None: the weights are of none, or not announced."""
 
     def __post_init__(self) -> None:
-        """Refuse names that cannot stand in a subject."""
+        """Check that the worker's id is a subject token and that the model's name is valid."""
         check_subject_token("worker", self.worker)
         check_name("model", self.model)
 
 
 class ClientState(enum.StrEnum):
-    """Whether a client is there. Append-only."""
+    """The state of a client. Append-only."""
 
     LIVE = "live"
-    """It reads its frames. Workers run its requests and keep what it has not acknowledged."""
+    """The client reads its frames. Workers run its requests and keep frames until the client acks them."""
     CLOSED = "closed"
-    """The last message of a client that was closed in order. Nobody waits for its requests: workers end them."""
+    """Last message of a client that closed in order. Workers end its requests."""
     UNKNOWN = "unknown"
-    """Never sent: how this side reads a state that a newer client appended. Counts as live."""
+    """Never sent: a reader decodes a state of a newer client as this value. Counts as live."""
 
     @classmethod
     def _missing_(cls, value: object) -> "ClientState":
@@ -377,21 +380,21 @@ class ClientState(enum.StrEnum):
 
 
 class ClientPresence(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's periodic message to the workers: as long as it comes, somebody waits for their results."""
+    """A client's periodic presence, which tells workers that the client still waits for its results."""
 
     v: Literal[1] = 1
     """Wire version."""
     client: str
-    """Its name, unique among live clients of the fleet; a subject token."""
+    """Name of the client, unique among live clients of the fleet; a subject token."""
     incarnation: Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
-    """Changes with each start of the client; requests of an earlier one are given up."""
+    """Incarnation of the client; it changes with each start. Workers end requests of earlier incarnations."""
     state: ClientState
-    """Whether it is there."""
+    """State of the client."""
     lease_s: Annotated[float, Meta(gt=0)]
-    """Seconds for which this message is good."""
+    """Seconds for which this message is valid."""
     uptime_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds since this life began: of two clients of one name, the younger keeps it."""
+    """Seconds since this incarnation started. If two clients use one name, the younger client keeps the name."""
 
     def __post_init__(self) -> None:
-        """Refuse a name that cannot stand in a subject."""
+        """Check that the client's name is a subject token."""
         check_subject_token("client", self.client)

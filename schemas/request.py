@@ -1,4 +1,4 @@
-"""A request to generate tokens, as a caller states it and as it crosses the wire."""
+"""A request to generate tokens, as the caller creates it and as the wire carries it."""
 
 import uuid
 from copy import copy
@@ -30,90 +30,98 @@ if TYPE_CHECKING:
     # Callers may pass any sequence of integers; after construction it is a read-only i4 array.
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 else:
-    # msgspec calls the hooks in rollbus.schemas.messages for a type it does not know, on both ways.
+    # msgspec calls the hooks in rollbus.schemas.messages to encode and decode a type that it does not know.
     TokenIds = np.ndarray
 
 __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
 
 Lane = Literal["resume", "high", "normal", "low"]
-"""Lanes of the queue, in the order in which workers pull from them; `resume` is kept for later attempts."""
+"""Lanes of the queue, in the order in which workers pull from them. `resume` is for later attempts only."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):
-    """One prompt to continue. Checked on construction: a bad value raises `InvalidRequest` naming the field.
+    """One prompt to continue.
 
-    Compared by identity, as numpy arrays have no single truth of equality.
+    The constructor checks all fields: an invalid value raises `InvalidRequest` with the field's name.
+
+    Requests compare by identity, because numpy arrays have no single truth value of equality.
     """
 
     prompt_token_ids: TokenIds
-    """Token ids of the prompt, at least one; kept as a read-only i4[Lp] array."""
+    """Token ids of the prompt, at least one; stored as a read-only i4[Lp] array."""
     sampling: SamplingParams = SamplingParams()
-    """How to sample."""
+    """Sampling parameters."""
     request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique among the live requests of one client; drawn at random when left out."""
+    """Id of the request, unique among the open requests of one client; random by default."""
     model: str | None = None
-    """Served model name; None: the fleet's only model."""
+    """Served model name; None: the only model of the fleet."""
     return_routed_experts: bool | None = None
-    """None: if the model has experts. True: refuse if it has none. False: spare the bytes."""
+    """Whether to return routed experts. None: if the model has experts. True: reject the request if the model has none.
+    False: do not send them."""
     routed_experts_prompt_start: int = 0
-    """Leading prompt positions whose routing is not wanted, 0 to Lp: those of earlier turns, for example."""
+    """Number of leading prompt positions without routed experts in the result, 0 to Lp, for example the positions of
+    earlier turns."""
     cache_salt: str | None = None
-    """Prefix-cache entries are shared only between requests of the same salt."""
+    """Salt of the prefix cache: only requests with the same salt share cache entries."""
     priority: int = 0
-    """vLLM's sign: lower is more urgent. Chooses the queue lane, and orders the engine's queue where enabled."""
+    """Priority in vLLM's sign: lower is more urgent. It selects the queue lane, and the order in the engine's queue
+    where the engine supports it."""
     session_id: str | None = None
-    """A hint: turns of one session are best served by the worker that holds their prefix cache."""
+    """Session of the request, a hint. The worker that has the session's prefix cache serves its turns best."""
     lora: str | None = None
     """Name of a loaded LoRA adapter; None: the base model."""
     timeout_s: float | None = None
     """Seconds from now until the request fails with `timeout`; None: `DEFAULT_TIMEOUT_S`."""
     min_weight_version: int | None = None
-    """Refuse weights older than this version."""
+    """Minimum weight version; older weights do not serve the request."""
     max_weight_lag: int | None = None
-    """Drop the request if the weights move on by more than this before it starts."""
+    """Maximum number of versions by which the weights may advance before the request starts. Beyond it, the request is
+    dropped."""
     traceparent: str | None = None
-    """W3C trace context: every attempt takes it to its worker and engine, and its first chunk brings it back."""
+    """W3C trace context. Every attempt carries it to its worker and engine, and the first chunk of the attempt returns
+    it."""
     return_sampling_mask: bool | None = None
-    """Ids that each token was sampled from. None: if the engine makes them. True: refuse if not. False: spare the
-    bytes."""
+    """Whether to return the ids that each token was sampled from. None: if the engine makes them. True: reject the
+    request if the engine makes none. False: do not send them."""
     group_id: str | None = None
-    """A hint: requests of one group share a prompt, and are best served by the worker that has computed it."""
+    """Group of requests that share a prompt, a hint. The worker that has computed the prompt serves the group best."""
     tracestate: str | None = None
-    """What tracing systems add to `traceparent`; it goes to the engine with that, and without that nowhere."""
+    """Vendor data of tracing systems for `traceparent`. The engine receives both; without `traceparent`, it is not
+    sent."""
 
     def __post_init__(self) -> None:
-        """Check every field and bring it to its canonical type."""
+        """Check every field and convert it to its canonical type."""
         for name, value in _checked(self).items():
             if value is not getattr(self, name):
                 force_setattr(self, name, value)
 
     @property
     def prompt_len(self) -> int:
-        """Lp, the number of prompt tokens."""
+        """Number of prompt tokens, Lp."""
         return len(self.prompt_token_ids)
 
     def in_trace(self, traceparent: str, tracestate: str | None) -> "GenerateRequest":
-        """Return this request as part of a trace. The values must be valid; nothing is checked again."""
+        """Return this request as part of a trace. The values must be valid; this method does not check them."""
         traced = copy(self)
         force_setattr(traced, "traceparent", traceparent)
         force_setattr(traced, "tracestate", tracestate)
         return traced
 
     def continuing(self, generation: StoppedAnswer, *, inexact: Inexact = "refuse") -> "GenerateRequest":
-        """Return a new request for the rest of `generation`, which is of this request and has not ended by itself.
+        """Return a new request for the rest of `generation`, which belongs to this request and did not end normally.
 
-        Its prompt is this prompt and the tokens of `generation`, `routed_experts_prompt_start` is the first missing
-        row, and `max_tokens` and `min_tokens` are less what was generated. Prompt logprobs are not asked for again.
-        It is for one sample, has an id of its own, and `timeout_s` counts anew. `Generation.joined` makes both parts
-        one. A generation without tokens gives a request for the same prompt.
+        The prompt of the new request is this prompt plus the tokens of `generation`. `routed_experts_prompt_start` is
+        the first missing row. `max_tokens` and `min_tokens` are reduced by the number of generated tokens. The new
+        request asks for no prompt logprobs. It is for one sample, has its own id, and its `timeout_s` starts again.
+        `Generation.joined` joins both parts. A generation without tokens gives a request for the same prompt.
 
         Args:
-            inexact: what to do where the sampler had a state that is lost: a seed, penalties, bad words, or parameters
-                of the engine, as a grammar is. `refuse`: raise. `continue`: go on, with another seed; penalties and the
-                rest see the tokens so far as a prompt. The joined generation is then not `exact`.
+            inexact: handling of a sampler state that is lost: a seed, penalties, bad words, or engine parameters such
+                as a grammar. `refuse`: raise. `continue`: continue with another seed; penalties and the rest treat the
+                tokens so far as a prompt, and the joined generation is not `exact`.
 
         Raises:
-            InvalidRequest: `generation` is of another request or has ended by itself, or the sampler's state is lost.
+            InvalidRequest: `generation` belongs to another request, ended normally, or the sampler's state is lost.
         """
         return rest_of_answer(self, generation, inexact=inexact, request_id=uuid.uuid4().hex)
 
@@ -158,16 +166,17 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
 
 
 def lane_of(priority: int) -> Lane:
-    """The queue lane of a priority: below 0 is `high`, 0 is `normal`, above 0 is `low`."""
+    """Return the queue lane of a priority: below 0 is `high`, 0 is `normal`, above 0 is `low`."""
     if priority < 0:
         return "high"
     return "normal" if priority == 0 else "low"
 
 
 def expand_children(request: GenerateRequest) -> list[GenerateRequest]:
-    """Split a request for n samples into n requests for one each; child i samples with seed + i.
+    """Split a request for n samples into n requests for one sample each; child i uses seed + i.
 
-    Prompt logprobs and the prompt's routing rows are the same for every child; each carries its own.
+    Prompt logprobs and the prompt's routed experts are equal for all child requests. Each child request carries its own
+    copy.
     """
     if request.sampling.n == 1:
         return [request]

@@ -1,4 +1,4 @@
-"""Requests built from plain values, as JSON and msgpack hold them; each error names the field."""
+"""Requests built from plain JSON and msgpack values; each error names the field."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ __all__ = ["build_request", "decode_token_ids", "request_from_json"]
 
 
 def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
-    """Build a request from JSON's types, as in a JSONL file; unknown fields are refused.
+    """Build a request from JSON values, as in a JSONL file. Unknown fields are rejected.
 
     Raises:
         InvalidRequest: a field is wrong, missing, unknown or of the wrong type.
@@ -29,7 +29,7 @@ def request_from_json(fields: Mapping[str, object]) -> GenerateRequest:
         _refuse_unknown("sampling.", sampling, SamplingParams.__struct_fields__)
         bias = sampling.get("logit_bias")
         if isinstance(bias, Mapping):
-            # JSON's names are strings.
+            # JSON has only string keys.
             bias = {int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key: bias[key] for key in bias}
             fields = {**fields, "sampling": {**sampling, "logit_bias": bias}}
     return build_request(fields)
@@ -46,7 +46,7 @@ def _refuse_unknown(where: str, given: Mapping[Any, object], known: Sequence[str
 
 
 def build_request(fields: Mapping[str, object]) -> GenerateRequest:
-    """Construct a request from plain values, which checks them; unknown names are ignored."""
+    """Build and validate a request from plain values. Unknown names are ignored."""
     given: dict[str, Any] = {name: fields[name] for name in GenerateRequest.__struct_fields__ if name in fields}
     if "prompt_token_ids" not in given:
         raise InvalidRequest(field="prompt_token_ids", problem="is missing", allowed="a flat list of token ids")
@@ -64,7 +64,7 @@ def decode_token_ids(value: object) -> object:
     """Decode a prompt from its `<i4` bytes, or from a plain list of integers, into an array.
 
     Raises:
-        InvalidRequest: these bytes are not of whole token ids, or the list has something else in it.
+        InvalidRequest: the bytes are not a whole number of token ids, or the list has other values.
     """
     if isinstance(value, bytes):
         if len(value) % 4:

@@ -1,8 +1,8 @@
-"""The row rule of routed experts, in one place.
+"""The row rule of routed experts.
 
-Row i of an array belongs to absolute position `start + i` of prompt + generated tokens. A sequence of Lp prompt
-and G >= 1 generated tokens has rows for positions 0 to Lp + G - 2: the last generated token has not been through
-the model. Arrays are u1 or `<u2`, `[num_rows, num_layers, top_k]`, C-contiguous.
+Row i of an array belongs to the absolute position `start + i` of prompt and generated tokens. A sequence of Lp prompt
+and G >= 1 generated tokens has rows for positions 0 to Lp + G - 2. The last generated token has no row, because the
+model has not processed it. Arrays are u1 or `<u2`, `[num_rows, num_layers, top_k]`, C-contiguous.
 """
 
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -17,21 +17,24 @@ __all__ = ["DTYPES", "RowDtype", "Rows", "dtype_for", "dtype_of", "expected_rows
 Rows: TypeAlias = npt.NDArray[np.uint8 | np.uint16]
 RowDtype = Literal["u1", "<u2"]
 DTYPES: dict[str, np.dtype[Any]] = {"u1": np.dtype("u1"), "<u2": np.dtype("<u2")}
-"""The dtypes of expert ids by their names on the wire."""
+"""Dtypes of expert ids, by their names on the wire."""
 
 
 def dtype_for(num_experts: int) -> RowDtype:
-    """The one dtype of a model's expert ids: fixed by how many experts it has, never by the ids seen."""
+    """Return the dtype of a model's expert ids.
+
+    It depends only on the number of experts, never on the ids of a result.
+    """
     if not 1 <= num_experts <= limits.MAX_EXPERTS:
         raise ValueError(f"num_experts is {num_experts}; allowed: 1 to {limits.MAX_EXPERTS}")
     return "u1" if num_experts <= 256 else "<u2"
 
 
 def dtype_of(rows: Rows) -> RowDtype:
-    """The name on the wire of an array's dtype.
+    """Return the name on the wire of an array's dtype.
 
     Raises:
-        ValueError: expert ids of another dtype.
+        ValueError: the array has another dtype.
     """
     for name in get_args(RowDtype):
         if rows.dtype == DTYPES[name]:
@@ -40,20 +43,20 @@ def dtype_of(rows: Rows) -> RowDtype:
 
 
 def no_rows(num_layers: int, top_k: int, dtype: RowDtype) -> Rows:
-    """An array of no rows that still has its model's shape and dtype."""
+    """Return an array without rows, with the shape and dtype of the model."""
     return np.empty((0, num_layers, top_k), DTYPES[dtype])
 
 
 def expected_rows(prompt_len: int, start: int, num_tokens: int) -> int:
-    """How many rows belong to `num_tokens` generated tokens: Lp - start + G - 1, or 0 before the first token."""
+    """Return the number of rows for `num_tokens` generated tokens: Lp - start + G - 1, or 0 before the first token."""
     return max(prompt_len - start + num_tokens - 1, 0) if num_tokens else 0
 
 
 def rows_as_wire(rows: npt.NDArray[Any], dtype: RowDtype) -> Rows:
-    """Bring an engine's array to its dtype on the wire, C-contiguous; copies only where it must.
+    """Convert an engine's array to its dtype on the wire, C-contiguous. Copy only if necessary.
 
     Raises:
-        ValueError: not three-dimensional, not integers, or an id that does not fit: ids are never narrowed silently.
+        ValueError: the array is not three-dimensional or not of integers, or an id does not fit the dtype.
     """
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise ValueError(f"routed experts are {rows.dtype} of shape {rows.shape}, not integers in three dimensions")

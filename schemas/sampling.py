@@ -1,4 +1,4 @@
-"""How tokens are sampled: the subset of vLLM's parameters that RL needs, with vLLM's names and meanings."""
+"""Sampling parameters: the subset of vLLM's parameters that RL needs, with vLLM's names and meanings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,69 +14,73 @@ __all__ = ["SamplingParams"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are sampled. Checked on construction: a bad value raises `InvalidRequest` naming the field.
+    """Sampling parameters.
 
-    Strings to stop at are not here: text is the frontend's business, the bus carries token ids.
+    The constructor checks all fields: an invalid value raises `InvalidRequest` with the field's name.
+
+    There are no stop strings: text belongs to the frontend, and the bus carries only token ids.
     """
 
     max_tokens: int | None = 16
-    """Tokens to generate at most, 1 or more; None: up to the model's context length."""
+    """Maximum number of generated tokens, at least 1; None: up to the model's context length."""
     min_tokens: int = 0
-    """Tokens before which neither EOS nor `stop_token_ids` end the generation."""
+    """Number of tokens before which neither EOS nor `stop_token_ids` end the generation."""
     temperature: float = 1.0
-    """0 (greedy) to 2."""
+    """Temperature, 0 (greedy) to 2."""
     top_p: float = 1.0
-    """Above 0 up to 1."""
+    """Cumulative probability of the tokens to sample from, above 0 up to 1."""
     top_k: int = 0
-    """0 (or -1): all tokens."""
+    """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     min_p: float = 0.0
-    """0 to 1, relative to the most likely token."""
+    """Minimum probability relative to the most likely token, 0 to 1."""
     seed: int | None = None
-    """Makes sampling repeatable; child i of n > 1 uses seed + i."""
+    """Seed for repeatable sampling; child request i of n > 1 uses seed + i. None: not repeatable."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the generation; the token itself is delivered."""
+    """Token ids that end the generation. The result includes the stop token."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """True: continue after the model's end-of-sequence token."""
     logprobs: int | None = 0
-    """0: the log probability of each sampled token. k: those of the k most likely ones too. None: none."""
+    """Log probabilities to return. 0: that of each sampled token. k: also those of the k most likely tokens. None: no
+    log probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt; turns off reading the prefix cache for this request."""
+    """Log probabilities of prompt tokens, as in `logprobs`. Setting it disables reads of the prefix cache for this
+    request."""
     n: int = 1
-    """Samples for this prompt."""
+    """Number of samples for this prompt."""
     repetition_penalty: float = 1.0
-    """Above 0 up to 100; 1 is none."""
+    """Repetition penalty, above 0 up to 100; 1: none."""
     presence_penalty: float = 0.0
-    """-2 to 2."""
+    """Presence penalty, -2 to 2; 0: none."""
     frequency_penalty: float = 0.0
-    """-2 to 2."""
+    """Frequency penalty, -2 to 2; 0: none."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to a bias from -100 to 100."""
+    """Map of token ids to biases from -100 to 100."""
     allowed_token_ids: Sequence[int] | None = None
-    """If set, only these tokens may be sampled."""
+    """Only tokens that may be sampled; None: all tokens."""
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
-    """Sequences of token ids that must not be generated."""
+    """Sequences of token ids that the engine must not generate."""
     extra: Mapping[str, Any] | None = None
-    """Parameters of the engine by its own names; one that the engine does not list in its capabilities is refused."""
+    """Engine parameters by the engine's own names. A name that the engine's capabilities do not list is rejected."""
 
     def __post_init__(self) -> None:
-        """Check every field and bring it to its canonical type."""
+        """Check every field and convert it to its canonical type."""
         for name, value in _checked(self).items():
             if value is not getattr(self, name):
                 force_setattr(self, name, value)
 
     @property
     def is_continuable(self) -> bool:
-        """Going on from prompt and tokens gives what one undisturbed run could have given.
+        """True if a continuation from prompt and tokens can give the same result as one undisturbed run.
 
-        Not so where the sampler has a state of its own: a seeded generator, or what was generated so far, which
-        penalties and bad words look at. Greedy sampling goes on to the same tokens, unseeded sampling to a sample of
-        the same distribution.
+        A sampler with its own state makes this impossible: a seeded generator, or the generated tokens that penalties
+        and bad words depend on. Greedy sampling continues with the same tokens. Unseeded sampling continues with a
+        sample of the same distribution.
         """
         return not self.stateful_fields
 
     @property
     def stateful_fields(self) -> tuple[str, ...]:
-        """The set fields that give the sampler a state of its own; a grammar, for example, is in `extra`."""
+        """Names of the set fields that give the sampler its own state. `extra` may hold a grammar, for example."""
         is_set = {
             "seed": self.seed is not None and self.temperature != 0.0,
             "repetition_penalty": self.repetition_penalty != 1.0,
@@ -125,7 +129,10 @@ def _checked(params: SamplingParams) -> dict[str, object]:
 
 
 def _check_together(checked: Mapping[str, Any]) -> None:
-    """Check what binds two fields; takes checked values, since sums of numpy's integers wrap around."""
+    """Check conditions on two fields.
+
+    The values must be checked Python integers, because sums of numpy integers can overflow.
+    """
     min_tokens, max_tokens, seed, n = (checked[name] for name in ("min_tokens", "max_tokens", "seed", "n"))
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidRequest(
@@ -134,7 +141,7 @@ def _check_together(checked: Mapping[str, Any]) -> None:
     if seed is not None and seed + n - 1 > limits.MAX_SEED:
         raise InvalidRequest(
             field="sampling.seed",
-            problem=f"is {seed} and leaves no room for seed + n - 1 with n={n}",
+            problem=f"is {seed} and seed + n - 1 exceeds {limits.MAX_SEED} with n={n}",
             allowed=f"an integer from 0 to {limits.MAX_SEED - n + 1}",
         )
 

@@ -1,7 +1,7 @@
-"""What workers answer when they are asked to look inside: the load of experts, and what became of single requests.
+"""The answers of workers to telemetry reads: the load of experts, and the history of single requests.
 
-Nothing of it is published unasked. An admin or a frontend asks with `read_experts` or `read_request`, and each worker
-answers with one `Ack`. Reads change nothing, are not recorded, and wait for nothing.
+Workers publish these data only on request. An admin or a frontend sends `read_experts` or `read_request`, and each
+worker answers with one `Ack`. Reads change nothing, are not recorded, and do not wait for other commands.
 """
 
 from typing import Annotated, Final, Literal
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 COUNT_DTYPE: Final = "<u8"
-"""Of each expert's count."""
+"""Dtype of each expert's count."""
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Name = Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
@@ -30,95 +30,96 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TokenTally(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How much of what an engine computed its counts have seen."""
+    """The number of computed positions, and how many of them the expert counts cover."""
 
     computed: Count = 0
-    """Positions that the engine computed, each as often as it did so."""
+    """Positions that the engine computed; a recomputed position counts again."""
     seen: Count = 0
-    """Of these, the positions whose routing the worker got: not those below `start`, nor of requests that declined."""
+    """Computed positions whose routed experts the worker received. Excluded are positions below `start` and requests
+    that declined routed experts."""
 
 
 class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How often one worker's router chose each expert under one version of the weights."""
+    """The counts of how often one worker's router chose each expert under one weight version."""
 
     weight_version: Version
-    """Of the weights that chose."""
+    """Version of the weights whose router chose the experts."""
     prompt: Annotated[bytes, Meta(max_length=limits.MAX_EXPERT_COUNTS_BYTES)] = b""
-    """Choices at prompt positions that the engine computed: zlib of <u8[num_layers, num_experts]. Empty: none."""
+    """Choices at computed prompt positions: zlib of <u8[num_layers, num_experts]. Empty: none."""
     generated: Annotated[bytes, Meta(max_length=limits.MAX_EXPERT_COUNTS_BYTES)] = b""
     """Choices at generated tokens, in the same form."""
     prompt_tokens: TokenTally = TokenTally()
-    """Of prompt positions."""
+    """Computed and counted prompt positions."""
     generated_tokens: TokenTally = TokenTally()
-    """Of generated tokens."""
+    """Computed and counted generated tokens."""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's answer to `read_experts`.
 
-    A worker counts in intervals of 5 s, whose numbers are Unix time / 5 s by its clock as it was at the start of the
-    incarnation, and keeps the last 24 that have ended.
+    A worker counts in intervals of 5 s. An interval number is Unix time / 5 s by the worker's clock as of the start of
+    the incarnation. The worker keeps the last 24 completed intervals.
     """
 
     number: Count
-    """Of the last interval that has ended."""
+    """Number of the last completed interval."""
     first: Count
-    """Of the first interval in `counts`: later than was asked for where the worker has forgotten some, or had not
-    started; 1 above `number` where no interval that is asked for has ended."""
+    """Number of the first interval in `counts`. It is later than requested if the worker has dropped intervals or
+    started later. It is `number` + 1 if no requested interval is complete."""
     seconds: Seconds
-    """How long the intervals in `counts` are together; of `window` `versions`, since its first token."""
+    """Total seconds of the intervals in `counts`; for `window` `versions`, seconds since the first token."""
     num_layers: Annotated[int, Meta(ge=1, le=limits.MAX_LAYERS)]
-    """Layers of the model that route."""
+    """Layers of the model that have a router."""
     num_experts: Annotated[int, Meta(ge=1, le=limits.MAX_EXPERTS)]
-    """In each layer."""
+    """Experts in each layer."""
     top_k: Annotated[int, Meta(ge=1, le=limits.MAX_TOP_K_EXPERTS)]
     """Experts that each position chooses in each layer."""
     counts: Annotated[tuple[ExpertCounts, ...], Meta(max_length=limits.MAX_EXPERT_VERSIONS)] = ()
-    """One for each version of the weights, the newest first; none without tokens."""
+    """Counts for each weight version, newest first; empty without tokens."""
 
 
 TimelineEventName = Literal[
     "published", "offered", "started", "prefilled", "first_token", "held", "resumed", "weights", "restarted", "ended"
 ]
-"""`published`: in the queue, by the server's clock. `offered`: the worker has admitted it. `started`: the engine has
-it. `prefilled`: its prompt is computed. `held` and `resumed`: a pause. `weights`: tokens of another version begin.
-`restarted`: its prompt is computed anew."""
+"""`published`: in the queue, by the server's clock. `offered`: the worker has accepted the request. `started`: the
+engine has the request. `prefilled`: the prompt is computed. `held` and `resumed`: a pause. `weights`: tokens of another
+weight version begin. `restarted`: the engine recomputes the prompt."""
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to a request at a worker."""
+    """One event of a request at a worker."""
 
     at: Annotated[float, Meta(ge=0, le=limits.MAX_UNIX_S)]
     """Unix time in seconds, by the worker's clock."""
     event: Name
-    """A `TimelineEventName`; readers pass over those that newer workers have appended."""
+    """A `TimelineEventName`. Readers skip names that newer workers have appended."""
     weight_version: Version | None = None
-    """Of the weights from here on, with `offered` and `weights`."""
+    """Version of the weights from this event on, with `offered` and `weights`."""
     tokens: Count | None = None
-    """Generated so far, with `held`, `weights`, `restarted` and `ended`; with `prefilled`, prompt tokens."""
+    """Tokens generated so far, with `held`, `weights`, `restarted` and `ended`; prompt tokens with `prefilled`."""
     cached_tokens: Count | None = None
-    """With `prefilled`: prompt tokens that the engine had in its cache."""
+    """Prompt tokens that the engine had in its cache, with `prefilled`."""
     reason: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
-    """With `ended`: the finish reason, the error's code, or `returned`: the worker gave it back to the queue. With
-    `held`, what the pause was for: `pause`, `weights` or `lora`."""
+    """With `ended`: the finish reason, the error code, or `returned` if the worker returned the request to the queue.
+    With `held`: the cause of the pause, which is `pause`, `weights` or `lora`."""
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One attempt of one sample of a request at one worker."""
+    """The history of one attempt of one sample of a request at one worker."""
 
     request_id: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_CHARS)]
-    """As its client named it."""
+    """Id of the request, chosen by its client."""
     client: Name
-    """Who asked for it."""
+    """Name of the client that sent the request."""
     attempt: Count = 0
-    """0 for the first; each that follows goes on where the one before was lost."""
+    """Number of the attempt; 0 for the first. Each later attempt continues where the previous attempt was lost."""
     child: Count = 0
-    """Which of n samples."""
+    """Number of the sample, 0 to n - 1."""
     lane: Name | None = None
-    """Of the queue; None: it was placed at this worker."""
+    """Lane of the queue; None: a client placed the request at this worker."""
     prompt_tokens: Count = 0
-    """Tokens of its prompt, those of resumed attempts with what came before."""
+    """Prompt tokens of the request; for resumed attempts, these include the tokens generated before."""
     traceparent: Name | None = None
-    """The trace that it belongs to; None: none was given."""
+    """W3C trace context of the request; None: the client sent none."""
     events: Annotated[tuple[TimelineEvent, ...], Meta(max_length=limits.MAX_TIMELINE_EVENTS)] = ()
-    """In order; of more events than fit, those in the middle are left out."""
+    """Events in order. If there are too many, the events in the middle are left out."""

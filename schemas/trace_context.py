@@ -1,4 +1,4 @@
-"""W3C Trace Context, as requests carry it: which trace a request belongs to, and what vendors add to that."""
+"""W3C Trace Context of requests: the trace of a request, and the vendor data of that trace."""
 
 import re
 from typing import Final
@@ -9,11 +9,12 @@ from .errors import InvalidRequest
 __all__ = ["MAX_TRACESTATE_CHARS", "TRACEPARENT_PATTERN", "check_traceparent", "check_tracestate", "kept_tracestate"]
 
 TRACEPARENT_PATTERN: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-"""Section 3.2: ids that are all zeros, and version ff, are none."""
+"""Pattern of section 3.2, without ids of only zeros and without version ff."""
 MAX_TRACESTATE_CHARS: Final = 512
-"""What section 3.3.1.5 wants everybody to hand on; more is cut by whole members."""
+"""Characters that section 3.3.1.5 requires every participant to propagate. Longer values are cut at a member
+boundary."""
 MAX_TRACESTATE_MEMBERS: Final = 32
-"""Section 3.3.1.1."""
+"""Maximum number of members, by section 3.3.1.1."""
 _MEMBER: Final = re.compile(
     r"(?P<key>[a-z0-9][a-z0-9_\-*/@]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 )
@@ -27,16 +28,16 @@ def check_traceparent(field: str, value: object) -> str:
     """Accept a `traceparent` of any version that has the form of version 00.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: the value has another form.
     """
     return check_matches(field, value, TRACEPARENT_PATTERN, "a W3C traceparent, 55 lower-case characters")
 
 
 def check_tracestate(field: str, value: object) -> str:
-    """Accept a `tracestate` that can be handed on as it is.
+    """Accept a `tracestate` that can be propagated unchanged.
 
     Raises:
-        InvalidRequest: it is malformed, or too long.
+        InvalidRequest: the value is malformed or too long.
     """
     text = check_matches(field, value, re.compile(r"[\x20-\x7e]+"), _ALLOWED)
     if len(text) > MAX_TRACESTATE_CHARS:
@@ -47,7 +48,7 @@ def check_tracestate(field: str, value: object) -> str:
 
 
 def kept_tracestate(text: str) -> str | None:
-    """Return the first members of `text`, as many as fit; None if it is malformed or has none."""
+    """Return the first members of `text`, as many as fit; None if the text is malformed or has no members."""
     members = _members(text)
     if members is None:
         return None
@@ -58,7 +59,7 @@ def kept_tracestate(text: str) -> str | None:
 
 
 def _members(text: str) -> list[str] | None:
-    """The members of a `tracestate`, at least one; None: it is malformed."""
+    """Return the members of a `tracestate`, at least one; None if it is malformed."""
     members = [stripped for member in text.split(",") if (stripped := member.strip(" \t"))]
     found = [_MEMBER.fullmatch(member) for member in members]
     keys = {member["key"] for member in found if member is not None}

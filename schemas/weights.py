@@ -1,4 +1,4 @@
-"""Where weights come from, and how they are told apart."""
+"""Sources of weights, and the data that verify and identify loaded weights."""
 
 from typing import Annotated
 
@@ -17,101 +17,105 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's weights make of a fixed prompt, sampled greedily: two workers of the same weights agree."""
+    """The result of a worker's weights for a fixed prompt, sampled greedily.
+
+    Two workers with the same weights give the same result.
+    """
 
     token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_CANARY_TOKENS)]
     """Generated tokens."""
     logprobs: Annotated[tuple[float, ...], Meta(max_length=limits.MAX_CANARY_TOKENS)]
-    """Of these tokens: log-softmax over all logits."""
+    """Log probabilities of these tokens: log-softmax over all logits."""
     routed_experts: str | None = None
-    """Rows of prompt and generated tokens, each row's experts sorted, u1 or <u2 in C order, as base64; None without
-    experts, or in an `expected_canary` whose maker does not know them."""
+    """Rows of prompt and generated tokens as base64, u1 or <u2 in C order, with sorted experts in each row. None
+    without experts, or in an `expected_canary` whose creator does not know them."""
     shape: tuple[int, int, int] | None = None
-    """Of `routed_experts`: [num_rows, num_layers, top_k]; the number of bytes says which dtype it has."""
+    """Shape of `routed_experts`: [num_rows, num_layers, top_k]. The number of bytes gives the dtype."""
 
 
 class WeightSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint or an adapter is: exactly one of the two."""
+    """The location of a checkpoint or an adapter: exactly one of the two fields."""
 
     path: str | None = None
-    """A folder on the worker's machine, below one of its allowed roots."""
+    """Folder on the worker's machine, below one of the worker's allowed roots."""
     objects: str | None = None
-    """`<bucket>/<prefix>` in NATS's object store: the files of the folder are the objects below the prefix."""
+    """`<bucket>/<prefix>` in NATS's object store. The files of the folder are the objects below the prefix."""
 
     def __post_init__(self) -> None:
-        """Refuse none and both."""
+        """Check that exactly one field is set."""
         if (self.path is None) == (self.objects is None):
             raise InvalidRequest(
-                field="source", problem="has both or none of path and objects", allowed="exactly one of them"
+                field="source", problem="has both path and objects, or neither", allowed="exactly one of them"
             )
 
     def __str__(self) -> str:
-        """As people write it."""
+        """Return the source in the notation of the command line."""
         return self.path if self.path is not None else f"objects:{self.objects}"
 
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker compared after it had loaded weights, in all processes of its engine together."""
+    """The results of a worker's comparison after it loaded weights, over all processes of its engine."""
 
     probed: Annotated[int, Meta(ge=0)] = 0
-    """Modules that computed a fixed input, and gave what the loaded tensors give."""
+    """Modules whose output for a fixed input matches the loaded tensors."""
     equal: Annotated[int, Meta(ge=0)] = 0
-    """Other modules, whose parameters are the loaded tensors, bit for bit."""
+    """Other modules whose parameters equal the loaded tensors, bit for bit."""
     compared: Annotated[int, Meta(ge=0)] = 0
-    """Parameters that are the tensors of the same name in the checkpoint's files, bit for bit."""
+    """Parameters that equal the tensors of the same name in the checkpoint's files, bit for bit."""
     unprobed: Annotated[
         tuple[Annotated[str, Meta(max_length=limits.MAX_MODULE_CHARS)], ...], Meta(max_length=limits.MAX_UNPROBED)
     ] = ()
-    """Modules with weights that are neither probed nor equal, each with the reason; the first ones."""
+    """First modules with weights that are neither probed nor equal, each with the reason."""
     num_unprobed: Annotated[int, Meta(ge=0)] = 0
-    """How many of them there are."""
+    """Number of all modules that are neither probed nor equal."""
     seconds: Seconds = 0.0
-    """Seconds that all this took, in the slowest process; part of `loaded_s`. 0: not measured."""
+    """Seconds of the comparison in the slowest process; part of `loaded_s`. 0: not measured."""
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a worker is with bringing a source of weights to its machine, while it may still serve others."""
+    """The progress of a worker that brings a source of weights to its machine; it may serve requests meanwhile."""
 
     source: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)]
-    """What is staged: a path, or `objects:<bucket>/<prefix>`."""
+    """Source that the worker stages: a path, or `objects:<bucket>/<prefix>`."""
     stage: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
-    """What the worker is doing, as `stage` of an `Ack`."""
+    """Current step of the worker, as `stage` of an `Ack`."""
     done_bytes: Bytes = 0
-    """Bytes of this stage that are done."""
+    """Completed bytes of this step."""
     total_bytes: Bytes = 0
-    """Bytes that this stage has in all; 0: not known."""
+    """Total bytes of this step; 0: unknown."""
 
 
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A published version of the weights, as the worker found it and its store when it last read a manifest."""
+    """A published version of the weights, as of the last manifest that the worker read."""
 
     version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
-    """Of the weights."""
+    """Version of the weights."""
     stored_bytes: Bytes = 0
     """Bytes of the version in the store: of its delta, of its anchor, or of both."""
     model_bytes: Bytes = 0
-    """Bytes of its tensors."""
+    """Bytes of the version's tensors."""
     chain_length: Count = 0
-    """Versions of its chain after the last anchor, itself among them; 0: it has an anchor."""
+    """Number of versions after the last anchor of the chain, including this version; 0: this version has an anchor."""
     used_bytes: Bytes = 0
-    """Bytes of the model's bucket that were in use."""
+    """Used bytes of the model's bucket."""
     limit_bytes: Bytes = 0
-    """Bytes that the bucket may have; 0: it has no limit of its own."""
+    """Maximum bytes of the bucket; 0: it has no limit of its own."""
 
 
 class UpdateTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the time of a check or an update went, in one worker."""
+    """The durations of a check or an update in one worker."""
 
     fetched_bytes: Bytes = 0
-    """Bytes that came from the object store, also for checks before; 0: the source was on the machine already."""
+    """Bytes fetched from the object store, including earlier checks; 0: the source was already on the machine."""
     staged_s: Seconds = 0.0
-    """Seconds to fetch, build and check the source, also for checks before; the worker may serve meanwhile."""
+    """Seconds to fetch, build and check the source, including earlier checks. The worker may serve requests
+    meanwhile."""
     waited_s: Seconds = 0.0
-    """Seconds from when the worker had both the command and its source until the requests stood still."""
+    """Seconds from when the worker had both the command and its source until the requests were paused."""
     paused_s: Seconds = 0.0
-    """Seconds in which the engine made no step for requests: from their stop until the engine goes on, or the worker is
+    """Seconds in which the engine ran no step for requests: from their pause until the engine resumes or the worker is
     paused again."""
     loaded_s: Seconds = 0.0
-    """Of these: seconds in which the engine replaced its weights and compared them."""
+    """Part of `paused_s` in which the engine replaced and compared its weights, in seconds."""
     canary_s: Seconds = 0.0
-    """Of these: seconds in which the engine computed the canary."""
+    """Part of `paused_s` in which the engine computed the canary, in seconds."""

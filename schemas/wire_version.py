@@ -1,4 +1,4 @@
-"""Which version of the wire a message is of, told also where the rest of it cannot be read."""
+"""The wire version of a message, which can be decoded even if the rest of the message cannot."""
 
 from collections.abc import Callable
 from typing import Final, Literal
@@ -9,10 +9,11 @@ __all__ = ["MALFORMED", "WIRE_VERSION", "Form", "other_version", "why_malformed"
 
 WIRE_VERSION: Final = 1
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that decoders raise on hostile bytes: bad UTF-8 is no `DecodeError`, and deep nesting hits Python's own limit."""
+"""All exceptions of decoders for hostile bytes. Invalid UTF-8 raises no `DecodeError`, and deep nesting reaches
+Python's own limit."""
 
 Form = Literal["map", "array", "json"]
-"""How a message is written: a msgpack map, a msgpack array, JSON."""
+"""Encoding of a message: a msgpack map, a msgpack array, or JSON."""
 
 
 class _OfMap(msgspec.Struct):
@@ -31,7 +32,10 @@ _DECODE: Final[dict[Form, Callable[[bytes], _OfMap | _OfArray]]] = {
 
 
 def other_version(data: bytes, form: Form) -> int | None:
-    """The wire version of a message that does not decode; None when it is ours, or cannot be told."""
+    """Return the wire version of a message that does not decode.
+
+    None if it is this version or if the version does not decode either.
+    """
     try:
         version = _DECODE[form](data).v
     except MALFORMED:
@@ -40,6 +44,6 @@ def other_version(data: bytes, form: Form) -> int | None:
 
 
 def why_malformed(error: Exception, data: bytes, form: Form) -> str:
-    """What to say of a message of which a decoder said `error`: that it is of another version, where it is."""
+    """Return the decoder's error for a message, or a text about the wire version if the message has another version."""
     version = other_version(data, form)
     return str(error) if version is None else f"wire version {version}; allowed: {WIRE_VERSION}"

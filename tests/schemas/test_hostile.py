@@ -146,10 +146,10 @@ def message_with(**fields: object) -> bytes:
     ("fields", "text"),
     [
         ({"siblings": [[child] for child in range(1, 257)]}, "length <= 255"),
-        ({"child": 3, "siblings": [[1], [3]]}, "child and siblings name 3 samples, and one of them twice"),
-        ({"siblings": [[1], [2], [1, 5]]}, "child and siblings name 4 samples, and one of them twice"),
+        ({"child": 3, "siblings": [[1], [3]]}, "child and siblings name 3 samples and repeat one"),
+        ({"siblings": [[1], [2], [1, 5]]}, "child and siblings name 4 samples and repeat one"),
         ({"siblings": [[1]], "incarnation": "", "reply_to": "plain"}, "with reply_to has siblings; allowed: none"),
-        ({"siblings": [[1]], "kv": {"params": b"kv"}}, "decode leg has siblings; allowed: none"),
+        ({"siblings": [[1]], "kv": {"params": b"kv"}}, "decode phase has siblings; allowed: none"),
         ({"siblings": [[-1]]}, "`int` >= 0"),
         ({"siblings": [[2**31]]}, "<= 2147483647"),
         ({"siblings": [[1, -1]]}, "`int` >= 0"),
