@@ -80,8 +80,8 @@ def test_masks_stay_with_their_tokens(masks: list[list[int]], segment_bytes: int
 @pytest.mark.parametrize(
     ("counts", "ids", "why"),
     [
-        ([1, 1], [4], "1 ids, and counts for 2"),
-        ([1], [4, 5], "2 ids, and counts for 1"),
+        ([1, 1], [4], "1 ids, but the counts add up to 2"),
+        ([1], [4, 5], "2 ids, but the counts add up to 1"),
         ([0, 1], [4], "tokens with 0 to 1 ids"),
         ([-1, 2], [4], "tokens with -1 to 2 ids"),
         ([MAX_MASK_IDS + 1], [], f"allowed: 1 to {MAX_MASK_IDS}"),
@@ -97,7 +97,7 @@ def test_a_mask_that_contradicts_itself_is_refused(counts: list[int], ids: list[
 
 def test_a_mask_of_other_tokens_is_refused() -> None:
     """Also where it comes from the wire; bytes that are no i4 too."""
-    with pytest.raises(ValueError, match="1 token ids but sampling masks of 2"):
+    with pytest.raises(ValueError, match="1 token ids but 2 sampling masks"):
         chunk(0, SamplingMask(i4(1, 1), i4(5, 5)))
     with pytest.raises(ValueError, match="counts_data of 3 bytes"):
         SamplingMask(b"abc", b"")
