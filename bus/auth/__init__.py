@@ -1,1 +1,1 @@
-"""Users of a NATS server: their keys and certificates, and the subjects that each role may use. No I/O but files."""
+"""Users of a NATS server: their keys and certificates, and the subjects of each role. The only I/O is on files."""

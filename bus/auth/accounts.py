@@ -32,7 +32,7 @@ _CLIENTS: Final = CLIENT_ROLES - {Role.ADMIN}
 
 
 def accounts(users: Iterable[User]) -> dict[str, object]:
-    """Return the `accounts` section of a server's configuration. The server refuses all other users."""
+    """Return the `accounts` section of a server's configuration. The server rejects all other users."""
     users = tuple(users)
     found: dict[str, dict[str, Any]] = {}
     published: dict[str, tuple[str, ...]] = {}
@@ -42,7 +42,7 @@ def accounts(users: Iterable[User]) -> dict[str, object]:
         found[_hub(fleet)] = _hub_account(fleet, published[fleet])
         found[_workers(fleet)] = _workers_account(fleet, published[fleet])
     for one in users:
-        # Admins and workers read what all publishers upload.
+        # Admins and workers read the uploads of all publishers.
         reads_all = one.role in {Role.ADMIN, Role.WORKER}
         user = replace(one, models=published[one.fleet]) if reads_all else one
         name = account_of(user)
@@ -61,19 +61,22 @@ def _workers(fleet: str) -> str:
 
 
 def account_of(user: User) -> str:
-    """The name of a user's account."""
+    """Return the name of a user's account."""
     if user.role is Role.ADMIN:
         return _hub(user.fleet)
     return _workers(user.fleet) if user.role is Role.WORKER else f"{user.fleet}~{user.role}~{user.name}"
 
 
 def _is_of_workers(rule: Rule) -> bool:
-    """True if the subject belongs to the workers' account; those of requests and of JetStream belong to the hub."""
+    """Return True if the subject belongs to the workers' account.
+
+    Subjects of requests and of JetStream belong to the hub.
+    """
     return rule.subject.startswith(PREFIX) and ".req." not in rule.subject
 
 
 def _tables() -> tuple[list[Rule], list[Rule], list[Rule]]:
-    """Return the rules of what workers publish, of what is published to workers, and of JetStream."""
+    """Return three lists of rules: messages from workers, messages to workers, and JetStream."""
     shared = [rule for rule in rules() if not rule.subject.startswith(INBOX)]
     own = [rule for rule in shared if _is_of_workers(rule)]
     by_workers = [rule for rule in own if Role.WORKER in rule.publish]
@@ -89,7 +92,7 @@ def _hub_account(fleet: str, models: tuple[str, ...]) -> dict[str, Any]:
             is_streamed = any(verb in rule.subject for verb in _STREAMED)
             for service in _services(rule, fleet, models):
                 export = service | ({"response_type": "stream"} if is_streamed else {})
-                # What some may do everywhere, others may on subjects of their own: for the server one service.
+                # Some roles use the service on all subjects, others only on their own: it is one service.
                 if export not in exports:
                     exports.append(export)
         if rule.subscribe:
@@ -128,7 +131,7 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
     imports = []
     for home, table in ((_workers(user.fleet), by_workers + to_workers), (_hub(user.fleet), of_jetstream)):
         for rule in table:
-            # One import of a subject: of two, a message would be delivered twice.
+            # Import each subject once: two imports would deliver each message twice.
             if user.role in rule.publish:
                 imports += [_from(home, {"service": subject}) for subject in subjects_of(rule, user)]
             else:

@@ -24,16 +24,17 @@ from .users import CONFIG_FILE
 __all__ = ["ROUTE_PORT_OFFSET", "ClusterConfig", "Node", "parse_nodes", "write_cluster"]
 
 MIN_NODES: Final = 3
-"""Of one or two servers a majority is all of them: the loss of one stops everything."""
+"""Minimum number of servers. With one or two servers, the majority is all servers, so one loss stops everything."""
 MAX_NODES: Final = 64
 DEFAULT_PORT: Final = 4222
 ROUTE_PORT_OFFSET: Final = 2000
-"""From a server's port for clients to its port for other servers: NATS's own are 4222 and 6222."""
+"""Offset from a server's port for clients to its port for other servers. NATS uses 4222 and 6222."""
 _ROUTE_USER: Final = "route"
 _ROUTE_TIMEOUT_S: Final = 5
-"""For another server to show its password or certificate: a busy machine takes seconds."""
+"""Seconds for another server to present its password or certificate; a busy machine takes seconds."""
 _LAME_DUCK: Final = "30s"
-"""For clients of a server that is to end to move to others: the shortest that NATS allows. They need a second."""
+"""Time for the clients of a stopping server to move to other servers. NATS allows no shorter time; clients need a
+second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,47 +42,51 @@ class Node:
     """One server of a cluster."""
 
     name: str
-    """Unique in the cluster; the host, and the port where several servers share a host."""
+    """Name of the server, unique in the cluster: the host, plus the port if several servers share a host."""
     host: str
-    """As clients and the other servers name it."""
+    """Host that clients and other servers connect to."""
     port: int
 
     @property
     def route_port(self) -> int:
-        """Where the other servers connect."""
+        """Port for connections of other servers."""
         return self.port + ROUTE_PORT_OFFSET
 
     @property
     def url(self) -> str:
-        """Where clients connect, without a scheme."""
+        """Host and port for clients, without a scheme."""
         return f"{_bracketed(self.host)}:{self.port}"
 
     @property
     def file(self) -> str:
-        """The name of its configuration."""
+        """Name of the server's configuration file."""
         return f"node-{self.name}.conf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What the servers of a cluster have in common."""
+    """The settings that all servers of a cluster share."""
 
     name: str = "rollbus"
     store_dir: Path = Path("/var/lib/nats")
-    """On each machine; a server's streams lie in a folder of its name below it."""
+    """Folder on each machine. A server stores its streams in a subfolder with its own name."""
     max_file_store: str = "50GB"
-    """For the streams of one server: each has a copy of what has three replicas among three."""
+    """Maximum size of the streams of one server. With three servers, each server has a copy of every stream with three
+    replicas."""
     client_tls: Tls = field(default_factory=Tls)
-    """Files on each machine; with `ca`, clients must show certificates that it signed. Empty: no TLS."""
+    """TLS files on each machine for clients. With `ca`, clients must present certificates that `ca` signed. Empty: no
+    TLS."""
     route_tls: Tls = field(default_factory=Tls)
-    """Likewise between the servers, of which each must show a certificate that `ca` signed."""
+    """TLS files for connections between servers. Each server must present a certificate that `ca` signed. Empty: no
+    TLS."""
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read `HOST[:PORT]` of each server, with commas between them.
+    """Parse a comma-separated list of `HOST[:PORT]`.
 
     Raises:
-        InvalidRequest: `nodes`: one is no address, is named twice or shares a port with another, or there are too few.
+        InvalidRequest: `nodes`: an address is invalid or repeated, two servers share a port, or there are too few or
+            too many.
     """
     pairs = [_address(part.strip()) for part in text.split(",")]
     if not MIN_NODES <= len(pairs) <= MAX_NODES:
@@ -104,11 +109,11 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 
 def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) -> tuple[Path, ...]:
-    """Write the configuration of each server; only the owner of the files can read them.
+    """Write the configuration of each server. Only the owner of the files can read them.
 
     Raises:
-        InvalidRequest: `dir`: one of the files is there.
-        OSError: one cannot be written.
+        InvalidRequest: `dir`: a file already exists.
+        OSError: a file cannot be written.
     """
     paths = tuple(folder / node.file for node in nodes)
     for path in paths:
@@ -171,7 +176,7 @@ def _tls(tls: Tls) -> str:
 
 
 def _quoted(text: str) -> str:
-    # The language knows no \u escapes.
+    # The configuration language has no \u escapes.
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
-"""The identity of a program on NATS: its role, its name and the key that proves both, in a file of its own.
+"""The identity of a program on NATS, stored in one file: its role, its name, and the key that proves both.
 
-The key never leaves this module but as a signature, and stands in no log, error, `repr` or process argument.
+This module never gives out the key, only signatures. The key never appears in a log, error, `repr` or process argument.
 """
 
 import enum
@@ -29,71 +29,72 @@ __all__ = [
 DEFAULT_FLEET: Final = "default"
 
 MAX_FILE_BYTES: Final = 64 * 1024
-"""Of a credentials file; one has some 200 bytes, and what was named by mistake is not read whole."""
+"""Maximum bytes of a credentials file. A file has about 200 bytes. The limit avoids reading a large file that was named
+by mistake."""
 
 
 class Role(enum.StrEnum):
-    """What a user of a fleet is for; `rollbus.bus.auth.permissions` says what each may do."""
+    """The role of a user in a fleet. `rollbus.bus.auth.permissions` defines the permissions of each role."""
 
     TRAINER = "trainer"
     """Sends requests and reads its own results."""
     PUBLISHER = "publisher"
-    """A trainer that also gives new weights to the workers of its models."""
+    """A trainer that also publishes new weights to the workers of its models."""
     WORKER = "worker"
     """Serves requests."""
     FRONTEND = "frontend"
     """Sends requests and commands, for the clients of its HTTP service."""
     ADMIN = "admin"
-    """Commands the fleet, uploads weights, makes the queues."""
+    """Sends commands to the fleet, uploads weights and creates the queues."""
     VIEWER = "viewer"
-    """Sees the fleet's state."""
+    """Reads the fleet's state."""
 
 
 CLIENT_ROLES: Final = frozenset(Role) - {Role.WORKER}
-"""Those that connect as a client."""
+"""Roles that connect as a client."""
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A user of a NATS server. Raises `InvalidRequest` for a name that cannot stand in a subject."""
+    """A user of a NATS server. The constructor raises `InvalidRequest` for a name that is not valid in a subject."""
 
     fleet: str
     role: Role
     name: str
-    """Of the client or worker: it stands in the subjects."""
+    """Name of the client or worker, used in subjects."""
     public_key: str
     models: tuple[str, ...] = ()
-    """Of a publisher: whose weights it may replace."""
+    """Models whose weights a publisher may replace."""
 
     def __post_init__(self) -> None:
-        """Check what becomes part of subjects."""
+        """Check all fields that become part of subjects."""
         check_subject_token("fleet", self.fleet)
         check_subject_token("name", self.name)
         for model in self.models:
             check_name("models", model)
 
     def __str__(self) -> str:
-        """How errors name it."""
+        """Return the user's name for error messages."""
         return f"{self.role} {self.name} of fleet {self.fleet}"
 
     @property
     def inbox_prefix(self) -> str:
-        """The start of the subjects of all answers to this user; no other user may subscribe there."""
+        """Prefix of the subjects of all answers to this user. No other user may subscribe to them."""
         return f"_INBOX_{self.role}.{self.name}"
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a credentials file holds. Raises `BadKey`, `BadSignature` or `InvalidRequest` for what cannot be."""
+    """The content of a credentials file. Invalid content raises `BadKey`, `BadSignature` or `InvalidRequest`."""
 
     fleet: str
     role: Role
     name: str
     seed: str
-    """The secret: an nkey."""
+    """Secret of the user: an nkey seed."""
     roots: tuple[str, ...] = ()
-    """The fleet's root keys, as `signatures` writes public keys: what changes the fleet must be certified by one of
-    them. None in files of an earlier release: nothing is checked."""
+    """Public root keys of the fleet, as `signatures` encodes them. A root key must certify each author of a change to
+    the fleet. Empty in files of an earlier release: nothing is checked."""
     certificate: str = ""
-    """By the first of them: what this user may sign. Empty: nothing."""
+    """Certificate by the first root key; it states what this user may sign. Empty: nothing."""
 
     def __post_init__(self) -> None:
         """Check names and keys."""
@@ -105,19 +106,19 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     @property
     def user(self) -> User:
-        """The same without the secret."""
+        """The user without the secret."""
         return User(fleet=self.fleet, role=self.role, name=self.name, public_key=nkeys.public_key(self.seed))
 
     def sign(self, nonce: str) -> bytes:
-        """Sign a server's challenge, to prove this identity."""
+        """Sign a server's challenge to prove this identity."""
         return nkeys.sign(self.seed, nonce)
 
 
 def load_credentials(path: str | os.PathLike[str]) -> Credentials:
-    """Read a credentials file, as `rollbus auth init` writes it.
+    """Load a credentials file that `rollbus auth init` wrote.
 
     Raises:
-        BusBroken: it cannot be read or is none; what stands in it is not quoted.
+        BusBroken: the file cannot be read or is invalid. The message never quotes its content.
     """
     try:
         with Path(path).open("rb") as file:
@@ -126,15 +127,15 @@ def load_credentials(path: str | os.PathLike[str]) -> Credentials:
     except OSError as error:
         raise BusBroken(f"the credentials {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest, nkeys.BadKey, BadSignature):
-        # What exactly is wrong would quote a part of it.
+        # The exact error would quote a part of the file.
         raise BusBroken(f"{path} is no credentials file; `rollbus auth init` makes them") from None
 
 
 def client_identity(credentials: Credentials | None, *, fleet: str | None, client: str | None) -> tuple[str, str]:
-    """Return the fleet and the name of a client: those that were given, else those of its credentials.
+    """Return the fleet and the name of a client: the arguments, or else the values of its credentials.
 
     Raises:
-        InvalidRequest: a name cannot stand in a subject, or the credentials are those of another user.
+        InvalidRequest: a name is not valid in a subject, or the credentials belong to another user.
     """
     fleet, name = _identity(credentials, CLIENT_ROLES, fleet, "client", client)
     return fleet, check_subject_token("client", name or f"c-{uuid.uuid4().hex[:12]}")
@@ -143,7 +144,7 @@ def client_identity(credentials: Credentials | None, *, fleet: str | None, clien
 def worker_identity(
     credentials: Credentials | None, *, fleet: str | None, worker: str | None
 ) -> tuple[str, str | None]:
-    """Likewise of a worker; without a name where it has none yet."""
+    """Return the fleet and the name of a worker, as `client_identity` does. The name is None if it is not set."""
     return _identity(credentials, frozenset({Role.WORKER}), fleet, "worker_id", worker)
 
 

@@ -1,4 +1,4 @@
-"""Files that only their owner can read, written whole."""
+"""Private files, which only their owner can read and which are written as a whole."""
 
 import contextlib
 import os
@@ -12,18 +12,18 @@ FILE_MODE: Final = 0o600
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Only its owner can read a file."""
+    """Return True if only the owner can read the file."""
     return not stat.S_IMODE(Path(path).stat().st_mode) & ~FILE_MODE
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that must not be there."""
+    """Create a file. The file must not exist."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
         file.write(data)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file in one step: a reader sees the old content or the new one. The file keeps its owner."""
+    """Replace a file atomically: a reader sees the old or the new content. The file keeps its owner."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     write_new(partial, data)

@@ -25,37 +25,37 @@ from .users import WantedUser, credentials_path, keep_for_leafs, known_users
 __all__ = ["LeafLink", "write_leaf"]
 
 MAX_PAYLOAD_BYTES: Final = 8 * 1024**2
-"""As at the hub."""
+"""Maximum payload, equal to the hub's."""
 HUB_FILE: Final = "leafs.conf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafLink:
-    """Between the leaf server and its hub."""
+    """The connection between the leaf server and its hub."""
 
     hosts: Sequence[str]
-    """Of the servers of the hub; the leaf connects to any."""
+    """Hosts of the hub's servers. The leaf connects to any of them."""
     port: int
-    """Where they listen for leaf nodes."""
+    """Port on which the hub's servers listen for leaf nodes."""
     tls: Tls
-    """Certificate and key on each machine of the hub, `ca` on that of the leaf. Empty: no TLS."""
+    """TLS files: certificate and key on each machine of the hub, `ca` on the machine of the leaf. Empty: no TLS."""
 
 
 def write_leaf(
     folder: Path, name: str, users: Iterable[WantedUser], link: LeafLink, *, listen: str
 ) -> tuple[Path, Path]:
-    """Write the configuration of a leaf server anew, and the hub's part; only the owner of the files can read them.
+    """Write the configuration of a leaf server and of its hub. Only the owner of the files can read them.
 
     Args:
-        users: those that may connect there.
-        listen: where they connect.
+        users: users that may connect to the leaf server.
+        listen: address on which the leaf server listens.
 
     Returns:
         The files of the leaf and of the hub.
 
     Raises:
-        InvalidRequest: `user`: one is not in the folder, or is an admin.
-        BusBroken: the folder is none of users, or the credentials of one do not lie there.
+        InvalidRequest: `user`: a user is not in the folder, or is an admin.
+        BusBroken: the folder has no users, or lacks the credentials of a user.
         OSError: a file cannot be read or written.
     """
     known = known_users(folder)
@@ -89,7 +89,7 @@ def write_leaf(
         at_hub,
         _text(
             "Written by `rollbus nats leaf`; a server reads it when it starts, and not on a reload.",
-            # The leaf knows the hosts: addresses it would be told may not be reachable, or not in the certificate.
+            # The leaf knows the hosts. Advertised addresses may be unreachable or absent from the certificate.
             leafnodes={"listen": f"0.0.0.0:{link.port}", "no_advertise": True} | own,
             default_js_domain=dict.fromkeys(keep_for_leafs(folder), ""),
         ),
@@ -110,6 +110,6 @@ def _local(user: User) -> str:
 
 
 def _text(comment: str, **settings: object) -> bytes:
-    # The language knows no \u escapes.
+    # The configuration language has no \u escapes.
     lines = [f"{name}: {json.dumps(value, indent=2, ensure_ascii=False)}" for name, value in settings.items()]
     return "\n".join([f"# {comment}", *lines, ""]).encode()

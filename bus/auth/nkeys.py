@@ -14,26 +14,26 @@ from ...schemas.errors import LocalProtocolError
 __all__ = ["BadKey", "decode_seed", "new_seed", "public_key", "sign"]
 
 _SEED: Final = 18 << 3
-"""Makes a seed begin with S."""
+"""First byte of a seed; it encodes as S."""
 _USER: Final = 20 << 3
-"""Makes a public key, and the second letter of a seed, U."""
+"""First byte of a public key; it encodes as U, which is also the second letter of a seed."""
 _KEY_BYTES: Final = 32
 
 
 class BadKey(LocalProtocolError):
-    """Something is no seed of a user; the message does not quote it."""
+    """The text is not the seed of a user. The message does not quote it."""
 
 
 def new_seed() -> str:
-    """Draw the secret of a new user: `SU` and 56 more characters."""
+    """Create a random seed for a new user: `SU` and 56 more characters."""
     return _encode(bytes([_SEED | _USER >> 5, (_USER & 31) << 3]), secrets.token_bytes(_KEY_BYTES))
 
 
 def public_key(seed: str) -> str:
-    """The user that a seed belongs to, as a server's configuration names it: `U` and 55 more characters.
+    """Return the public key of a seed's user, as in a server's configuration: `U` and 55 more characters.
 
     Raises:
-        BadKey: it is no seed of a user.
+        BadKey: the text is not the seed of a user.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -42,10 +42,10 @@ def public_key(seed: str) -> str:
 
 
 def sign(seed: str, nonce: str) -> bytes:
-    """Sign what a server asks to be signed; base64, as it expects the answer.
+    """Sign a server's challenge and return the signature in base64, as the server expects it.
 
     Raises:
-        BadKey: it is no seed of a user.
+        BadKey: the text is not the seed of a user.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -61,7 +61,7 @@ def decode_seed(seed: str) -> bytes:
     """Return the 32 random bytes of a seed.
 
     Raises:
-        BadKey: it is no seed of a user.
+        BadKey: the text is not the seed of a user.
     """
     try:
         raw = base64.b32decode(seed + "=" * (-len(seed) % 8))

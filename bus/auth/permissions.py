@@ -115,7 +115,7 @@ JETSTREAM_RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Where one user may publish and subscribe."""
+    """The subjects that one user may publish and subscribe to."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -129,7 +129,7 @@ class Permissions:
 
 
 def permissions(user: User) -> Permissions:
-    """What `user` may do."""
+    """Return the permissions of `user`."""
     return Permissions(
         publish=tuple(subject for rule in rules() if user.role in rule.publish for subject in subjects_of(rule, user)),
         subscribe=tuple(subject for rule in rules() for subject in heard_subjects(rule, user)),
@@ -137,7 +137,7 @@ def permissions(user: User) -> Permissions:
 
 
 def rules() -> Iterator[Rule]:
-    """Yield the rules of both tables with whole subjects."""
+    """Yield the rules of both tables with complete subjects."""
     for rule in SUBJECT_RULES:
         yield Rule(f"{PREFIX}.<fleet>.{rule.subject}", rule.publish, rule.subscribe, rule.observe)
     yield from JETSTREAM_RULES
@@ -163,7 +163,7 @@ def any_subjects(rule: Rule, fleet: str, models: Iterable[str]) -> tuple[str, ..
     """Return the rule's subjects for all users of a fleet, with `*` for every name.
 
     Args:
-        models: those that have publishers.
+        models: models that have publishers.
     """
     return tuple(dict.fromkeys(_for_each_model(rule, fleet, models, {_PUBLISHED: "*"})))
 

@@ -22,7 +22,7 @@ __all__ = ["PUBLISHER_COMMANDS", "Roots", "ensure_roots"]
 ROOT_FILE: Final = "root.seed"
 ROOT_FILES: Final = "root*.seed"
 SIGNING_ROLES: Final = frozenset({Role.ADMIN, Role.FRONTEND, Role.PUBLISHER})
-"""Those that may change something; `rollbus.bus.auth.permissions` says where they may publish it."""
+"""Roles that may change the fleet. `rollbus.bus.auth.permissions` defines where they may publish the change."""
 PUBLISHER_COMMANDS: Final = (
     "check_weights",
     "update_weights",
@@ -41,7 +41,7 @@ commands alone, and the register of an adapter is none of them: they would refus
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """The root keys of one fleet; the first signs."""
+    """The root keys of one fleet. The first key signs."""
 
     secrets: tuple[bytes, ...]
 
@@ -50,7 +50,7 @@ class Roots:
         return f"<Roots {len(self.secrets)}>"
 
     def certify(self, credentials: Credentials, user: User) -> Credentials:
-        """Return the credentials with what their user trusts and, where it may change something, its certificate."""
+        """Return the credentials with the trusted root keys and, for users that may change something, a certificate."""
         certificate = ""
         if user.role in SIGNING_ROLES:
             is_publisher = user.role is Role.PUBLISHER
@@ -67,11 +67,11 @@ class Roots:
 
 
 def ensure_roots(folder: Path) -> Roots:
-    """Read the root keys of the fleet whose credentials lie in `folder`; the first is drawn where it is missing.
+    """Load the root keys of the fleet whose credentials are in `folder`. Create the first key if it is missing.
 
     Raises:
-        BusBroken: a file holds something else.
-        OSError: it cannot be read or written.
+        BusBroken: a file has other content.
+        OSError: a file cannot be read or written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     own = folder / ROOT_FILE

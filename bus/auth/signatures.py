@@ -43,11 +43,12 @@ __all__ = [
 ]
 
 SIGNED: Final = "Rollbus-Signed"
-"""The header."""
+"""Name of the header that holds the signature."""
 MAX_HEADER_CHARS: Final = 16_384
-"""Of it: a publisher of a hundred models has 10,000."""
+"""Maximum characters of the header. A publisher of a hundred models needs 10,000."""
 MAX_CACHED: Final = 64
-"""Certificates that are known to be good: of all commanders of a fleet. The oldest are forgotten above it."""
+"""Number of verified certificates to remember, enough for all controllers of a fleet. Above it, the oldest are
+dropped."""
 _KEY_BYTES: Final = 32
 _KEY_DOMAIN: Final = b"rollbus signing key 1"
 _CERTIFICATE_DOMAIN: Final = b"rollbus certificate 1\n"
@@ -55,27 +56,28 @@ _MESSAGE_DOMAIN: Final = b"rollbus message 1\n"
 
 
 class BadSignature(RemoteProtocolError):
-    """A message is not signed, or its author may not change this."""
+    """A message is not signed, or its author may not make this change."""
 
 
 class Signed(msgspec.Struct, frozen=True):
-    """A signature that is good."""
+    """A valid signature."""
 
     by: Certificate
     at_ms: int
-    """When it was made, in milliseconds since 1970, by its author's clock."""
+    """Time of the signature in milliseconds since 1970, by its author's clock."""
 
     @property
     def age_s(self) -> float:
-        """Seconds since then; negative where the author's clock is ahead."""
+        """Seconds since the signature; negative if the author's clock is ahead."""
         return time.time() - self.at_ms / 1000
 
 
 class Signatures:
-    """What one program signs with, and which root keys it trusts.
+    """The signing key of one program, and the root keys that it trusts.
 
     Args:
-        credentials: of the user. None, or those of a release without root keys: nothing is signed and all is accepted.
+        credentials: credentials of the user. With None, or without root keys in an earlier release, nothing is signed
+            and all is accepted.
     """
 
     def __init__(self, credentials: "Credentials | None") -> None:
@@ -91,18 +93,18 @@ class Signatures:
 
     @property
     def are_demanded(self) -> bool:
-        """What is not signed counts as if it had never come."""
+        """True if unsigned messages are ignored."""
         return bool(self._roots)
 
     @property
     def own(self) -> Certificate | None:
-        """What this program may sign; None: it signs nothing."""
+        """Certificate that states what this program may sign; None: it signs nothing."""
         if not self._certificate:
             return None
         return msgspec.json.decode(_decode(self._certificate.partition(".")[0]), type=Certificate)
 
     def headers(self, subject: str, data: bytes) -> dict[str, str]:
-        """Sign `data` as it is published on `subject`; no header where this program signs nothing."""
+        """Sign `data` for a publication on `subject`. Return no header if this program signs nothing."""
         if not self._certificate:
             return {}
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -112,12 +114,12 @@ class Signatures:
         return {SIGNED: f"{self._certificate}.{at_ms}.{_encode(key.sign(_message(subject, at_ms, data)))}"}
 
     def check(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Signed | None:
-        """Return the author of `data` on `subject`; None where signatures are not demanded.
+        """Return the author of `data` on `subject`; None if signatures are not required.
 
-        What the signer may change, it is for the caller to compare with the content.
+        The caller must compare the author's permissions with the content.
 
         Raises:
-            BadSignature: the fleet's root key certifies no author of it.
+            BadSignature: the data has no author that a root key of the fleet certifies.
         """
         if not self._roots:
             return None
@@ -135,7 +137,7 @@ class Signatures:
         return Signed(by, int(at))
 
     def _certified(self, text: str) -> Certificate:
-        """Read a certificate that a root key has signed; good ones are remembered."""
+        """Decode a certificate that a root key signed. Remember valid certificates."""
         known = self._good.get(text)
         if known is not None:
             return known
@@ -156,31 +158,31 @@ class Signatures:
 
 
 def signing_key(seed: str) -> str:
-    """Return the public key of what the user with this seed signs.
+    """Return the public signing key of the user with this seed.
 
     Raises:
-        BadKey: it is no seed of a user.
+        BadKey: the text is not the seed of a user.
     """
     return public_key(_signing_secret(seed))
 
 
 def public_key(secret: bytes) -> str:
-    """Return what others know of a key."""
+    """Return the public part of a key."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return encode_key(Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw())
 
 
 def encode_key(key: bytes) -> str:
-    """Write a key as text."""
+    """Encode a key as text."""
     return _encode(key)
 
 
 def decode_key(text: str) -> bytes:
-    """Read a key that was written as text.
+    """Decode a key from text.
 
     Raises:
-        BadSignature: it is none.
+        BadSignature: the text is not a key.
     """
     key = _decode(text)
     if len(key) != _KEY_BYTES:
@@ -189,7 +191,7 @@ def decode_key(text: str) -> bytes:
 
 
 def issue(secret: bytes, certificate: Certificate) -> str:
-    """Sign a certificate with the root key; return what stands in credentials and, later, beside signatures."""
+    """Sign a certificate with the root key. Return the text that credentials and signatures carry."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     data = msgspec.json.encode(certificate)

@@ -1,4 +1,4 @@
-"""The files with which a program does TLS."""
+"""The TLS files of a program."""
 
 import os
 import ssl
@@ -11,26 +11,26 @@ from ...schemas.errors import BusBroken
 __all__ = ["TLS_VARIABLES", "Tls"]
 
 TLS_VARIABLES: Final = {"ca": "ROLLBUS_TLS_CA", "cert": "ROLLBUS_TLS_CERT", "key": "ROLLBUS_TLS_KEY"}
-"""Name the files of `Tls`, by field."""
+"""Environment variables that name the files of `Tls`, by field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files for TLS, in PEM. Needed where the server's certificate is no public one, or the server asks for ours.
+    """TLS files in PEM, required if the server has no public certificate or requests a client certificate.
 
-    Any of them makes TLS a requirement, as a `tls://` URL does: a server that offers none gets nothing.
+    Any file makes TLS a requirement, as a `tls://` URL does. The program sends nothing to a server that offers no TLS.
     """
 
     ca: str = ""
-    """Certificates to trust instead of the system's; empty: the system's."""
+    """File of the trusted certificates; empty: the system's certificates."""
     cert: str = ""
-    """Our certificate; empty: none."""
+    """File of the client certificate; empty: none."""
     key: str = ""
-    """Its key."""
+    """File of the certificate's key."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """`$ROLLBUS_TLS_CA`, `$ROLLBUS_TLS_CERT` and `$ROLLBUS_TLS_KEY`."""
+        """Return the files that `$ROLLBUS_TLS_CA`, `$ROLLBUS_TLS_CERT` and `$ROLLBUS_TLS_KEY` name."""
         return cls(**{name: environment.get(variable, "") for name, variable in TLS_VARIABLES.items()})
 
     def __bool__(self) -> bool:
@@ -38,10 +38,10 @@ class Tls:
         return bool(self.ca or self.cert or self.key)
 
     def context(self) -> ssl.SSLContext | None:
-        """What TLS is to be done with; None: the usual.
+        """Return the SSL context with these files; None: the default context.
 
         Raises:
-            BusBroken: a file cannot be read, or is not what it should be, or the key has no certificate.
+            BusBroken: a file cannot be read or is invalid, or the key has no certificate.
         """
         if not self:
             return None

@@ -54,16 +54,17 @@ WantedUser = tuple[str, Role, str]
 class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     users: tuple[User, ...] = ()
     leafs: tuple[str, ...] = ()
-    """Accounts that servers name for leaf nodes: they would refuse a configuration without one, so these stay."""
+    """Accounts that servers name for leaf nodes. They are never removed, because a server rejects a configuration that
+    lacks one."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserFile:
-    """One user that was asked for."""
+    """One requested user."""
 
     user: User
     path: Path
-    """Where its secret lies; it may have been moved away from there."""
+    """Original path of the user's secret. The file may have been moved."""
     is_new: bool
 
 
@@ -162,7 +163,7 @@ def remove_user(folder: Path, unwanted: WantedUser) -> bool:
 
 
 def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
-    """Where the secret of a user is written."""
+    """Return the path of a user's secret."""
     return folder / fleet / f"{role}-{name}.creds"
 
 
@@ -194,7 +195,7 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other programs out of the folder, which is made where it is missing."""
+    """Lock the folder against other programs; create the folder if it is missing."""
     folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -215,7 +216,7 @@ def _read(folder: Path) -> _Users:
 
 
 def _check_names(users: Iterable[WantedUser]) -> None:
-    """Refuse two clients of one name: what is sent to one could be read by the other."""
+    """Reject two clients with one name: each could read messages to the other."""
     roles: dict[tuple[str, str], Role] = {}
     for fleet, role, name in users:
         other = roles.setdefault((fleet, name), role) if role in CLIENT_ROLES else role
@@ -226,14 +227,14 @@ def _check_names(users: Iterable[WantedUser]) -> None:
 
 
 def _make(path: Path, wanted: WantedUser) -> User:
-    """Draw a key and write it, or take the one that lies there."""
+    """Create and write a key, or load the existing key."""
     fleet, role, name = wanted
     credentials = Credentials(fleet=fleet, role=role, name=name, seed=nkeys.new_seed())
     path.parent.mkdir(mode=_FOLDER_MODE, exist_ok=True)
     try:
         write_new(path, _as_file(credentials))
     except FileExistsError:
-        # Written by a run that was interrupted before it could say so.
+        # An interrupted run wrote the file but did not record the user.
         credentials = load_credentials(path)
         if (credentials.fleet, credentials.role, credentials.name) != wanted:
             raise BusBroken(f"{path} holds the credentials of the {credentials.user}") from None

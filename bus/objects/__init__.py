@@ -1,6 +1,6 @@
-"""Checkpoints and adapters through NATS's object store, in the layout that `nats object` uses too.
+"""Checkpoints and adapters in NATS's object store, in the layout of `nats object`.
 
-A folder is stored as the objects `<prefix>/<path of the file>` of a bucket; its source is written `<bucket>/<prefix>`.
+A folder is stored as the objects `<prefix>/<path of the file>` of a bucket. Its source is written `<bucket>/<prefix>`.
 """
 
 from .catalog import NO_LIMIT, BucketState, delete_prefix, ensure_bucket, list_objects

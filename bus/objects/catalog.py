@@ -1,4 +1,4 @@
-"""What is in a bucket: listing and deleting; and making a bucket that is missing.
+"""Functions that list, delete and create the content of buckets.
 
 All functions raise `BusBroken` if JetStream does not answer.
 """
@@ -50,17 +50,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 NO_LIMIT: Final = 2**62
-"""Of a bucket that shares what the server has."""
+"""Limit of a bucket that shares the server's storage."""
 
 BUCKET_BYTES: Final = 32 * 1024**3
-"""Of a bucket that is made here: two checkpoints of a model with 8 billion parameters in 16 bits."""
+"""Size of a new bucket: two checkpoints of a model with 8 billion parameters in 16 bits."""
 
 
 async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> None:
-    """Make the bucket unless it is there; one that is there stays as it is.
+    """Create the bucket if it does not exist. Leave an existing bucket unchanged.
 
     Raises:
-        ControlError: `bad_source`: no bucket can be called so; `storage`: the server refuses.
+        ControlError: `bad_source`: the bucket's name is invalid; `storage`: the server rejects the request.
     """
     check_bucket(bucket)
     try:
@@ -76,10 +76,11 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
 
 
 async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> None:
-    """Give a bucket that many bytes; make it if it is missing.
+    """Set the size of a bucket; create the bucket if it is missing.
 
     Raises:
-        ControlError: `bad_source`, as in `ensure_bucket`; `storage`: the server refuses, or the bucket holds more.
+        ControlError: `bad_source`, as in `ensure_bucket`; `storage`: the server rejects the request, or the bucket
+            holds more.
         BusBroken: JetStream does not answer.
     """
     await ensure_bucket(nats, bucket, max_bytes=max_bytes)
@@ -89,7 +90,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> Non
         if info["config"]["max_bytes"] == max_bytes:
             return
         used = info["state"]["bytes"]
-        # The server would refuse all uploads from then on, and the record of published weights with them.
+        # The server would then reject all uploads, including the record of published weights.
         if used > max_bytes:
             raise ControlError(
                 ControlCode.STORAGE, f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}"
@@ -102,13 +103,15 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> Non
 async def list_objects(
     nats: Connection, bucket: str, prefix: str = "", *, is_signed: bool = False
 ) -> tuple[ObjectInfo, ...]:
-    """Describe the objects below `prefix`, by name; all of the bucket where it is empty. No bucket, no objects.
+    """Return the descriptions of the objects below `prefix`, by name. An empty prefix means the whole bucket.
+
+    A missing bucket has no objects.
 
     Args:
-        is_signed: leave out those that are not signed, where signatures are demanded.
+        is_signed: omit unsigned objects if signatures are required.
 
     Raises:
-        ControlError: `bad_source`: more than `MAX_FILES`, or one whose description is none; `storage`.
+        ControlError: `bad_source`: more than `MAX_FILES` objects, or an invalid description; `storage`.
     """
     check_bucket(bucket)
     if prefix:
@@ -127,10 +130,10 @@ async def list_objects(
 
 
 async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tuple[ObjectInfo, ...]:
-    """Describe the objects of a folder written `<bucket>/<prefix>`; there must be some.
+    """Return the descriptions of the objects in a folder `<bucket>/<prefix>`, at least one.
 
     Raises:
-        ControlError: `bad_source`: it is not written so, or nothing is there; and as in `list_objects`.
+        ControlError: `bad_source`: the folder's name is invalid, or it has no objects; and as in `list_objects`.
     """
     bucket, prefix = split_objects(objects)
     infos = await list_objects(nats, bucket, prefix, is_signed=is_signed)
@@ -143,11 +146,11 @@ async def list_prefix(nats: Connection, objects: str, *, is_signed: bool) -> tup
 
 
 async def delete_prefix(nats: Connection, objects: str) -> int:
-    """Delete all objects of a folder written `<bucket>/<prefix>`, without a trace; return how many there were.
+    """Delete all objects of a folder `<bucket>/<prefix>` without a marker. Return their number.
 
     Raises:
         ControlError: `bad_source`, `storage`, as in `list_objects`.
-        BusBroken: JetStream does not answer; some may be deleted.
+        BusBroken: JetStream does not answer; some objects may be deleted.
     """
     bucket, prefix = split_objects(objects)
     infos = await list_objects(nats, bucket, prefix)
@@ -156,11 +159,11 @@ async def delete_prefix(nats: Connection, objects: str) -> int:
 
 
 async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
-    """Delete objects: first what describes them, so that no reader begins on one whose parts go.
+    """Delete objects. Delete descriptions first, so that no reader starts on an object whose chunks disappear.
 
     Raises:
         ControlError: `storage`.
-        BusBroken: JetStream does not answer; some may be deleted.
+        BusBroken: JetStream does not answer; some objects may be deleted.
     """
     subjects = [info_subject(bucket, info.name) for info in infos]
     subjects += [parts_subject(bucket, info.nuid) for info in infos]
@@ -174,27 +177,27 @@ async def delete_objects(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...
 
 
 async def _names(nats: Client, bucket: str) -> list[str]:
-    """List the names of all objects."""
+    """Return the names of all objects."""
     found = [name_of(subject) for subject in await list_subjects(nats, bucket, info_subjects(bucket))]
     return [name for name in found if name is not None]
 
 
 class BucketState(NamedTuple):
-    """What a bucket says of itself."""
+    """The server's report on a bucket."""
 
     used: int
-    """Bytes."""
+    """Used bytes."""
     limit: int
-    """Bytes; `NO_LIMIT` if it shares what the server has."""
+    """Maximum bytes; `NO_LIMIT` if the bucket shares the server's storage."""
     now: datetime
-    """By the server's clock."""
+    """Time of the server's clock."""
 
 
 async def bucket_state(nats: Client, bucket: str) -> BucketState:
-    """Ask how full a bucket is.
+    """Return the used bytes, the limit and the time of a bucket.
 
     Raises:
-        ApiError: the server refuses, or there is no bucket.
+        ApiError: the server rejects the request, or the bucket does not exist.
         BusBroken: JetStream does not answer.
     """
     answer = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
@@ -204,10 +207,12 @@ async def bucket_state(nats: Client, bucket: str) -> BucketState:
 
 
 async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
-    """List the subjects of the bucket that have messages; the server gives up to 100,000 at a time. No bucket, none.
+    """Return the subjects of the bucket that have messages. The server returns up to 100,000 at a time.
+
+    A missing bucket has none.
 
     Raises:
-        ApiError: the server refuses.
+        ApiError: the server rejects the request.
     """
     listed: list[str] = []
     while True:
@@ -225,7 +230,7 @@ async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
 
 
 def _is_own(by: Certificate, bucket: str) -> bool:
-    """The bucket is that of a model whose weights this user may replace."""
+    """Return True if the bucket belongs to a model whose weights this user may replace."""
     return any(bucket == published_bucket(by.fleet, model) for model in by.models or ())
 
 
@@ -233,25 +238,25 @@ class FoundObject(NamedTuple):
     """The description of an object, as the server has stored it."""
 
     sequence: int
-    """Of its message, for a compare-and-set."""
+    """Sequence number of the message, for a compare-and-set."""
     stored_at: datetime
-    """By the server's clock."""
+    """Time of storage by the server's clock."""
     info: ObjectInfo | None
-    """None: it is deleted, or not signed where it has to be."""
+    """Description of the object; None: the object is deleted, or lacks a required signature."""
 
 
 async def find_object(nats: Connection, bucket: str, name: str, *, is_signed: bool) -> FoundObject | None:
-    """Read one object's description; None: there is none.
+    """Read the description of one object; None: there is no such object.
 
     Args:
         nats: the connection.
-        bucket: of the object.
-        name: of the object.
+        bucket: bucket of the object.
+        name: name of the object.
         is_signed: as in `list_objects`.
 
     Raises:
-        ApiError: the server refuses.
-        ControlError: `bad_source`: what stands there is no description, or another object's.
+        ApiError: the server rejects the request.
+        ControlError: `bad_source`: the content is not a description, or describes another object.
     """
     subject = info_subject(bucket, name)
     try:
@@ -285,6 +290,6 @@ def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: d
 
 
 async def _info(nats: Connection, bucket: str, name: str, is_signed: bool) -> ObjectInfo | None:
-    """Read one object's description; None: it is deleted, or not signed where it has to be."""
+    """Read the description of one object; None: the object is deleted, or lacks a required signature."""
     found = await find_object(nats, bucket, name, is_signed=is_signed)
     return None if found is None else found.info

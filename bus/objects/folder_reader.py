@@ -1,4 +1,4 @@
-"""The objects of one stored folder, each read by itself: into memory, or into a file."""
+"""Reader of one stored folder: it reads each object separately, into memory or into a file."""
 
 import asyncio
 import contextlib
@@ -27,16 +27,16 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 Pace = Callable[[int], Awaitable[None]]
-"""Called with the bytes that came; returns when more may come."""
+"""Called with the number of received bytes; returns when more bytes may be received."""
 
 
 class FolderReader:
-    """A folder of the object store, as it was when it was opened. Several reads may run at a time.
+    """A stored folder, as of the time it was opened. Several reads may run at once.
 
     Attributes:
-        objects: how the folder is written: `<bucket>/<prefix>`.
-        names: what the store says of each object, by the path below the prefix. No path leads out of a folder.
-        digest: names the content: where it lies, and what each object is.
+        objects: name of the folder: `<bucket>/<prefix>`.
+        names: description of each object, by its path below the prefix. No path leads out of a folder.
+        digest: digest of the content: the location, and the digest of each object.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class FolderReader:
         """Return the content of an object.
 
         Raises:
-            ControlError: `bad_source`: it is not in the folder, has more than `max_bytes`, or is damaged; `storage`:
-                NATS failed.
+            ControlError: `bad_source`: the object is not in the folder, has more than `max_bytes`, or is damaged;
+                `storage`: NATS failed.
         """
         info = self._info(name)
         if info.size > max_bytes:
@@ -79,18 +79,19 @@ class FolderReader:
         return data
 
     async def fetch(self, name: str, into: Path, on_bytes: Callable[[int], None]) -> None:
-        """Write an object to the file `into`, unless that has its size and SHA-256 already.
+        """Write an object to the file `into`, unless the file already has its size and SHA-256.
 
-        While the disk's thread writes and hashes what came, more comes. Where this fails or is cancelled a part of the
-        file may stay; the next call replaces it.
+        The disk thread writes and hashes while more bytes arrive. If this call fails or is cancelled, a partial file
+        may remain, and the next call replaces it.
 
         Args:
-            into: a file of this process alone; folders above it are made.
-            on_bytes: called with the number of bytes that came, again and again: with 0, on the thread of the disk,
-                while a file that is there is read.
+            into: a file that only this process uses; missing parent folders are created.
+            on_bytes: called repeatedly with the number of received bytes. While an existing file is read, it is called
+                with 0 on the disk thread.
 
         Raises:
-            ControlError: `bad_source`: it is not in the folder, or is damaged; `storage`: NATS or the disk failed.
+            ControlError: `bad_source`: the object is not in the folder, or is damaged; `storage`: NATS or the disk
+                failed.
         """
         info = self._info(name)
         expected = decode_digest(info)
@@ -109,7 +110,7 @@ class FolderReader:
         _check_digest(info, file.digest, expected)
 
     async def _close(self, file: NewFile) -> None:
-        """Close a file on the thread of the disk, also if the caller is cancelled before that thread has begun."""
+        """Close a file on the disk thread, even if the caller is cancelled before that thread starts."""
         closing = asyncio.get_running_loop().run_in_executor(self._disk, file.close)
         try:
             await asyncio.shield(closing)
@@ -117,7 +118,7 @@ class FolderReader:
             await asyncio.wait((closing,))
 
     async def bucket_state(self) -> BucketState:
-        """Ask how full the bucket is.
+        """Return the state of the bucket.
 
         Raises:
             ControlError: `storage`: NATS failed.
@@ -129,11 +130,11 @@ class FolderReader:
             raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
 
     async def run(self, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """Call a function on the thread of the disk: in the order of the calls, also where a caller was cancelled."""
+        """Call a function on the disk thread. Calls run in order, even if a caller is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, lambda: function(*args, **kwargs))
 
     async def _parts(self, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
-        """Yield the parts of an object at the allowed pace."""
+        """Yield the chunks of an object at the allowed rate."""
         try:
             async with contextlib.aclosing(read_object_chunks(self._nats, info)) as batches:
                 async for parts in batches:
@@ -153,14 +154,14 @@ class FolderReader:
 async def open_reader(
     nats: Connection, objects: str, rate: TokenBucket | None, *, nice: int = 0
 ) -> AsyncIterator[FolderReader]:
-    """Read the descriptions of a folder, and let its objects be read for a block.
+    """Read the descriptions of a folder, and yield a reader of its objects.
 
     Args:
-        nice: how far the thread of the disk stands back where others want its core; only on Linux.
+        nice: niceness of the disk thread; only on Linux.
 
     Raises:
-        ControlError: `bad_source`: nothing is there, it is not the folder that was signed, or a name could lead out
-            of it; `storage`.
+        ControlError: `bad_source`: the folder has no objects, differs from the signed folder, or has a name that could
+            lead out of it; `storage`.
         BusBroken: JetStream does not answer.
     """
 
@@ -171,7 +172,7 @@ async def open_reader(
     infos = await list_prefix(nats, objects, is_signed=True)
     if nats.signatures.are_demanded:
         check_folder(objects, infos)
-    # One thread writes and removes, in that order, also when the waiting for it was cancelled.
+    # One thread writes and then removes, even if the waiting task was cancelled.
     disk = ThreadPoolExecutor(1, thread_name_prefix="objects", initializer=_stand_back, initargs=(nice,))
     try:
         yield FolderReader(nats, objects, infos, disk, pace)

@@ -1,4 +1,4 @@
-"""How objects lie in JetStream: names, subjects and the description of an object, as all NATS clients agree on them."""
+"""The layout of objects in JetStream: names, subjects and descriptions, as all NATS clients use them."""
 
 import base64
 import re
@@ -29,51 +29,51 @@ __all__ = [
 ]
 
 MAX_FILES: Final = 4096
-"""Of one folder: several times what the largest checkpoints have."""
+"""Maximum files of one folder, several times as many as the largest checkpoints have."""
 MAX_PATH_CHARS: Final = 1024
-"""Of a prefix, or of a file's path below it."""
+"""Maximum characters of a prefix, or of a file's path below it."""
 FOLDER_DIGEST: Final = "rollbus-folder"
-"""In the metadata of an object: what all objects of its folder are."""
+"""Metadata field of an object: the digest of all objects of its folder."""
 _DIGEST: Final = "SHA-256="
 _BUCKET: Final = re.compile(r"[A-Za-z0-9_-]{1,200}")
 
 
 class ObjectLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where an object points that has no content of its own."""
+    """The target of an object that has no content of its own."""
 
     bucket: str = ""
     name: str = ""
 
 
 class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an object is stored."""
+    """The storage options of an object."""
 
     max_chunk_size: int = 0
-    """Bytes of each of its parts but the last; NATS calls parts chunks."""
+    """Bytes of each chunk except the last."""
     link: ObjectLink | None = None
-    """Set where the object only points at another one."""
+    """Target; set only if the object links to another object."""
 
 
 class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the store says of one object, under the names that the standard gives its fields."""
+    """The store's description of one object, with the field names of the standard."""
 
     name: str
     bucket: str
     nuid: str = ""
-    """The last token of its parts' subject."""
+    """Last token of the subject of the object's chunks."""
     size: int = 0
-    """Bytes."""
+    """Size in bytes."""
     chunks: int = 0
-    """Parts."""
+    """Number of chunks."""
     digest: str = ""
     """`SHA-256=` and the digest in URL-safe base64."""
     mtime: str = ""
-    """When it was put."""
+    """Time of storage."""
     deleted: bool = False
-    """Other clients leave this in place of what they delete."""
+    """True if another client deleted the object and left this marker."""
     options: ObjectOptions | None = None
     metadata: dict[str, str] = {}
-    """Of signed objects: `FOLDER_DIGEST`."""
+    """Metadata; signed objects have `FOLDER_DIGEST`."""
 
 
 def split_objects(objects: str) -> tuple[str, str]:
@@ -89,7 +89,7 @@ def split_objects(objects: str) -> tuple[str, str]:
 
 
 def check_bucket(bucket: str) -> None:
-    """Refuse what NATS allows no bucket to be called.
+    """Check that NATS allows the name of the bucket.
 
     Raises:
         ControlError: `bad_source`.
@@ -101,7 +101,7 @@ def check_bucket(bucket: str) -> None:
 
 
 def check_path(path: str, what: str) -> None:
-    """Refuse a path that could lead out of the folder it is meant for, or that means two things.
+    """Check that a path is unambiguous and cannot lead out of its folder.
 
     Raises:
         ControlError: `bad_source`; the message begins with `what`.
@@ -115,12 +115,12 @@ def check_path(path: str, what: str) -> None:
 
 
 def stream_of(bucket: str) -> str:
-    """Name the stream that holds a bucket."""
+    """Return the name of the stream that holds a bucket."""
     return f"OBJ_{bucket}"
 
 
 def stream_config(bucket: str, max_bytes: int) -> dict[str, object]:
-    """Describe the stream of a bucket, as every NATS client would make it."""
+    """Return the configuration of a bucket's stream, equal to that of every NATS client."""
     return {
         "name": stream_of(bucket),
         "subjects": [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
@@ -133,22 +133,22 @@ def stream_config(bucket: str, max_bytes: int) -> dict[str, object]:
 
 
 def parts_subject(bucket: str, nuid: str) -> str:
-    """Where the parts of one object lie."""
+    """Return the subject of the chunks of one object."""
     return f"$O.{bucket}.C.{nuid}"
 
 
 def info_subjects(bucket: str) -> str:
-    """Where the descriptions of all objects lie."""
+    """Return the subject of the descriptions of all objects."""
     return f"$O.{bucket}.M.>"
 
 
 def info_subject(bucket: str, name: str) -> str:
-    """Where the description of one object lies; its last token is the name."""
+    """Return the subject of the description of one object. Its last token is the encoded name."""
     return f"$O.{bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
 
 def name_of(subject: str) -> str | None:
-    """Return the object's name that a description's subject bears; None: no name that an object could have."""
+    """Return the object's name in a description's subject; None: the name is invalid."""
     token = subject.rpartition(".")[2]
     try:
         return base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)).decode()
@@ -157,15 +157,15 @@ def name_of(subject: str) -> str | None:
 
 
 def encode_digest(digest: bytes) -> str:
-    """Write a SHA-256 as descriptions have it."""
+    """Encode a SHA-256 for a description."""
     return _DIGEST + base64.urlsafe_b64encode(digest).decode()
 
 
 def decode_digest(info: ObjectInfo) -> bytes:
-    """Return the SHA-256 that an object must have.
+    """Return the expected SHA-256 of an object.
 
     Raises:
-        ControlError: `bad_source`: it has none.
+        ControlError: `bad_source`: the description has no SHA-256.
     """
     encoded = info.digest
     if encoded[: len(_DIGEST)].upper() == _DIGEST:
@@ -180,10 +180,10 @@ def decode_digest(info: ObjectInfo) -> bytes:
 
 
 def decode_info(data: bytes) -> ObjectInfo:
-    """Read a description.
+    """Decode a description.
 
     Raises:
-        ControlError: `bad_source`: it is none, it contradicts itself, or it only links to another object.
+        ControlError: `bad_source`: the description is invalid, contradicts itself, or only links to another object.
     """
     try:
         info = msgspec.json.decode(data, type=ObjectInfo)

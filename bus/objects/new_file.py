@@ -1,4 +1,4 @@
-"""Files that are fetched: written and hashed on a thread of their own, or found to be there already."""
+"""Fetched files: they are written and hashed on their own thread, or already exist."""
 
 import hashlib
 import os
@@ -11,11 +11,11 @@ from ...schemas.errors import LocalProtocolError
 __all__ = ["NewFile", "is_whole", "reason"]
 
 READ_BYTES: Final = 4 * 1024**2
-"""At a time, of a file that is hashed: more is no faster."""
+"""Bytes per read of a file that is hashed; larger reads are not faster."""
 
 
 class NewFile:
-    """A file that is written and hashed; its methods block. One that is there already is replaced."""
+    """A file that is written and hashed. Its methods block. An existing file is replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -23,13 +23,13 @@ class NewFile:
         self.digest = hashlib.sha256()
 
     def open(self) -> None:
-        """Make the file, and the folders above it. What lies there is removed, not followed: it may be a link."""
+        """Create the file and its parent folders. An existing file is removed first, because it may be a link."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
         self._file = self._path.open("xb", buffering=0)
 
     def write(self, parts: list[bytes]) -> None:
-        """Append parts."""
+        """Append chunks."""
         for part in parts:
             self.digest.update(part)
             self._write_all(memoryview(part))
@@ -63,5 +63,5 @@ def is_whole(path: Path, size: int, digest: bytes, on_read: Callable[[], None]) 
 
 
 def reason(error: OSError) -> str:
-    """Say what failed, and for which file."""
+    """Return the reason of an error, with the file."""
     return f"{error.strerror or error} ({error.filename})" if error.filename else f"{error.strerror or error}"

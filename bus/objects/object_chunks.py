@@ -29,19 +29,20 @@ BATCH_BYTES: Final = 2 * 1024 * 1024
 """Of one batch, at least one chunk. What comes at once holds up the event loop's other work: round trips beside it take
 3 ms (p99), 10 with twice the size; the speed is the same from 1 to 8 MB."""
 BATCHES: Final = 2
-"""That are on their way or wait here: more comes while something is written."""
+"""Number of batches in flight or buffered, so that data arrives while earlier data is written."""
 SILENCE_S: Final = 2.0
-"""Without a message the batch is lost, with a server that was restarted or a connection that broke."""
+"""Seconds without a message after which a batch counts as lost, with a restarted server or a broken connection."""
 MAX_MISMATCHES: Final = 2
-"""In a row: the server has another number of chunks than the description says. In a cluster a replica may lag once."""
+"""Consecutive mismatches between the server's number of chunks and the description. A replica in a cluster may lag
+once."""
 RETRY_S: Final = 0.25
-"""Between attempts: a restarted server is back within tenths of a second."""
+"""Seconds between attempts. A restarted server is back within tenths of a second."""
 STALL_S: Final = 30.0
-"""Without a single chunk the reading fails."""
+"""Seconds without a chunk after which the read fails."""
 
 
 class _AttemptLost(Exception):
-    """A batch, or messages of it, were lost: the reading goes on with another attempt."""
+    """A batch or some of its messages were lost; the read continues with another attempt."""
 
 
 async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
@@ -76,7 +77,7 @@ async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerat
 
 
 class _ReadProgress:
-    """What has been read of an object, over all attempts."""
+    """The progress of a read over all attempts."""
 
     def __init__(self, info: ObjectInfo) -> None:
         self.info = info
@@ -115,7 +116,7 @@ class _ReadProgress:
         raise ControlError(ControlCode.BAD_SOURCE, problem)
 
     def add(self, chunk: bytes, seq: int) -> None:
-        """Count a chunk; refuse one that the object cannot have.
+        """Count a chunk, and reject a chunk that cannot belong to the object.
 
         Raises:
             ControlError: `bad_source`.
@@ -132,7 +133,7 @@ class _ReadProgress:
 
 @contextlib.asynccontextmanager
 async def _attempt(nats: Connection, progress: _ReadProgress) -> AsyncIterator["_Attempt"]:
-    """Go on where `progress` is, with a subscription of its own."""
+    """Continue at `progress` with a new subscription."""
     attempt = _Attempt(nats, progress, nats.new_inbox())
     subscription = await subscribe(nats, attempt.inbox, attempt.on_message, max_pending_bytes=0)
     try:
@@ -144,7 +145,7 @@ async def _attempt(nats: Connection, progress: _ReadProgress) -> AsyncIterator["
 
 
 class _Attempt:
-    """Batches that follow one another. What waits is bounded by those that were asked for."""
+    """Consecutive batches. The number of requested batches bounds the buffered data."""
 
     def __init__(self, nats: Connection, progress: _ReadProgress, inbox: str) -> None:
         self.inbox = inbox
@@ -163,7 +164,7 @@ class _Attempt:
         self._lost: _AttemptLost | BusBroken | None = None
 
     async def ask(self, seq: int) -> None:
-        """Ask for the chunks from that number of the stream on."""
+        """Request the chunks from this sequence number on."""
         self._ask_from = None
         question = {
             "seq": seq,
@@ -174,7 +175,7 @@ class _Attempt:
         await publish(self._nats, self._get, msgspec.json.encode(question), reply=self.inbox)
 
     async def on_message(self, message: Msg) -> None:
-        """Take a chunk or the end of a batch, behind which the next is asked for."""
+        """Handle a chunk or the end of a batch. At the end of a batch, request the next batch."""
         self._waiting.put_nowait(message)
         if (last_seq := _end_of_batch(message)) is not None:
             self._num_whole += 1
@@ -184,10 +185,10 @@ class _Attempt:
                 self._ask_from = last_seq + 1
 
     async def receive(self) -> list[bytes]:
-        """Return what has come, at least one chunk.
+        """Return the received chunks, at least one.
 
         Raises:
-            _AttemptLost: nothing more will come.
+            _AttemptLost: no more chunks will arrive.
             BusBroken, BusClosed: as `publish`.
             ControlError: `bad_source`.
         """

@@ -1,4 +1,4 @@
-"""Opens folders of the object store, to read single objects of them."""
+"""Opens folders of the object store to read single objects."""
 
 import contextlib
 import time

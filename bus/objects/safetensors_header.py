@@ -18,26 +18,26 @@ from ...schemas.wire_version import MALFORMED
 __all__ = ["BadSafetensors", "StoredTensor", "read_header"]
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The format's own bound."""
+"""Maximum bytes of a header, the limit of the format."""
 MAX_DIMS: Final = 16
-"""Of a tensor; models have up to 5."""
+"""Maximum dimensions of a tensor; models have up to 5."""
 _LENGTH_BYTES: Final = 8
 
 
 class BadSafetensors(ValueError):
-    """The file is no whole safetensors file; the message follows the file's name."""
+    """The file is not a complete safetensors file. The message continues the file's name."""
 
 
 class StoredTensor(NamedTuple):
     """One tensor of a file."""
 
     dtype: str
-    """As safetensors write it: BF16, F32 ..."""
+    """Dtype in the notation of safetensors: BF16, F32 ..."""
     shape: tuple[int, ...]
     begin: int
-    """The byte of the file at which its content begins."""
+    """Offset of the first byte of the content in the file."""
     end: int
-    """The byte behind its content."""
+    """Offset after the last byte of the content."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

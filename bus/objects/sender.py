@@ -1,4 +1,4 @@
-"""Stores messages of objects: many are on their way at any time, within a window."""
+"""Stores messages of objects; a window bounds the bytes in flight."""
 
 import asyncio
 import contextlib
@@ -16,17 +16,17 @@ from ..nats.connection import publish, subscribe
 __all__ = ["WINDOW_BYTES", "Sender", "open_sender"]
 
 PART_BYTES: Final = 512 * 1024
-"""Of a part, where the server's `max_payload` allows it: larger ones move no faster, and hold up others."""
+"""Bytes of a chunk, if the server's `max_payload` allows it. Larger chunks are not faster and delay other messages."""
 HEADROOM_BYTES: Final = 4096
-"""Below `max_payload`, for headers that a server in between may add."""
+"""Bytes below `max_payload` for headers that an intermediate server may add."""
 WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Published and not acknowledged yet: enough to keep the server busy, little enough not to hold up other messages."""
+"""Published bytes without an ack: enough to keep the server busy, few enough not to delay other messages."""
 ACK_TIMEOUT_S: Final = 10.0
-"""For the server to store a part: seconds on a slow disk or in an election."""
+"""Seconds for the server to store a chunk; a slow disk or an election takes seconds."""
 
 
 class Sender:
-    """Publishes messages to a stream, of which some are unacknowledged at any time."""
+    """Publishes messages to a stream and keeps several of them in flight."""
 
     def __init__(self, nats: Client, inbox: str) -> None:
         self.part_bytes = min(PART_BYTES, nats.max_payload - HEADROOM_BYTES)
@@ -38,13 +38,13 @@ class Sender:
         self._failure: RollbusError | None = None
 
     async def on_ack(self, message: Msg) -> None:
-        """Take the server's word on one message."""
+        """Handle the server's ack of one message."""
         self._unacked -= 1
         self._failure = self._failure or _refusal(message)
         self._acked.set()
 
     async def send(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
-        """Publish a message, when there is room in the window."""
+        """Publish a message once the window has room."""
         await self._wait_until(self._window - 1)
         if self._failure is not None:
             raise self._failure
@@ -52,13 +52,13 @@ class Sender:
         await publish(self._nats, subject, data, reply=self._inbox, headers=headers)
 
     async def finish(self) -> None:
-        """Wait until all are stored."""
+        """Wait until all messages are stored."""
         await self._wait_until(0)
         if self._failure is not None:
             raise self._failure
 
     async def settle(self) -> None:
-        """Wait until the server has dealt with all: what is deleted then is not stored afterwards."""
+        """Wait until the server has processed all messages. It stores none of them after a later delete."""
         if not isinstance(self._failure, BusBroken):
             await self._wait_until(0)
 
@@ -88,7 +88,7 @@ async def open_sender(nats: Client) -> AsyncIterator[Sender]:
 
 
 def _refusal(message: Msg) -> ControlError | None:
-    """Return why the server did not store a message; None: it did."""
+    """Return the reason why the server did not store a message; None: it stored the message."""
     answer: dict[str, Any] = json.loads(message.data) if message.data else {"error": {"description": "no such bucket"}}
     if "error" not in answer:
         return None

@@ -20,7 +20,7 @@ __all__ = ["check_folder", "describe_folder", "folder_digest", "sign_folder", "s
 
 
 def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
-    """Name a content: where it lies, and what each file is."""
+    """Return the digest of a folder: its location and the digest of each file."""
     _, prefix = split_objects(objects)
     files = sorted((info.name.removeprefix(f"{prefix}/"), info.size, info.digest) for info in infos)
     lines = [objects, *(f"{path} {size} {digest}" for path, size, digest in files)]
@@ -28,7 +28,7 @@ def folder_digest(objects: str, infos: Iterable[ObjectInfo]) -> str:
 
 
 def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInfo]:
-    """Have each description name the folder's content."""
+    """Return the descriptions with the digest of the folder."""
     infos = list(infos)
     metadata = {FOLDER_DIGEST: folder_digest(objects, infos)}
     return [msgspec.structs.replace(info, metadata=metadata) for info in infos]
@@ -48,7 +48,7 @@ async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[O
 
 
 def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
-    """Refuse a folder of signed descriptions that is not whole.
+    """Check that a folder of signed descriptions is complete.
 
     Raises:
         ControlError: `bad_source`.

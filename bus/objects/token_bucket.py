@@ -1,11 +1,11 @@
-"""A limit of bytes in a second that several transfers share. Pure: the caller has the clock and sleeps."""
+"""A rate limit in bytes per second that several transfers share. Pure: the caller has the clock and sleeps."""
 
 from typing import Final
 
 __all__ = ["TokenBucket"]
 
 BURST_S: Final = 0.25
-"""Seconds of the rate that may go at once after a rest: a busy event loop then still reaches the rate."""
+"""Seconds of the rate that may pass at once after idle time, so that a busy event loop still reaches the rate."""
 
 
 class TokenBucket:
@@ -26,6 +26,6 @@ class TokenBucket:
         return f"<TokenBucket rate={self._rate}>"
 
     def spend(self, num_bytes: int, now: float) -> float:
-        """Count bytes that have passed; return the seconds to wait before any more may."""
+        """Count passed bytes. Return the seconds to wait before more bytes may pass."""
         self._paid_until = max(self._paid_until, now - BURST_S) + num_bytes / self._rate
         return max(0.0, self._paid_until - now)

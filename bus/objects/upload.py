@@ -1,4 +1,4 @@
-"""Storing the parts of an object, out of a file or out of memory; nothing describes the object yet."""
+"""Stores the chunks of an object from a file or from memory, without its description."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ __all__ = ["Pieces", "each_piece", "put_file", "put_pieces"]
 
 Bytes = bytes | bytearray | memoryview
 Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
-"""The content of an object, cut anywhere."""
+"""Content of an object, split at any positions."""
 
 
 async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
@@ -108,7 +108,7 @@ def _cut(batch: bytearray, part_bytes: int, sha: "hashlib._Hash") -> list[bytes]
 
 
 async def each_piece(pieces: Pieces) -> AsyncGenerator[Bytes, None]:
-    """Yield the pieces of either kind of iterable; an asynchronous generator is closed at the end."""
+    """Yield the pieces of either kind of iterable. Close an asynchronous generator at the end."""
     if not isinstance(pieces, AsyncIterable):
         for piece in pieces:
             yield piece
@@ -122,7 +122,7 @@ async def each_piece(pieces: Pieces) -> AsyncGenerator[Bytes, None]:
 
 
 class _OldFile:
-    """A file that is read and hashed; its methods block."""
+    """A file that is read and hashed. Its methods block."""
 
     def __init__(self, path: Path, part_bytes: int, sha: "hashlib._Hash") -> None:
         self._path = path

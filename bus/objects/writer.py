@@ -1,4 +1,4 @@
-"""Putting a folder into the object store: all of it, or nothing."""
+"""Stores a folder in the object store completely or not at all."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ __all__ = ["delete_stored", "put_folder"]
 logger = logging.getLogger(__name__)
 
 CLEANUP_S: Final = 15.0
-"""For taking back what a failed put has stored: a server that was restarted is back within that."""
+"""Seconds for removing the objects of a failed upload; a restarted server is back within that time."""
 RETRY_S: Final = 0.5
-"""Between attempts at it."""
+"""Seconds between attempts of the removal."""
 
 
 async def put_folder(
@@ -113,7 +113,7 @@ def _bytes_of(folder: Path, files: Iterable[str]) -> int:
 
 
 def _find_files(folder: Path) -> list[str]:
-    """List the regular files below `folder`, relative to it."""
+    """Return the paths of the regular files below `folder`, relative to it."""
 
     def fail(error: OSError) -> None:
         raise ControlError(ControlCode.BAD_SOURCE, f"{error.filename} cannot be read: {error.strerror}") from error
@@ -133,7 +133,7 @@ def _find_files(folder: Path) -> list[str]:
 
 
 async def delete_stored(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]) -> None:
-    """Delete what was stored; a connection that broke may come back for it. What fails is logged."""
+    """Delete stored objects, and wait for a lost connection to return. Log failures."""
     try:
         async with asyncio.timeout(CLEANUP_S):
             while not nats.is_closed:
