@@ -1,7 +1,7 @@
-"""Publishes commands and collects the answers, on the bus thread.
+"""Publishes commands and collects the command acks, on the bus thread.
 
-Either may be lost on its way, so that a command is repeated to those that owe an answer, once nothing new is heard of
-it: under its id it has no second effect, and gets the same answer.
+A command or an ack may be lost. The collector therefore repeats a command to the workers that owe an ack if no new ack
+arrives. Workers execute a repeated command only once and send the same ack.
 """
 
 import asyncio
@@ -31,24 +31,25 @@ __all__ = ["MARGIN_S", "AckCollector", "CommandMessage", "OnAck"]
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 1.0
-"""Without news of a command, until it is repeated: long enough for the first answer of a busy worker, short for
-somebody who waits. While a large fleet is at it, news come all the time, and to ask again would only hold it up."""
+"""Seconds without a new ack before a command is repeated. The first ack of a busy worker takes less. A large fleet
+sends new acks all the time, and a repeat would only delay it."""
 MAX_REPEAT_S: Final = 10.0
-"""Until it is repeated even so: of what loads for minutes, somebody always has news."""
+"""Seconds before a command is repeated even if new acks arrive, as they do during a load of several minutes."""
 MARGIN_S: Final = 5.0
-"""Beyond the command's own time: for the way, for a worker to say that its time is up, and for what it does before."""
+"""Seconds beyond the command's timeout, for transport, for a worker's timeout ack, and for the steps before
+execution."""
 MAX_NEWS: Final = 4096
-"""Answers on their way to the caller's `OnAck`: two of each worker of a large fleet. The oldest are left out of that
-above it; the ledger has them all."""
+"""Maximum number of acks that wait for the caller's `OnAck`: two of each worker of a large fleet. Above it, `OnAck`
+misses the oldest acks; the command result has all."""
 
 OnAck = Callable[[Ack], None]
-"""Called on the bus thread with each answer that is news, to show progress. Must return at once; what it raises ends
-the waiting for answers."""
+"""Called on the bus thread with each new ack to show progress. It must return immediately. An exception ends the wait
+for acks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandMessage:
-    """A command as it is published, and those that must answer it."""
+    """A command as published, and the workers that must ack it."""
 
     command: AnyCommand
     workers: frozenset[str]
@@ -73,10 +74,10 @@ class _UnderWay:
 
 
 class AckCollector:
-    """What one controller has asked of the workers. Lives on the bus thread; `start` it before use.
+    """The open commands of one controller. Lives on the bus thread; call `start` before use.
 
     Attributes:
-        bad_messages: answers that did not decode, or bore another worker's name.
+        bad_messages: acks that did not decode or named another worker.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str) -> None:
@@ -91,11 +92,11 @@ class AckCollector:
         return f"<AckCollector {self._controller} {[each.tracker for each in self._under_way.values()]}>"
 
     async def start(self) -> None:
-        """Listen for answers."""
+        """Subscribe to acks."""
         await subscribe(self._nats, self._subjects.acks_to(self._controller), self.receive)
 
     async def receive(self, message: Msg) -> None:
-        """Take a worker's answer."""
+        """Handle an ack of a worker."""
         try:
             ack = decode_ack(message.data)
             if message.subject != self._subjects.ack(self._controller, ack.worker):
@@ -114,7 +115,7 @@ class AckCollector:
         under_way.changed.set()
 
     def mark_lost(self, lost: LostWorker) -> None:
-        """Expect nothing more of a worker, or of a life of one."""
+        """Expect no more acks of a worker or of one of its incarnations."""
         for under_way in self._under_way.values():
             if under_way.tracker.mark_lost(lost):
                 under_way.changed.set()

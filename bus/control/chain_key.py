@@ -1,4 +1,4 @@
-"""Where the chain record of a model's published weights is stored, and its compare-and-set."""
+"""The location of the chain record of a model's published weights, and its compare-and-set."""
 
 import logging
 import math
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class StoredChain(NamedTuple):
-    """The chain record, as the server has it."""
+    """The chain record as stored by the server."""
 
     record: ChainRecord
-    """Empty where there is none that counts."""
+    """The record; empty if no valid record exists."""
     sequence: int
-    """Of its message; 0: there is none."""
+    """Sequence number of its message; 0: there is no message."""
     age_s: float
-    """Seconds since it was stored, by the server's clock."""
+    """Seconds since the record was stored, by the server's clock."""
 
 
 class ChainKey:
@@ -44,10 +44,10 @@ class ChainKey:
         return f"<ChainKey {self.bucket}>"
 
     async def bucket_state(self) -> BucketState:
-        """Ask how full the bucket is.
+        """Return the state of the bucket.
 
         Raises:
-            ControlError: `storage`: there is no bucket.
+            ControlError: `storage`: the bucket does not exist.
         """
         try:
             return await bucket_state(self._nats, self.bucket)

@@ -1,7 +1,8 @@
-"""Gives commands to a fleet: who must answer, what is recorded, and what became of it.
+"""Sends commands to a fleet: selects the workers that must ack, records the desired state, and collects the results.
 
-What sets something is recorded first. From then on the workers see to it by themselves, also those that start later,
-and what is published is a nudge: a controller that dies leaves nothing half decided.
+The controller first records a command that sets a register. From then on, the workers reconcile themselves with it,
+including workers that start later. The published message only makes them read the state sooner. A controller that dies
+leaves no partial decision.
 """
 
 import logging
@@ -41,7 +42,7 @@ __all__ = ["CommandOutcome", "Controller", "Recording", "Revise", "Watch", "chec
 logger = logging.getLogger(__name__)
 
 HELD: Final = frozenset({"pause", "flush"})
-"""Registers that are not set back: a pause that failed holds all the same, until a resume; a flush is over."""
+"""Registers that are not restored. A failed pause holds until a resume, and a flush has no lasting state."""
 
 READS: Final = (ReadExperts, ReadRequest)
 """Commands that change nothing."""
@@ -50,49 +51,49 @@ TELLS_NOTHING: Final = "it is of an earlier release, which does not answer this"
 Kind = TypeVar("Kind", bound=Command)
 
 Revise = Callable[[DesiredState, AnyCommand], AnyCommand]
-"""Completes a command by what is recorded before it; what it raises refuses the command."""
+"""Completes a command from the recorded state. An exception rejects the command."""
 
 
 class Watch(Protocol):
-    """Knows who lives."""
+    """The source of worker presence."""
 
     async def known_workers(self) -> tuple[WorkerPresence, ...]:
-        """What live workers announced last."""
+        """Return the last presence of each live worker."""
 
     async def ping_workers(self) -> tuple[WorkerPresence, ...]:
-        """The same, after asking all for it."""
+        """Return the same after a ping of all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A command in the desired state of one model."""
+    """A command recorded in the desired state of one model."""
 
     model: str
     command: AnyCommand
-    """As recorded: with its epoch."""
+    """Command as recorded, with its epoch."""
     epoch: int
     before: DesiredState
-    """What it was recorded over."""
+    """Desired state before the command."""
     workers: frozenset[str]
-    """Those that must answer."""
+    """Workers that must ack."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """What became of a command."""
+    """The outcome of a command."""
 
     result: CommandResult
     recordings: tuple[Recording, ...]
-    """One for each model; none for an event."""
+    """Recordings, one for each model; empty for a one-off command."""
     lost: dict[str, str]
-    """Workers that ended while they owed an answer: why."""
+    """Reasons of workers that ended while they owed an ack, by worker."""
 
 
 class Controller:
     """One controller of a fleet. Lives on the bus thread; start its collector before use.
 
     Attributes:
-        collector: hears the answers.
+        collector: collects the command acks.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
@@ -108,18 +109,18 @@ class Controller:
     async def send(
         self, command: AnyCommand, on_ack: OnAck | None = None, *, revise: Revise | None = None
     ) -> CommandResult:
-        """Carry out `command`: the ledger, in which all that had to answer have applied it.
+        """Execute `command`. Return the command result if all workers that must ack have applied it.
 
-        Cancellation: what is recorded stays, and the workers see to it.
+        Cancellation: a recorded command stays, and the workers apply it.
 
         Raises:
-            CommandIncomplete: not all applied it. Where none did and it was recorded, that was set back, but for
-                `pause`, which holds, and `flush_cache`, which is over.
-            NoWorkers: nobody is there to carry it out. Nothing is recorded.
-            InvalidRequest: a field is wrong, or a worker that it names is not there. Nothing is recorded.
-            ControlError: the desired state refuses it. Nothing is recorded.
-            RemoteProtocolError: the desired state cannot be read; a reset clears it.
-            BusBroken: JetStream or the connection failed; what was recorded before stays.
+            CommandIncomplete: not all workers applied it. If every worker failed, the recording is undone, except for
+                `pause`, which holds, and `flush_cache`, which has no lasting state.
+            NoWorkers: no worker can execute the command. Nothing is recorded.
+            InvalidRequest: a field is wrong, or a named worker is absent. Nothing is recorded.
+            ControlError: the desired state rejects it. Nothing is recorded.
+            RemoteProtocolError: the desired state cannot be decoded; a reset clears it.
+            BusBroken: JetStream or the connection failed; earlier recordings stay.
         """
         command = check_command(command)
         roster = await self.roster(command)
@@ -153,11 +154,11 @@ class Controller:
         return replace(outcome.result, missing=outcome.result.missing | missing)
 
     async def roster(self, command: AnyCommand) -> Roster:
-        """Say who must answer `command`, after asking who is there where somebody seems not to be.
+        """Return the workers that must ack `command`. If a worker seems absent, ping all workers first.
 
         Raises:
             NoWorkers, InvalidRequest: as in `workers_that_must_ack`.
-            BusBroken: the connection is gone.
+            BusBroken: the connection is lost.
         """
         try:
             return workers_that_must_ack(await self._watcher.known_workers(), command)
@@ -165,7 +166,7 @@ class Controller:
             return workers_that_must_ack(await self._watcher.ping_workers(), command)
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
-        """Refuse a command that this user may not give to workers of these models: they would refuse it, too.
+        """Check that this user may send the command to workers of these models. The workers would reject it, too.
 
         Raises:
             ControlError: `not_allowed`.
@@ -212,10 +213,10 @@ class Controller:
         return CommandOutcome(result, recordings, tracker.lost)
 
     async def conclude(self, outcome: CommandOutcome) -> CommandResult:
-        """Return the ledger if it is complete; set back what every worker of a model failed at.
+        """Return the command result if it is complete. Undo the recording for a model if every worker failed.
 
         Raises:
-            CommandIncomplete: it is not.
+            CommandIncomplete: the command result is incomplete.
         """
         result = outcome.result
         what = (result.command, result.id, result.epochs, result.seconds)

@@ -1,4 +1,7 @@
-"""The ids of a publication's parts: they bear the tag of its folder, so that what a killed publisher left is found."""
+"""The ids of a publication's object chunks.
+
+They contain the tag of the folder, which identifies leftovers of a killed publisher.
+"""
 
 from typing import Final
 
@@ -7,16 +10,16 @@ from nats.nuid import NUID
 __all__ = ["new_part_id", "part_tag"]
 
 TAG: Final = "rb"
-"""Begins the ids of a publication's parts; the tag of its folder follows."""
+"""Prefix of the ids of a publication's object chunks. The tag of the folder follows."""
 TAGGED_CHARS: Final = 32
-"""Characters of such an id. The ids that other programs make have 22."""
+"""Characters of an id with a tag. The ids of other programs have 22."""
 
 
 def new_part_id(tag: str, nuids: NUID) -> str:
-    """Return an id for parts of the folder with this tag."""
+    """Return an id for object chunks of the folder with this tag."""
     return f"{TAG}{tag}{nuids.next().decode()[: TAGGED_CHARS - len(TAG) - 8]}"
 
 
 def part_tag(nuid: str) -> str | None:
-    """Return the tag of the folder to which parts belong; None: they are not those of a publication."""
+    """Return the tag of the folder that an id belongs to; None: the id is not of a publication."""
     return nuid[len(TAG) : len(TAG) + 8] if len(nuid) == TAGGED_CHARS and nuid.startswith(TAG) else None

@@ -1,6 +1,6 @@
-"""Makes what a fleet's workers and controllers may use and not make: the queues of its models, and their bucket.
+"""Creates the queues and the bucket that a fleet's workers and controllers may use but not create.
 
-Where a server lets everybody do everything, workers and controllers make them by themselves.
+On a server without permissions, workers and controllers create them by themselves.
 """
 
 from collections.abc import Iterable, Mapping

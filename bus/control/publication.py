@@ -1,6 +1,6 @@
-"""One version on its way into the store: its objects first, its manifest last, and then the chain record.
+"""The publication of one version: first its objects, then its manifest, then the chain record.
 
-Nothing counts before the chain record names it, or, for an adapter, before its manifest is stored.
+A version is valid only after the chain record names it. An adapter is valid after its manifest is stored.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ __all__ = ["Publication"]
 logger = logging.getLogger(__name__)
 
 RANK_POLL_S: Final = 0.25
-"""Between looks at whether the other ranks have given their lists."""
+"""Seconds between checks for the lists of the other ranks."""
 LIST: Final = "list"
-"""The object with the list of a rank."""
+"""Name of the object with the list of a rank."""
 FAIL_S: Final = 10.0
-"""For telling rank 0 of a failure: where the server is away, rank 0 waits for as long as it may."""
+"""Seconds for reporting a failure to rank 0. If the server is away, rank 0 waits until its own timeout."""
 
 
 class Publication:
@@ -84,7 +84,7 @@ class Publication:
 
     @property
     def opened(self) -> OpenedVersion:
-        """What it is, as other ranks see it."""
+        """The publication as other ranks see it."""
         return self._opened
 
     async def put(self, name: str, pieces: Pieces) -> ObjectInfo:
@@ -158,7 +158,7 @@ class Publication:
             await self._delete_lists()
 
     async def discard(self) -> None:
-        """Take back what was stored, unless the publication is over. What fails is logged; `clean` deletes it later."""
+        """Remove the stored objects unless the publication is over. Log failures; `clean` deletes the rest later."""
         if self._is_over:
             return
         await self._end()
@@ -172,7 +172,7 @@ class Publication:
                 logger.warning("publication.not_withdrawn objects=%s error=%s", self.objects, error)
 
     async def announce(self) -> None:
-        """Let other ranks join.
+        """Allow other ranks to join.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
@@ -184,7 +184,7 @@ class Publication:
         await self._home.change(lambda record: msgspec.structs.replace(record, opened=opened, withdrawn=None))
 
     def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Have rank 0 see, for a block, that this rank lives; else rank 0 gives it up."""
+        """Send signs of life to rank 0 during the block. Without them, rank 0 treats this rank as lost."""
         return signs_of_life(self._home.nats, self._bucket, self._list_prefix, rank)
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
@@ -218,11 +218,11 @@ class Publication:
         await self._end()
 
     async def fail(self, rank: int, reason: str) -> None:
-        """Take back what this rank has put, and tell rank 0 why; what fails is logged.
+        """Delete the objects of this rank and report the reason to rank 0. Log failures.
 
         Args:
-            rank: of this process; not 0.
-            reason: as rank 0 and the ranks that wait for it are to read it.
+            rank: number of this process; not 0.
+            reason: reason for rank 0 and the ranks that wait for it.
         """
         await self.discard()
         try:

@@ -1,4 +1,4 @@
-"""What a publication needs of the store that it belongs to."""
+"""The interface of a version store that a publication uses."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["PublicationHome"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationHome:
-    """What a publication needs of its `VersionStore`."""
+    """The operations of a `VersionStore` that a publication uses."""
 
     nats: Connection
     key: ChainKey
@@ -25,8 +25,9 @@ class PublicationHome:
     change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
     """Writes the chain record while the lease is held."""
     record: Callable[[], ChainRecord]
-    """The chain record, as it was last read."""
+    """Returns the chain record as last read.
+    """
     ended: Callable[["Publication"], None]
-    """Called when the publication was committed or taken back."""
+    """Called when the publication was committed or discarded."""
     make_room: Callable[[], Awaitable[None]]
-    """Deletes what may go, when the bucket has no room."""
+    """Deletes removable objects if the bucket is full."""

@@ -13,7 +13,7 @@ from ..objects.layout import ObjectInfo, ObjectOptions, info_subject
 __all__ = ["as_info", "as_rank_object", "find_failure", "store_failure"]
 
 REASON: Final = "rollbus-reason"
-"""In the metadata of an object without content: why a rank failed."""
+"""Metadata field of an object without content: the reason why a rank failed."""
 
 
 def as_rank_object(info: ObjectInfo) -> RankObject:

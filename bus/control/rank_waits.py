@@ -1,4 +1,7 @@
-"""How the ranks of a publication wait for each other: each shows that it lives, and none waits long for a dead one."""
+"""The waits between the ranks of a publication.
+
+Each rank sends signs of life, so no rank waits long for a dead rank.
+"""
 
 import asyncio
 import contextlib
@@ -25,15 +28,15 @@ __all__ = ["POLL_S", "RankWatch", "signs_of_life", "until_committed", "until_ope
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.25
-"""Between looks at whether a publication was announced or committed, or an earlier life's lease has run out."""
+"""Seconds between checks for an announcement, a commit, or the end of an earlier incarnation's lease."""
 
 
 class RankWatch:
-    """The other ranks' signs of life, as rank 0 sees them.
+    """The signs of life of the other ranks, as rank 0 receives them.
 
     Args:
-        bucket: of the publication.
-        prefix: where its ranks give their lists.
+        bucket: bucket of the publication.
+        prefix: prefix of the lists of its ranks.
     """
 
     def __init__(self, nats: Connection, bucket: str, prefix: str) -> None:
@@ -48,7 +51,7 @@ class RankWatch:
 
     @property
     def joined(self) -> frozenset[int]:
-        """The ranks that have given a sign."""
+        """Ranks that have sent a sign of life."""
         return frozenset(self._silences)
 
     async def look(self, rank: int) -> str | None:
@@ -67,7 +70,7 @@ class RankWatch:
 
 @contextlib.asynccontextmanager
 async def signs_of_life(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
-    """Have rank 0 see, for a block, that a rank lives."""
+    """Send signs of life of a rank to rank 0 during the block."""
     name = _sign(prefix, rank)
     info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
     subject, data = info_subject(bucket, name), msgspec.json.encode(info)

@@ -25,7 +25,7 @@ OBJECTS: Final = "objects"
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one stream."""
+    """The result for one stream."""
 
     stream: str
     what: str

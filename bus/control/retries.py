@@ -1,4 +1,4 @@
-"""How long a write of a desired state waits for an answer: as long as a cluster of servers takes to elect a leader."""
+"""The retry limits for a write of a desired state, which may have to wait for the election of a cluster's leader."""
 
 import asyncio
 import logging
@@ -12,11 +12,12 @@ __all__ = ["TRY_S", "Retries"]
 logger = logging.getLogger(__name__)
 
 TRY_S: Final = 2.0
-"""For one answer, which takes milliseconds: what is sent before an election is dropped, and has to be asked again."""
+"""Seconds for one answer, which takes milliseconds. A leader election drops earlier requests, so they must be
+repeated."""
 ELECTION_S: Final = 15.0
-"""From the first missing answer on: nats-server misses a leader for up to 9 s before it elects another."""
+"""Seconds from the first missing answer. nats-server waits up to 9 s before it elects another leader."""
 AGAIN_S: Final = 0.25
-"""Between an answer that says "not now" and the next question."""
+"""Seconds between a "not now" answer and the next request."""
 
 
 class Retries:

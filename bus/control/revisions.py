@@ -1,7 +1,7 @@
-"""The revisions of a stored desired state, and which of them count.
+"""The revisions of a stored desired state, and the selection of the valid revision.
 
-Where the fleet has root keys, a revision counts if its author may change what it changes. Readers ignore one that does
-not count: the last one that counts is the state, from the bucket's history or from memory.
+If the fleet has root keys, a revision is valid only if its author may make its change. Readers ignore invalid
+revisions. The state is the last valid revision, from the bucket's history or from memory.
 """
 
 import base64
@@ -26,12 +26,12 @@ __all__ = ["HISTORY", "STREAM", "Found", "Revisions"]
 logger = logging.getLogger(__name__)
 
 HISTORY: Final = 64
-"""Commands of each model that can be looked up afterwards: the most that a KV bucket may keep."""
+"""Number of commands of each model that the history keeps, the maximum of a KV bucket."""
 STREAM: Final = f"KV_{BUCKET}"
 BASE: Final = "Rollbus-Base"
-"""Header of a state by a publisher: the last state by an admin or a frontend, in base64."""
+"""Header of a publisher's state: the last state of an admin or a frontend, in base64."""
 BASE_SIGNED: Final = "Rollbus-Base-Signed"
-"""Header with the signature of that."""
+"""Header with the signature of the state in `BASE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,16 @@ class _Base:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What stands in the bucket for one model."""
+    """The content of the bucket for one model."""
 
     sequence: int = 0
-    """Of the newest revision, whether or not it counts: the next one is written over it. 0: there is none."""
+    """Sequence number of the newest revision, valid or not, which the next write replaces. 0: there is none."""
     state: DesiredState | None = None
-    """Of the newest that counts; None: none does."""
+    """State of the newest valid revision; None: there is none."""
     base: _Base | None = None
     """Of that state; None: nothing, or nothing is signed."""
     problem: str | None = None
-    """Why the newest cannot be used, where nothing is signed and so nothing stands in for it."""
+    """Reason why the newest revision is unusable, if signatures are not required and no other revision replaces it."""
 
     def base_headers(self) -> dict[str, str]:
         """Return the headers that a publisher adds to the next state."""
@@ -107,7 +107,7 @@ class Revisions:
         return f"$KV.{BUCKET}.{self._subjects.fleet}.{encode_token(model)}"
 
     async def find(self, model: str) -> Found:
-        """Read the newest state that counts."""
+        """Return the newest valid state."""
         subject = self.subject(model)
         newest = await self._get({"last_by_subj": subject})
         if newest is None:
@@ -129,7 +129,7 @@ class Revisions:
             self._known[subject] = _ReadRevisions(revision, self._follow(subject, model, over, revision), created)
 
     async def newest(self, model: str) -> Found:
-        """Read the newest state, by any author."""
+        """Return the newest state by any author."""
         newest = await self._get({"last_by_subj": self.subject(model)})
         return Found() if newest is None else _unsigned(model, newest)
 

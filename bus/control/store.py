@@ -1,8 +1,8 @@
-"""Where desired states are kept: a NATS KV bucket, readable with `nats kv`, its history the log of all commands.
+"""The store of desired states: a NATS KV bucket, readable with `nats kv`, whose history is the log of all commands.
 
-Writes are compare-and-set on the key's last sequence number: of concurrent writers one is first, and the others decide
-again on what it wrote. A write without an answer, as while a leader is elected, may have been stored: the writer reads,
-and repeats it, as the same command, only where it is not there.
+Writes are compare-and-set on the last sequence number of the key. Of concurrent writers, one succeeds, and the others
+decide again on the new state. A write without an answer, for example during a leader election, may have been stored.
+The writer then reads the state, and repeats the write as the same command only if it is missing.
 """
 
 import logging
@@ -70,7 +70,7 @@ class DesiredStore:
 
     @property
     def refused(self) -> int:
-        """Number of stored states that did not count, because no author that may write them had signed them."""
+        """Number of stored states that were ignored because no authorized author signed them."""
         return self._revisions.refused
 
     async def read(self, model: str) -> DesiredState | None:
@@ -203,7 +203,7 @@ class DesiredStore:
         raise _contended(model)
 
     async def models(self) -> tuple[str, ...]:
-        """The models of the fleet that anything was ever recorded for, sorted."""
+        """Return the models of the fleet with recorded commands, sorted."""
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
         try:
             answer = await ask(self._nats, f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{prefix}*"})
@@ -220,7 +220,7 @@ class DesiredStore:
         return tuple(sorted(found))
 
     async def read_all(self) -> dict[str, DesiredState]:
-        """The desired state of each model that has one that can be read."""
+        """Return the desired state of each model whose state can be decoded."""
         states = {}
         for model in await self.models():
             try:
@@ -284,7 +284,7 @@ class DesiredStore:
 
 
 def _empty(model: str, sequence: int) -> DesiredState:
-    """A state without anything, after one that is lost: no epoch was above the sequence number of its message."""
+    """Return an empty state after a lost state. Its epoch is the sequence number, which no earlier epoch exceeds."""
     return DesiredState(model=model, epoch=sequence)
 
 

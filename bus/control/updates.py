@@ -1,4 +1,4 @@
-"""Loading weights and adapters into a fleet: uploaded, checked, recorded, applied, compared."""
+"""Loads weights and adapters into a fleet: upload, check, record, apply, compare."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ __all__ = ["Updates"]
 logger = logging.getLogger(__name__)
 
 FENCE_TIMEOUT_S: Final = 10.0
-"""For a worker to stop serving; it needs nothing for that but to hear of it."""
+"""Seconds for a worker to stop serving, which requires only the receipt of the command."""
 
 Load = TypeVar("Load", UpdateWeights, LoadLora)
 
@@ -90,7 +90,7 @@ class Updates:
     async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> CommandResult:
         """End an update by the engines' own transfer, and compare the canaries as after `update_weights`.
 
-        A version that is refused leaves the transfer open: it can be ended with another.
+        A rejected version leaves the transfer open. Another version can end it.
         """
         command = check_command(command)
         roster = await self._controller.roster(command)
@@ -166,7 +166,7 @@ class Updates:
             desired.record(await self._state(model), command)
 
     async def state(self, model: str) -> DesiredState:
-        """Return what is desired of the workers of `model`."""
+        """Return the desired state of the workers of `model`."""
         return await self._state(model)
 
     async def _state(self, model: str) -> DesiredState:

@@ -59,7 +59,7 @@ class Uploads:
             return await put_folder(nats, self._bucket(model), prefix, folder, needed_bytes=needed)
 
     async def delete(self, objects: str) -> None:
-        """Delete one upload; what fails is logged."""
+        """Delete one upload. Log failures."""
         try:
             async with self._connected() as nats:
                 await delete_prefix(nats, objects)
@@ -100,7 +100,7 @@ class Uploads:
 
 
 def sources_in(*states: DesiredState) -> set[str]:
-    """Everything in the object store that some register of these states refers to."""
+    """Return all folders of the object store that a register of these states names."""
     found = set()
     for state in states:
         for registers in (state.registers, *state.workers.values()):
@@ -112,7 +112,7 @@ def sources_in(*states: DesiredState) -> set[str]:
 
 
 def _home(model: str, command: UpdateWeights | LoadLora) -> str:
-    """What the prefixes of all uploads for the same thing begin with."""
+    """Return the common prefix of all uploads for the same model or adapter."""
     if isinstance(command, LoadLora):
         return f"{encode_token(model)}/loras/{encode_token(command.name)}"
     return f"{encode_token(model)}/weights"

@@ -78,7 +78,7 @@ class Cleaning:
                 self._ages[f"{self._bucket}/{folder}"] = (self._now - described.stored_at).total_seconds()
 
     async def kept(self, record: ChainRecord, recorded: AbstractSet[str]) -> set[str]:
-        """Return the folders that stay."""
+        """Return the folders to keep."""
         roots = recorded | set(record.noted)
         # Of a chain that the record has lost.
         unlinked = roots & self._ages.keys() - {link.objects for link in record.links}
@@ -98,7 +98,7 @@ class Cleaning:
         return {link.objects for link in manifest.links}
 
     async def delete_folders(self, kept_folders: AbstractSet[str]) -> None:
-        """Delete the other folders."""
+        """Delete all folders that are not kept."""
         for objects in sorted(self._ages.keys() - kept_folders):
             await delete_prefix(self._nats, objects)
             logger.info("versions.deleted objects=%s", objects)

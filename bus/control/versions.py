@@ -1,4 +1,4 @@
-"""The store of a model's published weights, as its publisher uses it. Lives on the bus thread."""
+"""The store of a model's published weights for its publisher. Lives on the bus thread."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ __all__ = ["VersionStore"]
 logger = logging.getLogger(__name__)
 
 RENEW_S: Final = chain.LEASE_S / 3
-"""Two renewals may be lost."""
+"""Seconds between renewals of the lease; two renewals may be lost."""
 CLOSE_S: Final = 20.0
-"""For taking back what is uncommitted, and giving back the lease."""
+"""Seconds for removing uncommitted publications and releasing the lease."""
 
 
 class VersionStore:

@@ -1,1 +1,1 @@
-"""The connection to NATS: nats-py's client with a transport of our own, JetStream's API, an embedded server."""
+"""The connection to NATS: nats-py's client with rollbus's own transport, JetStream's API, and an embedded server."""

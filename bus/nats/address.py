@@ -1,4 +1,4 @@
-"""The addresses of NATS servers: checked before they are used, and without their passwords where they are shown."""
+"""The addresses of NATS servers: validation, and display without passwords."""
 
 import re
 from typing import Final
@@ -10,7 +10,8 @@ __all__ = ["DEFAULT_PORT", "parse_url", "parse_urls", "redact"]
 
 DEFAULT_PORT: Final = 4222
 MAX_URLS: Final = 64
-"""Several times the servers of a large cluster; a client also learns the others from the one that it reaches."""
+"""Maximum number of URLs, several times the servers of a large cluster. A client also learns the other servers from the
+cluster."""
 
 _CREDENTIALS: Final = re.compile(r"^(\w+://)?.*@")
 _NEXT_URL: Final = re.compile(r"\s*,\s*(?=\w+://)")

@@ -1,4 +1,4 @@
-"""The connection to NATS: nats-py, mended, with our options and our errors."""
+"""The connection to NATS: the patched nats-py client with rollbus's options and errors."""
 
 import asyncio
 import logging
@@ -36,24 +36,25 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 3.0
-"""For the first connection: enough for a server that is just starting, short enough for a mistyped address."""
+"""Seconds for the first connection: enough for a server that is starting, and short for a mistyped address."""
 ATTEMPT_TIMEOUT_S: Final = 2.0
-"""For one server: one whose machine is cut off does not even refuse."""
+"""Seconds for one server. A disconnected machine does not even reject the connection."""
 CLOSE_TIMEOUT_S: Final = 2.0
-"""For the server to take what is still unsent."""
+"""Seconds for the server to receive unsent data."""
 RECONNECT_WAIT_S: Final = 0.25
-"""Between attempts, without end: a restarted server is back within tenths of a second."""
+"""Seconds between attempts, which continue without limit. A restarted server is back within tenths of a second."""
 ADVICE: Final = "start one (rollbus up, or nats-server -js), or correct the address (--nats, $ROLLBUS_NATS)"
-"""For programs that find no server."""
+"""Advice for programs that find no server."""
 PING_INTERVAL_S: Final = 10.0
-"""A connection is lost after two pings without an answer: a half-dead one is noticed within half a minute."""
+"""Seconds between pings. After two unanswered pings, the connection is lost, so a hanging server is detected within
+half a minute."""
 PENDING_BYTES: Final = 16 * 1024 * 1024
-"""What may wait to be sent: two of the largest messages, or a second of routing and tokens, so that a short reconnect
-costs no request. Above it `publish` waits while connected and fails while not."""
+"""Bytes that may wait to be sent: two of the largest messages, or a second of routed experts and tokens. A short
+reconnect then fails no request. Above it, `publish` waits while connected and fails while disconnected."""
 FLUSH_TIMEOUT_S: Final = 10.0
-"""How long `publish` waits above that before it reports trouble and goes on."""
+"""Seconds that `publish` waits above `PENDING_BYTES` before it reports the problem and continues."""
 MAX_PENDING_MSGS: Final = 65_536
-"""Received messages waiting for a handler: many reads' worth, since handlers only hand over."""
+"""Received messages that may wait for a handler. Handlers only forward messages, so this covers many reads."""
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 """The server cuts off a client for which as much waits on its side; more on ours would gain little."""
 
@@ -65,11 +66,11 @@ class ConnectionStats:
     disconnects: int
     reconnects: int
     dropped_msgs: int
-    """Received messages thrown away because their handler was too slow."""
+    """Received messages that were dropped because their handler was too slow."""
     handler_failures: int
-    """Messages whose handler raised."""
+    """Messages whose handler raised an exception."""
     streamed_msgs: int = 0
-    """Messages that a stream delivered on a subject of the software, and that were dropped."""
+    """Messages that a stream delivered on a subject of rollbus; they were dropped."""
 
 
 class Connection(PatchedNatsClient):

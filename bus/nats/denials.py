@@ -1,4 +1,7 @@
-"""What a NATS server does not let its user do. It says so behind everybody's back; here it reaches who has to know."""
+"""Permission errors of a NATS server.
+
+The server reports them asynchronously; this module raises them in the waiting call.
+"""
 
 import asyncio
 import logging
@@ -14,7 +17,7 @@ __all__ = ["Denials"]
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED: Final = 100
-"""Subjects: a program has few kinds of them, and those that name others are as many as these."""
+"""Maximum number of logged subjects. A program has few kinds of subjects, and further denials repeat them."""
 _VIOLATION: Final = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"", re.IGNORECASE)
 _ACTIONS: Final = {"publish": "publish", "subscription": "subscribe"}
 

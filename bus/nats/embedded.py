@@ -1,9 +1,9 @@
-"""A NATS server of one's own: the real `nats-server` binary, for one machine, tests and demos.
+"""An embedded NATS server: the real `nats-server` binary, for one machine, tests and demos.
 
     async with EmbeddedServer() as server:
         async with Connection(server.url, name="trainer") as connection: ...
 
-The server listens on the loopback interface only, and lets everybody in unless it is told who may.
+The server listens only on the loopback interface. It accepts all connections unless `users` is set.
 """
 
 import asyncio
@@ -32,24 +32,27 @@ __all__ = ["BINARY_VARIABLE", "EmbeddedServer", "find_binary", "server_config"]
 _log = logging.getLogger(__name__)
 
 BINARY_VARIABLE: Final = "ROLLBUS_NATS_SERVER"
-"""The environment variable that names the nats-server binary to use."""
+"""Environment variable that names the nats-server binary."""
 DEFAULT_MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
-"""The largest that NATS recommends: prompts and routing of long requests are seldom split."""
+"""Maximum message size, the largest that NATS recommends. Prompts and routed experts of long requests are seldom
+split."""
 GC_PERCENT: Final = "400"
 """`GOGC` of the server, unless the environment has one: its heap is small, and at Go's 100 it is searched through so
 often that routing passes a sixth slower."""
 DEFAULT_START_TIMEOUT_S: Final = 30.0
-"""A start takes tens of milliseconds; recovering large streams from a slow disk takes longer."""
+"""Seconds for a start. A start takes tens of milliseconds; the recovery of large streams from a slow disk takes
+longer."""
 LOG_LINES: Final = 200
-"""Lines of the server's log that are kept: its start-up takes 30."""
+"""Number of kept lines of the server's log. A start writes 30 lines."""
 SHOWN_LINES: Final = 10
-"""Of them, how many an error shows: the last one says why."""
+"""Number of log lines in an error. The last line gives the reason."""
 MAX_LOG_LINE_CHARS: Final = 1000
-"""Longer lines of the log are cut."""
+"""Maximum characters of a kept log line; longer lines are cut."""
 _MAX_MEMORY_STORE_BYTES: Final = 1024**3
-"""For streams in memory. The server's own default, 75 % of the machine's memory, belongs to the engine."""
+"""Maximum bytes of streams in memory. The server's default of 75 % of the machine's memory would leave too little for
+the engine."""
 _END_TIMEOUT_S: Final = 5.0
-"""For a killed process to be gone; it takes milliseconds unless the machine hangs."""
+"""Seconds for a killed process to exit. An exit takes milliseconds unless the machine hangs."""
 _ANY_PORT: Final = -1
 _LISTENING: Final = re.compile(r"Listening for client connections on .*:(\d+)$")
 _READY: Final = "Server is ready"
@@ -138,7 +141,7 @@ class EmbeddedServer:
 
     @property
     def is_running(self) -> bool:
-        """The server has been started and has not ended."""
+        """True if the server has started and not ended."""
         return self._process is not None and not self._process.ended.is_set()
 
     @property
@@ -196,7 +199,7 @@ class EmbeddedServer:
         await self._end(embedded_guard.TERMINATE)
 
     async def kill(self) -> None:
-        """Kill the server as a crash would; does nothing if it is down."""
+        """Kill the server as a crash would. Do nothing if it is not running."""
         await self._end(embedded_guard.KILL)
 
     async def restart(self) -> None:
@@ -212,7 +215,7 @@ class EmbeddedServer:
         await self._start(self._folder)
 
     async def wait(self) -> None:
-        """Wait until the server has ended, whatever the reason; returns at once if it is down."""
+        """Wait until the server has ended for any reason. Return immediately if it is not running."""
         if self._process is not None:
             await self._process.ended.wait()
 

@@ -19,11 +19,11 @@ __all__ = ["GRACE_S", "KILL", "PID_LINE", "TERMINATE", "main"]
 TERMINATE = b"t"
 KILL = b"k"
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL: nats-server takes milliseconds to close its streams; one that was stopped never ends."""
+"""Seconds from SIGTERM to SIGKILL. nats-server takes milliseconds to close its streams; a frozen server never exits."""
 PID_LINE = "rollbus.guard server_pid="
-"""Begins the first line of the log; the server's process id follows."""
+"""Prefix of the first line of the log. The server's process id follows."""
 _POLL_S = 0.5
-"""How often to look for our parent, since a forked child of it may keep our standard input open."""
+"""Seconds between checks of the parent process. A forked child of the parent may keep the standard input open."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -56,7 +56,7 @@ def main(parent: int, folder: str, command: list[str]) -> int:
 
 
 def _become_server(guard: int, command: list[str]) -> None:
-    """Replace this forked child by the server; never returns."""
+    """Replace this forked child by the server. Never returns."""
     try:
         _die_with(guard)
         os.write(2, f"{PID_LINE}{os.getpid()}\n".encode())

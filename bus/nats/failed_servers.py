@@ -1,4 +1,4 @@
-"""The servers that a first connection need not try again: each refuses this user, or TLS with it fails."""
+"""The servers that a first connection need not retry: each rejects this user, or TLS with it fails."""
 
 import logging
 

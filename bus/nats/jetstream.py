@@ -1,4 +1,4 @@
-"""JetStream's API as rollbus uses it: one request, one answer, errors as exceptions with the server's numbers."""
+"""JetStream's API as rollbus uses it: one request, one answer, and exceptions with the server's error codes."""
 
 import base64
 import json
@@ -35,24 +35,25 @@ logger = logging.getLogger(__name__)
 
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 5.0
-"""For the server to answer; it takes milliseconds, and on a slow disk or in an election a second or two."""
+"""Seconds for the server to answer. An answer takes milliseconds, and a second or two on a slow disk or in an
+election."""
 NO_STREAM: Final = 10059
 NO_CONSUMER: Final = 10014
 NO_MESSAGE: Final = 10037
 NAME_IN_USE: Final = 10058
 NO_STORAGE: Final = 10047
 NO_PEERS: Final = 10005
-"""Fewer servers of the cluster have room than there are to be replicas."""
+"""Error code: fewer servers of the cluster have room than the stream has replicas."""
 DEFAULT_REPLICAS: Final = 3
-"""In a cluster: one of three servers may be gone."""
+"""Replicas of a stream in a cluster: one of three servers may fail."""
 WRONG_LAST_SEQUENCE: Final = frozenset({10071, 10164})
-"""Of a compare-and-set: another write was first. A cluster has two numbers for it."""
+"""Error codes of a failed compare-and-set: another write came first. A cluster has two codes for it."""
 _NOT_NOW: Final = frozenset({10008, 10009, 10163})
 """JetStream's errors while a cluster elects a leader, or agrees on a write before this one."""
 
 
 class ApiError(Exception):
-    """JetStream refused an operation.
+    """JetStream rejected an operation.
 
     Attributes:
         code: the server's `err_code`.

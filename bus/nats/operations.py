@@ -20,7 +20,7 @@ servers."""
 OWN_BUFFER_BYTES: Final = 16 * 1024
 """A message above it that is not there as a whole gets a buffer of its own."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024**2
-"""nats-server takes no larger `max_payload`."""
+"""Maximum bytes of a message, the largest `max_payload` of nats-server."""
 OVERHEAD_BYTES: Final = 256
 """What an operation takes besides its bytes: about."""
 END: Final = b"\r\n"
@@ -32,31 +32,31 @@ class SubscriptionMessage(NamedTuple):
     sid: int
     subject: bytes
     reply: bytes
-    """Empty: none."""
+    """Reply subject; empty: none."""
     headers: bytes | None
     payload: bytes | bytearray
 
 
 class _Head(NamedTuple):
-    """What the line before a message says."""
+    """The content of the line before a message."""
 
     sid: int
     subject: bytes
     reply: bytes
     headers_bytes: int
     num_bytes: int
-    """Headers and payload."""
+    """Bytes of headers and payload."""
 
 
 @dataclass(slots=True)
 class _Large:
-    """A message with a buffer of its own."""
+    """A message with its own buffer."""
 
     head: _Head
     data: bytearray
     """Headers and payload, without the end."""
     filled: int
-    """How much of it is there."""
+    """Number of received bytes."""
 
 
 class OperationReader:
@@ -81,11 +81,11 @@ class OperationReader:
 
     @property
     def has_whole(self) -> bool:
-        """There is something to take."""
+        """True if a complete operation is available."""
         return bool(self._whole)
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Buffer for the next bytes; never empty."""
         if self._large is not None:
             return memoryview(self._large.data)[self._large.filled :]
         if self._start:

@@ -1,4 +1,4 @@
-"""Asking a server whether this user may, where nobody would hear of the answer."""
+"""Publishes and subscribes with a check of the user's permission, where a denial would otherwise go unnoticed."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack

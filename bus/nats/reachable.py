@@ -7,7 +7,7 @@ from .connection import Connection
 __all__ = ["describe_reachable"]
 
 ATTEMPT_S = 2.0
-"""For a server to take a connection; one whose machine is cut off does not even refuse."""
+"""Seconds for a server to accept a connection. A disconnected machine does not even reject it."""
 
 
 async def describe_reachable(nats: Connection) -> str:

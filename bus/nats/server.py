@@ -15,10 +15,10 @@ __all__ = ["CREDENTIALS_VARIABLE", "MAX_REPLICAS", "Server", "default_url"]
 
 URL_VARIABLE: Final = "ROLLBUS_NATS"
 CREDENTIALS_VARIABLE: Final = "ROLLBUS_CREDS"
-"""Names the credentials file of a program that was given none."""
+"""Environment variable that names the credentials file of a program without explicit credentials."""
 REPLICAS_VARIABLE: Final = "ROLLBUS_REPLICAS"
 MAX_REPLICAS: Final = 5
-"""NATS allows no more."""
+"""Maximum number of replicas in NATS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Server:
     """`nats://host:port` or `tls://host:port`, with user and password where needed; they are never shown. Several, with
     commas between them, are servers of one cluster: a program connects to any of them."""
     credentials: Credentials | None = None
-    """None: no user of `rollbus auth init`."""
+    """Credentials of the user; None: the program has no user of `rollbus auth init`."""
     tls: Tls = field(default_factory=Tls)
     replicas: int | None = None
-    """Of the queues, buckets and object stores that the program makes; None: three in a cluster that has room for them,
-    else one."""
+    """Replicas of the queues, buckets and object stores that the program creates; None: three in a cluster with enough
+    room, else one."""
 
     def __post_init__(self) -> None:
         """Check the range."""
@@ -92,5 +92,5 @@ def _replicas() -> int | None:
 
 
 def default_url() -> str:
-    """Where a program looks for NATS that was not told: `$ROLLBUS_NATS`, else this machine."""
+    """Return the default URL of NATS: `$ROLLBUS_NATS`, else this machine."""
     return os.environ.get(URL_VARIABLE) or f"nats://127.0.0.1:{DEFAULT_PORT}"

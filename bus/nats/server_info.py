@@ -1,6 +1,6 @@
-"""What a NATS server says of itself in `INFO`, checked before nats-py acts on it.
+"""A NATS server's `INFO`, validated before nats-py uses it.
 
-The first `INFO` comes before TLS: anybody between client and server can have written it.
+The first `INFO` precedes TLS, so any machine between client and server can have written it.
 """
 
 import re
@@ -25,7 +25,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     headers: bool = False
     auth_required: bool = False
     nonce: str = ""
-    """What a user's key has to sign."""
+    """Challenge that the user's key must sign."""
     tls_required: bool = False
     tls_available: bool = False
     """TLS is there for clients that begin with it."""

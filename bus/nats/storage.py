@@ -1,4 +1,4 @@
-"""How much a NATS server can still set aside for streams, which no answer of its API says."""
+"""The storage that a NATS server can still reserve for streams, which its API does not report."""
 
 from typing import Any, Final
 
@@ -9,10 +9,10 @@ from .patched_client import PatchedNatsClient
 __all__ = ["free_storage"]
 
 STEP_BYTES: Final = 1024**2
-"""How exact the answer is."""
+"""Precision of the answer in bytes."""
 _NAME: Final = "doctor"
 _NOT_VALID: Final = "a..b"
-"""A subject that no stream can have."""
+"""Subject that no stream can have."""
 _ACCOUNT_FULL: Final = 10002
 _NOT_CREATED: Final = 10049
 """The server's code for a stream that failed behind the check of its size."""

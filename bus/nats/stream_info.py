@@ -1,4 +1,4 @@
-"""What a NATS cluster reports of its streams: the leader of each, and how far its replicas are behind."""
+"""The streams of a NATS cluster: the leader of each stream, and the lag of its replicas."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     config: dict[str, Any]
     leader: str
-    """The server that leads it; empty: none, or the server is in no cluster."""
+    """Name of the stream's leader; empty: there is none, or the server is in no cluster."""
     replicas: int
-    """Wanted, the leader's own included."""
+    """Configured number of replicas, including the leader's."""
     others: int
-    """Servers that have a replica, besides the leader."""
+    """Number of servers with a replica, without the leader."""
     behind: tuple[str, ...]
-    """The other servers that do not have all of it yet, or are gone: as in `n1 (lags by 7)`."""
+    """Other servers whose replica is incomplete or that are offline, as in `n1 (lags by 7)`."""
 
     @property
     def is_current(self) -> bool:
-        """True if there is a leader, and all replicas have all of it."""
+        """True if there is a leader and all replicas are complete."""
         return bool(self.leader) and not self.behind
 
 

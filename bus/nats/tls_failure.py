@@ -1,4 +1,4 @@
-"""Why TLS with a NATS server failed, and what to do about it."""
+"""The reason for a TLS failure with a NATS server, and the next step."""
 
 import ssl
 from typing import Final

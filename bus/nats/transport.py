@@ -1,4 +1,4 @@
-"""The TCP connection to a NATS server, as nats-py wants it: bytes go out, operations of the protocol come in."""
+"""The TCP connection to a NATS server, with nats-py's interface: it sends bytes and receives protocol operations."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ class NoTls(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a TLS handshake has proved about the server."""
+    """The result of a TLS handshake about the server."""
 
     protocol: str
     """`TLSv1.3`, for example."""
@@ -156,7 +156,7 @@ class NatsTransport(Transport):
             self._protocol.transport.close()
 
     async def wait_closed(self) -> None:
-        """Wait until it is closed."""
+        """Wait until the connection is closed."""
         if self._protocol is not None:
             await self._protocol.closed()
 
