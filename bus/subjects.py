@@ -1,4 +1,4 @@
-"""Every subject in one place. docs/protocol.md is written from this table.
+"""Every subject in one place. docs/protocol.md is generated from this table.
 
 | subject below `rb.v1.<fleet>.` | from → to | payload |
 |---|---|---|
@@ -11,10 +11,10 @@
 | `client.<client>` | client → workers | JSON `ClientPresence` |
 | `control.<controller>` | controller → workers | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
-| `ping` | anyone → workers: announce yourselves now | empty |
+| `ping` | any client → workers: request for immediate presence | empty |
 
-NATS names no sender, so identity stands in the subject, where permissions can bind it. Model names are encoded
-reversibly into one subject token; the other names are subject tokens already.
+A NATS message does not identify its sender. So the subject has the sender's name, which NATS permissions can enforce.
+A model name is encoded reversibly into one subject token. The other names are subject tokens already.
 """
 
 import hashlib
@@ -39,45 +39,47 @@ __all__ = [
 
 PREFIX = "rb.v1"
 BUCKET: Final = "rollbus"
-"""Shared by all fleets of a server; each has keys of its own."""
+"""The bucket that all fleets of a server share. Each fleet has its own keys."""
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
-"""In the order in which workers empty them."""
+"""The lanes in the order in which workers pull from them."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 def encode_token(name: str) -> str:
-    """Encode any name as one subject token: other bytes of its UTF-8 become `=XX`, upper-case hexadecimal.
+    """Encode any name as one subject token. Each other byte of its UTF-8 becomes `=XX`, in upper-case hexadecimal.
 
     Raises:
-        ValueError: the name is empty or not Unicode; no subject token stands for it.
+        ValueError: the name is empty or not Unicode, so it has no subject token.
     """
     if not name:
-        raise ValueError("an empty name cannot stand in a subject")
+        raise ValueError("the name is empty; a subject token has at least one character")
     return "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in name.encode())
 
 
 def decode_token(token: str) -> str:
-    """Undo `encode_token`.
+    """Decode a subject token that `encode_token` returned.
 
     Raises:
-        ValueError: `token` is no encoded name.
+        ValueError: `token` is not an encoded name.
     """
     raw = re.sub(r"=([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), token).encode("latin-1")
     name = raw.decode()
     if encode_token(name) != token:
-        raise ValueError(f"{token!r} is not an encoded name")
+        raise ValueError(f"subject token {token!r} is not an encoded name")
     return name
 
 
 def upload_bucket(fleet: str) -> str:
-    """Name the bucket of the object store for what admins upload."""
+    """Return the name of the object store bucket for uploads of admins."""
     return f"{BUCKET}-{fleet}"
 
 
 def published_bucket(fleet: str, model: str) -> str:
-    """Name the bucket for what publishers of `model` upload: a permission names a bucket, but no folder in it.
+    """Return the name of the bucket for uploads of publishers of `model`.
 
-    A model's name may have characters that no bucket's has, so this has a hash of it.
+    A NATS permission can name a bucket, but no folder in it. A model name may have characters that are invalid in
+    bucket
+    names, so the bucket name has a hash of the model name.
     """
     return f"{upload_bucket(fleet)}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
@@ -87,14 +89,15 @@ class Subjects:
     """The subjects of one fleet.
 
     Raises:
-        InvalidRequest: `fleet`, or a client or worker given to a method, cannot stand in a subject: a wildcard or a
-            dot would reach others' subjects.
+        InvalidRequest: `fleet`, or a client or worker that a method receives, is not a valid subject token. A wildcard
+            or
+            a dot would reach subjects of others.
     """
 
     fleet: str
 
     def __post_init__(self) -> None:
-        """Check the fleet's name."""
+        """Validate the name of the fleet."""
         check_subject_token("fleet", self.fleet)
 
     @property
@@ -102,43 +105,43 @@ class Subjects:
         return f"{PREFIX}.{self.fleet}"
 
     def request(self, client: str, model: str, lane: Lane) -> str:
-        """Where `client` publishes a request for `model`."""
+        """Return the subject on which `client` publishes requests for `model`."""
         return f"{self._root}.req.{check_subject_token('client', client)}.{encode_token(model)}.{lane}"
 
     def requests_in(self, model: str, lane: Lane) -> str:
-        """All requests for `model` in one lane, of any client."""
+        """Return the subject of all requests for `model` in one lane, from any client."""
         return f"{self._root}.req.*.{encode_token(model)}.{lane}"
 
     def direct(self, client: str, worker: str) -> str:
-        """Where `client` hands requests to the worker at which it places them."""
+        """Return the subject on which `client` sends direct requests to `worker`."""
         return self._pair("direct", client, worker)
 
     def directs_to(self, worker: str) -> str:
-        """What any client hands to `worker`."""
+        """Return the subject of all direct requests to `worker`, from any client."""
         return f"{self._root}.direct.*.{check_subject_token('worker', worker)}"
 
     def plain(self, client: str) -> str:
-        """What every `reply_to` of `client` begins with."""
+        """Return the prefix of every `reply_to` of `client`."""
         return f"{self._root}.plain.{check_subject_token('client', client)}."
 
     def frame(self, client: str, worker: str) -> str:
-        """Where `worker` publishes frames for `client`."""
+        """Return the subject on which `worker` publishes frames for `client`."""
         return self._pair("frame", client, worker)
 
     def frames_to(self, client: str) -> str:
-        """All frames for `client`."""
+        """Return the subject of all frames for `client`."""
         return f"{self._root}.frame.{check_subject_token('client', client)}.*"
 
     def link(self, client: str, worker: str) -> str:
-        """Where `client` tells `worker` about its requests there."""
+        """Return the subject on which `client` sends link messages to `worker`."""
         return self._pair("link", client, worker)
 
     def links_to(self, worker: str) -> str:
-        """What any client tells `worker`."""
+        """Return the subject of all link messages to `worker`, from any client."""
         return f"{self._root}.link.*.{check_subject_token('worker', worker)}"
 
     def presence(self, worker: str) -> str:
-        """Where `worker` announces itself."""
+        """Return the subject on which `worker` publishes its presence."""
         return f"{self._root}.presence.{check_subject_token('worker', worker)}"
 
     def _pair(self, kind: str, client: str, worker: str) -> str:
@@ -148,41 +151,41 @@ class Subjects:
 
     @property
     def presences(self) -> str:
-        """The presence of every worker."""
+        """The subject of the presence of every worker."""
         return f"{self._root}.presence.*"
 
     def client(self, client: str) -> str:
-        """Where `client` announces itself."""
+        """Return the subject on which `client` publishes its presence."""
         return f"{self._root}.client.{check_subject_token('client', client)}"
 
     @property
     def clients(self) -> str:
-        """The presence of every client."""
+        """The subject of the presence of every client."""
         return f"{self._root}.client.*"
 
     def control(self, controller: str) -> str:
-        """Where `controller` publishes commands."""
+        """Return the subject on which `controller` publishes commands."""
         return f"{self._root}.control.{check_subject_token('controller', controller)}"
 
     @property
     def controls(self) -> str:
-        """The commands of every controller."""
+        """The subject of the commands of every controller."""
         return f"{self._root}.control.*"
 
     def ack(self, controller: str, worker: str) -> str:
-        """Where `worker` answers the commands of `controller`."""
+        """Return the subject on which `worker` publishes command acks for `controller`."""
         return self._pair("ack", check_subject_token("controller", controller), worker)
 
     def acks_to(self, controller: str) -> str:
-        """What any worker answers `controller`."""
+        """Return the subject of all command acks for `controller`, from any worker."""
         return f"{self._root}.ack.{check_subject_token('controller', controller)}.*"
 
     @property
     def acks(self) -> str:
-        """What any worker answers any controller."""
+        """The subject of all command acks, from any worker to any controller."""
         return f"{self._root}.ack.*.*"
 
     @property
     def ping(self) -> str:
-        """A message here makes every worker announce itself at once."""
+        """The subject on which an empty message makes every worker publish its presence immediately."""
         return f"{self._root}.ping"

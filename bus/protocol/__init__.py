@@ -1,1 +1,1 @@
-"""The protocol as plain objects: no asyncio, no nats. The code around them only carries bytes."""
+"""The protocol as plain objects without asyncio and nats. The code around these objects only carries bytes."""

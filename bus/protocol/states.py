@@ -1,7 +1,7 @@
-"""The states of requests and workers as tables: the code moves by them, and tests draw docs/protocol.md from them.
+"""The states of requests and workers as transition tables. The code executes them, and docs/protocol.md shows them.
 
-Two sides look at a request: `WORKER_REQUEST` is a worker's view of a request that it has accepted, `attempt.states` has
-a client's view of a child request. `WORKER` is the lifecycle of a worker.
+`WORKER_REQUEST` is a worker's view of a request that it has accepted. `attempt.states` has a client's view of a child
+request. `WORKER` is the lifecycle of a worker.
 """
 
 import enum
@@ -24,56 +24,59 @@ __all__ = [
 
 
 class WorkerRequestState(enum.StrEnum):
-    """Where a request is that a worker has taken."""
+    """The state of a request that a worker has accepted."""
 
     OFFERED = "offered"
-    """The engine has it, the client was told. The queue keeps it for another worker should this one vanish."""
+    """The engine runs the request, and the worker offers it to the client. The queue still holds it for another worker.
+    """
     OWNED = "owned"
-    """The client confirmed, and the queue has forgotten it. Only this worker and the client know of it."""
+    """The client has acknowledged the offer, and the worker has acked the queue message. Worker and client own the
+    request."""
     ENDED = "ended"
-    """Its terminal chunk is written. The frame with it is kept until the client has acknowledged it."""
+    """The worker has written the terminal chunk. It keeps the frame with this chunk until the client acknowledges it.
+    """
 
 
 class WorkerRequestEvent(enum.StrEnum):
-    """What moves a request in a worker's hands."""
+    """An event that changes the state of an accepted request."""
 
     CONFIRMED = "confirmed"
     """The client acknowledged the frame with the offer."""
     STOPPED = "stopped"
-    """The client does not want it here: given up, or another worker has it."""
+    """The client aborted the request at this worker: the call ended, or another worker has the current attempt."""
     FINISHED = "finished"
-    """The engine ended it, or it failed."""
+    """The engine finished the request, or the request failed."""
 
 
 class WorkerEvent(enum.StrEnum):
-    """What moves a worker."""
+    """An event that changes the state of a worker."""
 
     READY = "ready"
-    """The engine is loaded, warm and proven."""
+    """The engine is loaded and warm, and the worker has verified its weights."""
     CHANGED = "changed"
-    """Something else is desired of it, or its weights turned out not to be what they should be."""
+    """The desired state changed, or the worker found its weights invalid."""
     CAUGHT_UP = "caught_up"
-    """All is as desired, and that is to serve."""
+    """The worker matches a desired state to serve."""
     PAUSED = "paused"
-    """All is as desired, and that is to pause."""
+    """The worker matches a desired state to pause."""
     DRAINED = "drained"
-    """Likewise, to be drained."""
+    """The worker matches a desired state to be drained."""
     SLEPT = "slept"
-    """Likewise, to sleep."""
+    """The worker matches a desired state to sleep."""
     MISSED = "missed"
-    """It could not get the desired weights, and nothing was touched."""
+    """The worker could not get the desired weights. Its present weights are unchanged."""
     SPOILT = "spoilt"
-    """Its weights are half written, or not what they should be."""
+    """The weights are partly written, or failed their verification."""
     STRANDED = "stranded"
-    """The desired weights cannot be had again."""
+    """The worker cannot get the desired weights again."""
     FENCED = "fenced"
-    """The lease could not be confirmed in time."""
+    """The server did not confirm the lease in time."""
     CONFIRMED = "confirmed"
-    """The server took an announcement of the new incarnation."""
+    """The server confirmed a presence message of the new incarnation."""
     DIED = "died"
-    """The engine is gone, or makes no step any more."""
+    """The engine died, or it completes no steps any more."""
     STOPPED = "stopped"
-    """The worker was told to stop."""
+    """The worker received a command or a signal to stop."""
 
 
 S = TypeVar("S", bound=enum.StrEnum)
@@ -82,7 +85,7 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class StateMachine(Generic[S, E]):
-    """A table of transitions; what it does not name cannot happen."""
+    """A transition table. A transition that is not in the table is an error."""
 
     name: str
     initial: S
@@ -90,14 +93,14 @@ class StateMachine(Generic[S, E]):
     transitions: Mapping[tuple[S, E], S]
 
     def next(self, state: S, event: E) -> S:
-        """The state after `event`.
+        """Return the state after `event`.
 
         Raises:
-            LocalProtocolError: the table has no such transition: a bug on this side.
+            LocalProtocolError: the table has no such transition; this is a bug in this process.
         """
         following = self.transitions.get((state, event))
         if following is None:
-            raise LocalProtocolError(f"a {self.name} that is {state} cannot take {event}")
+            raise LocalProtocolError(f"event {event} is invalid for a {self.name} in state {state}")
         return following
 
 
@@ -122,9 +125,9 @@ _SETTLED: Final = {
     WorkerEvent.SPOILT: WorkerState.POISONED,
     WorkerEvent.STRANDED: WorkerState.WAITING_FOR_WEIGHTS,
 }
-"""What an update may come to."""
+"""The possible results of an update."""
 SPEAKING: Final = frozenset({WorkerState.UPDATING, *_SETTLED.values()})
-"""Those in which a worker may speak, as long as its lease holds."""
+"""States in which a worker may publish while it holds its lease."""
 _ALIVE = [WorkerState.STARTING, *sorted(SPEAKING), WorkerState.FENCED]
 WORKER = StateMachine(
     "worker",

@@ -67,7 +67,9 @@ def test_what_the_table_does_not_name_raises(
         if (state, event) in machine.transitions:
             assert machine.next(state, event) is machine.transitions[state, event]
         else:
-            with pytest.raises(LocalProtocolError, match=f"{machine.name} that is {state} cannot take {event}"):
+            with pytest.raises(
+                LocalProtocolError, match=f"event {event} is invalid for a {machine.name} in state {state}"
+            ):
                 machine.next(state, event)
 
 

@@ -1,1 +1,1 @@
-"""What becomes of one child request at its client."""
+"""The attempts of one child request at its client."""

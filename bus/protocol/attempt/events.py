@@ -11,58 +11,58 @@ from ..queue.prefill_queue import PrefillFallback
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What happened to a child request. An event with the number of an attempt means nothing for another attempt."""
+    """An event of a child request. An event with an attempt number has no effect on another attempt."""
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """What the client must do for a child request."""
+    """An action that the client must execute for a child request."""
 
 
 class PublishingPossible(Event, frozen=True):
-    """The client is connected, and has room for another request that waits for the queue's answer."""
+    """The client is connected and may publish: it has room for another request that the queue has not confirmed."""
 
     max_bytes: int
-    """Of a message."""
+    """The largest message in bytes."""
     is_served: bool
-    """A worker of the model serves."""
+    """True if a worker of the model serves."""
     is_target_known: bool = True
-    """The version from which `max_weight_lag` counts is known, or the request has no such limit."""
+    """True if the version from which `max_weight_lag` counts is known, or if the request has no such limit."""
     direct_to: str | None = None
-    """The worker that should get the first attempt; None: any worker may take it."""
+    """The worker that should get the first attempt; None: any worker may run it."""
     num_prefill_workers: int | None = None
-    """Prefill workers that serve; None: no decode worker of the model could use what they do."""
+    """The number of serving prefill workers; None: no decode worker of the model can read their KV."""
     prefill_min_tokens: int = 1
-    """Length of a prompt that a prefill worker computes at all."""
+    """The length of the shortest prompt that goes to a prefill worker."""
 
 
 class PrefillDecided(Event, frozen=True):
-    """The request has left the prefill queue for this worker of this KV connector, or (None) for the queue."""
+    """The request has left the prefill queue, for this worker of this KV connector or (None) for the queue."""
 
     worker: str | None
     connector: str | None = None
 
 
 class PublishFailed(Event, frozen=True):
-    """The connection to NATS did not take the message."""
+    """The NATS connection did not accept the message."""
 
     attempt: int
 
 
 class Oversized(Event, frozen=True):
-    """The message of the current attempt was not sent, because it is larger than `max_bytes`."""
+    """The client did not send the message of the current attempt, because it is larger than `max_bytes`."""
 
     num_bytes: int
     max_bytes: int
 
 
 class Stored(Event, frozen=True):
-    """The queue has confirmed that it holds the request."""
+    """The queue has confirmed that it stores the request."""
 
     attempt: int
 
 
 class NotStored(Event, frozen=True):
-    """The queue has refused the request; `is_served` if a worker is there to create the queue anew."""
+    """The queue has rejected the request. `is_served` is true if a worker is present that creates the queue again."""
 
     attempt: int
     error: RequestError
@@ -77,58 +77,58 @@ class Offered(Event, frozen=True):
 
 
 class WorkerSilent(Event, frozen=True):
-    """The one worker to which the current attempt was handed is gone, or its frames do not decode."""
+    """The worker to which the client handed the current attempt is lost, or its frames do not decode."""
 
     error: RequestError
 
 
 class Lost(Event, frozen=True):
-    """The worker of the current attempt is gone, or its frames are, or the queue's entry."""
+    """The worker of the current attempt, its frames or the queue message are lost."""
 
     error: RequestError
     is_over: bool = False
-    """The worker itself has ended it, and needs no abort."""
+    """The worker itself has ended the attempt. It needs no abort."""
     is_suspect: bool = False
     """The next attempt must not be published before `SuspectReleased`."""
     unreadable_at: str | None = None
-    """The worker whose frame did not decode, if this request's chunk may be the cause."""
+    """The worker whose frame did not decode, if a chunk of this request may be the cause."""
 
 
 class SuspectReleased(Event, frozen=True):
-    """A request that was held back may be published."""
+    """The client may publish a request that it held back."""
 
 
 class TimePassed(Event, frozen=True):
-    """The time of `WakeAt` has come."""
+    """The time of `WakeAt` has passed."""
 
 
 class Failed(Event, frozen=True):
-    """The client cannot serve the request. If `is_over`, its worker has ended it, and needs no abort."""
+    """The client cannot serve the request. If `is_over`, its worker has ended it and needs no abort."""
 
     error: RequestError
     is_over: bool = False
 
 
 class Stopped(Event, frozen=True):
-    """The call has ended, or its caller has left it."""
+    """The call has ended, or its caller has abandoned it."""
 
 
 class Aborted(Event, frozen=True):
-    """The caller wants the request to end where it stands."""
+    """The caller aborts the request and keeps the tokens that it has."""
 
 
 class Schedule(Instruction, frozen=True):
-    """Report `PublishingPossible` as soon as that is so."""
+    """Report `PublishingPossible` as soon as publishing is possible."""
 
 
 class JoinPrefillQueue(Instruction, frozen=True):
-    """Put the request into the prefill queue, and report `PrefillDecided` at this time at the latest."""
+    """Put the request into the prefill queue. Report `PrefillDecided` at this time at the latest."""
 
     until: float
 
 
 class CountFallback(Instruction, frozen=True):
-    """Count that a decode worker serves the request alone, although the fleet has prefill workers or should."""
+    """Count that a decode worker serves the request alone, although the fleet has or should have prefill workers."""
 
     reason: PrefillFallback
 
@@ -147,45 +147,45 @@ class WakeAt(Instruction, frozen=True):
 
 
 class RecordAdmission(Instruction, frozen=True):
-    """A worker has the current attempt, so many seconds after it was first published since a worker last had it."""
+    """Record the admission. The seconds count from the first publication since a worker last had the request."""
 
     waited_s: float
 
 
 class Retract(Instruction, frozen=True):
-    """Expect nothing any more of what was published; `refusal` says why no worker took it, if that is the reason."""
+    """Stop waiting for answers to the published attempt. `refusal` is the reason if no worker accepted it."""
 
     refusal: RequestError | None = None
 
 
 class AbortAttempt(Instruction, frozen=True):
-    """Have this worker stop this attempt."""
+    """Send this worker an abort of this attempt."""
 
     worker: str
     key: RequestKey
 
 
 class CountLoss(Instruction, frozen=True):
-    """Count an attempt that was given up, and whether another follows."""
+    """Count a lost attempt, and whether another attempt follows."""
 
     is_retried: bool
 
 
 class Deliver(Instruction, frozen=True):
-    """Give these chunks to the caller."""
+    """Deliver these chunks to the caller."""
 
     chunks: Sequence[Chunk]
 
 
 class ClearSuspicion(Instruction, frozen=True):
-    """The worker that is to finish the request has made a token: it does not kill engines at its start."""
+    """Clear the suspicion. The last worker has generated a token, so the request does not kill engines at its start."""
 
 
 class Complete(Instruction, frozen=True):
-    """The terminal chunk was delivered: the request has ended."""
+    """End the request after its terminal chunk was delivered."""
 
 
 class Fail(Instruction, frozen=True):
-    """The request has ended with this error, and so has its call."""
+    """End the request and its call with this error."""
 
     error: RequestError

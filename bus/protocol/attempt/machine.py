@@ -1,10 +1,10 @@
-"""What becomes of one child request: its attempts, one after another, until one terminal chunk or one error.
+"""The attempts of one child request, one after another, until one terminal chunk or one error.
 
-`AttemptMachine` decides, and does no I/O: it handles events with the time at which they happened, moves by the table
-`REQUEST`, and returns instructions for the client to execute in order.
+`AttemptMachine` decides and does no I/O. It handles events with the time at which they happened, and follows the
+transitions of `REQUEST`. It returns instructions, which the client executes in order.
 
-Invariants: one attempt is current, at most one worker has it, and any other worker that offers it is told to stop. The
-request ends once. Each open state has a deadline: its own, or that of the call.
+Invariants: one attempt is current, and at most one worker has it. Any other worker that offers it receives an abort.
+The request ends once. Each open state has a deadline: its own, or that of the call.
 """
 
 import math
@@ -38,15 +38,15 @@ from .states import (
 __all__ = ["HAND_OVER_S", "PREFILL_WAIT_S", "QUEUE_MISSING_S", "AttemptMachine"]
 
 HAND_OVER_S: Final = 1.0
-"""How long a worker that was handed a request may take to answer: a thousand round trips, then any may have it."""
+"""Seconds that a worker has to answer a direct request: about a thousand round trips. Then any worker may run it."""
 QUEUE_MISSING_S: Final = 0.5
-"""A worker creates a queue that was deleted within its next pull."""
+"""Seconds until a worker has created a deleted queue again: it does so within its next pull."""
 PREFILL_WAIT_S: Final = 2.0
-"""How long a request waits for a prefill worker: about what a decode worker needs for a long prompt itself."""
+"""Seconds that a request waits for a prefill worker: about the time in which a decode worker computes a long prompt."""
 DECODE_BYTES: Final = 1024
-"""What a decode phase needs in a message beyond what the whole request does, besides its KV parameters."""
+"""The bytes that a decode phase adds to the message of the whole request, besides its KV parameters."""
 MAX_UNREADABLE_WORKERS: Final = 2
-"""Workers whose frames for a request do not decode: one may be broken, of the second the request is suspected."""
+"""The number of workers with undecodable frames at which the request fails. A single worker may itself be broken."""
 NOTHING: Final[Sequence[Instruction]] = ()
 
 
@@ -54,31 +54,31 @@ class AttemptMachine:
     """One child request across its attempts.
 
     Args:
-        stream: what its attempts give together; nothing was published of it.
-        payload: the request of its first attempt, encoded.
-        now: of its submission.
-        deadline: when its call ends at the latest.
+        stream: the combined output of its attempts; no attempt was published yet.
+        payload: the encoded request of the first attempt.
+        now: the time of submission.
+        deadline: the latest end of its call.
     """
 
     def __init__(self, stream: ResponseStream, payload: bytes, *, now: float, deadline: float) -> None:
         self.stream = stream
         self.state = REQUEST.initial
         self.since = now
-        """When it entered its state."""
+        """The time at which it entered its state."""
         self.worker: str | None = None
-        """The worker that has the current attempt, or prefill or decode phase; None before its offer."""
+        """The worker that has the current attempt, prefill phase or decode phase; None before an offer."""
         self.incarnation: str | None = None
         """The incarnation of that worker."""
         self.workers: list[str] = []
         """The workers that had its attempts, in order."""
         self.handed_to: str | None = None
-        """The one worker that was asked, in the states of `HANDED_TO_ONE`."""
+        """The one worker to which the request was sent, in the states of `HANDED_TO_ONE`."""
         self.has_token = False
-        """The worker that has the current attempt, or phase, has made a token of it."""
+        """True if the worker that has the current attempt or phase has generated a token of it."""
         self.deaths_alone = 0
-        """Engines that died while this was the client's only request there."""
+        """The number of engines that died while this was the client's only request there."""
         self._first_attempt = stream.attempt
-        # The number under which the current attempt began.
+        # The number of the current attempt when it began.
         self._began_as = stream.attempt
         self._request = stream.asked
         self._payload: bytes | None = payload
@@ -86,26 +86,27 @@ class AttemptMachine:
         self._unreadable_at: set[str] = set()
         self._has_failed_handover = False
         self.is_placed = False
-        """Its worker got it past the queue."""
-        # When the current attempt was first published since a worker last had it.
+        """True if its worker received it directly, not from the queue."""
+        # The time of the first publication of the current attempt since a worker last had it.
         self._unadmitted_since: float | None = None
-        # Of the state, and of the attempt in the prefill queue, to which workers without room send it back.
+        # The deadline of the state, and that of the attempt in the prefill queue. Workers without room send it back
+        # there.
         self._state_deadline = math.inf
         self._prefill_deadline = math.inf
         self._call_deadline = deadline
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return one line with the state."""
         return f"<{type(self).__name__} {self.key} {self.state} worker={self.worker}>"
 
     @property
     def key(self) -> RequestKey:
-        """The current attempt, on the wire."""
+        """The key of the current attempt in messages."""
         return RequestKey(self.stream.request_id, self.stream.attempt, self.stream.child)
 
     @property
     def is_open(self) -> bool:
-        """True if more is to come."""
+        """True if the request has not ended."""
         return self.state is not RequestState.ENDED
 
     @property
@@ -115,11 +116,11 @@ class AttemptMachine:
 
     @property
     def num_refusals(self) -> int:
-        """How often the current attempt was withdrawn, because no worker took it."""
+        """The number of times that the current attempt was withdrawn because no worker accepted it."""
         return self.stream.attempt - self._began_as
 
     def awaits_prefill(self, possible: on.PublishingPossible) -> bool:
-        """Return True if the request would wait for a prefill worker, where this is so."""
+        """Return True if the request would wait for a prefill worker under these conditions."""
         return self._is_for_prefill(possible) and self._prefill_fallback(possible) is None
 
     @property
@@ -135,27 +136,27 @@ class AttemptMachine:
 
     @property
     def deadline(self) -> float:
-        """When the current state ends, if no other event comes before."""
+        """The end of the current state, if no other event comes before."""
         return min(self._state_deadline, self._call_deadline)
 
     @property
     def last_error(self) -> RequestError | None:
-        """Why the attempt before this one was given up; None if no worker has had it yet."""
+        """The reason why the attempt before this one was lost; None if no worker has had the request yet."""
         return self._last_error if self.workers else None
 
     def payload(self) -> bytes:
-        """The request of the current attempt, encoded."""
+        """Return the encoded request of the current attempt."""
         if self._payload is None:
             self._payload = encode(self._request)
         return self._payload
 
     def add(self, chunk: Chunk, now: float) -> tuple[Sequence[Chunk], Sequence[Instruction]]:
-        """Handle a chunk of the worker that has the current attempt, or of one that refuses it.
+        """Handle a chunk of the worker that has the current attempt, or of a worker that rejects it.
 
-        This is the event of which there are most, so it has a method of its own.
+        Chunks are the most frequent events, so they have a method of their own.
 
         Returns:
-            The chunks for the caller, and the instructions to execute after they were delivered.
+            The chunks for the caller, and the instructions to execute after their delivery.
         """
         if chunk.error is not None:
             return (), self._rejected(chunk.error.exception(chunk.request_id), now)
@@ -170,7 +171,7 @@ class AttemptMachine:
         is_first_token = not self.has_token and bool(chunk.token_ids_data)
         self.has_token |= is_first_token
         if chunk.end is None:
-            # A decode worker may still die of what a prefill worker has begun.
+            # A request that a prefill worker has started may still kill the engine of a decode worker.
             is_cleared = is_first_token and self.state is not RequestState.PREFILLING
             return delivered, (on.ClearSuspicion(),) if is_cleared else NOTHING
         if stream.is_prefilled:
@@ -182,15 +183,15 @@ class AttemptMachine:
         return delivered, (on.Retract(), on.Complete())
 
     def handle(self, event: Event, now: float) -> Sequence[Instruction]:
-        """Handle an event other than a chunk; returns what the client must do, in order."""
+        """Handle an event other than a chunk. Return the instructions that the client must execute, in order."""
         states, handler = _HANDLERS[type(event)]
         is_current = getattr(event, "attempt", self.stream.attempt) == self.stream.attempt
         return handler(self, event, now) if self.state in states and is_current else NOTHING
 
-    # Out to a worker.
+    # Publishing to a worker.
 
     def _publish(self, possible: on.PublishingPossible, now: float) -> Sequence[Instruction]:
-        # What was published before waits for a worker; the first message itself finds out whether there is a queue.
+        # A later attempt waits for a worker. The first message itself finds out whether there is a queue.
         if self.stream.attempt > self._first_attempt and not possible.is_served:
             return (on.Schedule(),)
         if self.is_first_attempt and not possible.is_target_known:
@@ -215,7 +216,7 @@ class AttemptMachine:
         return self._has_failed_handover or (possible.num_prefill_workers is not None and is_long)
 
     def _prefill_fallback(self, possible: on.PublishingPossible) -> PrefillFallback | None:
-        """Return why a decode worker serves the request alone; None: a prefill worker may serve it first."""
+        """Return the reason why a decode worker serves the request alone; None: a prefill worker may serve it first."""
         if self._has_failed_handover:
             return PrefillFallback.FAILED
         if not possible.num_prefill_workers:
@@ -247,11 +248,12 @@ class AttemptMachine:
         return on.Publish(worker, kv)
 
     def _send_less(self, oversized: on.Oversized, now: float) -> Sequence[Instruction]:
-        # Without the KV a decode worker computes the prompt itself: slower than to fetch the KV, better than to fail.
+        # Without the KV a decode worker computes the prompt itself. This is slower than fetching the KV, but does not
+        # fail.
         if self.stream.phase == "decode" and self.stream.handover is not None:
             self.stream.handover = None
             return (on.Publish(self.handed_to, None),)
-        message = f"{oversized.num_bytes} bytes are over the {oversized.max_bytes} that the server's max_payload leaves"
+        message = f"the request has {oversized.num_bytes} bytes; the server's max_payload allows {oversized.max_bytes}"
         return self._fail(request_error(ErrorCode.TOO_LARGE, message, request_id=self.stream.request_id), now)
 
     def _publish_failed(self, _: on.PublishFailed, now: float) -> Sequence[Instruction]:
@@ -265,7 +267,7 @@ class AttemptMachine:
     def _not_stored(self, refused: on.NotStored, now: float) -> Sequence[Instruction]:
         error = refused.error
         if error.code is ErrorCode.NO_WORKERS and (refused.is_served or not self.is_first_attempt):
-            # The queue was deleted. Workers that are there, or come within the grace time, create it again.
+            # The queue was deleted. Workers that are present, or start within the grace time, create it again.
             self._last_error = error
             self._move(RequestEvent.UNSTORED, now, until=now + QUEUE_MISSING_S)
             return (on.WakeAt(self._state_deadline),)
@@ -275,7 +277,7 @@ class AttemptMachine:
 
     def _offered(self, offer: on.Offered, now: float) -> Sequence[Instruction]:
         if self.is_open and self.worker == offer.worker:
-            # Another worker of the same id would hear an abort, too, and may be the one that has this attempt.
+            # An abort would also reach another worker of the same id, which may have this attempt.
             return NOTHING
         if self.state not in OUT or self.worker is not None:
             return (on.AbortAttempt(offer.worker, self.key),)
@@ -289,12 +291,12 @@ class AttemptMachine:
     def _rejected(self, error: RequestError, now: float) -> Sequence[Instruction]:
         if self.state not in OUT:
             return NOTHING
-        # What a prefill worker cannot do, a decode worker may.
+        # A decode worker may support a request that a prefill worker does not support.
         passed_on = PASSED_ON | ({ErrorCode.UNSUPPORTED} if self.stream.phase == "prefill" else set())
         if self.state in HANDED_TO_ONE and error.code in passed_on:
             return self._withdraw(error, now)
         if self.state is RequestState.RUNNING and self.is_placed and error.code is ErrorCode.QUEUE_FULL:
-            # It waited there for a slot, behind others of its group, and the worker's engine has not seen it.
+            # The request waited there for a slot, behind others of its group. The worker's engine has not received it.
             self.workers.pop()
             return self._withdraw(error, now)
         if error.code in RETRIED or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
@@ -318,7 +320,7 @@ class AttemptMachine:
             return (on.WakeAt(self._state_deadline),)
         if self.state is RequestState.QUEUE_MISSING and self._last_error is not None:
             return self._withdraw(self._last_error, now)
-        message = f"worker {self.handed_to}, to which it was handed, did not answer within {HAND_OVER_S:g} s"
+        message = f"worker {self.handed_to} did not answer a direct request within {HAND_OVER_S:g} s"
         return self._withdraw(self._failure(ErrorCode.WORKER_LOST, message), now)
 
     def _lost(self, lost: on.Lost, now: float) -> Sequence[Instruction]:
@@ -348,7 +350,7 @@ class AttemptMachine:
         return (on.Schedule(),)
 
     def _reset_worker(self) -> None:
-        """Let go of the attempt, or phase, before the one that begins: nothing of that was published yet."""
+        """Clear the worker and payload of the attempt or phase, before the next one that is not published yet."""
         self.worker = self.incarnation = self._payload = None
         self.has_token = False
 
@@ -383,7 +385,7 @@ _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = 
     on.PublishingPossible: (UNPUBLISHED, AttemptMachine._publish),
     on.PrefillDecided: (frozenset({RequestState.AWAITING_PREFILL}), AttemptMachine._leave_prefill_queue),
     on.Oversized: (OUT, AttemptMachine._send_less),
-    # To a prefill worker nothing is sent twice: it counts as silent when its time is up.
+    # A message to a prefill worker is never sent twice: the worker counts as silent when its time is up.
     on.PublishFailed: (frozenset({RequestState.PUBLISHING, RequestState.HANDED_OVER}), AttemptMachine._publish_failed),
     on.Stored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._stored),
     on.NotStored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._not_stored),
@@ -396,4 +398,4 @@ _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = 
     on.Stopped: (OPEN, AttemptMachine._stopped),
     on.Aborted: (OPEN, AttemptMachine._stopped),
 }
-"""The states in which each event means something, and what it leads to."""
+"""The states in which each event has an effect, and its handler."""

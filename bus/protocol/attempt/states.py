@@ -1,4 +1,4 @@
-"""The states of a child request as its client sees it: the table by which `AttemptMachine` moves."""
+"""The states of a child request at its client: the transition table of `AttemptMachine`."""
 
 import enum
 from typing import Final
@@ -32,85 +32,87 @@ RETRIED: Final = frozenset(
         ErrorCode.KV_TRANSFER_FAILED,
     }
 )
-"""Failures of an attempt that say nothing about the next one."""
+"""Errors of an attempt that do not predict an error of the next attempt."""
 PASSED_ON: Final = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.WEIGHTS_TOO_OLD})
-"""What a worker says of a request that was handed to it past the queue, and that another may take."""
+"""Errors with which a worker rejects a direct request that another worker may accept."""
 
 
 class RequestState(enum.StrEnum):
-    """Where the current attempt of a child request is, as its client knows."""
+    """The state of the current attempt of a child request at its client."""
 
     WAITING = "waiting"
-    """Nothing of the current attempt was published. The client publishes it when a worker of the model is there, and
-    when it waits no longer for the worker of its group."""
+    """The current attempt is not published. The client publishes it when a worker of the model is present and when the
+    request no longer waits for the worker of its group."""
     AWAITING_PREFILL = "awaiting_prefill"
     """The request waits for room at a prefill worker. After 2 s at most, a decode worker serves it alone."""
     READY = "ready"
-    """Whole requests or the decode phase go to the queue from here. No prefill worker is asked any more."""
+    """The whole request, or its decode phase, is about to go to the queue. The client asks no prefill worker any more.
+    """
     HELD = "held"
-    """The request may have killed an engine, and the client tries another such request first. Its turn comes when that
-    request has a token or has ended."""
+    """The request may have killed an engine, and the client tries another suspect request first. The client releases
+    the request when the other one has a token or has ended."""
     PREFILL_HANDED_OVER = "prefill_handed_over"
-    """The client has handed the prefill phase to one prefill worker. That worker has one second to offer to run it."""
+    """The client has sent the prefill phase to one prefill worker. This worker has one second to send an offer."""
     HANDED_OVER = "handed_over"
-    """The client has handed the request to one worker, past the queue. That worker has one second to offer to run it.
-    """
+    """The client has sent the request directly to one worker. This worker has one second to send an offer."""
     PUBLISHING = "publishing"
-    """Sent to the queue, which has not confirmed it. It is sent again until the queue answers."""
+    """The client has sent the request to the queue. The client repeats it until the queue confirms."""
     QUEUE_MISSING = "queue_missing"
-    """The queue was deleted, although workers of the model are there. The client publishes again after half a second.
-    """
+    """The queue was deleted, although workers of the model are present. The client publishes again after 0.5 s."""
     QUEUED = "queued"
-    """The queue holds it for a worker. It outlives client, workers and a restart of the server there."""
+    """The queue stores the request for a worker. The request survives a restart of client, workers and server."""
     PREFILLING = "prefilling"
-    """A prefill worker offered it and the client agreed. Its first token ends the prefill phase."""
+    """A prefill worker has the prefill phase: it sent an offer, and the client accepted. The first token ends the
+    phase."""
     RUNNING = "running"
-    """A worker offered it and the client agreed. The two own it: the queue has forgotten it, or will."""
+    """A worker sent an offer, and the client accepted. Both own the request; the queue message is acked or will be."""
     ENDED = "ended"
-    """The terminal chunk is there, or an error. A late chunk or offer is counted and answered by an abort."""
+    """The request has its terminal chunk or an error. The client counts later chunks and offers and answers with an
+    abort."""
 
 
 class RequestEvent(enum.StrEnum):
-    """What moves a child request."""
+    """An event that changes the state of a child request."""
 
     PREFILL_WANTED = "prefill_wanted"
-    """A prefill worker is to serve it first."""
+    """The request should go to a prefill worker first."""
     PREFILL_FOUND = "prefill_found"
-    """A prefill worker has room, and the client hands it the prefill phase."""
+    """A prefill worker has room, and the client sends it the prefill phase."""
     PREFILL_SKIPPED = "prefill_skipped"
-    """No prefill worker can take it in time."""
+    """No prefill worker can accept the request in time."""
     HANDED_OVER = "handed_over"
-    """The client hands it to the worker at which it is placed."""
+    """The client sends the request directly to the worker of its placement."""
     PUBLISHED = "published"
-    """The client sends it to the queue."""
+    """The client sends the request to the queue."""
     UNPUBLISHED = "unpublished"
-    """The connection to NATS did not take it."""
+    """The NATS connection did not accept the message."""
     STORED = "stored"
-    """The queue confirmed that it holds the request."""
+    """The queue confirmed that it stores the request."""
     UNSTORED = "unstored"
-    """There is no queue, although there are workers."""
+    """The queue does not exist, although workers are present."""
     WITHDRAWN = "withdrawn"
-    """No worker took it. It goes out again under the next attempt number, which does not count as an attempt."""
+    """No worker accepted the request. The client publishes it again under the next attempt number. This does not count
+    as an attempt."""
     ADMITTED = "admitted"
-    """A worker offers to run it."""
+    """A worker offers to run the request."""
     PREFILLED = "prefilled"
-    """The prefill phase has ended, and another worker is to go on."""
+    """The prefill phase has ended, and a decode worker continues."""
     LOST = "lost"
-    """The worker, its frames or the queue's entry are gone. The next attempt begins."""
+    """The worker, its frames or the queue message are lost. The next attempt begins."""
     SUSPECTED = "suspected"
-    """Its engine died before it had a token. The next attempt is held back."""
+    """The engine died before the request had a token. The client holds the next attempt back."""
     RELEASED = "released"
-    """It is the next suspect to be tried, or its engine had not died."""
+    """The request is the next suspect that the client tries, or its engine had not died."""
     FINISHED = "finished"
-    """It ended, well or not, or its caller does not want it any more."""
+    """The request completed or failed, or its caller aborted it."""
 
 
 UNPUBLISHED: Final = frozenset({RequestState.WAITING, RequestState.READY})
-"""The client publishes as soon as it can."""
+"""The client publishes the request as soon as it can."""
 HANDED_TO_ONE: Final = frozenset({RequestState.PREFILL_HANDED_OVER, RequestState.HANDED_OVER})
-"""One worker was asked, and the client waits for its answer."""
+"""The client has sent the request to one worker and waits for the answer."""
 TIMED: Final = HANDED_TO_ONE | {RequestState.QUEUE_MISSING}
-"""The state ends after a time, which `WakeAt` asks for."""
+"""The state ends after a time, for which the machine returns `WakeAt`."""
 OUT: Final = HANDED_TO_ONE | {
     RequestState.PUBLISHING,
     RequestState.QUEUE_MISSING,
@@ -118,10 +120,10 @@ OUT: Final = HANDED_TO_ONE | {
     RequestState.PREFILLING,
     RequestState.RUNNING,
 }
-"""The current attempt was published: a worker may have it."""
+"""The current attempt was published, so a worker may have it."""
 _UNADMITTED = OUT - {RequestState.PREFILL_HANDED_OVER, RequestState.PREFILLING, RequestState.RUNNING}
 OPEN: Final = frozenset(RequestState) - {RequestState.ENDED}
-"""More is to come."""
+"""The request has not ended."""
 REQUEST = StateMachine(
     "request",
     RequestState.WAITING,
@@ -144,7 +146,7 @@ REQUEST = StateMachine(
         (RequestState.PUBLISHING, RequestEvent.STORED): RequestState.QUEUED,
         (RequestState.PUBLISHING, RequestEvent.UNSTORED): RequestState.QUEUE_MISSING,
         (RequestState.QUEUE_MISSING, RequestEvent.WITHDRAWN): RequestState.READY,
-        # A worker may be quicker than the queue's own confirmation.
+        # A worker may offer before the queue confirms the request.
         **{(state, RequestEvent.ADMITTED): RequestState.RUNNING for state in sorted(_UNADMITTED)},
         (RequestState.PREFILLING, RequestEvent.PREFILLED): RequestState.READY,
         **{(state, RequestEvent.LOST): RequestState.WAITING for state in sorted(OUT)},

@@ -1,1 +1,1 @@
-"""Steps of a trainer over groups of answers: which groups run, and which of them a step takes, stops or drops."""
+"""Steps of a trainer over groups of answers: the groups that run, and those that a step returns, stops or drops."""

@@ -1,4 +1,4 @@
-"""The states of a group of answers as a table."""
+"""The states of a group of answers as a transition table."""
 
 import enum
 from typing import Final
@@ -9,39 +9,39 @@ __all__ = ["GROUP", "GroupEvent", "GroupState"]
 
 
 class GroupState(enum.StrEnum):
-    """Where a group is that a step has begun."""
+    """The state of a group that a step has started."""
 
     RUNNING = "running"
-    """Its open answers are requests in flight."""
+    """The requests for its open answers are in flight."""
     STOPPING = "stopping"
-    """Its requests were aborted, because a step has what it needs; some have not ended yet."""
+    """A step has enough groups and aborted the requests of this group. Some requests have not ended yet."""
     STOPPED = "stopped"
-    """Some of its answers are open, and nothing of it is in flight: the next step continues it."""
+    """Some of its answers are open, and none of its requests is in flight. The next step continues it."""
     COMPLETE = "complete"
-    """All its answers ended by themselves: it is taken as soon as a step has enough of them."""
+    """All its answers have finished. A step returns it as soon as the step has enough complete groups."""
     TAKEN = "taken"
-    """The trainer has it."""
+    """The trainer has received it."""
     DROPPED = "dropped"
-    """It is too old, or cannot be continued."""
+    """It is too old, or the planner cannot continue it."""
     FAILED = "failed"
     """One of its answers failed."""
 
 
 class GroupEvent(enum.StrEnum):
-    """What moves a group."""
+    """An event that changes the state of a group."""
 
     COMPLETED = "completed"
-    """Nothing of it is in flight, and all its answers ended by themselves."""
+    """None of its requests is in flight, and all its answers have finished."""
     INTERRUPTED = "interrupted"
-    """Nothing of it is in flight, and some of its answers are open."""
+    """None of its requests is in flight, and some of its answers are open."""
     STOPPED = "stopped"
     """A step ends without it."""
     CONTINUED = "continued"
-    """Its open answers are requested again, or some of them could not be requested at all."""
+    """The caller requests its open answers again, or could not request some of them."""
     TAKEN = "taken"
-    """A step ends with it."""
+    """A step ends and returns it."""
     DROPPED = "dropped"
-    """The step that begins is not to wait for it."""
+    """The step that begins does not wait for it."""
     FAILED = "failed"
     """One of its answers failed."""
 
