@@ -88,7 +88,7 @@ async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1))
 
         assert error.ledger.command == "check_weights"
-        assert str(error).startswith("update_weights was not begun, as 1 of 2 workers passed its check: b ")
+        assert str(error).startswith("update_weights was not started: 1 of 2 workers passed its check: b ")
         assert str(error).endswith("Nothing was changed.")
         assert commands(control, "a") == ["check_weights"]
         assert await control.store.models() == ()

@@ -153,7 +153,7 @@ async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet
 async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) -> None:
     """They do not count for a model, for `wait_for_workers` or as its queue; the error says why."""
     async with disaggregated(nats_url, fleet, workers=("p",)) as both:
-        with pytest.raises(NoWorkers, match="p is there for prefill alone"):
+        with pytest.raises(NoWorkers, match="p is serving prefill phases only"):
             await both.rb.complete(long("r"))
         with pytest.raises(NoWorkers, match="0 of 1 workers came up"):
             await both.rb.fleet.wait_for_workers(timeout_s=0.1)

@@ -116,7 +116,7 @@ def test_workers_with_commands_of_their_own_are_bounded() -> None:
     state = recorded(Pause(workers=names))
 
     assert recorded(Resume(workers=("w0",)), state=state).epoch == 2
-    with pytest.raises(ControlError, match="for all workers of the model, or a reset, clears them"):
+    with pytest.raises(ControlError, match="to all workers of the model, or a reset"):
         record(state, Pause(workers=("other",)))
 
 

@@ -218,7 +218,7 @@ def test_prefill_workers_serve_no_model_by_themselves() -> None:
     """A fleet of them alone serves nothing, and says why; beside others they do not count as serving."""
     alone = of_roles(p="prefill")
     assert (alone.snapshot.served, alone.serving("m")) == ((), ())
-    with pytest.raises(NoWorkers, match=r"\(p is there for prefill alone\)"):
+    with pytest.raises(NoWorkers, match=r"\(p is serving prefill phases only\)"):
         alone.snapshot.resolve_model("m")
 
     both = of_roles(p="prefill", d="decode", b="both")

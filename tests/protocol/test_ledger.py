@@ -132,7 +132,7 @@ def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
     error = ledger.failed["a"].error
     assert error is not None
     assert error.code is ControlCode.INVALID_COMMAND
-    assert error.message == "id is that of another command, resume; allowed: a new id for each"
+    assert error.message == "the id belongs to another command, resume; allowed: a new id for each command"
 
 
 def test_one_that_dies_owing_is_missing_at_once() -> None:

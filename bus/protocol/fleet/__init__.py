@@ -1,1 +1,1 @@
-"""The workers of a fleet: presence and leases, the desired state, the acks of commands, and canaries."""
+"""The workers of a fleet: presence and leases, the desired state, command acks, and canaries."""

@@ -1,8 +1,8 @@
-"""What a signed command or desired state may change, by the certificate of its author. Pure.
+"""Checks if the author of a signed command or desired state may change it, by the author's certificate. No I/O.
 
-An admin and a frontend may change everything. A publisher may give some commands for some models. It writes the whole
-desired state, as all authors do. So it sends its base along: the last state by an author that may write all of it. Its
-own state may differ from the base in its own registers alone.
+An admin and a frontend may change everything. A publisher may send some commands for some models. Every author writes
+the whole desired state. So a publisher also sends its base: the last state by an author that may write all of it. The
+publisher's state may differ from the base only in the publisher's own registers.
 """
 
 from typing import Final, get_args
@@ -15,8 +15,9 @@ from ....schemas.errors import ControlCode, ControlError, RemoteProtocolError
 __all__ = ["MAX_AGE_S", "check_age", "check_authority", "check_limited_state", "check_unlimited"]
 
 MAX_AGE_S: Final = 60.0
-"""Of a command's signature, by the worker's clock: what was heard before may be sent again for as long at most. It is
-signed anew at each repeat, so that this is room for clocks that differ."""
+"""The maximum age of a command's signature in seconds, by the worker's clock. For this time, a copied command can be
+published again. A controller signs a command again at each repeat, so the limit only needs room for clock differences.
+"""
 
 _REGISTERS: Final = {
     str(kind.__struct_config__.tag): kind.sets for kind in get_args(AnyCommand) if kind.sets is not None
@@ -24,7 +25,7 @@ _REGISTERS: Final = {
 
 
 def check_authority(by: Certificate, command: Command, model: str) -> None:
-    """Refuse what the author may not command to workers of `model`.
+    """Check that the author may send this command to workers of `model`.
 
     Raises:
         ControlError: `not_allowed`.
@@ -42,7 +43,7 @@ def check_authority(by: Certificate, command: Command, model: str) -> None:
 
 
 def check_unlimited(own: Certificate | None) -> None:
-    """Raise if this user may not sign states that others wrote.
+    """Check that this user may sign states that others wrote.
 
     Raises:
         ControlError: `not_allowed`.
@@ -50,12 +51,12 @@ def check_unlimited(own: Certificate | None) -> None:
     if own is None or own.is_limited:
         raise ControlError(
             ControlCode.NOT_ALLOWED,
-            "to sign what others wrote takes the credentials of an admin, with a certificate by the root key",
+            "to sign a state of another author, use the credentials of an admin, with a certificate by the root key",
         )
 
 
 def check_age(age_s: float) -> None:
-    """Refuse a command that was signed too long ago: it may be a copy that is published once more.
+    """Check the age of a command's signature. An old command may be a copy that was published again.
 
     Raises:
         ControlError: `not_allowed`.
@@ -64,21 +65,21 @@ def check_age(age_s: float) -> None:
         ago = f"{age_s:.0f} s ago" if age_s > 0 else f"{-age_s:.0f} s ahead"
         raise ControlError(
             ControlCode.NOT_ALLOWED,
-            f"it was signed {ago} by this worker's clock; allowed: {MAX_AGE_S:g} s. Clocks of controllers and workers "
-            "must agree",
+            f"the command was signed {ago} by this worker's clock; allowed: {MAX_AGE_S:g} s. Clocks of controllers "
+            "and workers must agree",
         )
 
 
 def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState | None) -> None:
-    """Refuse a state whose author may not write it whole, unless it is `base` but for what the author may change.
+    """Check that a limited author changed only its own registers of `base`.
 
     Raises:
-        RemoteProtocolError: it differs in something else.
+        RemoteProtocolError: the state differs in something else.
     """
     who = f"{by.role} {by.name}"
     base = base or DesiredState(model=state.model)
     if not by.covers_model(state.model):
-        raise RemoteProtocolError(f"{who} may not write what is desired of {state.model!r}")
+        raise RemoteProtocolError(f"{who} may not write the desired state of {state.model!r}")
     if state.epoch < base.epoch:
         raise RemoteProtocolError(f"{who} has written epoch {state.epoch} over epoch {base.epoch}")
     if base.bucket not in {"", state.bucket}:
@@ -93,7 +94,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
 
 
 def _without(state: DesiredState, own: frozenset[str]) -> tuple[dict[str, Recorded], dict[str, dict[str, Recorded]]]:
-    """All that stands in other registers."""
+    """Return all other registers, for all workers and for single workers."""
     registers = {name: recorded for name, recorded in state.registers.items() if name not in own}
     workers = {
         worker: others

@@ -1,4 +1,4 @@
-"""Which workers have not done what they were told, and what is known of why."""
+"""Finds the workers that do not match the desired state, and the known reasons."""
 
 from typing import Final
 
@@ -18,11 +18,11 @@ _UNABLE: Final = frozenset(
         WorkerState.FAILED,
     }
 )
-"""States in which a worker serves nothing although no command says so."""
+"""States in which a worker serves nothing although no command requires this."""
 
 
 def why_behind(worker: WorkerPresence, state: DesiredState) -> str | None:
-    """Say what keeps a worker from being as its model's desired state says, to follow its id; None: it is."""
+    """Return why a worker does not match the desired state of its model, phrased to follow its id; None: it matches."""
     if worker.state in _UNABLE:
         return f"is {worker.state}" + (f": {worker.last_error}" if worker.last_error else "")
     doing = "" if worker.staging is None else f", {worker.staging.stage}"

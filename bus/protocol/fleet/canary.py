@@ -1,4 +1,4 @@
-"""What a canary is made of, and when two of them say that two copies of the weights are the same."""
+"""The request of a canary, and the comparison of two canaries: it shows if two copies of the weights are equal."""
 
 import base64
 import math
@@ -17,28 +17,31 @@ from ....schemas.sampling import SamplingParams
 __all__ = ["agrees", "canary_request", "canary_rows", "check_expected"]
 
 PROMPT_TOKENS: Final = 24
-"""With the generated ones, rows enough that a few wrong experts among hundreds are met."""
+"""Length of the prompt. With the generated tokens, it has enough rows to reach a few wrong experts among hundreds."""
 NUM_TOKENS: Final = 8
-"""Generated: decoding runs through other kernels than the prompt does."""
+"""The number of generated tokens: decoding uses other kernels than the prompt does."""
 STRIDE: Final = 7919
-"""A prime: the prompt is spread over any vocabulary."""
+"""A prime number that spreads the prompt over any vocabulary."""
 EXACT_LOGPROBS: Final = 1e-3
-"""Between workers that compute in float32: ten times what prefill and decode kernels differ by."""
+"""The allowed difference between workers that compute in float32: ten times that of prefill and decode kernels."""
 LOOSE_LOGPROBS: Final = 0.25
-"""Between workers of a narrower dtype: a wrong model is off by whole units, rounding by hundredths."""
+"""The allowed difference in a narrower dtype: a wrong model differs by whole units, rounding by hundredths."""
 LOOSE_CHOICES: Final = 0.9
-"""The part of the expert choices that agree in a narrower dtype: rounding moves 1 in 40 rows on a small model, a broken
-reload 1 in 5."""
+"""The share of expert choices that must agree in a narrower dtype. Rounding changes 1 in 40 rows on a small model, a
+broken reload changes 1 in 5.
+"""
 
 
 def canary_request(capabilities: Capabilities) -> GenerateRequest:
-    """The request by which the weights of a model are known: a fixed prompt, generated from greedily.
+    """Return the request that identifies the weights of a model: a fixed prompt with greedy generation.
 
-    Who makes an `expected_canary` runs the prompt through its own copy of the weights: `sampling.max_tokens` tokens,
-    the most likely each time, also beyond an end of the text, and the logarithm of each one's softmax over all logits.
+    To compute an `expected_canary`, run the prompt through your own copy of the weights. Generate `sampling.max_tokens`
+    tokens, each time the most likely token, also beyond an end-of-sequence token. For each token, record the logarithm
+    of
+    its softmax over all logits.
 
     Args:
-        capabilities: as a worker of the model announces them.
+        capabilities: those that a worker of the model publishes.
     """
     num_tokens = min(NUM_TOKENS, capabilities.max_model_len // 2)
     prompt_len = min(PROMPT_TOKENS, capabilities.max_model_len - num_tokens)
@@ -49,10 +52,10 @@ def canary_request(capabilities: Capabilities) -> GenerateRequest:
 
 
 def check_expected(canary: Canary, capabilities: Capabilities) -> None:
-    """Refuse an `expected_canary` that no weights of this model could give: it would be found out only after the load.
+    """Check that the weights of this model can produce an `expected_canary`, before the load and not after it.
 
     Raises:
-        InvalidRequest: it answers another request, or has other routing than the model.
+        InvalidRequest: it answers another request, or its routed experts do not fit the model.
     """
     request = canary_request(capabilities)
     num_tokens = request.sampling.max_tokens
@@ -80,28 +83,28 @@ def check_expected(canary: Canary, capabilities: Capabilities) -> None:
 
 
 def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
-    """Compare what two workers' weights made of the same prompt; None: they agree, else why not, for people.
+    """Compare the canaries of two workers. Return None if they agree, else the reason for people.
 
-    In float32 tokens and expert sets are equal and logprobs nearly so. In a narrower dtype rounding may decide between
-    two tokens, and what follows the first such token is not comparable.
+    In float32, tokens and expert sets must be equal and logprobs nearly equal. In a narrower dtype, rounding may decide
+    between two tokens. The tokens after the first different token are not comparable.
 
     Args:
-        dtype: of both workers' weights.
+        dtype: of the weights of both workers.
     """
     for canary in (a, b):
         if not canary.token_ids or len(canary.token_ids) != len(canary.logprobs):
             return f"a canary has {len(canary.token_ids)} tokens and {len(canary.logprobs)} logprobs"
     if len(a.token_ids) != len(b.token_ids):
-        return f"{len(a.token_ids)} tokens against {len(b.token_ids)}"
+        return f"the canaries have {len(a.token_ids)} and {len(b.token_ids)} tokens"
     is_exact = dtype == "float32"
     num_same = _num_same(a.token_ids, b.token_ids)
     if is_exact and num_same < len(a.token_ids):
         return f"the tokens differ from number {num_same} on"
-    # Where two tokens are nearly tied, so are their logprobs: the first that differs still has to agree in that.
+    # If two tokens are nearly tied, so are their logprobs. So the logprobs of the first different token must agree.
     compared = num_same + 1
     difference = float(np.max(np.abs(np.subtract(a.logprobs[:compared], b.logprobs[:compared]))))
     allowed = EXACT_LOGPROBS if is_exact else LOOSE_LOGPROBS
-    # Written so that NaN does not agree with anything.
+    # This form rejects NaN.
     if not difference <= allowed:
         return f"logprobs differ by {difference:.3g}, allowed: {allowed:g}"
     return _rows_agree(a, b, num_same, 1.0 if is_exact else LOOSE_CHOICES)
@@ -118,10 +121,10 @@ def _rows_agree(a: Canary, b: Canary, num_same: int, needed: float) -> str | Non
     except RemoteProtocolError as exc:
         return str(exc)
     if rows_a is None or rows_b is None:
-        return None if rows_a is rows_b else "one has routed experts, the other has none"
+        return None if rows_a is rows_b else "only one of the two canaries has routed experts"
     if rows_a.shape != rows_b.shape:
-        return f"routed experts of shape {rows_a.shape} against {rows_b.shape}"
-    # The last generated token has no row, and those that follow other tokens are of another text.
+        return f"the routed experts have the shapes {rows_a.shape} and {rows_b.shape}"
+    # The last generated token has no row. Rows after a different token belong to another text.
     prompt_len = len(rows_a) - len(a.token_ids) + 1
     comparable = prompt_len + num_same
     share = _shared_choices(rows_a[:comparable], rows_b[:comparable])
@@ -131,18 +134,18 @@ def _rows_agree(a: Canary, b: Canary, num_same: int, needed: float) -> str | Non
 
 
 def _shared_choices(a: Rows, b: Rows) -> float:
-    """The part of the experts chosen in `a`, by position and layer, that `b` chose there too."""
+    """Return the share of the experts chosen in `a`, by position and layer, that `b` also chose there."""
     in_both: npt.NDArray[np.bool_] = np.zeros(a.shape, np.bool_)
-    for choice in range(b.shape[-1]):  # one by one: all at once would take memory with the square of the experts
+    for choice in range(b.shape[-1]):  # a loop: all choices at once would need memory with the square of top-k
         in_both |= a == b[..., choice, None]
     return float(in_both.mean()) if in_both.size else 1.0
 
 
 def canary_rows(canary: Canary) -> Rows | None:
-    """The routing of a canary, u1|u2[num_rows, num_layers, top_k]; None where it has none.
+    """Return the routed experts of a canary, u1|u2[num_rows, num_layers, top_k]; None if it has none.
 
     Raises:
-        RemoteProtocolError: it does not decode to its shape.
+        RemoteProtocolError: they do not decode to their shape.
     """
     if canary.routed_experts is None and canary.shape is None:
         return None
@@ -151,8 +154,8 @@ def canary_rows(canary: Canary) -> Rows | None:
         raise RemoteProtocolError(f"a canary's routed experts have shape {canary.shape}")
     try:
         data = base64.b64decode(canary.routed_experts, validate=True)
-    except ValueError as exc:  # also of text that is not ASCII
-        raise RemoteProtocolError(f"a canary's routed experts are no base64: {exc}") from None
+    except ValueError as exc:  # also for text that is not ASCII
+        raise RemoteProtocolError(f"a canary's routed experts are not valid base64: {exc}") from None
     size = math.prod(canary.shape)
     for dtype in DTYPES.values():
         if len(data) == size * dtype.itemsize:

@@ -1,8 +1,8 @@
-"""Who has answered a command, and how. Time is passed in; nothing here waits.
+"""The result of a command: the acks of all its workers. The caller passes in the time; nothing here waits.
 
-*Each worker that must answer ends in exactly one column of the ledger; only if all of them are in `applied` is the
-command complete.* The first final answer counts. One that comes from another life of a worker is no answer: the life
-that was asked is gone.
+*Each worker that must ack has exactly one result. The command is complete only if every result is `applied`.* The first
+final ack counts. An ack of another incarnation of a worker does not count: the incarnation that received the command
+has ended.
 """
 
 from collections.abc import Iterable
@@ -20,57 +20,60 @@ from .presence_table import LostWorker
 __all__ = ["RESULTS", "AckTracker", "CommandIncomplete", "CommandResult", "Quorum"]
 
 RESULTS: Final = ("applied", "failed", "unsupported", "stale", "late", "missing")
-"""The maps of a ledger, in each of which stand the workers with that result, in the order in which they are shown."""
+"""The maps of a command result, in display order. Each map has the workers with that result."""
 
 PAUSING: Final = ("update_weights", "finish_weight_update")
-"""Commands that stop the requests in flight, and let them go on."""
+"""Commands that pause the requests in flight and resume them."""
 MAX_NAMED = 8
-"""Workers that an error's message names; the ledger has them all."""
+"""Workers that an error message names. The command result has all of them."""
 MAX_REASON_CHARS = 300
-"""Of each of their reasons: the ledger has them whole."""
+"""Characters of each worker's reason in an error message. The command result has the whole reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """Which workers a command waits for, where that is not all of them."""
+    """The workers that a command waits for, if not all."""
 
     count: int | None = None
-    """As many as have applied it, whichever they are."""
+    """Wait for this number of workers that have applied it, regardless of which workers these are."""
     workers: frozenset[str] | None = None
-    """These."""
+    """Wait for these workers."""
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one command. Each worker that had to answer stands in one of the maps."""
+    """The result of one command. Each worker that had to ack is in one of the maps."""
 
     command: str
-    """Its name."""
+    """The name of the command."""
     id: str
-    """Of the command."""
+    """The id of the command."""
     epochs: dict[str, int] = {}
-    """By model: of the desired state that it is recorded in. Empty for commands that are not recorded."""
+    """By model: the epoch of the desired state that records the command. Empty for commands that are not recorded."""
     seconds: float = 0.0
-    """From the first word to the workers until all had answered, or the time was up."""
+    """Seconds from the first publication until all workers had acked or the time was over."""
     applied: dict[str, Ack] = {}
-    """Final answers by worker, here and in the next three."""
+    """Final acks by worker. The next three maps are final acks as well."""
     failed: dict[str, Ack] = {}
     unsupported: dict[str, Ack] = {}
     stale: dict[str, Ack] = {}
     late: dict[str, Ack] = {}
-    """Those that answered, but not finally in time: their last word. They may still apply it."""
+    """Workers that sent an ack, but no final ack in time, each with its last ack. They may still apply the command."""
     missing: dict[str, str] = {}
-    """Those that never answered, or are gone: why."""
+    """Workers that never sent an ack, or are lost, each with the reason."""
     not_found: tuple[str, ...] = ()
-    """Of an `abort`: what no worker has said that it had. It waits in the queue, has ended, or never was."""
+    """For an `abort`: the requests that no worker reported. Each waits in the queue, has ended, or never existed."""
     not_awaited: tuple[str, ...] = ()
-    """Workers that an update with `min_staged` did not wait for, as they had not staged the weights. Each stands in one
-    of the maps with what it has said so far. It serves nothing until it has the weights, and gets there by itself."""
+    """Workers that an update with `min_staged` did not wait for, because they had not staged the weights. Each of them
+    is
+    also in one of the maps with its last ack. It serves nothing until it has the weights, which it loads by itself.
+    """
     paused_s: float | None = None
-    """Of an update: from the first worker's stop to the last worker's resume, of those that applied it, by the times at
-    which their answers came. None: nothing was replaced, or a worker does not say."""
+    """For an update: seconds from the first worker's pause to the last worker's resume, among workers that applied it.
+    The arrival times of their acks count. None: no weights were replaced, or a worker reports no times.
+    """
 
     def __repr__(self) -> str:
-        """One line with counts; the fields have the acks."""
+        """Return one line with counts; the fields have the acks."""
         counts = [f"{len(self.applied)} applied"]
         for name in (*RESULTS[1:], "not_found"):
             counts += [f"{len(getattr(self, name))} {name}"] if getattr(self, name) else []
@@ -78,28 +81,28 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that had to answer has applied it, and it was not all for nothing."""
+        """True if every worker that had to ack has applied the command, and it found a request that it names."""
         others = {worker for name in RESULTS[1:] for worker in getattr(self, name)}
         return bool(self.applied) and others <= set(self.not_awaited) and not self.has_found_nothing
 
     @property
     def has_found_nothing(self) -> bool:
-        """Nothing of what it names was anywhere."""
+        """True if no worker had any request that the command names."""
         return bool(self.not_found) and not any(ack.request_ids for ack in self.applied.values())
 
     def of_abort(self, request_ids: Iterable[str]) -> "CommandResult":
-        """This ledger, of a command to end these requests."""
+        """Return this result for a command that aborts these requests."""
         found = {name for ack in self.applied.values() for name in ack.request_ids or ()}
         return replace(self, not_found=tuple(name for name in request_ids if name not in found))
 
 
 class CommandIncomplete(RollbusError):
-    """Not every worker applied a command. The message says who did not, and why.
+    """Not every worker applied a command. The message names the other workers, with reasons.
 
     Attributes:
-        ledger: of all of them.
-        note: what else there is to know, for people: whether anything was recorded; may be empty.
-        check_of: the command that was asked for, where the ledger is of the check before it.
+        ledger: the command result of all workers.
+        note: more information for people, for example whether anything was recorded; may be empty.
+        check_of: the command that was requested, if the command result is that of its check.
     """
 
     def __init__(self, ledger: CommandResult, note: str = "", *, check_of: str | None = None) -> None:
@@ -110,7 +113,7 @@ class CommandIncomplete(RollbusError):
 
     @property
     def headline(self) -> str:
-        """The message without the workers' reasons, for where these stand already."""
+        """The message without the workers' reasons, for output that shows the reasons elsewhere."""
         return self._message(shows_reasons=False)
 
     def _message(self, *, shows_reasons: bool) -> str:
@@ -119,7 +122,7 @@ class CommandIncomplete(RollbusError):
         of_all = f"{len(ledger.applied)} of {len(ledger.applied) + len(reasons)} workers"
         text = f"{ledger.command} was applied by {of_all}"
         if self.check_of is not None:
-            text = f"{self.check_of} was not begun, as {of_all} passed its check"
+            text = f"{self.check_of} was not started: {of_all} passed its check"
         if ledger.has_found_nothing:
             text += f", and none has {', '.join(ledger.not_found[:MAX_NAMED])}"
             text += f" and {len(ledger.not_found) - MAX_NAMED} more" if len(ledger.not_found) > MAX_NAMED else ""
@@ -130,14 +133,14 @@ class CommandIncomplete(RollbusError):
 
 
 class AckTracker:
-    """The workers that must answer one command, and what they have said.
+    """The workers that must ack one command, and the acks that have arrived.
 
     Args:
         command: its name.
         id: of the command.
-        workers: those that must answer, in the lives that they have now.
-        now: in seconds, as everywhere here.
-        quorum: which of them are waited for; None: all.
+        workers: those that must ack, in their present incarnations.
+        now: in seconds, as everywhere in this module.
+        quorum: the workers to wait for; None: all.
     """
 
     def __init__(
@@ -147,35 +150,35 @@ class AckTracker:
         self.id = id
         self._since = now
         self._incarnations = {worker.worker: worker.incarnation for worker in workers}
-        # Those that live and have given no final answer.
+        # Workers that are live and have sent no final ack.
         self._owing = set(self._incarnations)
-        # By worker: the last word of each that has said one.
+        # The last ack of each worker that has sent one.
         self._acks: dict[str, Ack] = {}
         self._quorum = quorum or Quorum()
-        # When each worker applied it, as heard here.
+        # The time at which the ack that each worker applied it arrived here.
         self._applied_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
-        """Workers that ended while they owed a final ack: why."""
+        """The reason for each worker that ended before its final ack."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<AckTracker {self.command} {self.id} workers={len(self._incarnations)} owing={len(self._owing)}>"
 
     @property
     def owing(self) -> tuple[str, ...]:
-        """Workers that live and have given no final answer, by id."""
+        """The ids of the live workers that have sent no final ack."""
         return tuple(sorted(self._owing))
 
     @property
     def is_settled(self) -> bool:
-        """Nobody that is waited for owes an answer any more."""
+        """True if every worker that is waited for has sent a final ack or is lost."""
         awaited, count = self._quorum.workers, self._quorum.count
         return not (self._owing if awaited is None else self._owing & awaited) or (
             count is not None and sum(ack.status is AckStatus.APPLIED for ack in self._acks.values()) >= count
         )
 
     def add_ack(self, ack: Ack, now: float | None = None) -> bool:
-        """Take an answer, which came at `now`; whether it is news."""
+        """Add an ack that arrived at `now`. Return True if it changes the result."""
         worker = ack.worker
         if worker not in self._incarnations or ack.id != self.id or self._is_final(worker):
             return False
@@ -186,7 +189,7 @@ class AckTracker:
         if ack.command != self.command and ack.status is not AckStatus.FAILED:
             ack = _as_failed(ack)
         if ack.status.is_final:
-            # Also of one that we believed gone: its own word counts more.
+            # A final ack of a worker that counted as lost overrides the loss.
             self.lost.pop(worker, None)
             self._owing.discard(worker)
             if now is not None and ack.status is AckStatus.APPLIED:
@@ -199,7 +202,7 @@ class AckTracker:
         return True
 
     def mark_lost(self, lost: LostWorker) -> bool:
-        """Take note that a worker, or a life of one, is no more; whether that matters here."""
+        """Record that a worker, or one of its incarnations, is lost. Return True if it changes the result."""
         worker = lost.worker
         if worker not in self._incarnations or worker in self.lost or self._is_final(worker):
             return False
@@ -210,7 +213,7 @@ class AckTracker:
         return True
 
     def result(self, now: float, epochs: dict[str, int] | None = None) -> CommandResult:
-        """Sum up: who still owes an answer is late, or missing where it never gave one."""
+        """Return the result. A worker without a final ack is late, or missing if it sent no ack at all."""
         by_status: dict[AckStatus, dict[str, Ack]] = {status: {} for status in AckStatus}
         late: dict[str, Ack] = {}
         missing: dict[str, str] = {}
@@ -244,7 +247,7 @@ class AckTracker:
         return () if awaited is None else tuple(sorted(self._incarnations.keys() - awaited))
 
     def _paused_s(self) -> float | None:
-        """Return the seconds from the first stop to the last resume: a worker answers when its engine goes on."""
+        """Return the seconds from the first pause to the last resume: a worker acks when its engine resumes."""
         timings = {worker: self._acks[worker].timing for worker in self._applied_at}
         stops = [self._applied_at[worker] - timing.paused_s for worker, timing in timings.items() if timing is not None]
         if not stops or len(stops) < len(timings) or self.command not in PAUSING:
@@ -256,10 +259,10 @@ class AckTracker:
 
 
 def _as_failed(ack: Ack) -> Ack:
-    """What an answer to another command under our id means: ours was not done."""
+    """Return a failed ack in place of an ack for another command with our id: our command was not executed."""
     error = AckError(
         code=ControlCode.INVALID_COMMAND,
-        message=f"id is that of another command, {ack.command}; allowed: a new id for each",
+        message=f"the id belongs to another command, {ack.command}; allowed: a new id for each command",
     )
     return replace(ack, status=AckStatus.FAILED, error=error)
 
@@ -271,7 +274,7 @@ def _progress(ack: Ack) -> tuple[object, ...]:
 def _reasons(ledger: CommandResult) -> list[str]:
     return [
         *(f"{worker} failed: {_reason_of(ack)}" for worker, ack in ledger.failed.items()),
-        *(f"{worker} cannot do it: {_reason_of(ack)}" for worker, ack in ledger.unsupported.items()),
+        *(f"{worker} does not support it: {_reason_of(ack)}" for worker, ack in ledger.unsupported.items()),
         *(f"{worker} is stale: {_reason_of(ack)}" for worker, ack in ledger.stale.items()),
         *(f"{worker} is late: {ack.stage or ack.status}" for worker, ack in ledger.late.items()),
         *(f"{worker} is missing: {why[:MAX_REASON_CHARS]}" for worker, why in ledger.missing.items()),
@@ -280,5 +283,5 @@ def _reasons(ledger: CommandResult) -> list[str]:
 
 def _reason_of(ack: Ack) -> str:
     if ack.error is None:
-        return "it did not say why"
+        return "its ack has no reason"
     return f"{ack.error.code}: {ack.error.message[:MAX_REASON_CHARS]}"

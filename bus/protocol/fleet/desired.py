@@ -1,8 +1,8 @@
 """The desired state of a model's workers, and how commands change it.
 
-*Commands are recorded in one order, each once, and only whole.* Epochs count them; a command that comes again under the
-same id changes nothing. Of two commands on one register of a worker the later counts, whether it was for all workers or
-for that one: therefore one for all removes those for single workers.
+*Commands are recorded in one order, each once, and completely.* The epoch counts the recorded commands. A command that
+arrives again with the same id changes nothing. Of two commands on one register of a worker, the later command counts,
+whether it was for all workers or for that worker. So a command for all workers removes the commands for single workers.
 """
 
 from msgspec.structs import replace
@@ -27,24 +27,25 @@ __all__ = [
 ]
 
 WEIGHTS = "weights"
-"""The register that says which weights a worker should have."""
+"""The register with the weights that a worker should have."""
 
 
 def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]:
-    """Record `command`: the new state and the command's epoch.
+    """Record `command`. Return the new state and the command's epoch.
 
-    A command whose id was seen changes nothing: `state` itself, and the epoch of the first time.
+    A command with a known id changes nothing: the result is `state` itself and the epoch of the first recording.
 
     Raises:
-        ControlError: INVALID_COMMAND, it sets no register, is for another model, or a bound is reached; OLD_VERSION,
-            the weights that it names are not newer than those recorded for some worker that it concerns.
+        ControlError: INVALID_COMMAND if it sets no register, is for another model, or exceeds a limit. OLD_VERSION if
+            its
+            weights are not newer than those recorded for a worker that it applies to.
     """
     for seen in state.seen:
         if seen.id == command.id:
             return state, seen.epoch
     register = command.register
     if register is None:
-        raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} sets nothing that could be recorded")
+        raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} sets no register, so it cannot be recorded")
     if command.model not in (None, state.model):
         raise ControlError(
             ControlCode.INVALID_COMMAND, f"model is {command.model!r}; this is the desired state of {state.model!r}"
@@ -60,41 +61,44 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
         registers = state.registers
         workers = dict(state.workers)
         for worker in command.workers:
-            # Alone: the value would otherwise grow with the square of the workers.
+            # Each worker gets a command that names it alone. Otherwise the size would grow with the square of the
+            # workers.
             own = Recorded(epoch=epoch, command=replace(command, workers=(worker,)))
             workers[worker] = _bounded({**workers.get(worker, {}), register: own})
         if len(workers) > limits.MAX_WORKER_OVERRIDES:
             raise ControlError(
                 ControlCode.INVALID_COMMAND,
                 f"{len(workers)} workers would have commands of their own; allowed: {limits.MAX_WORKER_OVERRIDES}. "
-                "The same command for all workers of the model, or a reset, clears them",
+                "To clear them, send the same command to all workers of the model, or a reset",
             )
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
     return replace(state, epoch=epoch, registers=registers, workers=workers, seen=seen_commands), epoch
 
 
 def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> bool:
-    """Whether `written`, whose write over `over` was not answered, was stored before `state` was read.
+    """Return True if `written` was stored before `state` was read.
 
-    That its commands are among those seen is the proof: later writes may have changed all else.
+    The write of `written` over `over` was not answered. The ids of its commands in `seen` are the proof: later writes
+    may
+    have changed all else.
     """
     own = set(written.seen) - set(over.seen)
     return state == written or (bool(own) and own <= set(state.seen))
 
 
 def effective(state: DesiredState, worker: str) -> dict[str, Recorded]:
-    """What counts for one worker: of each register the later of what was said to all and to it alone."""
+    """Return the registers of one worker: for each register, the later of the common and the worker's own command."""
     found = dict(state.registers)
     for register, own in state.workers.get(worker, {}).items():
         common = found.get(register)
-        # They are equal where one command, undone, had stood for both.
+        # The epochs are equal if an undo restored a command in both places.
         if common is None or own.epoch >= common.epoch:
             found[register] = own
     return found
 
 
 def target_version(state: DesiredState | None, worker: str) -> int | None:
-    """The version of the weights that a worker should have; None: nothing is recorded about that."""
+    """Return the version of the weights that a worker should have; None: no version is recorded."""
     recorded = None if state is None else effective(state, worker).get(WEIGHTS)
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
@@ -102,7 +106,7 @@ def target_version(state: DesiredState | None, worker: str) -> int | None:
 
 
 def version_label(state: DesiredState | None, worker: str, version: int) -> str | None:
-    """What a trainer called a version that a worker has; None: it did not say, or it is not the recorded one."""
+    """Return the trainer's label of a worker's version; None: it has no label, or is not the recorded version."""
     recorded = None if state is None else effective(state, worker).get(WEIGHTS)
     if recorded is None or not isinstance(recorded.command, UpdateWeights | FinishWeightUpdate):
         return None
@@ -110,7 +114,7 @@ def version_label(state: DesiredState | None, worker: str, version: int) -> str 
 
 
 def desired_loras(state: DesiredState | None) -> frozenset[str]:
-    """Names of the adapters that any worker should have."""
+    """Return the names of the adapters that any worker should have."""
     if state is None:
         return frozenset()
     commands = (item.command for own in (state.registers, *state.workers.values()) for item in own.values())
@@ -118,10 +122,11 @@ def desired_loras(state: DesiredState | None) -> frozenset[str]:
 
 
 def next_lora_version(state: DesiredState, register: str) -> int:
-    """The version after those recorded in an adapter's register, for all workers or single ones; 1 for a new one.
+    """Return the version after those recorded in an adapter's register, for all or single workers; 1 for a new adapter.
 
-    After an unload its version is forgotten. The epoch stands in for it, so that versions that were counted up before
-    do not come again: what was cached with those adapters must not be taken for the new one's.
+    An unload removes the version. The epoch then takes its place, so that earlier versions are not used again.
+    Otherwise
+    cached data of the old adapter could count as data of the new one.
     """
     recorded = [
         registers[register].command for registers in (state.registers, *state.workers.values()) if register in registers
@@ -135,7 +140,7 @@ def next_lora_version(state: DesiredState, register: str) -> int:
 def set_back(state: DesiredState, before: DesiredState, register: str, epoch: int) -> DesiredState:
     """Undo the command that was recorded in `epoch` over `before`, in a new epoch so that workers notice.
 
-    What later commands have set since stays. Where that is all of it, `state` itself is returned.
+    Commands that were recorded later stay. If they replaced the whole command, return `state` itself.
     """
     new_epoch = state.epoch + 1
     registers = dict(state.registers)
@@ -145,7 +150,7 @@ def set_back(state: DesiredState, before: DesiredState, register: str, epoch: in
         _restore(registers, before.registers, register, new_epoch)
     for worker in {*workers, *before.workers}:
         own = workers.setdefault(worker, {})
-        # A command for all had removed it; one for this worker had replaced it.
+        # A command for all workers had removed it, or a command for this worker had replaced it.
         if own[register].epoch == epoch if register in own else was_common:
             _restore(own, before.workers.get(worker, {}), register, new_epoch)
     workers = {worker: own for worker, own in workers.items() if own}
@@ -155,9 +160,11 @@ def set_back(state: DesiredState, before: DesiredState, register: str, epoch: in
 
 
 def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
-    """Whether a command that does not stand in `state` may be set back to.
+    """Return True if an undo may restore a command that is not in `state`.
 
-    It was recorded, and later ones have taken its place, which may be undone; what an undo has put there may not.
+    This is the case if the command was recorded and later commands have replaced it, which may be undone. A command
+    that an
+    undo has restored does not count as a later command.
     """
     epochs = {seen.id: seen.epoch for seen in state.seen}
     if command.id not in epochs or command.register is None:
@@ -172,12 +179,15 @@ def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
 
 
 def cleared(state: DesiredState) -> DesiredState:
-    """Nothing desired any more, in a new epoch: epochs never begin anew, or later commands would look old."""
+    """Clear the desired state in a new epoch.
+
+    Epochs never restart: workers would treat later commands as old.
+    """
     return DesiredState(model=state.model, epoch=state.epoch + 1, seen=state.seen, bucket=state.bucket)
 
 
 def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpdate) -> None:
-    """Refuse to go back, or to call other weights by the same version, where that was not asked for."""
+    """Check that the version does not go back, or name other weights by the same version, without `allow_rollback`."""
     if command.allow_rollback:
         return
     if command.workers is None:
@@ -195,13 +205,11 @@ def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpd
             problem = f"is recorded already, from {source or 'a transfer engine'}"
         else:
             continue
-        raise ControlError(
-            ControlCode.OLD_VERSION, f"version {command.version} {problem}; allow_rollback permits it all the same"
-        )
+        raise ControlError(ControlCode.OLD_VERSION, f"version {command.version} {problem}; allow_rollback permits it")
 
 
 def _source_of(command: UpdateWeights | FinishWeightUpdate) -> WeightSource | None:
-    """None: they came by a transfer."""
+    """Return the source of the weights; None: a weight transfer."""
     return command.source if isinstance(command, UpdateWeights) else None
 
 
@@ -215,7 +223,7 @@ def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], regist
 
 
 def _without(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str, dict[str, Recorded]]:
-    """Take `register` from each worker's own; workers that are left with none are dropped."""
+    """Remove `register` from each worker's own registers, and the workers that have none left."""
     rest = {
         worker: {name: recorded for name, recorded in own.items() if name != register}
         for worker, own in workers.items()
@@ -224,7 +232,7 @@ def _without(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str
 
 
 def _bounded(registers: dict[str, Recorded]) -> dict[str, Recorded]:
-    """Refuse too many adapters; drop the oldest unloads above as many."""
+    """Check the number of adapters, and remove the oldest unloads above the same limit."""
     num_loaded = sum(isinstance(recorded.command, LoadLora) for recorded in registers.values())
     if num_loaded > limits.MAX_LORAS:
         raise ControlError(ControlCode.INVALID_COMMAND, f"{num_loaded} adapters; allowed: {limits.MAX_LORAS}")

@@ -1,11 +1,11 @@
-"""Decides which of two workers of one id gives way. Time is passed in; nothing here waits.
+"""Decides which of two workers with one id gives way. The caller passes in the time; nothing here waits.
 
 Two processes get the same id from copied credentials or from a templated `--worker-id`. The worker that has held the id
-longer, without a lost lease, keeps it. A worker that hears one ahead of it gives way, but not at its first message: a
-worker that is being stopped still announces itself for a moment.
+longer, without a lost lease, keeps the id. The other worker gives way, but not at the first presence message: a worker
+that is being stopped still publishes presence for a moment.
 
-Invariant: of two workers that hear each other, never both give way. A worker reports how long it has held the id at the
-moment of publishing, so that the other one never overestimates it.
+Invariant: of two workers that receive each other's presence, never both give way. A worker reports how long it has held
+the id at the moment of publishing, so that the other worker never overestimates this time.
 """
 
 import math
@@ -18,25 +18,30 @@ from ....schemas.presence import WorkerPresence, WorkerState
 __all__ = ["SILENCE_S", "DuplicateWatch", "Standing"]
 
 SILENCE_S: Final = 1.2
-"""Before its first announcement a new worker listens for a heartbeat of another one, so that no client sees both."""
+"""Seconds for which a new worker listens before its first presence. A heartbeat of another worker arrives in this time,
+so no client sees both workers.
+"""
 MAX_PROOF_S: Final = 3.0
-"""How long another worker is heard before this one gives way: longer than a worker that stops takes to end its work."""
+"""The longest time with presence of another worker before this worker gives way: longer than a stopping worker needs
+to end its requests.
+"""
 PROOF_OF_LEASE: Final = 0.6
 """The same as a share of the lease, which may be short."""
 TIE_S: Final = 1.0
-"""Of workers whose times differ by less, and that both hold the id or both do not, the incarnations' order decides."""
+"""If the times of two workers differ by less, the order of the incarnations decides. Both hold the id, or both do not.
+"""
 MAX_OTHERS: Final = 16
-"""Incarnations that are followed; more are not looked at until one is silent."""
+"""Incarnations that are followed. Presence of further ones is ignored until one of these is silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What this worker compares with what it hears."""
+    """The values of this worker that it compares with received presence."""
 
     incarnations: Collection[str]
-    """Of this process, the present one last."""
+    """The incarnations of this process, the present one last."""
     held_s: float
-    """Seconds since the first confirmed announcement of the present incarnation; 0 before that, and while fenced."""
+    """Seconds since the first confirmed presence of the present incarnation; 0 before that, and while fenced."""
 
     def is_behind(self, other: WorkerPresence) -> bool:
         """Return True if `other` has held the id longer."""
@@ -44,7 +49,7 @@ class Standing:
         if other.state is WorkerState.FENCED:
             other_s = 0.0
         if (other_s > 0) != (self.held_s > 0):
-            # One of the two has no confirmed lease: it starts, or its lease ran out. The other one keeps the id.
+            # One of the two has no confirmed lease: it starts, or its lease expired. The other one keeps the id.
             return other_s > 0
         if abs(other_s - self.held_s) > TIE_S:
             return other_s > self.held_s
@@ -55,16 +60,16 @@ class Standing:
 class _Other:
     received_at: float
     ahead_since: float | None = None
-    """Since when each of its announcements was of a worker ahead of this one."""
+    """The time since which every presence message showed that this other worker has held the id longer."""
 
 
 class DuplicateWatch:
-    """Follows the other workers of this worker's id.
+    """Tracks the other workers with this worker's id.
 
     Args:
         lease_s: of this worker.
-        listen_s: how long it listens before it serves; 0: its id is unique by its making.
-        now: from when it listens.
+        listen_s: how long it listens before it serves; 0: its id is unique by construction.
+        now: the time at which it starts to listen.
     """
 
     def __init__(self, lease_s: float, listen_s: float, now: float) -> None:
@@ -75,11 +80,11 @@ class DuplicateWatch:
         self._others: dict[str, _Other] = {}
 
     def __repr__(self) -> str:
-        """One line with the others."""
+        """Return one line with the others."""
         return f"<DuplicateWatch {' '.join(self._others) or 'alone'}>"
 
     def receive(self, presence: WorkerPresence, own: Standing, now: float) -> bool:
-        """Take an announcement on this worker's own subject; return True if this worker gives way to its sender."""
+        """Handle presence on this worker's own subject. Return True if this worker gives way to the sender."""
         incarnation = presence.incarnation
         if incarnation in own.incarnations:
             return False
@@ -100,18 +105,24 @@ class DuplicateWatch:
         return now - other.ahead_since >= self._proof_s
 
     def is_known(self, presence: WorkerPresence) -> bool:
-        """Return True if the sender was heard of lately."""
+        """Return True if presence of this sender arrived recently."""
         return presence.incarnation in self._others
 
     def _contested_until(self) -> float:
-        """Until when a worker that is ahead of this one counts as there, by what was heard of it."""
+        """Return until when a worker that has held the id longer counts as live, given its last presence."""
         ahead = (other.received_at for other in self._others.values() if other.ahead_since is not None)
         return max(ahead, default=-math.inf) + self._silent_after_s
 
     def announces_in_s(self, now: float) -> float:
-        """Seconds until a worker that does not serve may announce itself, unless more is heard; 0 or less: now."""
+        """Return the seconds until this worker may publish presence although it does not serve; 0 or less: now.
+
+        Presence of another worker may extend this time.
+        """
         return max(self._speaks_at, self._contested_until()) - now
 
     def serves_in_s(self, now: float) -> float:
-        """Seconds until this worker may begin to serve, likewise."""
+        """Return the seconds until this worker may begin to serve; 0 or less: now.
+
+        Presence of another worker may extend this time.
+        """
         return max(self._serves_at, self._contested_until()) - now

@@ -1,6 +1,6 @@
-"""Who is still there: a worker's own lease, and those of the clients whose requests it serves.
+"""Leases: that of a worker itself, and those of the clients whose requests it serves.
 
-Time is passed in, as of a monotonic clock; nothing here waits.
+The caller passes in the time of a monotonic clock; nothing here waits.
 """
 
 from collections import OrderedDict
@@ -11,51 +11,51 @@ from ....schemas.presence import ClientPresence, ClientState
 __all__ = ["ClientLeases", "EndedIncarnation", "WorkerLease"]
 
 DEFAULT_LEASE_S = 5.0
-"""Of a client that was heard but has not announced itself."""
+"""The lease in seconds of a client from which a message but no presence has arrived."""
 MAX_LEASE_S = 60.0
-"""No announcement is good for longer, whatever it says: what a client or worker leaves behind must go at last."""
+"""The longest lease in seconds, whatever presence states: data that a client or worker leaves behind must expire."""
 MAX_CLIENTS = 65_536
-"""Incarnations of clients that are followed, and as many again that are known to be dead; the oldest are forgotten."""
+"""The number of live client incarnations, and also that of remembered dead ones. The oldest dead ones are removed."""
 
 
 class WorkerLease:
-    """For how long this process may act: others give it up when they have not heard of it for `lease_s`.
+    """The lease of this process. Its peers treat it as lost after `lease_s` without presence.
 
     Args:
-        lease_s: as announced.
-        margin_s: by which this side gives up before the others do.
-        now: from when the lease runs before its first confirmation.
+        lease_s: the lease in its presence.
+        margin_s: how much earlier than its peers this process treats the lease as expired.
+        now: start of the lease before its first confirmation.
     """
 
     def __init__(self, lease_s: float, margin_s: float, now: float) -> None:
         if not 0 <= margin_s < lease_s:
-            raise ValueError(f"a margin of {margin_s} s does not fit a lease of {lease_s} s")
+            raise ValueError(f"the margin is {margin_s} s; allowed: 0 or more, and less than the lease of {lease_s} s")
         self._good_for_s = lease_s - margin_s
         self.expires_at = now + self._good_for_s
-        """The last instant at which this process may act."""
+        """The last time at which this process may act."""
 
     def __repr__(self) -> str:
-        """One line with its end."""
+        """Return one line with the end of the lease."""
         return f"<WorkerLease until {self.expires_at:.3f}>"
 
     def confirm(self, published_at: float) -> None:
-        """An announcement published at `published_at` is known to have reached the server."""
+        """Record that the server has received the presence that was published at `published_at`."""
         self.expires_at = max(self.expires_at, published_at + self._good_for_s)
 
     def is_held(self, now: float) -> bool:
-        """This process may act."""
+        """Return True if this process may act."""
         return now <= self.expires_at
 
 
 @dataclass(frozen=True, slots=True)
 class EndedIncarnation:
-    """A life of a client that is over: nobody waits for its requests."""
+    """An ended incarnation of a client. It no longer waits for its requests."""
 
     client: str
     incarnation: str
     reason: str
     is_closed: bool
-    """It was closed in order and will not come back; False: its lease expired, or it was started anew."""
+    """True if the client closed it and it will not come back. False: its lease expired, or the client restarted."""
 
 
 @dataclass(slots=True)
@@ -66,27 +66,29 @@ class _Lease:
 
 
 class ClientLeases:
-    """Which clients live, as far as this worker has heard.
+    """The leases of clients, from the messages that this worker received.
 
     Args:
-        margin_s: by which a client's lease is exceeded before it counts as dead.
+        margin_s: seconds after the end of its lease at which a client counts as dead.
     """
 
     def __init__(self, margin_s: float) -> None:
         self._margin_s = margin_s
         self._live: dict[str, dict[str, _Lease]] = {}
         self._num_live = 0
-        # (client, incarnation) -> whether it is over for good; an expired one may come back.
+        # (client, incarnation) -> True if it ended for good. An expired one may come back.
         self._dead: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<ClientLeases live={self._num_live} dead={len(self._dead)}>"
 
     def renew(self, presence: ClientPresence, now: float) -> list[EndedIncarnation]:
-        """Take an announcement; returns the lives of this client that it ended.
+        """Handle presence. Return the incarnations of this client that it ended.
 
-        The first announcement of a life ends all others of the same client. A life that is over for good stays so.
+        The first presence of an incarnation ends all other incarnations of the same client. An incarnation that ended
+        for good
+        stays ended.
         """
         client, incarnation = presence.client, presence.incarnation
         if presence.state is ClientState.CLOSED:
@@ -102,7 +104,7 @@ class ClientLeases:
         others = [other for other in self._live[client] if other != incarnation]
         for other in others:
             self._mark_dead(client, other, is_final=True)
-        return [EndedIncarnation(client, other, "a later life of it began", is_closed=False) for other in others]
+        return [EndedIncarnation(client, other, "a later incarnation of it began", is_closed=False) for other in others]
 
     def _close(self, client: str, incarnation: str) -> list[EndedIncarnation]:
         is_live = incarnation in self._live.get(client, {})
@@ -113,21 +115,21 @@ class ClientLeases:
         )
 
     def renew_lease(self, client: str, incarnation: str, now: float) -> None:
-        """Take any other message of a client as a sign of life; it starts a lease where there was none."""
+        """Renew the lease at any other message of a client. Start a lease if there is none."""
         lease = self._find_or_start(client, incarnation, now)
         if lease is not None:
             lease.expires_at = now + lease.lease_s
 
     def start_lease(self, client: str, incarnation: str, now: float) -> None:
-        """Start a lease for a client not heard of yet: a request of it was in the queue.
+        """Start a lease for a client that is not known yet, because its request was in the queue.
 
-        It may have waited there for long, so it is no sign of life: a lease that runs is not renewed by it.
+        The request may have waited in the queue for a long time, so it does not renew a lease that already exists.
         """
         if incarnation not in self._live.get(client, {}) and not self.is_dead(client, incarnation):
             self._find_or_start(client, incarnation, now)
 
     def _find_or_start(self, client: str, incarnation: str, now: float) -> _Lease | None:
-        """The lease of this life, made where there is none; None where the life is over or there are too many."""
+        """Return the lease of this incarnation, started if needed; None if it has ended or there are too many."""
         leases = self._live.get(client, {})
         lease = leases.get(incarnation)
         if lease is not None:
@@ -145,7 +147,7 @@ class ClientLeases:
         return lease
 
     def expire(self, now: float) -> list[EndedIncarnation]:
-        """End the lives whose lease ran out more than the margin ago; each comes back if it is heard again."""
+        """End the incarnations whose lease expired more than the margin ago. A later message starts them again."""
         late = [
             (client, incarnation)
             for client, leases in self._live.items()
@@ -159,13 +161,13 @@ class ClientLeases:
         ]
 
     def restart_leases(self, now: float) -> None:
-        """Start every lease anew: while our own connection was down, nobody could be heard."""
+        """Restart every lease: no presence could arrive while this process was disconnected."""
         for leases in self._live.values():
             for lease in leases.values():
                 lease.expires_at = now + lease.lease_s
 
     def is_dead(self, client: str, incarnation: str) -> bool:
-        """Nobody waits for the requests of this life: it was closed, has expired, or a later one began."""
+        """Return True if this incarnation was closed, has expired, or a later one began."""
         return (client, incarnation) in self._dead
 
     def _mark_dead(self, client: str, incarnation: str, *, is_final: bool) -> None:

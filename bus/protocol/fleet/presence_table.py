@@ -1,4 +1,4 @@
-"""Which workers live, as far as their announcements tell. Time is passed in; nothing here waits."""
+"""The live workers, by their presence. The caller passes in the time; nothing here waits."""
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -24,54 +24,55 @@ __all__ = [
 ]
 
 LEASE_MARGIN_S: Final = 1.0
-"""A worker whose lease ran out is given this long beyond it: by then it has fenced itself, by whichever clock."""
+"""Seconds after the end of its lease at which a worker counts as lost. By then it has fenced itself by any clock."""
 MAX_ENDED: Final = 8
-"""Incarnations of one worker that are remembered as ended: a worker starts rarely."""
+"""Ended incarnations of one worker that are remembered: a worker starts rarely."""
 MAX_NAMESAKES: Final = 4
-"""Workers of one id that are followed beside the first; more than one is a mistake in their setup."""
+"""Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
 MAX_WORKERS: Final = 16_384
-"""Workers that are followed; far above any fleet. Of more than that the others are not seen until one is gone."""
+"""Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """A worker, or one of its incarnations, that is no more."""
+    """A worker, or one of its incarnations, that is lost."""
 
     worker: str
     incarnation: str
     model: str
     reason: str
     is_final: bool = True
-    """The worker itself is gone; False: it lives on, or comes back, as another incarnation."""
+    """True if the worker itself is lost. False: it continues, or comes back, as another incarnation."""
     is_death: bool = False
-    """Its engine died, or its process was killed, as far as can be told: what the engine had may be the cause."""
+    """True if its engine died or its process was killed, as far as is known. A request in the engine may be the cause.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A worker whose lease had run out, and whose process had not ended: it is heard again."""
+    """A worker whose lease had expired but whose process had not ended. Its presence arrives again."""
 
     worker: str
     incarnation: str
-    """The one that was given up."""
+    """The incarnation that counted as lost."""
 
 
 @dataclass(frozen=True)
 class FleetSnapshot:
-    """Which workers live, and what they are doing. Made anew when that changes; any thread may read it."""
+    """The live workers and their states. Each change makes a new snapshot; any thread may read it."""
 
     workers: tuple[WorkerPresence, ...]
-    """By id. What else they announced may be older than the snapshot."""
+    """The workers by id. Other fields of their presence may be older than the snapshot."""
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """The models that some worker takes requests for, now or soon, sorted: it may be paused or updating."""
+        """The sorted models for which a worker accepts requests now or soon: the worker may be paused or updating."""
         present = (worker for worker in self.workers if worker.state.is_present)
         return tuple(sorted({worker.model for worker in present if accepts_whole_requests(worker)}))
 
     @cached_property
     def prefillers(self) -> Mapping[str, tuple[str, ...]]:
-        """By model that serving workers of role `decode` have: the serving prefill workers whose KV they can read."""
+        """By model with serving decode workers: the serving prefill workers whose KV the decode workers can read."""
         readable: dict[str, set[str | None]] = {}
         for worker in self.workers:
             if _serves_as(worker, "decode"):
@@ -87,7 +88,7 @@ class FleetSnapshot:
 
     @cached_property
     def context_lens(self) -> Mapping[str, int]:
-        """By model that serving workers have: the shortest context of any of them."""
+        """By model with serving workers: the shortest context length of any of them."""
         lens: dict[str, int] = {}
         for worker in self.workers:
             if worker.state is WorkerState.SERVING and worker.capabilities is not None:
@@ -96,15 +97,15 @@ class FleetSnapshot:
         return lens
 
     def is_served(self, model: str | None) -> bool:
-        """Some worker takes requests for `model`, or for any, now or soon."""
+        """Return True if a worker accepts requests for `model`, or for any model if None, now or soon."""
         return bool(self.served) if model is None else model in self.served
 
     def resolve_model(self, model: str | None) -> str:
-        """The model that a request for `model` goes to; None means the fleet's only one.
+        """Return the model for a request with `model`; None means the fleet's only model.
 
         Raises:
             NoWorkers: no worker serves it.
-            InvalidRequest: no model was named and the fleet serves several, or only others.
+            InvalidRequest: no model was named and the fleet serves several, or the fleet serves only other models.
         """
         if model is None and len(self.served) > 1:
             raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(self.served)}")
@@ -117,9 +118,9 @@ class FleetSnapshot:
         raise NoWorkers(message=f"no live worker serves {model or 'any model'}{self.describe_others(model)}")
 
     def describe_others(self, model: str | None) -> str:
-        """What the workers of `model`, or all, are doing that do not serve; in brackets, empty if there are none."""
+        """Return the states of the workers of `model`, or of all, that do not serve, in brackets; may be empty."""
         others = [
-            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'there for prefill alone'}"
+            f"{worker.worker} is {worker.state if accepts_whole_requests(worker) else 'serving prefill phases only'}"
             for worker in self.workers
             if not (worker.state is WorkerState.SERVING and accepts_whole_requests(worker))
             and model in (None, worker.model)
@@ -140,33 +141,35 @@ class _Tracked:
         self.restart_lease(self.received_at)
 
     def restart_lease(self, now: float) -> None:
-        """Let the lease run from `now` on."""
+        """Restart the lease at `now`."""
         self.expires = now + min(self.presence.lease_s, MAX_LEASE_S) + LEASE_MARGIN_S
 
 
 class PresenceTable:
-    """The latest announcement of each live worker.
+    """The latest presence of each live worker.
 
-    Two workers may have one id by mistake. A new incarnation replaces the one before, since a worker that starts again
-    has no other way to say so. If the replaced one speaks again, both live. From then on the view keeps to the one that
-    has held the id longer, and what either has of this client goes on.
+    Two workers may have one id by mistake. A new incarnation replaces the previous one, because a restarted worker
+    cannot
+    report its restart in another way. If presence of the replaced incarnation arrives again, both are live. From then
+    on,
+    the table keeps the worker that has held the id longer, and the client's requests at both workers continue.
     """
 
     def __init__(self) -> None:
         self._workers: dict[str, _Tracked] = {}
-        # Incarnation of the workers whose lease ran out, and when they were last heard; bounded.
+        # The incarnation of each worker whose lease expired, and the time of its last presence; bounded.
         self._silent: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        # By worker: incarnations that were replaced, and those that live beside the one in `_workers`.
+        # By worker: incarnations that were replaced, and those that are live beside the one in `_workers`.
         self._ended: dict[str, deque[str]] = {}
         self._namesakes: dict[str, dict[str, _Tracked]] = {}
         self._snapshot: FleetSnapshot | None = None
 
     def __repr__(self) -> str:
-        """One line with each worker and its state."""
+        """Return one line with each worker and its state."""
         return f"<PresenceTable {' '.join(f'{p.worker}:{p.state}' for p in self.workers()) or 'empty'}>"
 
     def update(self, presence: WorkerPresence, now: float) -> LostWorker | Survivor | None:
-        """Take an announcement; return the incarnation or worker that it ended, or the worker that has survived."""
+        """Handle presence. Return the incarnation or worker that it ended, or the worker that has survived."""
         previous = self.get(presence.worker)
         if previous is not None and self._is_namesake(previous, presence):
             return self._update_namesake(previous, presence, now)
@@ -181,7 +184,7 @@ class PresenceTable:
         if previous is not None and previous.incarnation != presence.incarnation:
             self._ended.setdefault(presence.worker, deque(maxlen=MAX_ENDED)).append(previous.incarnation)
             reason = "it came back as a new incarnation"
-            # A worker that has fenced itself is the same process; one that was started again has a shorter life.
+            # A worker that has fenced itself is the same process. A restarted worker has a shorter uptime.
             is_death = presence.uptime_s < previous.uptime_s and previous.state is not WorkerState.FENCED
             return LostWorker(
                 previous.worker, previous.incarnation, previous.model, reason, is_final=False, is_death=is_death
@@ -194,7 +197,7 @@ class PresenceTable:
         return None
 
     def expire(self, now: float) -> list[LostWorker]:
-        """Drop the workers whose lease has run out and name them."""
+        """Remove and return the workers whose lease has expired."""
         gone = []
         for worker, namesakes in list(self._namesakes.items()):
             expired = [name for name, other in namesakes.items() if other.expires <= now]
@@ -207,14 +210,14 @@ class PresenceTable:
         return gone
 
     def remove_all(self, reason: str) -> list[LostWorker]:
-        """Drop all workers and name them: none could be heard for longer than requests wait for a worker."""
+        """Remove and return all workers: no presence could arrive for longer than requests wait for a worker."""
         gone = [LostWorker(p.worker, p.incarnation, p.model, reason) for p in self.workers()]
         for lost in gone:
             self._remove(lost.worker)
         return gone
 
     def _is_namesake(self, previous: WorkerPresence, presence: WorkerPresence) -> bool:
-        """Return True if `presence` is of another worker than `previous`, and both live or did so until now."""
+        """Return True if `presence` is of another worker than `previous`, and both are or were live until now."""
         if presence.incarnation == previous.incarnation:
             return False
         worker, incarnation = presence.worker, presence.incarnation
@@ -223,7 +226,7 @@ class PresenceTable:
     def _update_namesake(
         self, previous: WorkerPresence, presence: WorkerPresence, now: float
     ) -> LostWorker | Survivor | None:
-        """Take an announcement of another worker of the id of `previous`."""
+        """Handle presence of another worker with the id of `previous`."""
         worker, incarnation = presence.worker, presence.incarnation
         others = self._namesakes.setdefault(worker, {})
         if presence.state in (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.FENCED):
@@ -242,7 +245,7 @@ class PresenceTable:
             others[previous.incarnation] = self._workers[worker]
             self._workers[worker] = others.pop(incarnation)
             self._snapshot = None
-        # It was taken for dead when the other one was heard.
+        # It counted as lost when presence of the other one arrived.
         return Survivor(worker, incarnation)
 
     def _end_namesake(self, worker: str, incarnation: str, reason: str, *, is_death: bool) -> LostWorker:
@@ -250,7 +253,7 @@ class PresenceTable:
         return LostWorker(worker, incarnation, model, reason, is_final=False, is_death=is_death)
 
     def _end(self, presence: WorkerPresence, reason: str, *, is_death: bool) -> LostWorker:
-        """End a worker, or one of several of its id."""
+        """End a worker, or one of several with its id."""
         worker = presence.worker
         others = self._namesakes.get(worker, {})
         followed = self.get(worker) if others else None
@@ -266,60 +269,60 @@ class PresenceTable:
         )
 
     def restart_leases(self, now: float) -> None:
-        """Start every lease anew: while our own connection was down, nobody could be heard."""
+        """Restart every lease: no presence could arrive while this process was disconnected."""
         for tracked in chain(self._workers.values(), *(others.values() for others in self._namesakes.values())):
             tracked.restart_lease(now)
 
     def incarnations_of(self, worker: str) -> frozenset[str]:
-        """All live incarnations that announce themselves as `worker`: more than one if several workers have its id."""
+        """Return all live incarnations of `worker`: more than one if several workers have its id."""
         seen = self.get(worker)
         own = () if seen is None else (seen.incarnation,)
         return frozenset((*own, *self._namesakes.get(worker, ())))
 
     def incarnations(self) -> frozenset[tuple[str, str]]:
-        """Worker and incarnation of all that live and have not fenced themselves."""
+        """Return worker and incarnation of all live workers that have not fenced themselves."""
         own = ((p.worker, p.incarnation) for p in self.workers() if p.state is not WorkerState.FENCED)
         others = ((worker, name) for worker, others in self._namesakes.items() for name in others)
         return frozenset((*own, *others))
 
     @property
     def snapshot(self) -> FleetSnapshot:
-        """The live workers; the same object until one comes, goes or changes its state."""
+        """The live workers; the same object until a worker joins, leaves or changes its state."""
         if self._snapshot is None:
             self._snapshot = FleetSnapshot(self.workers())
         return self._snapshot
 
     def workers(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
-        """Live workers by id, of one model or of all."""
+        """Return the live workers by id, of one model or of all."""
         return tuple(t.presence for _, t in sorted(self._workers.items()) if model in (None, t.presence.model))
 
     def heard(self) -> tuple[tuple[WorkerPresence, float], ...]:
-        """Live workers by id, each with when it was last heard."""
+        """Return the live workers by id, each with the time of its last presence."""
         return tuple((t.presence, t.received_at) for _, t in sorted(self._workers.items()))
 
     def serving(self, model: str | None = None) -> tuple[WorkerPresence, ...]:
-        """Those of them that take whole requests."""
+        """Return the serving workers that accept whole requests."""
         return tuple(p for p in self.workers(model) if p.state is WorkerState.SERVING and accepts_whole_requests(p))
 
     def is_awaited(self, model: str) -> bool:
-        """Return True if a worker takes requests for `model`, or will soon: it may be paused, updating or starting."""
+        """Return True if a worker accepts requests for `model` now or soon: it may be paused, updating or starting."""
         workers = (p for p in self.workers(model) if accepts_whole_requests(p))
         return any(p.state.is_present or (p.state is WorkerState.STARTING and p.start_left_s) for p in workers)
 
     def target_version(self, model: str) -> int | None:
-        """The newest weights that any live worker of `model` should have; None: none has said."""
+        """Return the newest version that any live worker of `model` should have; None: no presence has one."""
         announced = (p.target_version for p in self.workers(model))
         return max((version for version in announced if version is not None), default=None)
 
     def newest_version(self, model: str, lora: str | None) -> int | None:
-        """The newest weights, or version of an adapter, that any live worker of `model` has; None: none has said."""
+        """Return the newest version of the weights or adapter at any live worker of `model`; None: unknown."""
         workers = self.workers(model)
         if lora is None:
             return max((worker.weight_version for worker in workers), default=None)
         return max((info.version for worker in workers for info in worker.loras if info.name == lora), default=None)
 
     def get(self, worker: str) -> WorkerPresence | None:
-        """The latest announcement of a live worker."""
+        """Return the latest presence of a live worker."""
         tracked = self._workers.get(worker)
         return None if tracked is None else tracked.presence
 
@@ -331,12 +334,12 @@ class PresenceTable:
 
 
 def _held_s(presence: WorkerPresence) -> float:
-    """How long a worker has held its id, as far as it says."""
+    """Return how long a worker has held its id, by its presence."""
     return presence.uptime_s if presence.held_s is None else presence.held_s
 
 
 def accepts_whole_requests(worker: WorkerPresence) -> bool:
-    """It takes requests from the queue, when it serves, and not prefill legs alone."""
+    """Return True if the worker pulls requests from the queue when it serves, and not only prefill phases."""
     return worker.capabilities is None or worker.capabilities.role != "prefill"
 
 
@@ -351,7 +354,7 @@ def connector_of(worker: WorkerPresence) -> str | None:
 
 
 def slots_of(worker: WorkerPresence) -> int:
-    """Return how many requests a worker runs at once, so far as it says."""
+    """Return how many requests a worker runs at once, by its presence."""
     known = worker.capabilities
     return worker.in_flight + worker.free_slots if known is None else known.max_num_seqs
 

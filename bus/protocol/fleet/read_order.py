@@ -1,8 +1,8 @@
-"""Which reads of a desired state count: in a cluster of servers a deposed leader may answer with what stood before.
+"""Decides which reads of a desired state count: in a cluster, a deposed leader may answer with an older state.
 
-A state carries the random id of its bucket, and its epoch only rises. So an older epoch of the same bucket is a stale
-read: the reader keeps what it has, and reads again. Another bucket means that the one before was lost. Time is passed
-in; nothing here waits.
+A state has the random id of its bucket, and its epoch only rises. So an older epoch of the same bucket is a stale read:
+the reader keeps its state and reads again. Another bucket means that the previous bucket was lost. The caller passes in
+the time; nothing here waits.
 """
 
 import enum
@@ -13,20 +13,21 @@ from ....schemas.desired import DesiredState
 __all__ = ["STALE_S", "ReadOrder", "ReadVerdict"]
 
 STALE_S: Final = 30.0
-"""A state that is older, or missing, for longer is what stands there: a store was set back, or lost and not written
-since. nats-server looks every 10 s whether a leader has heard of its peers within 10 s, so a deposed one answers for
-20 s at most."""
+"""Seconds after which an older or missing state counts as the real state: the store was restored from a backup, or it
+was lost and not written since. nats-server checks every 10 s if a leader has had contact with its peers within 10 s, so
+a deposed leader answers for 20 s at most.
+"""
 
 
 class ReadVerdict(enum.Enum):
-    """What a read says about the one before it."""
+    """The relation of a read to the read before it."""
 
     CURRENT = enum.auto()
-    """It is the same state, or a later one."""
+    """The read state is the same or a later one."""
     STALE = enum.auto()
-    """It is older, and says nothing."""
+    """The read state is older, so the read does not count."""
     LOST = enum.auto()
-    """The state of before was lost: this is another one, of which nothing was handled."""
+    """The previous state was lost. This state is a different one, of which nothing was handled."""
 
 
 class ReadOrder:
@@ -37,15 +38,15 @@ class ReadOrder:
         self._stale_since: float | None = None
 
     def __repr__(self) -> str:
-        """One line with the last state that counted."""
+        """Return one line with the last state that counted."""
         last = "nothing" if self._last is None else f"bucket={self._last.bucket or '?'} epoch={self._last.epoch}"
         return f"<ReadOrder {last} stale_since={self._stale_since}>"
 
     def judge(self, state: DesiredState | None, now: float) -> ReadVerdict:
-        """Judge what was read; what is not stale is what later reads are compared with.
+        """Judge a read. A read that is not stale is the reference for later reads.
 
         Args:
-            state: None: nothing was ever recorded there.
+            state: None: no state was ever recorded there.
         """
         verdict = self._compare(state)
         if verdict is ReadVerdict.STALE:
@@ -68,11 +69,11 @@ class ReadOrder:
 
 
 def _is_other_bucket(last: DesiredState, state: DesiredState) -> bool:
-    # Programs of before there was an id write states without one.
+    # Earlier releases write states without a bucket id.
     return bool(last.bucket and state.bucket) and last.bucket != state.bucket
 
 
 def _is_other_history(last: DesiredState, state: DesiredState) -> bool:
-    """True if some epoch has another command than before: the store was set back, and written since."""
+    """Return True if an epoch has another command than before: the store was restored and written since."""
     ids = {seen.epoch: seen.id for seen in last.seen}
     return any(ids.get(seen.epoch, seen.id) != seen.id for seen in state.seen)

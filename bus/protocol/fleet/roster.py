@@ -1,4 +1,4 @@
-"""Which workers must answer a command."""
+"""Decides which workers must ack a command."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -19,10 +19,10 @@ from ....schemas.presence import WorkerPresence, WorkerState
 __all__ = ["Roster", "workers_that_must_ack"]
 
 Roster = dict[str, tuple[WorkerPresence, ...]]
-"""The workers that must answer, by model and in the order of their ids; no model is without."""
+"""The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
 
 _SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""A worker in these states answers nothing; one that comes back finds what is recorded."""
+"""A worker in these states sends no ack. When it comes back, it reads the recorded commands."""
 _OF_ONE_MODEL: Final = (
     UpdateWeights,
     LoadLora,
@@ -32,16 +32,16 @@ _OF_ONE_MODEL: Final = (
     UpdateWeightChunk,
     FinishWeightUpdate,
 )
-"""Commands that cannot mean the same to two models."""
+"""Commands that apply to one model only."""
 
 
 def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand) -> Roster:
-    """Say which of the live `workers` must answer `command`.
+    """Return the live `workers` that must ack `command`.
 
     Raises:
-        NoWorkers: none; the message says what those that are there are doing.
-        InvalidRequest: a worker that the command names is not among them; nobody has heard of its model; it names
-            no model where it would have to; or it has a field that a worker of its model cannot read.
+        NoWorkers: there is none; the message has the states of the workers that are present.
+        InvalidRequest: a worker that the command names is not among them; no worker of its model is known; it names no
+            model although it must; or it has a field that a worker of its model cannot decode.
     """
     known = [worker for worker in workers if command.model in (None, worker.model)]
     if workers and not known:
@@ -73,10 +73,11 @@ def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand
 
 
 def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None:
-    """Refuse a label while some worker of the model could not read it, whether or not the command names that worker.
+    """Check that every worker of the model can decode a label, also workers that the command does not name.
 
-    What is recorded is one message for the whole model: with a field that is unknown to a worker, it could read
-    nothing of what is desired any more. A worker that starts says nothing yet, and is left out.
+    The desired state is one message for the whole model. A worker that does not know a field could not decode the
+    message
+    at all. A starting worker has published no capabilities yet, and is left out.
     """
     if not isinstance(command, UpdateWeights | FinishWeightUpdate) or command.label is None:
         return
@@ -88,6 +89,6 @@ def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None
     if older:
         raise InvalidRequest(
             field="label",
-            problem=f"is {command.label!r}, which workers of an earlier release cannot read",
+            problem=f"is {command.label!r}, which workers of an earlier release cannot decode",
             allowed=f"a number as the version, without a label, until {', '.join(older)} are upgraded",
         )

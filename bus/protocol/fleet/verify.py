@@ -1,4 +1,4 @@
-"""Which workers' weights differ from what the others have, as their canaries tell."""
+"""Finds the workers whose weights differ from those of the other workers, by their canaries."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,15 +10,16 @@ from .canary import agrees
 __all__ = ["dissenters"]
 
 MAX_CANDIDATES: Final = 32
-"""Canaries that are tried as the majority's. Each is compared with all others; where there is a majority, one that
-is drawn at random belongs to it with a chance of at least a half."""
+"""Canaries that are tried as the majority's canary. Each is compared with all others. If there is a majority, a random
+canary belongs to it with a probability of at least one half.
+"""
 
 
 def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Workers whose canary differs from that of the majority of their kind: why. Without a majority, all of the kind.
+    """Return workers whose canary differs from the majority of their kind, with the reason; without a majority, all.
 
     Args:
-        acks: by worker; those without a canary are passed over.
+        acks: by worker; acks without a canary are ignored.
         dtypes: of the weights, by worker. Workers of one kind have the same engine signature and dtype.
     """
     kinds: dict[tuple[str | None, str], dict[str, Canary]] = {}
@@ -32,14 +33,14 @@ def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, 
 
 
 def _minority(canaries: Mapping[str, Canary], dtype: str) -> dict[str, str]:
-    # The most frequent first: workers of the same machine mostly give the very same.
+    # The most frequent first: workers on the same machine mostly have identical canaries.
     candidates = [canary for canary, _ in Counter(canaries.values()).most_common(MAX_CANDIDATES)]
     for candidate in candidates:
         problems = {worker: _difference(candidate, canary, dtype) for worker, canary in canaries.items()}
         differing = {worker: problem for worker, problem in problems.items() if problem is not None}
         if 2 * len(differing) < len(canaries):
             return {worker: f"its canary differs from the majority's: {why}" for worker, why in differing.items()}
-    return dict.fromkeys(canaries, f"the canaries of {len(canaries)} workers disagree, and no majority says which")
+    return dict.fromkeys(canaries, f"the canaries of {len(canaries)} workers disagree, and there is no majority")
 
 
 def _difference(reference: Canary, canary: Canary, dtype: str) -> str | None:

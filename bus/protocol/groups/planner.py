@@ -105,7 +105,8 @@ class GroupPlanner:
     def interrupt(self, group: int) -> bool:
         """Record that no request of a group is in flight and some answers are open.
 
-        Return True if the step continues the group now. This is the case if a step did not stop the group: for example, if a pause of the fleet aborted its requests.
+        Return True if the step continues the group now. This is the case if a step did not stop the group: for
+        example, if a pause of the fleet aborted its requests.
         """
         was_stopping = self._states[group] is GroupState.STOPPING
         self._move(group, GroupEvent.INTERRUPTED)
