@@ -194,8 +194,8 @@ def test_the_error_says_who_and_why() -> None:
 
     assert problem.ledger is ledger
     assert str(problem) == (
-        "pause was applied by 1 of 5 workers: b failed: bad_source: model.safetensors is truncated; e is stale: it did "
-        "not say why; c is late: loading; d is missing: its lease expired. Nothing was changed."
+        "pause was applied by 1 of 5 workers: b failed: bad_source: model.safetensors is truncated; e is stale: its "
+        "ack has no reason; c is late: loading; d is missing: its lease expired. Nothing was changed."
     )
 
 

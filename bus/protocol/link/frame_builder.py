@@ -8,14 +8,15 @@ from ..stream.chunk_sizes import CHUNK_OVERHEAD_BYTES
 __all__ = ["MAX_FRAME_BYTES", "FrameBuilder"]
 
 MAX_FRAME_BYTES = MAX_CHUNKS_PER_FRAME * CHUNK_OVERHEAD_BYTES
-"""No larger frames whatever the server allows: so no frame holds more offers or chunks than may be in one."""
+"""The largest frame, also if the server allows more. So no frame has more offers or chunks than the limit of the
+format."""
 
 
 class FrameBuilder:
-    """A frame as it fills up.
+    """A frame while it is filled.
 
     Args:
-        max_bytes: for its offers and chunks; what alone is larger still gets a frame.
+        max_bytes: for its offers and chunks. A larger chunk still gets a frame of its own.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -25,15 +26,15 @@ class FrameBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is in it."""
+        """True if the frame has no offers and no chunks."""
         return not self.admitted and not self.chunks
 
     def fits(self, num_bytes: int) -> bool:
-        """There is room; what fits no frame goes alone."""
+        """Return True if there is room. Data that fits no frame gets a frame of its own."""
         return num_bytes <= self.room or self.is_empty
 
     def offer(self, key: RequestKey) -> bool:
-        """Add an offer; False where it does not fit."""
+        """Add an offer. Return False if it does not fit."""
         num_bytes = CHUNK_OVERHEAD_BYTES + len(key.request_id.encode())
         if not self.fits(num_bytes):
             return False

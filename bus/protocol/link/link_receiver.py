@@ -1,12 +1,14 @@
-"""The client's half of a link: frames of one life of a worker, each once and in order, from one link at a time.
+"""The client's half of a link: receives the frames of one incarnation of a worker, each once and in order.
 
-Invariant: a frame is taken only when all before it were; what was missing is asked for again until it is there. Credit
-and acknowledgements count what was taken and never fall, as long as the link is the same.
+The receiver follows one link at a time.
 
-A frame that does not decode counts as if it had never come, so that it is missing and the worker is asked for it again.
-If two resends of the same frame do not decode either, the link is broken: the receiver follows only a later link of the
-worker. Bytes without a readable header may be a stranger's. They break a link only together with a gap that stays
-although the worker was asked to fill it.
+Invariant: a frame is accepted only after all frames before it. The client asks for missing frames until they arrive.
+Credit and frame acks count accepted frames. On one link they never fall.
+
+A frame that does not decode counts as missing, so the client asks the worker for it again. If two resends of this frame
+do not decode either, the link is broken: the receiver follows only a later link of the worker. Bytes without a readable
+header may come from another sender. They break a link only together with a gap that stays although the client asked the
+worker to fill it.
 """
 
 import enum
@@ -20,46 +22,47 @@ from ....schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey
 __all__ = ["MAX_UNACKED_FRAMES", "RESEND_INTERVAL_S", "UNREADABLE_GAP_S", "FrameVerdict", "LinkReceiver"]
 
 MAX_UNACKED_FRAMES = 64
-"""Frames after which an acknowledgement is due, however small they are: the worker keeps each until then."""
+"""Frames after which a frame ack is due, regardless of their size: the worker keeps each frame until its ack."""
 RESEND_INTERVAL_S = 0.25
-"""Without progress a resend is asked for again after this: many round trips, and no time for a person."""
+"""Seconds without progress after which the client asks for a resend again: many round trips, but short for a person."""
 MAX_FAILED_RESENDS = 2
-"""Resends of one frame that do not decode before the link is broken: damage on the way does not happen three times."""
+"""Resends of one frame that do not decode before the link is broken. Transport damage does not happen three times."""
 UNREADABLE_GAP_S = 2.0
-"""Seconds that a gap stands before bytes without a readable header break the link: a stranger's bytes may arrive before
-the resent frame, but a resend takes less time."""
+"""Seconds that a gap must last before bytes without a readable header break the link. Bytes of another sender may
+arrive before the resent frame, but a resend takes less time.
+"""
 
 
 class FrameVerdict(enum.Enum):
-    """What a frame is."""
+    """The result of a received frame."""
 
     ACCEPTED = enum.auto()
-    """The next one: its content is to be read now."""
+    """The next frame. The client must read its content now."""
     HEARTBEAT = enum.auto()
-    """Without content; it may have told of frames that are missing."""
+    """A frame without content. It may show that frames are missing."""
     DUPLICATE = enum.auto()
-    """Taken before."""
+    """A frame that was accepted before."""
     GAP = enum.auto()
-    """Frames before it are missing: it will be sent again with them."""
+    """Frames before this one are missing. The worker will send this frame again with them."""
     STALE = enum.auto()
-    """Of a link, or a life of either side, that is over."""
+    """A frame of an ended link, or of an ended incarnation of either side."""
     UNREADABLE = enum.auto()
-    """Does not decode: it counts as if it had never come."""
+    """The frame does not decode, and counts as missing."""
     SKIPPED = enum.auto()
-    """The next one. It does not decode and names one request, which it ends; the link goes on behind it."""
+    """The next frame. It does not decode and names one request, which fails. The link continues after this frame."""
     BROKEN = enum.auto()
-    """Does not decode, as the resends before it: the link is over, with all that it carried."""
+    """The frame does not decode, and neither did its resends. The link and all its requests are lost."""
 
 
 class LinkReceiver:
     """Follows the links of one incarnation of a worker.
 
     Args:
-        client_incarnation: this client's; frames for another are stale.
+        client_incarnation: this client's; frames for another incarnation are stale.
 
     Attributes:
-        incarnation: of the worker, as of its first frame; None before that. Frames of another are stale.
-        link: of that incarnation.
+        incarnation: the worker's incarnation, from its first frame; None before that. Frames of another one are stale.
+        link: the number of the link within that incarnation.
     """
 
     def __init__(self, client_incarnation: str) -> None:
@@ -74,15 +77,17 @@ class LinkReceiver:
         self._credit = 0
         self._unacked_frames = 0
         self._unacked_bytes = 0
-        # Of the next frame: since when it was asked for, whether the last resend failed to decode, and how many did.
+        # For the next frame: since when the client asks for it, if the last resend failed to decode, and the number of
+        # such
+        # resends.
         self._missing_since: float | None = None
         self._is_answered = False
         self._num_failed = 0
         self.is_broken = False
-        """The link is over, and its worker has yet to open the next."""
+        """True if the link is over and its worker has not opened the next link yet."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         gap = f" of {self._announced}" if self._has_gap else ""
         return f"<LinkReceiver {self.incarnation}/{self.link} next={self._next}{gap} offset={self._offset}>"
 
@@ -92,11 +97,14 @@ class LinkReceiver:
 
     @property
     def has_unacked(self) -> bool:
-        """Frames were taken that the worker does not know of."""
+        """True if the client has accepted frames that it has not acknowledged."""
         return self._unacked_frames > 0
 
     def is_new_link(self, frame: Frame | FrameHeader) -> bool:
-        """The frame opens a later link than the one followed: what that had is lost."""
+        """Return True if the frame opens a later link than the present one.
+
+        The data of the present link is lost then.
+        """
         return self.link is not None and not self._is_stale(frame) and frame.link > self.link
 
     def _is_stale(self, frame: Frame | FrameHeader) -> bool:
@@ -111,13 +119,13 @@ class LinkReceiver:
         )
 
     def receive(self, frame: Frame, num_bytes: int, now: float) -> FrameVerdict:
-        """Take note of a frame of `num_bytes`; a new link is followed from here on."""
+        """Handle a frame of `num_bytes`. Follow a new link from this frame on."""
         if self._is_stale(frame):
             return FrameVerdict.STALE
         if frame.link != self.link:
             self._start_link(frame)
         if frame.is_heartbeat:
-            # It knows how far the link is, also where a frame before it claimed more.
+            # A heartbeat has the true number of frames, also if an earlier frame claimed more.
             self._announced = frame.number
             self._check_gap(now)
             return FrameVerdict.HEARTBEAT
@@ -131,10 +139,10 @@ class LinkReceiver:
         return FrameVerdict.ACCEPTED
 
     def receive_unreadable(self, header: FrameHeader | None, num_bytes: int, now: float) -> FrameVerdict:
-        """Take note of `num_bytes` that came on the subject of this link and do not decode.
+        """Handle `num_bytes` that arrived on the subject of this link and do not decode.
 
         Args:
-            header: what can be read of them; None: nothing.
+            header: the readable header; None: there is none.
         """
         if header is None:
             if self._missing_since is None:
@@ -155,13 +163,13 @@ class LinkReceiver:
             self._advance(num_bytes, now)
             return FrameVerdict.SKIPPED
         self._count_failed_resend()
-        # The worker has sent it: no other resend of it is on its way.
+        # The worker has sent this frame, so no other resend of it is in flight.
         self._asked_at = None
         self._check_gap(now)
         return self._break_after(True)
 
     def _count_failed_resend(self) -> None:
-        """Count the last resend that was asked for as failed, once."""
+        """Count the last requested resend as failed, once."""
         if self._missing_since is not None and not self._is_answered:
             self._is_answered = True
             self._num_failed += 1
@@ -175,12 +183,12 @@ class LinkReceiver:
         return FrameVerdict.BROKEN
 
     def _advance(self, num_bytes: int, now: float) -> None:
-        """The next frame is there."""
+        """Accept the next frame."""
         self._next += 1
         self._offset += num_bytes
         self._unacked_frames += 1
         self._unacked_bytes += num_bytes
-        # What is missing is on its way: asking again would only double it.
+        # The missing frames are in flight. Another request would only duplicate them.
         self._asked_at = now if self._has_gap else None
         self._reset_resends()
 
@@ -203,7 +211,7 @@ class LinkReceiver:
         self._wants_resend = self._has_gap and rested
 
     def is_ack_due(self, window: int) -> bool:
-        """The worker should hear at once: much has arrived since it last did, or something is missing."""
+        """Return True if an ack is due: many frames or bytes have arrived since the last ack, or frames are missing."""
         return (
             self._wants_resend
             or self._unacked_frames >= MAX_UNACKED_FRAMES
@@ -211,11 +219,11 @@ class LinkReceiver:
         )
 
     def message(self, *, window: int, now: float, abort: Sequence[RequestKey] = ()) -> LinkMessage:
-        """What to tell the worker now: what has arrived, what it may send, what is missing.
+        """Return the message for the worker: received frames, credit, missing frames and aborts.
 
         Args:
-            window: bytes that may be under way; credit that was granted before stands.
-            abort: requests to stop.
+            window: bytes that may be in flight. Credit that was granted before stays valid.
+            abort: requests to abort.
         """
         self._check_gap(now)
         resend, self._wants_resend = self._wants_resend, False
@@ -238,10 +246,11 @@ class LinkReceiver:
         )
 
     def break_messages(self, abort: Sequence[RequestKey] = ()) -> tuple[LinkMessage, LinkMessage]:
-        """Return what to tell the worker of a broken link, in this order: it then drops the link and opens the next.
+        """Return two messages for the worker of a broken link, in order.
 
-        The second message asks for a frame that the first one acknowledges. A worker takes that for a client which has
-        lost its place. If the first frame of all is the one that does not decode, it is acknowledged for that purpose.
+        The worker then drops it and opens the next link. The second message asks for a frame that the first message
+        acknowledges. The worker concludes that the client has lost
+        its position. If the very first frame does not decode, the first message acknowledges it for this purpose.
         """
         acked = max(self._next, 1)
         first = LinkMessage(

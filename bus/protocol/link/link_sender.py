@@ -1,8 +1,8 @@
-"""The worker's half of a link: what one client's requests have to be sent becomes numbered frames, kept until acked.
+"""The worker's half of a link: puts the output for one client into numbered frames and keeps them until the frame ack.
 
-Invariant: the frames of a link are numbered from 0 without a gap, never change once they are sealed, and stay here
-until the client says that they have arrived. Chunks leave their requests only as credit allows; without it they gather
-and are merged, so that memory is bounded by the requests in flight.
+Invariant: the frames of a link are numbered from 0 without a gap. A sealed frame never changes and is kept until the
+client acknowledges it. Chunks go into frames only while the link has credit. Without credit, the requests buffer and
+merge their output, so memory is bounded by the requests in flight.
 """
 
 from collections import OrderedDict, deque
@@ -21,37 +21,41 @@ from .frame_builder import MAX_FRAME_BYTES, FrameBuilder
 __all__ = ["SMALL_BYTES", "LinkInstructions", "LinkSender"]
 
 SMALL_BYTES = 16 * 1024
-"""A chunk up to this size goes with the next frame; larger ones go one per frame, behind everything small."""
+"""The largest small chunk in bytes. Small chunks go into the next frame. A large chunk goes into a frame after all
+small chunks, one per frame.
+"""
 MIN_SEGMENT_BYTES = 32 * 1024
-"""However small the client's window is: smaller ones cost more than they move."""
+"""The smallest segment in bytes, also for a smaller client window: smaller segments cost more than they transfer."""
 SEGMENTS_PER_WINDOW = 4
-"""With fewer on their way the link would stand still until each is acknowledged. And a thousand workers that all have a
-large result for one client overrun its windows by no more than a part each."""
+"""Segments per window. With fewer in flight, the link would wait for each frame ack. If a thousand workers each have a
+large result for one client, they exceed its windows by at most one segment each.
+"""
 MAX_UNACKED_BYTES = 64 * 1024 * 1024
-"""Kept for a client that grants credit without end but acknowledges nothing: many times the window of one that does.
-Beyond it data gathers where it can be given up."""
+"""The limit for a client that grants unlimited credit but sends no frame acks: many times a usual window. Beyond this
+limit, output is buffered at its requests, where it can be discarded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkInstructions:
-    """What a client's message about its link calls for."""
+    """The actions that a client's link message requires."""
 
     resend: list[bytes] = field(default_factory=list)
     """Frames to publish again, in order."""
     confirmed: list[RequestKey] = field(default_factory=list)
-    """Requests whose offer has arrived."""
+    """Requests whose offer the client has acknowledged."""
     needs_new_link: bool = False
-    """The client asks for frames that it had acknowledged: it has lost its place, and only a new link helps."""
+    """True if the client asks for frames that it had acknowledged. It has lost its position and needs a new link."""
 
 
 class LinkSender:
-    """What a worker has for one life of one client.
+    """The output of a worker for one incarnation of one client.
 
     Args:
         incarnation: of the worker.
-        link: which of this incarnation's links it is.
-        client_incarnation: who it is for.
-        max_frame_bytes: no frame exceeds it, unless a single chunk does.
+        link: the number of the link within this incarnation.
+        client_incarnation: the receiver.
+        max_frame_bytes: the largest frame, unless a single chunk is larger.
     """
 
     def __init__(self, *, incarnation: str, link: int, client_incarnation: str, max_frame_bytes: int) -> None:
@@ -62,13 +66,14 @@ class LinkSender:
         self._small_bytes = min(SMALL_BYTES, self._max_frame_bytes)
         self._open: dict[RequestKey, ChunkWriter] = {}
         self._offers: deque[RequestKey] = deque()
-        # Terminal chunks of requests that have left, with nothing of theirs before them: they need no credit.
+        # Terminal chunks of requests that have ended and have no other unsent output. They need no credit.
         self._terminals: deque[Chunk] = deque()
-        # Requests with something unsent: in order of their first unsent step, and those whose turn for a part comes.
+        # Requests with unsent output: in the order of their first unsent step, and in the order of their turn for a
+        # segment.
         self._touched: dict[RequestKey, ChunkWriter] = {}
         self._large: OrderedDict[RequestKey, ChunkWriter] = OrderedDict()
         self._unsent_bytes = 0
-        # Frames sealed and not acknowledged, with the offers in each: numbers `_acked` to `_number` - 1.
+        # Sealed frames without a frame ack, with the offers in each: numbers `_acked` to `_number` - 1.
         self._unacked: deque[tuple[bytes, list[RequestKey]]] = deque()
         self._unacked_bytes = 0
         self._acked = self._number = 0
@@ -76,10 +81,10 @@ class LinkSender:
         self._credit = INITIAL_CREDIT_BYTES
         self._is_stalled = False
         self.credit_stalls = 0
-        """How often chunks had to wait, and to be merged, for want of credit: a stall ends when there is credit."""
+        """How often chunks had to wait and to be merged for lack of credit. A stall ends when there is credit."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return (
             f"<LinkSender {self.incarnation}/{self.link} to {self.client_incarnation} open={len(self._open)} "
             f"frames={self._acked}..{self._number} offset={self._offset}/{self._credit} held={self.held_bytes}>"
@@ -87,48 +92,51 @@ class LinkSender:
 
     @property
     def keys(self) -> Collection[RequestKey]:
-        """Open requests: those whose terminal chunk has not left for a frame."""
+        """The open requests: those whose terminal chunk is not in a frame yet."""
         return self._open.keys()
 
     @property
     def num_frames(self) -> int:
-        """Frames numbered so far; heartbeats do not count."""
+        """The number of frames so far, without heartbeats."""
         return self._number
 
     @property
     def held_bytes(self) -> int:
-        """Of what the client has not taken: unsent, or sent and not acknowledged."""
+        """The buffered bytes: unsent, or sent and not acknowledged."""
         return self._unsent_bytes + self._unacked_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is open, unsent or unacknowledged."""
+        """True if no request is open and no output is unsent or unacknowledged."""
         return not (self._open or self._offers or self._terminals or self._unacked)
 
     @property
     def is_overrun(self) -> bool:
-        """Twice as much is kept as credit allows: offers and refusals need none, and the client reads nothing."""
+        """True if twice the allowed bytes are unacknowledged.
+
+        Offers and rejections need no credit, and the client reads none.
+        """
         return self._unacked_bytes > 2 * MAX_UNACKED_BYTES
 
     @property
     def needs_heartbeat(self) -> bool:
-        """The client may wait for something that was lost."""
+        """True if the client may wait for a lost frame."""
         return bool(self._unacked or self._open)
 
     @property
     def segment_bytes(self) -> int:
-        """What a large chunk should take at most: by the client's window, as it said it last."""
+        """The largest segment of a large chunk in bytes, by the last window of the client."""
         acked_bytes = self._offset - self._unacked_bytes
         window = self._credit - acked_bytes
         return min(max(window // SEGMENTS_PER_WINDOW, MIN_SEGMENT_BYTES), SEGMENT_BYTES)
 
     def unsent_bytes(self, key: RequestKey) -> int:
-        """Of an open request; 0 if it is not open."""
+        """Return the unsent bytes of an open request; 0 if it is not open."""
         writer = self._open.get(key)
         return 0 if writer is None else writer.unsent_bytes
 
     def open(self, key: RequestKey, writer: ChunkWriter) -> None:
-        """Take a request on: the next frame offers it.
+        """Add a request, which the next frame offers.
 
         Raises:
             ValueError: it is open already.
@@ -140,15 +148,15 @@ class LinkSender:
         self._offers.append(key)
 
     def offer_again(self, key: RequestKey) -> None:
-        """Have the next frame offer a request once more, if it is open."""
+        """Offer a request again in the next frame, if it is open."""
         if key in self._open:
             self._offers.append(key)
 
     def reject(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
-        """Answer a request that is not open with its terminal chunk.
+        """Reject a request that is not open with a terminal chunk.
 
         Raises:
-            ValueError: it is open: `fail` ends it.
+            ValueError: it is open; use `fail`.
         """
         if key in self._open:
             raise ValueError(f"request {key} is open")
@@ -158,10 +166,10 @@ class LinkSender:
     def add_step(
         self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
-        """Take what an engine step added to an open request; the versions are of what sampled it.
+        """Add the output of an engine step to an open request. The versions are those that sampled the output.
 
         Raises:
-            LocalProtocolError: as `ChunkWriter.add_step`; nothing was taken.
+            LocalProtocolError: as `ChunkWriter.add_step`; nothing was added.
             KeyError: it is not open.
         """
         writer = self._open[key]
@@ -174,14 +182,14 @@ class LinkSender:
             self._touched[key] = writer
 
     def _finish(self, key: RequestKey, writer: ChunkWriter) -> None:
-        """The terminal chunk alone is left of a request."""
+        """Move the terminal chunk, the only unsent output of a request, to the terminal chunks."""
         chunk = writer.next_chunk()
         self._remove(key)
         if chunk is not None:
             self._add_terminal(chunk)
 
     def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
-        """End an open request with `error`; what is unsent of it is dropped.
+        """End an open request with `error`, and discard its unsent output.
 
         Raises:
             KeyError: it is not open.
@@ -189,7 +197,7 @@ class LinkSender:
         self._add_terminal(self._discard(key).fail(error, weight_version))
 
     def abort(self, key: RequestKey, weight_version: int) -> None:
-        """End an open request that its client does not want; what is unsent of it is dropped.
+        """Abort an open request on its client's wish, and discard its unsent output.
 
         Raises:
             KeyError: it is not open.
@@ -212,17 +220,19 @@ class LinkSender:
         self._large.pop(key, None)
 
     def seal(self) -> bytes | None:
-        """The next frame that may be sent now; None when there is none. Call it again until then.
+        """Return the next frame that may be sent now; None if there is none. Call this until it returns None.
 
-        First come all offers, then chunks that need no credit, then one large chunk: it holds up nothing else for
-        longer than its own sending takes.
+        All offers come first, then chunks that need no credit, then small chunks, then one large chunk. So a large
+        chunk delays
+        other output only for the time of its own transfer.
         """
         draft = FrameBuilder(self._max_frame_bytes)
         credit = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes)
         self._is_stalled = self._is_stalled and credit <= 0
         if self._add_offers(draft) and self._add_terminals(draft):
             if credit > 0:
-                # What gathered without credit must not overshoot the first that comes by a whole frame of the largest.
+                # Output that was buffered without credit must not exceed the first new credit by a whole frame of the
+                # largest size.
                 draft.room = min(draft.room, max(credit, self.segment_bytes))
                 if self._add_small(draft):
                     self._add_large(draft)
@@ -232,7 +242,7 @@ class LinkSender:
         return None if draft.is_empty else self._number_frame(draft)
 
     def _add_offers(self, draft: FrameBuilder) -> bool:
-        """Add offers; False where some did not fit: no chunk may be ahead of its request's offer."""
+        """Add offers. Return False if some did not fit: no chunk may go before the offer of its request."""
         while self._offers:
             if not draft.offer(self._offers[0]):
                 return False
@@ -249,7 +259,7 @@ class LinkSender:
         return True
 
     def _add_small(self, draft: FrameBuilder) -> bool:
-        """Add all small chunks, setting aside requests whose next is large; False where some did not fit."""
+        """Add all small chunks and set aside requests whose next chunk is large. Return False if some did not fit."""
         touched, self._touched = self._touched, {}
         rest = iter(touched.items())
         for key, writer in rest:
@@ -265,7 +275,7 @@ class LinkSender:
         return True
 
     def _add_large(self, draft: FrameBuilder) -> None:
-        """Add the next part of the request whose turn it is."""
+        """Add the next segment of the request whose turn it is."""
         if not self._large:
             return
         key, writer = next(iter(self._large.items()))
@@ -278,7 +288,7 @@ class LinkSender:
             self._touched[key] = writer
 
     def _add_next(self, draft: FrameBuilder, key: RequestKey, writer: ChunkWriter, max_bytes: int | None) -> bool:
-        """Add a request's next chunk; False where it is larger than `max_bytes`."""
+        """Add the next chunk of a request. Return False if the chunk is larger than `max_bytes`."""
         before = writer.unsent_bytes
         chunk = writer.next_chunk(max_bytes)
         if chunk is None:
@@ -307,20 +317,22 @@ class LinkSender:
         return data
 
     def heartbeat(self) -> bytes:
-        """A frame that says how far the link is: it is neither numbered nor kept, and needs no credit."""
+        """Return a frame with the number of frames so far. It has no number, is not kept and needs no credit."""
         return encode(Frame(WIRE_VERSION, self.incarnation, self._number, [], [], self.link, self.client_incarnation))
 
     def receive(self, message: LinkMessage) -> LinkInstructions:
-        """Take what the client says of this link; messages about another, and outdated ones, change nothing.
+        """Handle a link message. A message about another link, or an outdated one, changes nothing.
 
         Raises:
-            RemoteProtocolError: it acknowledges frames that were never sent; nothing was taken.
+            RemoteProtocolError: it acknowledges frames that were never sent; nothing was changed.
         """
         about = message.client_incarnation, message.incarnation, message.link
         if about != (self.client_incarnation, self.incarnation, self.link):
             return LinkInstructions()
         if message.acked > self._number:
-            raise RemoteProtocolError(f"frames up to {message.acked} were acknowledged, {self._number} were sent")
+            raise RemoteProtocolError(
+                f"the client acknowledged {message.acked} frames, but only {self._number} were sent"
+            )
         self._credit = max(self._credit, message.credit)
         if message.acked < self._acked:
             return LinkInstructions(needs_new_link=message.resend)

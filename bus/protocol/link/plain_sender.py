@@ -1,4 +1,4 @@
-"""The worker's half of plain mode: one request becomes frames for a program that keeps no link."""
+"""The worker's half of plain mode: puts one request into frames for a program without a link."""
 
 from ....schemas.chunk import Chunk, ChunkError
 from ....schemas.messages import WIRE_VERSION, Frame, RequestKey, encode
@@ -11,13 +11,13 @@ __all__ = ["PlainSender"]
 
 
 class PlainSender:
-    """What a worker has for one request of a program that keeps no link: frames without credit and resends.
+    """The output of one request for a program without a link: frames without credit and resends.
 
     Args:
         key: the request.
         writer: of its chunks.
         incarnation: of the worker.
-        max_frame_bytes: no frame exceeds it, unless a single chunk does.
+        max_frame_bytes: the largest frame, unless a single chunk is larger.
     """
 
     def __init__(self, key: RequestKey, writer: ChunkWriter, *, incarnation: str, max_frame_bytes: int) -> None:
@@ -29,34 +29,36 @@ class PlainSender:
         self._terminal: Chunk | None = None
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PlainSender {self._key.request_id} frames={self._number}>"
 
     @property
     def has_left(self) -> bool:
-        """The terminal chunk is in a frame that was handed out."""
+        """True if `frames` has returned the terminal chunk."""
         return self._writer.has_left and self._terminal is None
 
     def add_step(
         self, key: RequestKey, step: RequestStep, weight_version: int, lora_version: int | None = None
     ) -> None:
-        """Take what an engine step added to request `key`, its only one; the versions are of what sampled it.
+        """Add the output of an engine step to request `key`, the only one.
+
+        The versions are those that sampled the output.
 
         Raises:
-            LocalProtocolError: as `ChunkWriter.add_step`; nothing was taken.
+            LocalProtocolError: as `ChunkWriter.add_step`; nothing was added.
         """
         self._writer.add_step(step, weight_version, lora_version)
 
     def fail(self, key: RequestKey, error: ChunkError, weight_version: int) -> None:
-        """End request `key`, its only one, with `error`; before its first frame, this rejects it.
+        """End request `key`, the only one, with `error`. Before the first frame, this rejects the request.
 
         Raises:
-            LocalProtocolError: its terminal chunk was handed out before.
+            LocalProtocolError: `frames` has returned its terminal chunk.
         """
         self._terminal = self._writer.fail(error, weight_version)
 
     def frames(self) -> list[bytes]:
-        """All that is unsent, as few frames as fit; the first says that the request was admitted."""
+        """Return all unsent output in as few frames as possible. The first frame has the offer."""
         frames: list[bytes] = []
         draft = FrameBuilder(self._max_frame_bytes)
         if self._terminal is None and not self._number:

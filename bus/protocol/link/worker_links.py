@@ -1,8 +1,9 @@
-"""Which links of one worker's id a client follows: mostly that of one incarnation.
+"""The links of one worker id that a client follows: usually that of one incarnation.
 
-A new incarnation ends the one before: a worker that starts again, or fences itself, has forgotten its links. Only if
-both announce themselves, two workers have one id by mistake. Then both are followed, so that what either of them has of
-this client comes to its end.
+A new incarnation ends the one before: a worker that restarts, or fences itself, has lost its links. If both
+incarnations
+publish presence, two workers have one id by mistake. Then the client follows both, so that its requests at both
+complete.
 """
 
 from collections import deque
@@ -15,14 +16,14 @@ from .link_receiver import LinkReceiver
 __all__ = ["FollowedLinks"]
 
 MAX_RETIRED = 8
-"""Incarnations that were given up and whose late frames are told from a new one's: a worker starts rarely."""
+"""Ended incarnations that are remembered, so that their late frames are not followed. A worker restarts rarely."""
 
 
 class FollowedLinks:
-    """Follows the links of all workers of one id.
+    """Follows the links of all workers with one id.
 
     Args:
-        client_incarnation: this client's; frames for another are stale.
+        client_incarnation: this client's; frames for another incarnation are stale.
     """
 
     def __init__(self, client_incarnation: str) -> None:
@@ -31,19 +32,19 @@ class FollowedLinks:
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
 
     def __repr__(self) -> str:
-        """One line with the links."""
+        """Return one line with the links."""
         return f"<FollowedLinks {' '.join(map(repr, self._receivers.values())) or 'none'}>"
 
     @property
     def receivers(self) -> Collection[LinkReceiver]:
-        """Of the incarnations that are followed."""
+        """The receivers of the incarnations that are followed."""
         return self._receivers.values()
 
     def receiver_of(self, frame: Frame | FrameHeader, live: Collection[str]) -> tuple[LinkReceiver | None, list[str]]:
-        """Return the receiver of `frame`, and the incarnations whose link, with all that it carried, is over.
+        """Return the receiver of `frame`, and the incarnations whose link is lost with all its requests.
 
         Args:
-            live: incarnations that announce themselves under this id.
+            live: incarnations that publish presence under this id.
 
         Returns:
             None in place of the receiver if the frame is stale.
@@ -63,7 +64,7 @@ class FollowedLinks:
         return receiver, ended
 
     def prune(self, live: Collection[str]) -> None:
-        """Give up those of several links whose workers do not announce themselves any more."""
+        """If several links are followed, remove those whose workers no longer publish presence."""
         if len(self._receivers) > 1:
             self._retire([incarnation for incarnation in self._receivers if incarnation not in live])
 

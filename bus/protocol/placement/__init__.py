@@ -1,1 +1,1 @@
-"""Which worker a request goes to directly, and which requests go to the queue."""
+"""Decides which worker gets a request directly, and which requests go to the queue."""

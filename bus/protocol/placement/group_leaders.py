@@ -1,10 +1,12 @@
-"""Which requests of groups follow another one, their *leader*, to the worker that admits it.
+"""Decides which requests of a group follow another request, their *leader*, to the worker that admits the leader.
 
-In the queue the requests of a group would be spread over all workers, each of which computes their prompt. So only the
-leader goes there. Its followers go to the worker that admits it; without one, they find another leader.
+The queue would spread the requests of a group over all workers, and each worker would compute their prompt. So only the
+leader goes to the queue. Its followers go to the worker that admits it. If no worker admits it, they get another
+leader.
 
-A leader in the queue stands for its followers too. So they count together against what a client may have in a lane of
-the queue; the groups beyond that wait in the client, in order. Else a client's share would be some ten times as long.
+A leader in the queue also represents its followers. So leader and followers count together against the client's share
+of a lane. Groups beyond the share wait in the client, in order. Otherwise a client's share would be about ten times as
+long.
 """
 
 from collections import Counter
@@ -16,16 +18,16 @@ from ....schemas.request import Lane
 __all__ = ["MAX_AHEAD", "GroupLeaders"]
 
 MAX_AHEAD: Final = 1024
-"""Leaders and followers of one lane that no worker has admitted: the queue's default share of a client."""
+"""The maximum of leaders and followers of one lane that no worker has admitted: the default queue share of a client."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class GroupLeaders(Generic[K]):
-    """The leaders of one client and model that no worker has admitted yet. Bounded by its requests in flight.
+    """The leaders of one client and model that no worker has admitted yet, bounded by its requests in flight.
 
     Args:
-        max_ahead: leaders and followers of one lane, above which no request begins to lead.
+        max_ahead: leaders and followers of one lane at which no further request begins to lead.
     """
 
     def __init__(self, max_ahead: int = MAX_AHEAD) -> None:
@@ -33,38 +35,38 @@ class GroupLeaders(Generic[K]):
         # Followers in order of arrival, by their leader.
         self._followers: dict[K, dict[K, None]] = {}
         self._leader_of: dict[K, K] = {}
-        # By group: its last leader, and the group of each of these.
+        # By group: its last leader, and the group of each of these leaders.
         self._last: dict[int, K] = {}
         self._group_of: dict[K, int] = {}
-        # Of leaders and followers: the lane, and how many each lane has.
+        # The lane of each leader and follower, and their number by lane.
         self._lane_of: dict[K, Lane] = {}
         self._ahead: Counter[Lane] = Counter()
-        # By lane, in order of arrival: group and limit of those that wait until they may lead or follow.
+        # By lane, in order of arrival: group and limit of the requests that wait until they may lead or follow.
         self._waiting: dict[Lane, dict[K, tuple[int, int]]] = {lane: {} for lane in get_args(Lane)}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<GroupLeaders leaders={len(self._followers)} waiting={len(self)}>"
 
     def __len__(self) -> int:
-        """Requests that follow, or wait until they may."""
+        """Return the number of requests that follow, or wait until they may lead or follow."""
         return len(self._leader_of) + sum(map(len, self._waiting.values()))
 
     def __contains__(self, key: K) -> bool:
-        """It follows, or waits until it may."""
+        """Return True if the request follows, or waits until it may lead or follow."""
         return key in self._leader_of or any(key in waiting for waiting in self._waiting.values())
 
     @property
     def has_due(self) -> bool:
-        """`pop_due` has something to do."""
+        """True if `pop_due` would return requests or add followers."""
         return any(waiting and self._ahead[lane] < self._max_ahead for lane, waiting in self._waiting.items())
 
     def leads(self, key: K) -> bool:
-        """Return True if it is, or was, the leader of its group, and no worker has admitted it."""
+        """Return True if the request is, or was, the leader of its group, and no worker has admitted it."""
         return key in self._followers
 
     def add_leader(self, group: int, key: K, lane: Lane) -> None:
-        """Have a request lead a group from now on."""
+        """Make a request the leader of its group."""
         before = self._last.get(group)
         if before is not None:
             del self._group_of[before]
@@ -73,13 +75,13 @@ class GroupLeaders(Generic[K]):
         self._count(key, lane)
 
     def add(self, group: int, key: K, lane: Lane, limit: int) -> bool:
-        """Have a request follow the last leader of its group, or lead, or wait until it may.
+        """Let a request follow the last leader of its group, or lead, or wait until it may.
 
         Args:
             limit: followers of one leader.
 
         Returns:
-            It leads: the caller publishes it.
+            True if it leads: the caller publishes it.
         """
         if self._follow(group, key, lane, limit):
             return False
@@ -90,7 +92,10 @@ class GroupLeaders(Generic[K]):
         return True
 
     def pop_due(self) -> list[K]:
-        """Return those that waited and lead now, for the caller to publish; others of their groups follow them."""
+        """Return the requests that waited and lead now, for the caller to publish.
+
+        Others of their groups follow them.
+        """
         due: list[K] = []
         for lane, waiting in self._waiting.items():
             while waiting and self._ahead[lane] < self._max_ahead:
@@ -102,7 +107,7 @@ class GroupLeaders(Generic[K]):
         return due
 
     def remove(self, key: K) -> list[K]:
-        """It leads, follows and waits no longer; returns those that followed it, in order."""
+        """Remove a request, whether it leads, follows or waits. Return its followers, in order."""
         for waiting in self._waiting.values():
             waiting.pop(key, None)
         leader = self._leader_of.pop(key, None)

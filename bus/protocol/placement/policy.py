@@ -1,9 +1,9 @@
-"""Decides for the first attempt of a request: this worker, or the queue. Time is passed in; nothing here waits.
+"""Decides for the first attempt of a request: a worker, or the queue. The caller passes in the time; nothing waits.
 
-All work is counted in prompt tokens at the speed of the typical worker: what a worker has to compute before a prompt,
-what of the prompt it has to compute, and what its running requests cost. The queue may give a request to any worker, so
-the median of the workers stands for the queue. A worker gets a request directly if its prefix cache makes it better
-than that.
+All work is counted in prompt tokens at the speed of the typical worker. The work at a worker is the sum of three costs:
+the tokens that it computes before the prompt, the part of the prompt that it must compute, and its running requests.
+The queue may give a request to any worker, so the median of the workers represents the queue. A worker gets a request
+directly if its prefix cache makes it better than the median.
 """
 
 import enum
@@ -19,49 +19,52 @@ from .worker_load import LoadTable, WorkerLoad
 __all__ = ["SIBLINGS_PER_PIECE", "Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
 
 RUNNING_TOKENS: Final = 256
-"""What a running request costs another one at the same worker: in each of some hundred engine steps that both are in,
-the time of a prompt token or two."""
+"""The cost of a running request for another one at the same worker: the time of one or two prompt tokens in each of
+about a hundred common engine steps.
+"""
 STEP_TOKENS: Final = 6_400
-"""What the engine steps of a request cost without any others: each takes about as long as 100 prompt tokens."""
+"""The cost of the engine steps of a request that runs alone: each step takes about as long as 100 prompt tokens."""
 BACKLOG_SHARE: Final = 0.5
-"""Weight of tokens that a worker has to compute before: they are a wait, where the prompt's own are work as well."""
+"""The weight of tokens that a worker computes before the prompt: they only delay, the prompt's own tokens are work too.
+"""
 GROUP_ROOM: Final = 8
 """Free slots of the worker that gets the first request of a group of unknown size."""
 SIBLINGS_PER_PIECE: Final = 8
-"""Siblings that one worker gets for each piece of their prompt, if others have room: more would slow each other down
-for longer than the prompt takes. Groups of the usual 8 stay together, however short a prompt is remembered."""
+"""Siblings that one worker gets for each piece of their prompt, if others have room. More siblings would slow each
+other down for longer than the prompt takes. Groups of the usual 8 stay together, also with the shortest known prompt.
+"""
 
 
 class PlacementReason(enum.StrEnum):
-    """Why a request goes where it goes. Append-only."""
+    """The reason for a placement. Append-only."""
 
     PLACED_PREFIX = "placed_prefix"
-    """The worker holds a beginning of the prompt."""
+    """The worker has the beginning of the prompt in its prefix cache."""
     PLACED_GROUP = "placed_group"
     """The worker computes the prompt once for several requests of a group."""
     PLACED_SESSION = "placed_session"
-    """The worker served the session last. For a session that a client does not know, all clients choose the same."""
+    """The worker served the session last. For a session unknown to them, all clients choose the same worker."""
     PLACED_ABLE = "placed_able"
-    """From the queue, a worker that is not able to serve the request could get it."""
+    """The queue could give the request to a worker that cannot serve it."""
     QUEUED = "queued"
     """No worker with room is better than the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementWanted:
-    """What the placement of a request depends on."""
+    """The input for the placement of a request."""
 
     prompt_tokens: int
     pieces: tuple[int, ...]
-    """`piece_hashes` of the prompt."""
+    """The `piece_hashes` of the prompt."""
     session: int | None = None
-    """`hint_hash` of its session."""
+    """The `hint_hash` of its session."""
     session_id: str | None = None
-    """The session itself: clients that do not know it choose the same worker by it."""
+    """The session id. Clients that do not know the session use it to choose the same worker."""
     group: int | None = None
-    """`hint_hash` of the group of requests that share its prompt, and that may be separate calls."""
+    """The `hint_hash` of the group of requests that share its prompt. They may be separate calls."""
     is_for_able_only: bool = False
-    """Some worker that serves the model is not able to serve this request."""
+    """True if a worker that serves the model cannot serve this request."""
 
     @classmethod
     def of(
@@ -74,10 +77,10 @@ class PlacementWanted:
         group_id: str | None = None,
         is_for_able_only: bool = False,
     ) -> "PlacementWanted":
-        """Return what the placement of a request depends on, by the names of its session and its group.
+        """Return the input for the placement of a request, from the names of its session and its group.
 
         Args:
-            pieces: `piece_hashes` of the prompt, made with the same `scope`.
+            pieces: `piece_hashes` of the prompt, computed with the same `scope`.
         """
         return cls(
             prompt_tokens=prompt_tokens,
@@ -90,10 +93,10 @@ class PlacementWanted:
 
 
 class Placement(NamedTuple):
-    """Where a request goes."""
+    """The destination of a request."""
 
     worker: str | None
-    """None: into the queue."""
+    """The worker; None: the queue."""
     reason: PlacementReason
     cached_tokens: int = 0
     """Prompt tokens that the worker should find in its prefix cache."""
@@ -105,7 +108,7 @@ QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 class PlacementPolicy:
     """Places the requests for one model.
 
-    A client calls `place` or `place_group`, which change nothing, and then reports what it did and what became of it.
+    A client calls `place` or `place_group`, which change nothing. Then the client reports its action and the result.
     """
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
@@ -116,21 +119,21 @@ class PlacementPolicy:
         """One line with counts."""
         return f"<PlacementPolicy {self.index} {self.loads}>"
 
-    # What a client reports.
+    # Reports of a client.
 
     def update(self, presence: WorkerPresence, now: float) -> None:
-        """Handle the announcement of a worker of the model."""
+        """Handle the presence of a worker of the model."""
         cache = CacheId(presence.worker, presence.incarnation, presence.cache_epoch)
         self.index.update(cache, presence.oldest_prefix_s, now)
         self.loads.update(presence, now)
 
     def remove(self, worker: str) -> None:
-        """Forget a worker that is gone."""
+        """Remove a lost worker."""
         self.index.remove(worker)
         self.loads.remove(worker)
 
     def placed(self, wanted: PlacementWanted, placement: Placement, now: float) -> None:
-        """Count a request that was sent to the worker of its placement; the others of its group follow it."""
+        """Count a request that was sent to the worker of its placement. The others of its group follow it."""
         worker = placement.worker
         if worker is None:
             return
@@ -143,7 +146,7 @@ class PlacementPolicy:
         """Record that a worker has admitted a request.
 
         Args:
-            was_placed: it was counted by `placed`; False: the worker got it from the queue.
+            was_placed: True if `placed` has counted it; False: the worker got it from the queue.
 
         Returns:
             The cache that has its prompt, for `ended`; None: the worker is not known.
@@ -167,24 +170,24 @@ class PlacementPolicy:
         For a request that failed or was lost, `loads.ended` counts the free slot.
 
         Args:
-            cache: what `admitted` returned.
+            cache: the value that `admitted` returned.
             pieces: `piece_hashes` of prompt and generated tokens together.
         """
         self.index.record(cache, pieces, now)
         self.loads.ended(cache.worker)
 
     def refused(self, wanted: PlacementWanted, worker: str, now: float) -> None:
-        """Count a request that was placed at a worker, and that the worker has refused for want of room."""
+        """Count a placed request that its worker rejected for lack of room."""
         self.loads.refused(worker, now)
         self._scatter(wanted, worker)
 
     def silent(self, wanted: PlacementWanted, worker: str, now: float) -> None:
-        """Count a request that was placed at a worker, and that the worker did not answer in time."""
+        """Count a placed request that its worker did not answer in time."""
         self.loads.silent(worker, now)
         self._scatter(wanted, worker)
 
     def _scatter(self, wanted: PlacementWanted, worker: str) -> None:
-        """Let the others of a group not follow a request that its worker did not admit."""
+        """Stop the others of a group from following a request that its worker did not admit."""
         if wanted.group is not None:
             self.index.discard(worker, wanted.group)
 
@@ -194,7 +197,7 @@ class PlacementPolicy:
         """Decide where a request goes.
 
         Args:
-            able: the workers that serve the model and are able to serve this request.
+            able: the workers that serve the model and can serve this request.
         """
         cached = self.index.longest(wanted.pieces, now)
         is_group = wanted.group is not None and bool(wanted.pieces)
@@ -224,10 +227,10 @@ class PlacementPolicy:
     def place_group(
         self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
-        """Decide where `count` samples of one request go: those of one worker side by side, the queued ones last.
+        """Decide where `count` samples of one request go. Samples of one worker are adjacent, queued samples come last.
 
         Args:
-            able: the workers that serve the model and are able to serve this request.
+            able: the workers that serve the model and can serve this request.
         """
         if count == 1 or not able or not wanted.pieces:
             return self._place_apart(wanted, count, able, now)
@@ -248,7 +251,7 @@ class PlacementPolicy:
     def _place_apart(
         self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
-        """Decide where samples go that save nothing together: as each would go alone, as far as there is room."""
+        """Decide where samples go that share no work: each as if it were alone, while there is room."""
         one = self.place(wanted, able, now)
         chosen = [load for load in able if one.worker == load.worker or (one.worker and wanted.is_for_able_only)]
         shares = _shares({load: load.room(now) for load in chosen}, count)
@@ -258,7 +261,7 @@ class PlacementPolicy:
     def _weigh(
         self, wanted: PlacementWanted, cached: Mapping[str, int], able: Sequence[WorkerLoad], now: float
     ) -> tuple[dict[str, int], dict[str, PlacementReason]]:
-        """Return what counts as cached at each worker, and why where that is more than the index knows of."""
+        """Return the cached tokens to count at each worker, and the reason if these are more than the index has."""
         weights = dict(cached)
         reasons: dict[str, PlacementReason] = {}
 
@@ -270,12 +273,12 @@ class PlacementPolicy:
             last = self.index.last_holder(wanted.session, now)
             workers = [load.worker for load in able]
             worker = last if last in workers else rendezvous(wanted.session_id, workers)
-            # Short turns save little: one piece is enough to keep their worker while the load is even.
+            # Short turns save little. One piece is enough to keep their worker while the load is even.
             raise_weight(worker, max(wanted.prompt_tokens - PIECE_TOKENS, PIECE_TOKENS), PlacementReason.PLACED_SESSION)
         if wanted.group is not None:
             last = self.index.last_holder(wanted.group, now)
             if last is not None:
-                # The prompt of the first one is ahead there until it is computed, and siblings run there: as wanted.
+                # The worker must compute the first one's prompt before, and runs siblings. This weight offsets both.
                 weight = 2 * _whole(wanted) + SIBLINGS_PER_PIECE * len(wanted.pieces) * RUNNING_TOKENS
                 raise_weight(last, weight, PlacementReason.PLACED_GROUP)
         return weights, reasons
@@ -289,10 +292,10 @@ def _whole(wanted: PlacementWanted) -> int:
 def _by_work(
     wanted: PlacementWanted, weights: Mapping[str, int], able: Sequence[WorkerLoad], now: float
 ) -> list[WorkerLoad]:
-    """Return the workers by how much each has to do until the request has ended there, the least first."""
+    """Return the workers in the order of their work until the request would end there, the least first."""
     tokens = wanted.prompt_tokens + STEP_TOKENS
     weight_of = weights.get
-    # Mostly a worker is not slow and has computed what it got.
+    # Usually a worker is not slow and has computed all its prompts.
     works = [
         tokens - weight_of(load.worker, 0) + RUNNING_TOKENS * load.running
         if load.computing_until <= now and load.slowness == 1
@@ -300,7 +303,7 @@ def _by_work(
         * (tokens - weight_of(load.worker, 0) + RUNNING_TOKENS * load.running + BACKLOG_SHARE * load.backlog(now))
         for load in able
     ]
-    # Of workers that are equal, each prompt has another first one, so that clients do not all choose the same.
+    # Among equal workers, each prompt starts with another one, so that clients do not all choose the same worker.
     start = wanted.pieces[-1] % len(able) if wanted.pieces else 0
     return [able[i] for i in sorted(range(start - len(able), start), key=works.__getitem__)]
 
@@ -308,21 +311,21 @@ def _by_work(
 def _group_shares(
     wanted: PlacementWanted, count: int, cached: Mapping[str, int], order: Sequence[WorkerLoad], now: float
 ) -> dict[WorkerLoad, int]:
-    """Return how many samples of one prompt each worker gets, of those that get any; together `count` at most."""
+    """Return how many samples of one prompt each worker gets; their sum is at most `count`."""
     limit = SIBLINGS_PER_PIECE * len(wanted.pieces)
     if limit >= count:
-        # Mostly the first worker has room for all.
+        # Usually the first worker has room for all.
         for load in order:
             if load.room(now) >= count:
                 return {load: count}
-    # Where the prompt has to be computed, a sample alone saves nothing.
+    # If a worker must compute the prompt, a single sample there saves nothing.
     rooms = {load: room for load in order if (room := load.room(now)) > (load.worker not in cached)}
     limited = {load: min(room, limit) for load, room in rooms.items()}
     return _shares(_fewest(limited if sum(limited.values()) >= count else rooms, count), count)
 
 
 def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
-    """Return the first worker with room for `count` requests, else the first of those with the most room."""
+    """Return the first worker with room for `count` requests, else the first worker with the most room."""
     for load, room in rooms.items():
         if room >= count:
             return load
@@ -330,7 +333,7 @@ def _roomiest(rooms: Mapping[WorkerLoad, int], count: int) -> WorkerLoad:
 
 
 def _fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
-    """Return the rooms of as few workers as have room for `count` requests together, or of all."""
+    """Return the rooms of the fewest workers that together have room for `count` requests, or of all workers."""
     left = dict(rooms)
     chosen: dict[WorkerLoad, int] = {}
     while count > 0 and left:
@@ -341,7 +344,7 @@ def _fewest(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int
 
 
 def _shares(rooms: Mapping[WorkerLoad, int], count: int) -> dict[WorkerLoad, int]:
-    """Return how many requests each worker gets: as even as rooms allow, and together `count` if there is room."""
+    """Return how many requests each worker gets, as evenly as rooms allow. The sum is `count` if there is room."""
     left = min(count, sum(rooms.values()))
     result = dict(rooms)
     for i, load in enumerate(sorted(rooms, key=lambda load: rooms[load])):

@@ -1,10 +1,10 @@
-"""Which worker's prefix cache holds the beginning of a prompt, as far as this client knows from its own requests.
+"""The beginnings of prompts in each worker's prefix cache, as far as this client knows from its own requests.
 
-Prompts are cut into pieces of 256 tokens. The hash of a piece covers all pieces before it. The hashes are Python's own:
-they mean nothing outside the process, and a collision only makes a placement worse.
+The index cuts prompts into pieces of 256 tokens. The hash of a piece covers all pieces before it. The hashes are
+Python's own: they are valid only in this process, and a collision only makes a placement worse.
 
 Invariant: a worker that holds a piece has used each earlier piece of that prompt at the same time or later. So the
-deepest piece that a worker holds tells how much of the prompt its cache has.
+deepest piece that a worker holds shows how much of the prompt its cache has.
 """
 
 import math
@@ -21,30 +21,31 @@ from ..fleet.presence_table import MAX_WORKERS
 __all__ = ["PIECE_TOKENS", "CacheId", "PrefixIndex", "PrefixScope", "hint_hash", "piece_hashes"]
 
 PIECE_TOKENS: Final = 256
-"""Tokens of a piece: engines cache blocks of 16 to 128 tokens, but pieces of 16 take six times as long to hash."""
+"""Tokens of a piece. Engines cache blocks of 16 to 128 tokens, but pieces of 16 take six times as long to hash."""
 PIECE_BYTES: Final = PIECE_TOKENS * 4
 MAX_PIECES: Final = 131_072
-"""Pieces that are remembered: prompts of 33 million tokens, more than the caches of many fleets hold. About 60 MB."""
+"""Pieces that are remembered: prompts of 33 million tokens, more than the caches of many fleets. About 60 MB."""
 MAX_HOLDERS: Final = 4 * MAX_PIECES
-"""Pairs of piece and worker that are remembered, as pieces that many prompts share are held by many workers."""
+"""Pairs of piece and worker that are remembered: many workers hold the pieces that many prompts share."""
 
 MAX_AGE_S: Final = 3_600.0
-"""How long a piece counts as cached where its worker does not say what is gone: a busy engine turns over faster."""
+"""Seconds for which a piece counts as cached if its worker does not report evictions. A busy engine evicts it earlier.
+"""
 
 
 class PrefixScope(NamedTuple):
-    """What a prefix cache keeps apart besides the tokens."""
+    """The attributes besides the tokens that separate entries of a prefix cache."""
 
     lora: str | None = None
     """Name of the adapter; None: the base model."""
     lora_version: int = 0
-    """Of the adapter's weights."""
+    """The version of the adapter."""
     cache_salt: str | None = None
-    """Of the request."""
+    """The cache salt of the request."""
 
 
 class CacheId(NamedTuple):
-    """One prefix cache, from when it is empty until it is emptied."""
+    """One prefix cache, from its creation or reset to the next reset."""
 
     worker: str
     incarnation: str
@@ -52,7 +53,7 @@ class CacheId(NamedTuple):
 
 
 def piece_hashes(token_ids: npt.NDArray[np.int32], scope: PrefixScope) -> tuple[int, ...]:
-    """Return the hash of each whole piece of a prompt; it covers the scope and all tokens up to the piece's end."""
+    """Return the hash of each whole piece of a prompt. A hash covers the scope and all tokens up to the piece's end."""
     data = np.asarray(token_ids, np.int32).tobytes()
     chained = hash(scope)
     pieces = []
@@ -63,7 +64,7 @@ def piece_hashes(token_ids: npt.NDArray[np.int32], scope: PrefixScope) -> tuple[
 
 
 def hint_hash(kind: str, name: str, scope: PrefixScope) -> int:
-    """Return the piece that stands for a session or a group: a worker that serves it holds that piece."""
+    """Return the piece that represents a session or a group. A worker that serves it holds that piece."""
     return hash((scope, kind, name))
 
 
@@ -73,29 +74,29 @@ class _Cache:
 
     id: CacheId
     number: int
-    """Stands for the worker in the index. A worker that is gone leaves its number to a new one."""
+    """The number of the worker in the index. A new worker may reuse the number of a lost one."""
     since: float
-    """When what it holds was used at the earliest."""
+    """The earliest time of use of an entry that the cache still holds."""
 
 
 class _Holders:
-    """Which workers hold a piece."""
+    """The workers that hold a piece."""
 
     __slots__ = ("mask", "used_at")
 
     def __init__(self) -> None:
         self.mask = 0
-        """The bits of their numbers: with these, a look at a piece costs little, however many workers hold it."""
+        """The bits of their numbers. They make a lookup of a piece fast, regardless of the number of workers."""
         self.used_at: dict[int, float] = {}
-        """By number: when the worker last used the piece."""
+        """By number: the time at which the worker last used the piece."""
 
 
 class PrefixIndex:
-    """The pieces that each worker's cache should hold, bounded: those that were used least recently go first.
+    """The pieces that each worker's cache should hold. Above the limits, the least recently used pieces are removed.
 
     Args:
-        max_pieces: pieces that are remembered at most.
-        max_holders: pairs of piece and worker that are remembered at most.
+        max_pieces: the maximum number of pieces.
+        max_holders: the maximum number of pairs of piece and worker.
     """
 
     def __init__(self, max_pieces: int = MAX_PIECES, max_holders: int = MAX_HOLDERS) -> None:
@@ -105,16 +106,16 @@ class PrefixIndex:
         self._pieces: OrderedDict[int, _Holders] = OrderedDict()
         self._num_holders = 0
         self._caches: dict[str, _Cache] = {}
-        # By number: those of workers that are gone, too, which hold nothing any more.
+        # By number. The caches of lost workers are here too, and hold nothing.
         self._numbered: list[_Cache] = []
         self._free_numbers: list[int] = []
 
     def __len__(self) -> int:
-        """Number of pieces that are remembered."""
+        """Return the number of pieces that are remembered."""
         return len(self._pieces)
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PrefixIndex pieces={len(self)} holders={self._num_holders} caches={len(self._caches)}>"
 
     def cache_of(self, worker: str) -> CacheId | None:
@@ -123,7 +124,7 @@ class PrefixIndex:
         return None if cache is None else cache.id
 
     def update(self, cache_id: CacheId, oldest_prefix_s: float | None, now: float) -> None:
-        """Handle an announcement: a new cache is empty, and a cache holds nothing used before its oldest prefix.
+        """Handle presence. A new cache is empty, and a cache holds nothing that was used before its oldest prefix.
 
         Args:
             oldest_prefix_s: age of the oldest prefix that the cache still holds; None: not known.
@@ -148,19 +149,19 @@ class PrefixIndex:
         return cache
 
     def remove(self, worker: str) -> None:
-        """Forget the cache of a worker that is gone."""
+        """Remove the cache of a lost worker."""
         cache = self._caches.pop(worker, None)
         if cache is not None:
             cache.since = math.inf
             self._free_numbers.append(cache.number)
 
     def record(self, cache_id: CacheId, pieces: Sequence[int], now: float) -> None:
-        """Record that a worker uses a prompt now; without effect if it has another cache meanwhile."""
+        """Record that a worker uses a prompt now; without effect if the worker has another cache meanwhile."""
         cache = self._caches.get(cache_id.worker)
         if cache is None or cache.id != cache_id:
             return
         number, bit = cache.number, 1 << cache.number
-        # The deepest piece first: at the bound, the end of a prompt goes before its beginning.
+        # The deepest piece first: at the limit, the end of a prompt is removed before its beginning.
         for piece in reversed(pieces):
             holders = self._pieces.get(piece)
             if holders is None:
@@ -174,7 +175,7 @@ class PrefixIndex:
             self._num_holders -= len(self._pieces.popitem(last=False)[1].used_at)
 
     def discard(self, worker: str, piece: int) -> None:
-        """Forget that a worker holds one piece."""
+        """Remove one piece of a worker."""
         cache = self._caches.get(worker)
         if cache is not None and piece in self._pieces:
             self._discard(cache.number, piece)
@@ -189,7 +190,7 @@ class PrefixIndex:
             del self._pieces[piece]
 
     def longest(self, pieces: Sequence[int], now: float) -> dict[str, int]:
-        """Return how many tokens of a prompt each worker's cache should hold; workers that hold none are left out."""
+        """Return how many tokens of a prompt each worker's cache should hold, without workers that hold none."""
         known = []
         for piece in pieces:
             holders = self._pieces.get(piece)
@@ -225,5 +226,5 @@ class PrefixIndex:
         ]
         if not valid:
             return None
-        # Of equal times, the worker that came last.
+        # At equal times, the worker that was recorded last.
         return self._numbered[max(reversed(valid), key=holders.used_at.__getitem__)].id.worker

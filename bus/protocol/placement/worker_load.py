@@ -1,4 +1,4 @@
-"""What is known of each worker's load: its last announcement, and what this client has counted since then."""
+"""The known load of each worker: its last presence, and the requests that this client has counted since then."""
 
 import math
 import statistics
@@ -12,66 +12,70 @@ from ..fleet.presence_table import MAX_WORKERS
 __all__ = ["SILENT_S", "LoadTable", "WorkerLoad"]
 
 SILENT_S: Final = 10.0
-"""How long nothing is placed at a worker that did not answer a direct request in time."""
+"""Seconds for which a worker gets no placed requests after it did not answer a direct request in time."""
 FULL_S: Final = 0.05
-"""How long nothing is placed at a worker that refused a request: an announcement may have crossed its answer. Twice as
-long each time that it refuses again, up to `SILENT_S`, until it admits what is placed there."""
+"""Seconds for which a worker gets no placed requests after a rejection: presence may have crossed its answer. The time
+doubles at each further rejection, up to `SILENT_S`, until the worker admits a placed request.
+"""
 MAX_REFUSALS: Final = 8
-"""Refusals that are counted: by then a worker is closed for `SILENT_S`."""
+"""Rejections that are counted: by then a worker is closed for `SILENT_S`."""
 FULL_KV: Final = 0.95
-"""Share of a KV cache in use from which a worker counts as full: another request may take that of a running one."""
+"""Share of a KV cache in use at which a worker counts as full: another request may preempt a running one."""
 DEFAULT_PREFILL_RATE: Final = 8_000.0
-"""Prompt tokens a second of a worker that has announced no rate yet, while no other worker has."""
+"""Prompt tokens per second of a worker without a published rate, while no other worker has published one."""
 MIN_RATE: Final = 1.0
 MAX_RATE: Final = 1e9
-"""Announced rates, in tokens a second, count as at least and at most this: no quotient of them overflows."""
+"""Published rates, in tokens per second, are clamped to these limits, so that no quotient overflows."""
 MAX_REQUESTS: Final = 1_000_000
-"""Announced numbers of requests count as at most this: no worker has so many, and any number may be announced."""
+"""Published numbers of requests are clamped to this limit, which no worker reaches."""
 RATE_KEPT: Final = 0.995
-"""Each announcement of a worker leaves this share of its highest prefill rate, half after two minutes: an engine
-announces a low rate while it computes only the short ends of cached prompts."""
+"""The share of a worker's highest prefill rate that remains after each presence message: half after two minutes. An
+engine publishes a low rate while it computes only the short ends of cached prompts.
+"""
 MEAN_OVER: Final = 10
-"""Announcements that the mean of running requests covers: as many seconds as the announced decode rate."""
+"""Presence messages in the mean of running requests: as many seconds as the published decode rate covers."""
 RUNNING_SLOWDOWN: Final = 0.01
 """Time that each running request adds to an engine step, as a share of a step without any."""
 SLOW: Final = 1.5
 """A worker counts as slow if it takes at least this many times as long as the typical worker. Smaller differences do
-not count, as rates are noisy."""
+not count, because rates are noisy.
+"""
 SLOWEST: Final = 16.0
-"""A worker counts as at most this many times slower than the typical worker, whatever rates it announces."""
+"""A worker counts as at most this many times slower than the typical worker, regardless of its published rates."""
 TYPICAL_S: Final = 1.0
 """Seconds until the typical rates are computed again from the rates of all workers."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerLoad:
-    """The load of one worker, for reading; only its `LoadTable` changes it."""
+    """The load of one worker, read-only. Only its `LoadTable` changes it."""
 
     worker: str
     incarnation: str
     free_slots: int = 0
-    """Requests that it would start at once: as announced, less those that it got since."""
+    """Requests that it would start immediately: as published, less those that it received since."""
     slots: int = 0
-    """Requests that it can run, as announced: those that it has, and its free slots."""
+    """Requests that it can run, as published: running requests and free slots."""
     running: int = 0
-    """Requests that it has: as announced, and those that it got since."""
+    """Requests that it has: as published, plus those that it received since."""
     weight_version: int = 0
     loras: Mapping[str, int] = field(default_factory=dict)
     """Versions of its adapters, by name."""
     slowness: float = 1.0
-    """How many times as long as the typical worker it takes for the same work; 1: about as long, or less."""
+    """The time that it needs for the same work, in multiples of the typical worker's time; 1: about as long, or less.
+    """
     prefill_rate: float | None = None
-    """Prompt tokens that it computes a second; None: not announced yet."""
+    """Prompt tokens that it computes per second; None: not published yet."""
     assumed_rate: float = DEFAULT_PREFILL_RATE
-    """As `prefill_rate`; while that is not known, the median of the other workers."""
+    """The value of `prefill_rate`; while that is not known, the median of the other workers."""
     token_s: float | None = None
-    """Seconds for one token of a request that runs alone, computed from announced rates; None: not known yet."""
+    """Seconds for one token of a request that runs alone, computed from published rates; None: not known yet."""
     closed_until: float = 0.0
-    """Until then nothing is placed there."""
+    """The time until which it gets no placed requests."""
     refusals: int = 0
-    """Times that it was closed since it last admitted what was placed there."""
+    """The number of times that it was closed since it last admitted a placed request."""
     computing_until: float = -math.inf
-    """By its rate, it has computed all prompts of this client then."""
+    """The time at which it has computed all prompts of this client, by its rate."""
     _mean_running: float = 0.0
 
     def room(self, now: float) -> int:
@@ -79,22 +83,22 @@ class WorkerLoad:
         return 0 if now < self.closed_until else max(self.free_slots, 0)
 
     def backlog(self, now: float) -> float:
-        """Return how many prompt tokens of this client's requests it has yet to compute, estimated by its rate."""
+        """Return how many prompt tokens of this client's requests it must still compute, estimated by its rate."""
         return max(self.computing_until - now, 0.0) * self.assumed_rate
 
     def add_backlog(self, tokens: int, now: float) -> None:
-        """Count prompt tokens that it has to compute."""
+        """Count prompt tokens that it must compute."""
         self.computing_until = max(self.computing_until, now) + tokens / self.assumed_rate
 
     def assume_rate(self, typical: float | None, now: float) -> None:
-        """Count with its own prefill rate from now on, or with that of the typical worker, if one is known."""
+        """Use its own prefill rate from now on, or that of the typical worker, if one is known."""
         rate = self.prefill_rate or typical or DEFAULT_PREFILL_RATE
         if rate != self.assumed_rate:
             backlog = self.backlog(now)
             self.assumed_rate, self.computing_until = rate, now + backlog / rate
 
     def update_rates(self, stats: EngineStats) -> None:
-        """Handle announced rates; a rate that is not announced stays as it was."""
+        """Handle published rates. A rate that is not published stays unchanged."""
         if stats.prefill_tokens_per_s:
             self.prefill_rate = max(_limit(stats.prefill_tokens_per_s), RATE_KEPT * (self.prefill_rate or 0.0))
         if stats.decode_tokens_per_s and stats.running:
@@ -118,11 +122,11 @@ class LoadTable:
         self._typical_until = 0.0
 
     def __len__(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         return len(self._loads)
 
     def __repr__(self) -> str:
-        """One line with the free slots of each worker."""
+        """Return one line with the free slots of each worker."""
         return f"<LoadTable {' '.join(f'{load.worker}:{load.free_slots}' for load in self._loads.values()) or 'empty'}>"
 
     def get(self, worker: str) -> WorkerLoad | None:
@@ -130,12 +134,12 @@ class LoadTable:
         return self._loads.get(worker)
 
     def update(self, presence: WorkerPresence, now: float) -> None:
-        """Handle an announcement: its counts replace what was counted since the one before."""
+        """Handle presence. Its counts replace the counts since the previous presence."""
         load = self._loads.get(presence.worker)
         if load is None and len(self._loads) >= MAX_WORKERS:
             return
         if load is None or load.incarnation != presence.incarnation:
-            # A new incarnation is no better than the one before until it has admitted a request.
+            # A new incarnation counts as no better than the previous one until it has admitted a request.
             closed_until, refusals = (0.0, 0) if load is None else (load.closed_until, load.refusals)
             load = WorkerLoad(presence.worker, presence.incarnation, closed_until=closed_until, refusals=refusals)
             self._loads[presence.worker] = load
@@ -156,7 +160,8 @@ class LoadTable:
         load.assume_rate(self._typical_prefill_rate, now)
 
     def _slowness(self, load: WorkerLoad) -> float:
-        # A slow worker is slow at both. A worker that computes more prompts makes fewer tokens meanwhile, and one that
+        # A slow worker is slow at both. A worker that computes more prompts generates fewer tokens meanwhile. A worker
+        # that
         # computes only the short ends of cached prompts seems slow at prompts.
         known = []
         if load.prefill_rate is not None and self._typical_prefill_rate is not None:
@@ -167,7 +172,7 @@ class LoadTable:
         return 1.0 if slowness < SLOW else min(slowness, SLOWEST)
 
     def remove(self, worker: str) -> None:
-        """Forget a worker that is gone."""
+        """Remove a lost worker."""
         self._loads.pop(worker, None)
 
     def free_slots(self, worker: str, now: float) -> int:
@@ -179,7 +184,7 @@ class LoadTable:
         """Count a request that was sent to a worker directly, or that a worker has admitted from the queue.
 
         Args:
-            prompt_tokens: those that the worker has to compute, as far as is known.
+            prompt_tokens: those that the worker must compute, as far as is known.
         """
         load = self._loads.get(worker)
         if load is not None:
@@ -188,33 +193,33 @@ class LoadTable:
             load.add_backlog(prompt_tokens, now)
 
     def ended(self, worker: str) -> None:
-        """Count a request that a worker had and has no more."""
+        """Count a request that has ended at a worker."""
         load = self._loads.get(worker)
         if load is not None:
-            # An announcement may have come before the end that it counts.
+            # Presence may have arrived before the end that it includes.
             load.free_slots = min(load.free_slots + 1, load.slots)
             load.running = max(load.running - 1, 0)
 
     def admitted(self, worker: str) -> None:
-        """Count a request that was placed at a worker, and that the worker has admitted."""
+        """Count a placed request that its worker has admitted."""
         load = self._loads.get(worker)
         if load is not None:
             load.refusals = 0
 
     def refused(self, worker: str, now: float) -> None:
-        """Count a request that a worker has refused: it has no room until it announces some, and for a while."""
+        """Count a rejected request. The worker has no room for a while, and until its presence has free slots."""
         load = self._loads.get(worker)
         if load is None:
             return
         load.free_slots = min(load.free_slots, 0)
         load.running = max(load.running - 1, 0)
-        # Requests that were on their way together are refused together, which counts once.
+        # Requests that were in flight together are rejected together, which counts once.
         if now >= load.closed_until:
             load.closed_until = now + min(FULL_S * 2**load.refusals, SILENT_S)
             load.refusals = min(load.refusals + 1, MAX_REFUSALS)
 
     def silent(self, worker: str, now: float) -> None:
-        """Count a request that a worker has not answered in time: nothing is placed there for `SILENT_S`."""
+        """Count a request that a worker did not answer in time. It gets no placed requests for `SILENT_S`."""
         load = self._loads.get(worker)
         if load is not None:
             load.closed_until = now + SILENT_S
