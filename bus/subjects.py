@@ -78,8 +78,7 @@ def published_bucket(fleet: str, model: str) -> str:
     """Return the name of the bucket for uploads of publishers of `model`.
 
     A NATS permission can name a bucket, but no folder in it. A model name may have characters that are invalid in
-    bucket
-    names, so the bucket name has a hash of the model name.
+    bucket names, so the bucket name has a hash of the model name.
     """
     return f"{upload_bucket(fleet)}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
@@ -90,8 +89,7 @@ class Subjects:
 
     Raises:
         InvalidRequest: `fleet`, or a client or worker that a method receives, is not a valid subject token. A wildcard
-            or
-            a dot would reach subjects of others.
+            or a dot would reach subjects of others.
     """
 
     fleet: str

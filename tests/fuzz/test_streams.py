@@ -66,7 +66,7 @@ def test_endless_parts_are_refused(kind: str) -> None:
 def test_one_part_larger_than_the_request_is_refused() -> None:
     """So is a single chunk with more than all that was asked for; nothing of it is taken."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
-    with pytest.raises(RemoteProtocolError, match="5 tokens and 0 rows came; allowed: 4 and 7"):
+    with pytest.raises(RemoteProtocolError, match="received 5 tokens and 0 rows; allowed: 4 and 7"):
         stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
 
     assert stream.add(part(0, token_ids_data=b"\1\0\0\0"))

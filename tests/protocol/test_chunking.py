@@ -246,7 +246,7 @@ def test_engine_rows_that_skip_a_position_are_refused() -> None:
     """Rows that do not continue the ones before are the engine's fault and are never sent."""
     scenario = simple()
     scenario.steps[1].routed_experts_start += 1
-    with pytest.raises(LocalProtocolError, match="rows from 3; 2 comes next"):
+    with pytest.raises(LocalProtocolError, match="rows from position 3, expected 2"):
         scenario.chunks()
 
 
@@ -254,7 +254,7 @@ def test_engine_rows_of_positions_to_come_are_refused() -> None:
     """No engine has computed more positions than prompt and tokens so far; such rows are never sent."""
     scenario = simple()
     scenario.steps[0].routed_experts = np.zeros((4, 1, 1), np.uint8)
-    with pytest.raises(LocalProtocolError, match="4 rows; there are no more than 3 positions"):
+    with pytest.raises(LocalProtocolError, match="4 rows for at most 3 positions"):
         scenario.chunks()
 
 

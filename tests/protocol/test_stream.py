@@ -104,5 +104,5 @@ def test_changed_routing_is_refused() -> None:
     drain(writer)
     writer.add_step(second, 1)
     (wrong,) = drain(writer)
-    with pytest.raises(RemoteProtocolError, match="routing changed"):
+    with pytest.raises(RemoteProtocolError, match="routed experts changed"):
         assembly.add(wrong)

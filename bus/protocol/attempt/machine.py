@@ -1,7 +1,7 @@
 """The attempts of one child request, one after another, until one terminal chunk or one error.
 
-`AttemptMachine` decides and does no I/O. It handles events with the time at which they happened, and follows the
-transitions of `REQUEST`. It returns instructions, which the client executes in order.
+`AttemptMachine` does no I/O. It handles events with their times, by the transitions of `REQUEST`. It returns
+instructions, which the client executes in order.
 
 Invariants: one attempt is current, and at most one worker has it. Any other worker that offers it receives an abort.
 The request ends once. Each open state has a deadline: its own, or that of the call.
@@ -89,8 +89,7 @@ class AttemptMachine:
         """True if its worker received it directly, not from the queue."""
         # The time of the first publication of the current attempt since a worker last had it.
         self._unadmitted_since: float | None = None
-        # The deadline of the state, and that of the attempt in the prefill queue. Workers without room send it back
-        # there.
+        # The deadline of the state, and that of the prefill queue, to which workers without room send the attempt back.
         self._state_deadline = math.inf
         self._prefill_deadline = math.inf
         self._call_deadline = deadline

@@ -37,8 +37,7 @@ def canary_request(capabilities: Capabilities) -> GenerateRequest:
 
     To compute an `expected_canary`, run the prompt through your own copy of the weights. Generate `sampling.max_tokens`
     tokens, each time the most likely token, also beyond an end-of-sequence token. For each token, record the logarithm
-    of
-    its softmax over all logits.
+    of its softmax over all logits.
 
     Args:
         capabilities: those that a worker of the model publishes.

@@ -64,8 +64,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     """For an `abort`: the requests that no worker reported. Each waits in the queue, has ended, or never existed."""
     not_awaited: tuple[str, ...] = ()
     """Workers that an update with `min_staged` did not wait for, because they had not staged the weights. Each of them
-    is
-    also in one of the maps with its last ack. It serves nothing until it has the weights, which it loads by itself.
+    is also in one of the maps with its last ack. It serves nothing until it has the weights, which it loads by itself.
     """
     paused_s: float | None = None
     """For an update: seconds from the first worker's pause to the last worker's resume, among workers that applied it.

@@ -37,8 +37,7 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
 
     Raises:
         ControlError: INVALID_COMMAND if it sets no register, is for another model, or exceeds a limit. OLD_VERSION if
-            its
-            weights are not newer than those recorded for a worker that it applies to.
+            its weights are not newer than those recorded for a worker that it applies to.
     """
     for seen in state.seen:
         if seen.id == command.id:
@@ -79,8 +78,7 @@ def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> 
     """Return True if `written` was stored before `state` was read.
 
     The write of `written` over `over` was not answered. The ids of its commands in `seen` are the proof: later writes
-    may
-    have changed all else.
+    may have changed all else.
     """
     own = set(written.seen) - set(over.seen)
     return state == written or (bool(own) and own <= set(state.seen))
@@ -125,8 +123,7 @@ def next_lora_version(state: DesiredState, register: str) -> int:
     """Return the version after those recorded in an adapter's register, for all or single workers; 1 for a new adapter.
 
     An unload removes the version. The epoch then takes its place, so that earlier versions are not used again.
-    Otherwise
-    cached data of the old adapter could count as data of the new one.
+    Otherwise cached data of the old adapter could count as data of the new one.
     """
     recorded = [
         registers[register].command for registers in (state.registers, *state.workers.values()) if register in registers
@@ -163,8 +160,7 @@ def may_come_back(state: DesiredState, command: AnyCommand) -> bool:
     """Return True if an undo may restore a command that is not in `state`.
 
     This is the case if the command was recorded and later commands have replaced it, which may be undone. A command
-    that an
-    undo has restored does not count as a later command.
+    that an undo has restored does not count as a later command.
     """
     epochs = {seen.id: seen.epoch for seen in state.seen}
     if command.id not in epochs or command.register is None:

@@ -87,8 +87,7 @@ class ClientLeases:
         """Handle presence. Return the incarnations of this client that it ended.
 
         The first presence of an incarnation ends all other incarnations of the same client. An incarnation that ended
-        for good
-        stays ended.
+        for good stays ended.
         """
         client, incarnation = presence.client, presence.incarnation
         if presence.state is ClientState.CLOSED:

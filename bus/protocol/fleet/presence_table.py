@@ -149,10 +149,8 @@ class PresenceTable:
     """The latest presence of each live worker.
 
     Two workers may have one id by mistake. A new incarnation replaces the previous one, because a restarted worker
-    cannot
-    report its restart in another way. If presence of the replaced incarnation arrives again, both are live. From then
-    on,
-    the table keeps the worker that has held the id longer, and the client's requests at both workers continue.
+    cannot report its restart in another way. If presence of the replaced incarnation arrives again, both are live. From
+    then on, the table keeps the worker that has held the id longer, and the client's requests at both workers continue.
     """
 
     def __init__(self) -> None:

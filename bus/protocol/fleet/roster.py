@@ -76,8 +76,7 @@ def _check_label(workers: Sequence[WorkerPresence], command: AnyCommand) -> None
     """Check that every worker of the model can decode a label, also workers that the command does not name.
 
     The desired state is one message for the whole model. A worker that does not know a field could not decode the
-    message
-    at all. A starting worker has published no capabilities yet, and is left out.
+    message at all. A starting worker has published no capabilities yet, and is left out.
     """
     if not isinstance(command, UpdateWeights | FinishWeightUpdate) or command.label is None:
         return

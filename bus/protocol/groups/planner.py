@@ -33,8 +33,7 @@ class GroupPlanner:
         need: groups that a step returns.
         limit: groups that exist at the same time, `need` or more.
         max_lag: the maximum number of versions that the oldest token of a group may be behind when a step begins; None:
-            no
-            limit.
+            no limit.
     """
 
     def __init__(self, *, need: int, limit: int, max_lag: int | None) -> None:

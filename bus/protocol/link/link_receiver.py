@@ -78,8 +78,7 @@ class LinkReceiver:
         self._unacked_frames = 0
         self._unacked_bytes = 0
         # For the next frame: since when the client asks for it, if the last resend failed to decode, and the number of
-        # such
-        # resends.
+        # such resends.
         self._missing_since: float | None = None
         self._is_answered = False
         self._num_failed = 0
@@ -249,8 +248,8 @@ class LinkReceiver:
         """Return two messages for the worker of a broken link, in order.
 
         The worker then drops it and opens the next link. The second message asks for a frame that the first message
-        acknowledges. The worker concludes that the client has lost
-        its position. If the very first frame does not decode, the first message acknowledges it for this purpose.
+        acknowledges. The worker concludes that the client has lost its position. If the very first frame does not
+        decode, the first message acknowledges it for this purpose.
         """
         acked = max(self._next, 1)
         first = LinkMessage(

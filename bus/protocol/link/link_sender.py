@@ -223,8 +223,7 @@ class LinkSender:
         """Return the next frame that may be sent now; None if there is none. Call this until it returns None.
 
         All offers come first, then chunks that need no credit, then small chunks, then one large chunk. So a large
-        chunk delays
-        other output only for the time of its own transfer.
+        chunk delays other output only for the time of its own transfer.
         """
         draft = FrameBuilder(self._max_frame_bytes)
         credit = min(self._credit - self._offset, MAX_UNACKED_BYTES - self._unacked_bytes)

@@ -1,9 +1,8 @@
 """The links of one worker id that a client follows: usually that of one incarnation.
 
 A new incarnation ends the one before: a worker that restarts, or fences itself, has lost its links. If both
-incarnations
-publish presence, two workers have one id by mistake. Then the client follows both, so that its requests at both
-complete.
+incarnations publish presence, two workers have one id by mistake. Then the client follows both, so that its requests at
+both complete.
 """
 
 from collections import deque

@@ -161,8 +161,7 @@ class LoadTable:
 
     def _slowness(self, load: WorkerLoad) -> float:
         # A slow worker is slow at both. A worker that computes more prompts generates fewer tokens meanwhile. A worker
-        # that
-        # computes only the short ends of cached prompts seems slow at prompts.
+        # that computes only the short ends of cached prompts seems slow at prompts.
         known = []
         if load.prefill_rate is not None and self._typical_prefill_rate is not None:
             known.append(self._typical_prefill_rate / load.prefill_rate)

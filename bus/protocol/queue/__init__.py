@@ -1,1 +1,1 @@
-"""The order of requests: what a worker pulls, which prefill worker gets which, and which may have killed an engine."""
+"""The order of requests: pulls of a worker, assignment to prefill workers, and suspects after an engine death."""

@@ -1,14 +1,13 @@
-"""The requests of groups that wait at a worker for its next free slots. Time is passed in; nothing here waits.
+"""The requests of groups that wait at a worker for its next free slots. The caller passes in the time; nothing waits.
 
-One request of a group has its turn: from the queue, or as a placed one. It is the *leader*. The others are *followers*:
-they may wait here, as the worker computes their prompt anyway. A full fleet so takes group after group, slot by slot.
+One request of a group has its turn, from the queue or as a placed request. This request is the *leader*. The others are
+*followers*: they may wait here, because the worker computes their prompt anyway. So a full fleet serves group after
+group, slot by slot. Followers of a leader from the queue share its turn. Placed requests lead only while the queue is
+known to be empty, and their followers begin in the turns of placed requests. So a client bypasses the queue by neither.
 
-Followers of a leader of the queue share its turn. Placed requests lead only where the queue is known to be empty, and
-their followers begin in the turns of placed requests. So a client passes the queue by neither.
-
-Invariants: each turn of the queue brings its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
-far as `FollowerShares` lets it. While requests wait in the queue, no placed request brings any. Followers of one kind
-begin in the order in which they came. None waits while `STALLED_S` pass in which none of its lane begins.
+Invariants: each turn of the queue gives its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
+far as `FollowerShares` permits. While requests wait in the queue, a placed request gives no followers. Followers of one
+kind begin in the order of their arrival. No follower waits while none of its lane begins for `STALLED_S`.
 """
 
 import math
@@ -23,18 +22,21 @@ from .follower_shares import FollowerShares
 __all__ = ["FOLLOW_S", "MAX_FOLLOWERS", "STALLED_S", "Begun", "FollowerBacklog", "Turn", "is_behind"]
 
 MAX_FOLLOWERS: Final = 31
-"""Followers of one leader, about as many as groups have: so many slots a request of the queue waits longer at most."""
+"""Followers of one leader, about as many as groups have. A request of the queue waits for at most this many more slots.
+"""
 FOLLOW_S: Final = 2.0
-"""How long after its turn a leader has followers: its client sends them as it hears of the turn."""
+"""Seconds after its turn in which a leader may get followers: its client sends them after it learns of the turn."""
 STALLED_S: Final = 2.0
-"""How long followers wait while none of their lane begins: about what another worker needs to compute a long prompt."""
+"""Seconds that followers wait while none of their lane begins: about the time that another worker needs for a long
+prompt.
+"""
 MAX_GROUPS: Final = 1024
-"""Groups whose leaders are remembered; the least recent goes first, and its followers go to the queue."""
+"""Groups whose leaders are remembered. The least recent is removed first, and its followers go to the queue."""
 LEADERS_SEEN: Final = 8
-"""Leaders over which `mean_followers` is a mean."""
+"""Leaders in the mean of `mean_followers`."""
 
 Turn = Literal["queued", "placed"]
-"""In whose turn a follower begins: in that of its leader in the queue, or in one of the placed requests."""
+"""The turn in which a follower begins: that of its leader from the queue, or one of the placed requests."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -52,7 +54,7 @@ class _Leader:
     turn: Turn
     until: float
     num_left: int = MAX_FOLLOWERS
-    """Followers that may still come, until then."""
+    """Followers that may still arrive, until that time."""
 
 
 @dataclass(slots=True)
@@ -68,24 +70,24 @@ class FollowerBacklog(Generic[K]):
 
     def __init__(self) -> None:
         self._waiting: dict[K, _WaitingFollower] = {}
-        # By client, group and lane, as these had their turn last.
+        # By client, group and lane, in the order of their last turn.
         self._leaders: OrderedDict[tuple[str, str, Lane], _Leader] = OrderedDict()
         self._shares = FollowerShares()
-        # When a follower of each lane last began.
+        # The time at which a follower of each lane last began.
         self._began_at: dict[Lane, float] = {}
         self.mean_followers = 0.0
-        """How many followers came with a leader, of late; requests without followers count as leaders."""
+        """The recent mean number of followers per leader. Requests without followers count as leaders."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<FollowerBacklog waiting={len(self)} groups={len(self._leaders)}>"
 
     def __len__(self) -> int:
-        """Followers that wait."""
+        """Return the number of followers that wait."""
         return len(self._waiting)
 
     def add_queued(self, client: str, group: str, lane: Lane, now: float, *, num_waiting: int) -> None:
-        """Count a request of the queue: others of its group and lane may follow.
+        """Count a request of the queue. Others of its group and lane may follow.
 
         Args:
             num_waiting: messages that wait behind its own in the lane.
@@ -94,7 +96,7 @@ class FollowerBacklog(Generic[K]):
         self._add_leader(client, group, lane, _Leader("queued", now + FOLLOW_S))
 
     def add_placed(self, client: str, group: str, lane: Lane, now: float) -> None:
-        """Count a placed request: while the queue is known to be empty, others of its group and lane may follow."""
+        """Count a placed request. While the queue is known to be empty, others of its group and lane may follow."""
         self._add_leader(client, group, lane, _Leader("placed", now + FOLLOW_S))
 
     def _add_leader(self, client: str, group: str, lane: Lane, leader: _Leader) -> None:
@@ -114,11 +116,11 @@ class FollowerBacklog(Generic[K]):
         *,
         capacity: int,
     ) -> Turn | None:
-        """Return in whose turn one more follower of a group may begin, and count it; None: it may not come.
+        """Return the turn in which one more follower of a group may begin, and count it; None: it may not wait here.
 
         Args:
-            lanes_waiting: what the worker knows of its queue.
-            capacity: followers that may wait besides those that do.
+            lanes_waiting: the lanes in which requests wait, as far as the worker knows.
+            capacity: the number of further followers that may wait.
         """
         leader = self._leaders.get((client, group, lane))
         if leader is None or now >= leader.until or leader.num_left <= 0 or capacity <= 0:
@@ -134,14 +136,14 @@ class FollowerBacklog(Generic[K]):
         return leader.turn
 
     def add(self, key: K, client: str, lane: Lane, turn: Turn, now: float) -> None:
-        """Have an admitted follower wait."""
+        """Let an admitted follower wait."""
         self._waiting[key] = _WaitingFollower(client, lane, turn, now)
 
     def pop(self, lanes_waiting: Collection[Lane] | None, num_turns: int, now: float) -> Begun[K] | None:
-        """Return the follower that gets a free slot; None: none waits, or the slot is one of the queue.
+        """Return the follower that gets a free slot; None: none waits, or the slot belongs to the queue.
 
         Args:
-            lanes_waiting: what the worker knows of its queue.
+            lanes_waiting: the lanes in which requests wait, as far as the worker knows.
             num_turns: slots that placed requests may have now.
         """
         for key, waiting in self._waiting.items():
@@ -153,17 +155,17 @@ class FollowerBacklog(Generic[K]):
         return None
 
     def num_due(self, lanes_waiting: Collection[Lane] | None, num_turns: int) -> int:
-        """Return how many free slots belong to followers: those that `pop` would give in turn."""
+        """Return how many free slots belong to followers: the number that repeated calls of `pop` would return."""
         turns = [waiting.turn for waiting in self._waiting.values() if not is_behind(waiting.lane, lanes_waiting)]
         return turns.count("queued") + min(turns.count("placed"), num_turns)
 
     def remove(self, keys: Iterable[K]) -> None:
-        """Forget followers that have ended; without effect on what does not wait."""
+        """Remove followers that have ended; without effect on keys that do not wait."""
         for key in keys:
             self._waiting.pop(key, None)
 
     def pop_stalled(self, now: float) -> list[K]:
-        """Return the followers that have waited in vain."""
+        """Remove and return the followers that have waited too long."""
         since = now - STALLED_S
         stalled = [
             key
@@ -174,13 +176,13 @@ class FollowerBacklog(Generic[K]):
         return stalled
 
     def pop_all(self) -> list[K]:
-        """Return all that wait."""
+        """Remove and return all followers."""
         keys = list(self._waiting)
         self._waiting.clear()
         return keys
 
 
 def is_behind(lane: Lane, lanes_waiting: Collection[Lane] | None) -> bool:
-    """Return True if more urgent requests than those of `lane` are known to wait in the queue."""
+    """Return True if requests that are more urgent than those of `lane` are known to wait in the queue."""
     waiting = lanes_waiting or ()
     return (lane != "high" and "high" in waiting) or (lane == "low" and "normal" in waiting)

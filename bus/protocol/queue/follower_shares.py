@@ -1,12 +1,12 @@
-"""How many slots before others in the queue a client may have by the followers of its requests there.
+"""Limits the slots that a client may get ahead of others through the followers of its requests in the queue.
 
-A message of the queue brings its client a slot, and one more for each follower of its request: 32 at most. So a client
-with its full share of the queue could have 32 times as many slots before the next client's request. Clients of this
-library count followers against their share themselves; a worker does not rely on that. It knows how many messages
-wait in a lane, and how many slots each of the last messages was worth: together, the slots of each client that stand in
-the lane.
+A message of the queue gives its client a slot, and one more for each follower of its request: 32 at most. So a client
+with its full share of the queue could get 32 times as many slots before the next client's request. Clients of this
+library count followers against their share themselves, but a worker does not rely on that. The worker knows how many
+messages wait in a lane, and how many slots each of the last messages gave. The product estimates the slots of each
+client in the lane.
 
-Invariant: no client gets a follower where its requests in the lane and their followers would be more than `MAX_AHEAD`.
+Invariant: a client gets no follower if its requests in the lane and their followers would exceed `MAX_AHEAD`.
 """
 
 from collections import OrderedDict
@@ -18,50 +18,51 @@ from ....schemas.request import Lane
 __all__ = ["MAX_AHEAD", "FollowerShares"]
 
 MAX_AHEAD: Final = 2048
-"""Slots of a client in a lane. Twice the queue's default share of a client, as the last messages are only a sample."""
+"""Slots of a client in a lane. Twice the default queue share of a client, because the last messages are only a sample.
+"""
 MESSAGES_SEEN: Final = 64
-"""Messages over which the slots of each client are a mean; older ones count less."""
+"""Messages over which the slots of each client are a mean. Older messages count less."""
 MAX_CLIENTS: Final = 256
-"""Clients that are told apart; of more, those that had no slot for longest count as new."""
+"""Clients that are counted separately. Above this number, those without a slot for the longest time count as new."""
 
 
 @dataclass(slots=True)
 class _ClientSlots:
     num_slots: float = 0.0
-    """Slots of the client, each worth less with each message that came since."""
+    """Slots of the client. The value of each slot decreases with each later message."""
     at: int = 0
-    """The message at which they were worth that."""
+    """The number of the message at which the slots had that value."""
 
     def now(self, num_messages: int) -> float:
-        """Return what the slots are worth after so many messages."""
+        """Return the value of the slots after so many messages."""
         return self.num_slots * (1 - 1 / MESSAGES_SEEN) ** (num_messages - self.at)
 
 
 class FollowerShares:
-    """What one worker knows of the slots that clients have by the queue."""
+    """The slots that clients have through the queue, as far as one worker knows."""
 
     def __init__(self) -> None:
         self._num_messages = 0
         self._num_waiting: dict[Lane, int] = {}
-        # In the order in which they had a slot last.
+        # In the order of their last slot.
         self._clients: OrderedDict[str, _ClientSlots] = OrderedDict()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<FollowerShares clients={len(self._clients)} waiting={self._num_waiting}>"
 
     def count_message(self, client: str, lane: Lane, num_waiting: int) -> None:
-        """Count a message of the queue, behind which so many others wait in its lane."""
+        """Count a message of the queue, and the number of messages that wait behind it in its lane."""
         self._num_messages += 1
         self._num_waiting[lane] = num_waiting
         self._add_slot(client)
 
     def count_follower(self, client: str) -> None:
-        """Count a slot that a client has by one of its messages."""
+        """Count a slot that a client gets through one of its messages."""
         self._add_slot(client)
 
     def may_follow(self, client: str, lane: Lane) -> bool:
-        """Return True if a client with requests in a lane may have another follower there."""
+        """Return True if a client with requests in a lane may get another follower there."""
         slots = self._clients.get(client)
         if slots is None:
             return True

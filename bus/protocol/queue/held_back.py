@@ -1,11 +1,11 @@
-"""Requests that a client keeps back because its share of a lane is full.
+"""Requests that a client holds back because its share of a lane is full.
 
-The queue bounds the requests of each client in each lane and refuses the rest. The client keeps the refused requests
-in the order in which they were published, and publishes one for each that leaves the queue: a worker has accepted one,
-or the queue has stored one of those that were kept back. A probe now and then finds room that came otherwise.
+The queue limits the requests of each client in each lane and rejects further ones. The client holds rejected requests
+back in the order in which they were published. It publishes one for each request that leaves the queue: a worker has
+accepted a request, or the queue has stored a request that was held back. An occasional probe finds other new room.
 
-Invariant: of one lane, requests that are kept back leave in the order of their numbers, and each once unless it is
-refused again.
+Invariant: requests of one lane that are held back leave in the order of their numbers. Each leaves once, unless the
+queue rejects it again.
 """
 
 import heapq
@@ -14,48 +14,48 @@ __all__ = ["HeldBack"]
 
 
 class HeldBack:
-    """The numbers of one client's publishes that are kept back, by subject. Plain state, no I/O."""
+    """The numbers of one client's held-back publishes, by subject. Plain state, no I/O."""
 
     def __init__(self) -> None:
-        # Heaps; a number that was discarded stays there until it is its turn.
+        # Heaps. A discarded number stays there until its turn.
         self._numbers: dict[str, list[int]] = {}
         self._kept: set[int] = set()
-        # By subject: how many may be published.
+        # By subject: the number of requests that may be published.
         self._room: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<HeldBack subjects={len(self._numbers)} requests={len(self)}>"
 
     def __len__(self) -> int:
-        """Return how many are kept back."""
+        """Return the number of requests that are held back."""
         return len(self._kept)
 
     def holds(self, subject: str) -> bool:
-        """Return True if requests for the subject are kept back, so that a new one must wait behind them."""
+        """Return True if requests for the subject are held back, so that a new one must wait behind them."""
         return subject in self._numbers
 
     def add(self, subject: str, number: int) -> None:
-        """Keep back a request: it was refused, or comes behind others that were."""
+        """Hold back a request that the queue rejected, or that comes after rejected requests."""
         heapq.heappush(self._numbers.setdefault(subject, []), number)
         self._kept.add(number)
 
     def discard(self, number: int) -> None:
-        """Forget a request that is not to be published any more; it need not be here."""
+        """Remove a request that must not be published any more; without effect if it is not here."""
         self._kept.discard(number)
 
     def add_room(self, subject: str) -> None:
-        """Note that one request of the client has left the queue, or was stored."""
+        """Count one request of the client that has left the queue or was stored."""
         if subject in self._numbers:
             self._room[subject] = self._room.get(subject, 0) + 1
 
     def add_room_everywhere(self) -> None:
-        """Let one request of each subject be tried."""
+        """Let the client try one request of each subject."""
         for subject in self._numbers:
             self.add_room(subject)
 
     def pop_due(self) -> list[int]:
-        """Return the numbers that are to be published now, and keep them back no longer."""
+        """Return the numbers of the requests to publish now, and stop holding them back."""
         due: list[int] = []
         for subject, room in self._room.items():
             numbers = self._numbers[subject]

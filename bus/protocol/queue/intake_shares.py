@@ -1,9 +1,9 @@
-"""Which requests that clients placed at a worker it admits, while others wait in the queue for its slots.
+"""Decides which placed requests a worker admits while other requests wait in the queue for its slots.
 
-Invariants: while requests wait in the queue, the worker admits at most one more placed request than it has admitted of
-the queue, and none while more urgent ones wait; while it does not know whether any wait, placed requests get at most
-half of its free slots, or the only one. Of the placed ones no client gets more than its share while another one asks
-for some. Where the queue is known to be empty, all placed requests are admitted.
+Invariants: while requests wait in the queue, the worker admits at most one more placed request than requests of the
+queue, and none while more urgent requests wait. While the worker does not know if requests wait, placed requests get at
+most half of its free slots, or the only slot. No client gets more than its share of placed requests while another
+client asks for some. While the queue is known to be empty, the worker admits all placed requests.
 """
 
 from collections import OrderedDict
@@ -16,41 +16,44 @@ from ....schemas.request import Lane
 __all__ = ["MAX_IN_TURN", "IntakeShares"]
 
 MAX_IN_TURN: Final = 8
-"""Placed requests that may follow each other when as many of the queue were admitted before: a group of samples. So
-many slots a request of the queue waits longer at most."""
+"""Placed requests that may follow each other after as many requests of the queue: a group of samples. A request of the
+queue waits for at most this many more slots.
+"""
 ASKED_S: Final = 1.0
-"""For how long a client that placed a request has a share: it tries one worker once, and comes back with its next."""
+"""Seconds for which a client that placed a request has a share. It tries one worker once, and returns with its next
+request.
+"""
 MAX_CLIENTS: Final = 256
-"""Clients that are told apart; of more, those that asked least recently count as new."""
+"""Clients that are counted separately. Above this number, those that asked least recently count as new."""
 
 
 @dataclass(slots=True)
 class _ClientShare:
     given: int
-    """Placed requests of the client that were admitted, or a number like that of the others when it came."""
+    """Admitted placed requests of the client. A new client starts with the lowest number of the other clients."""
     asked_at: float
 
 
 class IntakeShares:
     """The turns of placed and queued requests at one worker.
 
-    Every `waiting` is what the worker knows of its queue: lanes in which requests wait; none: the queue is empty;
-    None: not known. A worker whose slots are all taken by placed requests pulls nothing, and would never know.
+    Each `waiting` has the lanes in which requests wait, as far as the worker knows; empty: the queue is empty; None:
+    not known. A worker whose slots all belong to placed requests pulls nothing, and would never know.
     """
 
     def __init__(self) -> None:
         self._num_turns = 1
-        # Admitted since the worker has known the queue last.
+        # Admitted since the worker last knew the state of the queue.
         self._num_unseen = 0
-        # In the order in which they asked last.
+        # In the order in which they last asked.
         self._clients: OrderedDict[str, _ClientShare] = OrderedDict()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<IntakeShares turns={self._num_turns} clients={len(self._clients)}>"
 
     def count_queued(self, waiting: Collection[Lane] | None) -> None:
-        """Count a request of the queue that was admitted: it is the turn of a placed one again."""
+        """Count an admitted request of the queue. The next turn belongs to a placed request."""
         self._num_unseen = max(self._num_unseen - 1, 0)
         if waiting is None or waiting:
             self._num_turns = min(self._num_turns + 1, MAX_IN_TURN)
@@ -58,7 +61,7 @@ class IntakeShares:
             self._restart()
 
     def num_turns(self, waiting: Collection[Lane] | None, num_free: int) -> int:
-        """Return how many of `num_free` slots placed requests may have before the queue has its next turn."""
+        """Return how many of `num_free` slots placed requests may get before the next turn of the queue."""
         if waiting is None:
             return max((num_free - self._num_unseen + 1) // 2, 0)
         return min(self._num_turns, num_free) if waiting else num_free
@@ -82,14 +85,14 @@ class IntakeShares:
         return True
 
     def take_turn(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
-        """Count a placed request that has waited, and has now one of the slots that `num_turns` says."""
+        """Count a placed request that has waited and now gets one of the slots of `num_turns`."""
         if waiting is not None and not waiting:
             self._restart()
         else:
             self._take_turn(self._ask(client, now), waiting)
 
     def count_follower(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
-        """Count a request that follows one of its group: other clients' placed requests come before its client's."""
+        """Count a request that follows its group: placed requests of other clients go before those of its client."""
         if waiting is None or waiting:
             self._ask(client, now).given += 1
 
@@ -103,7 +106,7 @@ class IntakeShares:
         self._clients.clear()
 
     def _ask(self, client: str, now: float) -> _ClientShare:
-        """Return the share of a client, and remove those of clients that have not asked for a while."""
+        """Return the share of a client, and remove the shares of clients that have not asked for a while."""
         share = self._clients.pop(client, None)
         while self._clients and next(iter(self._clients.values())).asked_at <= now - ASKED_S:
             self._clients.popitem(last=False)

@@ -1,7 +1,8 @@
-"""Which prefill worker each request goes to first, which wait for one, and which go without. Time is passed in.
+"""Decides which prefill worker gets each request, and which requests wait or go without. The caller passes in the time.
 
-Invariants: a request is in the line, at one worker, or neither. A client has no more legs at a worker than that has
-slots. What is in the line leaves it by the time that was set for it, with a worker or without one.
+Invariants: a request waits in the prefill queue, is at one worker, or neither. A client has at most as many prefill
+phases at a worker as the worker has slots. A request leaves the prefill queue by its deadline, with or without a
+worker.
 """
 
 import enum
@@ -17,37 +18,39 @@ from .rendezvous import rendezvous
 __all__ = ["Decision", "PrefillFallback", "PrefillQueue", "PrefillRequirements", "PrefillWorkerInfo"]
 
 FULL_S: Final = 0.05
-"""How long a worker that refused a leg for want of room is passed over: some of its steps, in which legs end."""
+"""Seconds for which a worker that rejected a prefill phase for lack of room is skipped: prefill phases end meanwhile.
+"""
 SILENT_S: Final = 5.0
-"""How long one is passed over that did not answer, or refused for another reason: a lease, after which it is known to
-be gone or announces what has changed."""
+"""Seconds for which a worker is skipped that did not answer, or rejected for another reason. After this time, a lease,
+it is known to be lost or its presence has the change.
+"""
 
 
 class PrefillFallback(enum.StrEnum):
-    """Why a request is served by a decode worker alone, although its fleet has prefill workers or should."""
+    """The reason why a decode worker serves a request alone, although its fleet has or should have prefill workers."""
 
     NO_WORKER = "no_worker"
-    """No prefill worker serves the model whose KV a serving decode worker could read."""
+    """No prefill worker of the model serves whose KV a serving decode worker could read."""
     UNSUITABLE = "unsuitable"
-    """Not one of them has the weights, the adapter or the context length that it needs."""
+    """No prefill worker has the weights, the adapter or the context length that the request needs."""
     BUSY = "busy"
-    """Not one had a free slot, or answered, in time."""
+    """No prefill worker had a free slot, or answered, in time."""
     SAMPLING = "sampling"
-    """Its sampling has a state that does not go from one engine to another: a seed, penalties, `extra`."""
+    """The sampling has state that engines cannot transfer: a seed, penalties or `extra`."""
     TOO_LARGE = "too_large"
-    """It just fits the server's `max_payload`; with one more token it might not."""
+    """The request just fits the server's `max_payload`. With one more token it might not."""
     FAILED = "failed"
-    """A transfer of its KV has failed before."""
+    """An earlier transfer of its KV failed."""
 
 
 class PrefillWorkerInfo(NamedTuple):
-    """One prefill worker that serves, as it announced itself."""
+    """One serving prefill worker, from its presence."""
 
     worker: str
     num_slots: int
     """Requests that it runs at once."""
     context_len: int
-    """Prompt and generated tokens together, of it and of those that are to go on."""
+    """The length of prompt and generated tokens together that it and the decode workers allow."""
     weight_version: int
     loras: frozenset[str]
     """Names of the adapters that it has."""
@@ -55,20 +58,20 @@ class PrefillWorkerInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequirements:
-    """What a request needs of a prefill worker."""
+    """The requirements of a request for a prefill worker."""
 
     affinity: str
-    """Of workers that are as good, all clients choose the same for equal ones."""
+    """Among equally good workers, all clients choose the same worker for the same value."""
     prompt_len: int
     preferred: str | None = None
-    """The worker whose prefix cache is best for it; where that has no room, any other is as good."""
+    """The worker with the best prefix cache for it. If this worker has no room, all others are equally good."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower numbers go first."""
     min_weight_version: int = 0
     lora: str | None = None
 
     def is_met_by(self, worker: PrefillWorkerInfo) -> bool:
-        """The worker can compute the prompt's KV, and one more token would follow."""
+        """Return True if the worker can compute the prompt's KV and one more token."""
         return (
             self.prompt_len + 1 < worker.context_len
             and worker.weight_version >= self.min_weight_version
@@ -80,13 +83,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Decision(NamedTuple, Generic[K]):
-    """What becomes of a request that was in the line."""
+    """The decision for a request that was in the prefill queue."""
 
     key: K
     worker: str | None
-    """Where its prefill leg goes; None: it goes without."""
+    """The worker for its prefill phase; None: it goes without."""
     reason: PrefillFallback | None
-    """Why."""
+    """The reason to go without; None: it has a worker."""
 
 
 @dataclass(slots=True)
@@ -97,37 +100,38 @@ class _WaitingPrefill:
 
 
 class PrefillQueue(Generic[K]):
-    """The requests for one model that wait for a prefill worker, and those that one has."""
+    """The requests for one model that wait for a prefill worker or are at one."""
 
     def __init__(self) -> None:
         self._serials = itertools.count()
         self._waiting: dict[K, _WaitingPrefill] = {}
-        # By priority, then in order of arrival; entries of what has left are skipped. Bounded by twice the waiting.
+        # By priority, then in order of arrival. Entries of removed requests are skipped. Bounded by twice the waiting
+        # ones.
         self._order: list[tuple[int, int, K]] = []
         self._worker_of: dict[K, str] = {}
         self._num_prefills: dict[str, int] = {}
-        # Workers to be passed over, until when.
+        # Workers to skip, each with the end of this time.
         self._passed_over: dict[str, float] = {}
-        # No request has to leave the line before.
+        # No request must leave the prefill queue before this time.
         self._earliest = math.inf
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PrefillQueue waiting={len(self._waiting)} prefills={len(self._worker_of)}>"
 
     def __len__(self) -> int:
-        """Requests in the line."""
+        """Return the number of requests in the prefill queue."""
         return len(self._waiting)
 
     def add(self, key: K, requirements: PrefillRequirements, *, until: float) -> None:
-        """Put a request that is neither waiting nor at a worker into the line, for as long as `until`."""
+        """Add a request that neither waits nor is at a worker to the prefill queue, until the time `until`."""
         entry = _WaitingPrefill(requirements, until, next(self._serials))
         self._waiting[key] = entry
         heapq.heappush(self._order, (requirements.priority, entry.serial, key))
         self._earliest = min(self._earliest, until)
 
     def remove(self, key: K) -> None:
-        """It waits no longer, or its leg is over; without effect on what is not here."""
+        """Remove a request that no longer waits, or whose prefill phase is over; without effect on other keys."""
         self._waiting.pop(key, None)
         worker = self._worker_of.pop(key, None)
         if worker is not None:
@@ -142,10 +146,10 @@ class PrefillQueue(Generic[K]):
         heapq.heapify(self._order)
 
     def reject(self, key: K, now: float, *, is_full: bool) -> None:
-        """Its worker did not take the leg, which is over.
+        """Record that its worker rejected the prefill phase, and remove the request.
 
         Args:
-            is_full: for want of room; else it did not answer, or cannot.
+            is_full: True for lack of room. False: the worker did not answer, or cannot serve it.
         """
         worker = self._worker_of.get(key)
         if worker is not None:
@@ -153,10 +157,10 @@ class PrefillQueue(Generic[K]):
         self.remove(key)
 
     def decide(self, workers: Sequence[PrefillWorkerInfo], now: float) -> list[Decision[K]]:
-        """Give what waits to workers as far as there is room, and let go what has waited for long enough.
+        """Assign waiting requests to workers while there is room, and release requests whose time is over.
 
         Args:
-            seats: the prefill workers that serve.
+            workers: the serving prefill workers.
         """
         self._passed_over = {worker: until for worker, until in self._passed_over.items() if until > now}
         decisions: list[Decision[K]] = []
@@ -201,7 +205,7 @@ class PrefillQueue(Generic[K]):
         )
 
     def _choose(self, requirements: PrefillRequirements, able: Sequence[PrefillWorkerInfo]) -> str | None:
-        """The preferred worker, if it has room; else that with the fewest legs for its size."""
+        """Return the preferred worker, if it has room; else the worker with the fewest prefill phases for its size."""
         free = [worker for worker in able if self._room(worker) > 0]
         if not free:
             return None
@@ -220,7 +224,7 @@ class PrefillQueue(Generic[K]):
         return max(worker.num_slots - self._num_prefills.get(worker.worker, 0), 0)
 
     def next_decision_at(self) -> float | None:
-        """When to decide again, though nothing else happens; None: what waits, if any, waits for an event."""
+        """Return the time of the next decision if no event comes before; None: only an event matters."""
         if not self._waiting:
             return None
         return min([self._earliest, *self._passed_over.values()])

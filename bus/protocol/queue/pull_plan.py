@@ -1,13 +1,14 @@
-"""What a worker pulls next from its model's queue: which lanes, and how many messages of each.
+"""Decides what a worker pulls next from its model's queue: the lanes, and the number of messages of each lane.
 
-Each pull asks for one message. A server that carries the answers of a pull from one account to another ends them at the
-first empty message (nats-server#6172): an empty request would hide those behind it, and they would count as poison.
+Each pull asks for one message. A server that transfers the answers of a pull between accounts ends them at the first
+empty message (nats-server#6172). An empty request would hide the requests behind it, and these would count as poison.
 
-Invariants: the pulls under way may bring at most `MAX_OVER` messages more than there is room for; a lane is pulled
-from only while every lane before it is known to be empty; a lane is asked as soon as all before it are.
+Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. The worker pulls from a
+lane only while every lane before it is known to be empty. It pulls from a lane as soon as all lanes before are empty.
 
-A *probe* takes what a lane has now, and its answer says whether that was all. On a lane that was just found empty a
-*standing* pull waits for the next message. Only when every lane stands is the queue known to be empty.
+A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
+*standing* pull waits for the next message of the lane. The queue is known to be empty only if every lane has a standing
+pull.
 """
 
 import enum
@@ -21,40 +22,41 @@ from ....schemas.request import Lane
 __all__ = ["MAX_OVER", "STANDING_S", "Pull", "PullPlan", "PullStatus", "decode_status"]
 
 STANDING_S: Final = 1.0
-"""How long the server keeps a standing pull: what dies with its worker claims no message for longer."""
+"""Seconds for which the server keeps a standing pull: the limit for which the pull of a dead worker claims a message.
+"""
 MAX_OVER: Final = 3
-"""With room for one request a message may come on each of the four lanes, and nobody knows on which."""
+"""With room for one request, a message may arrive on each of the four lanes, and the worker does not know on which."""
 MAX_BATCH: Final = 256
-"""Pulls of one probe: the round trip between two probes weighs nothing against that many."""
+"""Pulls of one probe: the round trip between two probes is small compared with this number."""
 PULLED_BYTES: Final = 32 * 1024 * 1024
-"""What one probe may bring: the server cuts off a connection for which 64 MB wait."""
+"""The maximum bytes of one probe: the server closes a connection with 64 MB of pending data."""
 SMALL_BYTES: Final = PULLED_BYTES // MAX_BATCH
-"""Size of a request with its subjects up to which a probe of `MAX_BATCH` pulls may bring it."""
+"""The largest request, with its subjects, that a probe of `MAX_BATCH` pulls may deliver, in bytes."""
 FEW_S: Final = 1.0
-"""How long a lane with a larger request is asked for so few requests that all may be of the largest size."""
+"""Seconds for which pulls from a lane with a larger request are limited in number: all may have the largest size."""
 LOST_S: Final = 1.0
-"""After this long without the answer that was due, a pull or its answer was lost."""
+"""Seconds after which a pull without its due answer counts as lost."""
 RETRY_S: Final = 0.25
-"""Before a lane is asked again whose pull was refused: as a server shuts down, or a cluster elects a leader."""
+"""Seconds until a lane is pulled again after a rejected pull: a server shuts down, or a cluster elects a leader."""
 
 
 class PullStatus(enum.Enum):
-    """How the server says that a pull has ended."""
+    """The server's reason for the end of a pull."""
 
     COMPLETE = enum.auto()
-    """Its message came, and was smaller than it might have been."""
+    """The message arrived, and was smaller than the limit."""
     EMPTY = enum.auto()
     """The lane has no more messages."""
     MISSING = enum.auto()
-    """There is no such consumer, or no longer."""
+    """The consumer does not exist."""
     TOO_LARGE = enum.auto()
     """The next message is larger than the pull allows."""
     REFUSED = enum.auto()
-    """It may succeed later."""
+    """The server rejected the pull. It may succeed later."""
 
 
 def decode_status(code: str, description: str) -> PullStatus:
-    """Read the status headers of a message without content."""
+    """Decode the status headers of a message without content."""
     if code in {"404", "408"}:
         return PullStatus.EMPTY
     if code == "503" or "Deleted" in description:
@@ -67,45 +69,45 @@ def decode_status(code: str, description: str) -> PullStatus:
 
 
 class Pull(NamedTuple):
-    """Pulls of one message each to publish at once."""
+    """Pulls of one message each, to publish together."""
 
     lane: Lane
     number: int
-    """Never used twice; the answers bear it."""
+    """The number of these pulls, never used twice. Their answers have it."""
     num_pulls: int
-    """How many to publish: all under this number."""
+    """The number of pulls to publish, all with this `number`."""
     max_bytes: int | None
-    """Of the message that each may bring; None: any."""
+    """The maximum size of the message of each pull; None: no limit."""
     is_standing: bool
-    """Wait `STANDING_S` for them; False: answer at once."""
+    """True if the server waits `STANDING_S` for a message. False: it answers immediately."""
 
 
 @dataclass(slots=True)
 class _LaneState:
-    """The last pull on one lane, and what it told."""
+    """The last pull on one lane, and its answer."""
 
     number: int = -1
     left: int = 0
-    """Messages that it may still bring; 0: none is under way."""
+    """Messages that the pull may still deliver; 0: no pull is open."""
     is_standing: bool = False
     ends_at: float = 0.0
-    """When it counts as lost; only while one is under way."""
+    """The time at which the pull counts as lost. Valid only while it is open."""
     waiting: int = 0
-    """Messages that the lane had besides the last one that came; 0: none, or the worker does not know."""
+    """Messages that the lane had behind the last delivered one; 0: none, or not known."""
     is_empty: bool = False
-    """The lane had no more messages just now. Forgotten where no standing pull follows at once."""
+    """True if the lane had no more messages just now. Cleared if no standing pull follows immediately."""
     seen_empty_at: float = -math.inf
-    """When an answer said last that the lane has no messages, or a pull was found standing on it."""
+    """The last time when an answer reported no messages in the lane, or a pull was standing on it."""
     not_before: float = 0.0
     few_until: float = 0.0
-    """Until then no probe limits the size of messages."""
+    """Until this time, no probe limits the size of messages."""
 
 
 class PullPlan:
     """The pulls of one worker.
 
     Args:
-        lanes: in the order in which they are emptied.
+        lanes: in the order in which the worker pulls from them.
         max_payload: bytes of the largest message.
     """
 
@@ -115,20 +117,20 @@ class PullPlan:
         self._next_number = 0
 
     def __repr__(self) -> str:
-        """One line: what is under way."""
+        """Return one line with the open pulls."""
         pulls = " ".join(f"{lane}={state.left}" for lane, state in self._lanes.items())
         return f"<PullPlan {pulls}>"
 
     @property
     def claimed(self) -> int:
-        """Messages that the pulls under way may still bring."""
+        """The number of messages that the open pulls may still deliver."""
         return sum(state.left for state in self._lanes.values())
 
     def next_pulls(self, room: int, now: float) -> list[Pull]:
-        """Say what to pull now, and take it as pulled. Call it after every event and at `next_at`.
+        """Return the pulls to publish now, and count them as open. Call it after every event and at `next_at`.
 
         Args:
-            room: requests that may be taken besides those already taken; what is under way does not count.
+            room: the number of further requests that may be accepted. Open pulls do not count.
         """
         for state in self._lanes.values():
             if state.left and state.ends_at <= now:
@@ -139,14 +141,14 @@ class PullPlan:
                 if state.left:
                     if state.is_standing:
                         continue
-                    break  # the answer decides whether it is the next lane's turn
+                    break  # the answer decides if the next lane has its turn
                 free = room + MAX_OVER - self.claimed
                 if free <= 0:
                     break
                 if state.not_before > now:
                     continue
-                # Twice what waited: in a burst more has come since. A pull that finds nothing costs the server as much
-                # as one that brings a message.
+                # Twice the number that waited: in a burst, more messages have arrived since. A pull that finds nothing
+                # costs the server as much as a pull that delivers a message.
                 pulls.append(self._pull(lane, state, min(room, free, max(1, 2 * state.waiting)), now))
                 if not state.is_standing:
                     break
@@ -157,9 +159,9 @@ class PullPlan:
         return pulls
 
     def lanes_waiting(self, now: float) -> tuple[Lane, ...] | None:
-        """Return the lanes that had more requests when they were asked last; None: it is not known.
+        """Return the lanes that had more requests at their last pull; None: not known.
 
-        It is known that none has any for as long after each was seen empty as a pull can stand, also where the worker
+        After each lane was seen empty, the queue counts as empty for as long as a pull can stand, also if the worker
         has had no room since.
         """
         waiting = tuple(lane for lane, state in self._lanes.items() if state.waiting)
@@ -178,10 +180,10 @@ class PullPlan:
         return Pull(lane, state.number, count, SMALL_BYTES if count > self._few else None, state.is_standing)
 
     def count_message(self, lane: Lane, *, waiting: int) -> None:
-        """Take note of a message.
+        """Record a message.
 
         Args:
-            waiting: messages that the lane had besides when it was sent; an estimate where they are handed out again.
+            waiting: further messages that the lane had when this one was sent; an estimate for redelivered messages.
         """
         state = self._lanes[lane]
         state.waiting = waiting
@@ -190,7 +192,7 @@ class PullPlan:
             state.is_empty = not state.left and not waiting
 
     def end_pull(self, number: int, answer: PullStatus, now: float) -> None:
-        """Take note that one pull ended without a message; ends of pulls that counted as lost say nothing."""
+        """Record that one pull ended without a message. The end of a pull that counted as lost has no effect."""
         for state in self._lanes.values():
             if state.number == number and state.left and answer is not PullStatus.COMPLETE:
                 state.left -= 1
@@ -204,14 +206,14 @@ class PullPlan:
                     state.seen_empty_at = now
 
     def reset(self) -> None:
-        """Nothing is under way any more: the connection was lost, or the inbox closed."""
+        """Record that no pull is open any more: the connection was lost, or the inbox was closed."""
         for state in self._lanes.values():
             state.left = state.waiting = 0
             state.is_empty, state.seen_empty_at = False, -math.inf
             state.not_before = state.few_until = 0.0
 
     def next_at(self, now: float) -> float | None:
-        """When `next_pulls` may say more even if nothing happens until then; None: never."""
+        """Return the time at which `next_pulls` may return more without an event; None: never."""
         times = [state.ends_at for state in self._lanes.values() if state.left]
         times += [state.not_before for state in self._lanes.values() if state.not_before > now]
         return min(times, default=None)

@@ -1,6 +1,6 @@
-"""Rendezvous hashing: clients agree on a worker without talking to each other.
+"""Rendezvous hashing: clients choose the same worker without communication.
 
-A worker that comes or goes moves only the keys that it gains or leaves.
+A worker that joins or leaves moves only the keys that it gains or loses.
 """
 
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ MASK: Final = (1 << 64) - 1
 
 
 def rendezvous(key: str, workers: Iterable[str]) -> str:
-    """The worker of highest weight for this key, such as a session, the same wherever it is asked.
+    """Return the worker with the highest weight for this key, for example a session. All callers get the same result.
 
     Raises:
         ValueError: there are no workers.
     """
-    # Multiplied by an odd number, the hashes of workers are ordered anew. To hash each with the key takes ten times as
-    # long.
+    # A multiplication by an odd number reorders the hashes of workers. To hash each worker with the key takes ten times
+    # as long.
     factor = _hash(key) | 1
     return max((_worker_hash(worker) * factor & MASK, worker) for worker in workers)[1]
 

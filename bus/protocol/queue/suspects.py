@@ -1,12 +1,12 @@
-"""Which requests may have killed an engine. A client tries them one at a time; its other requests go on at once.
+"""Finds the request that killed an engine. A client tries suspects one at a time; its other requests continue at once.
 
-An engine dies with many requests in it, and mostly one of them is the cause. A request of which the engine had made a
-token had passed what kills engines. The requests without a token are the *suspects*. Of each model one suspect at a
-time is *on trial*: the client publishes it, and holds back the others until it has a token or has ended. If the engine
-dies again and the request on trial was the client's only one there without a token, that request is poison. Companions
-weaken this evidence; then a third death is needed.
+An engine dies with many requests in it, and usually one of them is the cause. A request with a token has passed the
+phase that kills engines. The requests without a token are the *suspects*. For each model, one suspect at a time is *on
+trial*: the client publishes it and holds back the others until it has a token or has ended. If the engine dies again
+and the request on trial was the client's only request there without a token, that request is poison. Other requests
+there weaken this evidence; then a third death is needed.
 
-Time does not matter here. The keys are those of the caller: one for each sample of each request.
+Time does not matter here. The caller defines the keys: one for each sample of each request.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from ....schemas.limits import MAX_ENGINE_DEATHS, MAX_ENGINE_DEATHS_ALONE
 __all__ = ["Company", "Engine", "Suspects"]
 
 MAX_DEATHS_REMEMBERED: Final = 1024
-"""Deaths of engines of which it is remembered what was there: their frames arrive within seconds."""
+"""Deaths of engines whose requests are remembered. Their frames arrive within seconds."""
 
 Engine = tuple[str, str]
 """Worker and incarnation."""
@@ -30,9 +30,9 @@ class Company(NamedTuple):
     """The client's requests at an engine when it died."""
 
     num_open: int
-    """All of them."""
+    """All of these requests."""
     num_untokened: int
-    """Those without a token from this engine."""
+    """The requests without a token from this engine."""
 
 
 @dataclass(slots=True)
@@ -46,17 +46,17 @@ class Suspects(Generic[K]):
 
     def __init__(self) -> None:
         self._suspects: dict[K, _Suspect] = {}
-        # By model: which may be published, and those held back, oldest first, by the number of deaths they were in.
+        # By model: the suspect that may be published, and those held back, oldest first, by the number of their deaths.
         self._on_trial: dict[str, K] = {}
         self._held: dict[str, dict[int, dict[K, None]]] = {}
         self._at_death: OrderedDict[Engine, Company] = OrderedDict()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<Suspects {len(self._suspects)} on_trial={len(self._on_trial)}>"
 
     def __len__(self) -> int:
-        """Requests that may have killed an engine."""
+        """Return the number of requests that may have killed an engine."""
         return len(self._suspects)
 
     def __contains__(self, key: K) -> bool:
@@ -73,10 +73,10 @@ class Suspects(Generic[K]):
         return iter(list(self._on_trial.items()))
 
     def at_death(self, engine: Engine, now: Company) -> Company:
-        """Return the requests at `engine` when the client first heard of its death, which may come in several frames.
+        """Return the requests at `engine` when the client first learned of its death, which several frames may report.
 
         Args:
-            now: the requests that are there now; they are remembered if this is the first call for `engine`.
+            now: the present requests. They are remembered if this is the first call for `engine`.
         """
         company = self._at_death.setdefault(engine, now)
         if len(self._at_death) > MAX_DEATHS_REMEMBERED:
@@ -84,14 +84,14 @@ class Suspects(Generic[K]):
         return company
 
     def record_death(self, engine: Engine, model: str, lost: Collection[K], *, was_alone: bool) -> dict[K, int]:
-        """Record the death of an engine that had made no token of the requests in `lost`.
+        """Record the death of an engine that had generated no token of the requests in `lost`.
 
         Args:
-            was_alone: the engine had one request of the client without a token, and no more.
+            was_alone: True if the engine had exactly one request of the client without a token.
 
         Returns:
-            The poison among `lost`, with the number of engines that died of each. The others are held back until `next`
-            returns them.
+            The poison requests among `lost`, each with the number of its engine deaths. The others are held back until
+            `next` returns them.
         """
         poison: dict[K, int] = {}
         for key in lost:
@@ -111,7 +111,7 @@ class Suspects(Generic[K]):
     def next(self, model: str) -> K | None:
         """Put the next suspect of `model` on trial and return it; None if one is on trial or none is left.
 
-        Suspects of fewer deaths come first: innocent requests then do not wait for the restarts that the others cause.
+        Suspects of fewer deaths go first: innocent requests then do not wait for the restarts that the others cause.
         """
         held = self._held.get(model)
         if held is None or model in self._on_trial:
@@ -123,13 +123,13 @@ class Suspects(Generic[K]):
         return key
 
     def pass_over(self, key: K) -> None:
-        """Let a request on trial hold up no others, because no worker can take it now. It stays a suspect."""
+        """End the trial of a request that no worker can accept now, so that it delays no others. It stays a suspect."""
         model = self._suspects[key].model
         if self._on_trial.get(model) == key:
             del self._on_trial[model]
 
     def clear(self, key: K) -> None:
-        """Forget a request that has a token or has ended; without effect on others."""
+        """Remove a request that has a token or has ended; without effect on others."""
         suspect = self._suspects.pop(key, None)
         if suspect is None:
             return
@@ -147,10 +147,10 @@ class Suspects(Generic[K]):
             self._held.pop(model, None)
 
     def undo_death(self, engine: Engine) -> list[K]:
-        """Take back the death of an engine that was silent for longer than its lease and is heard again.
+        """Undo the death of an engine that was silent for longer than its lease and whose presence arrives again.
 
         Returns:
-            The requests that are no suspects any more and were held back: the client publishes them now.
+            The requests that are no longer suspects and were held back. The client publishes them now.
         """
         released = []
         for key, suspect in list(self._suspects.items()):

@@ -1,1 +1,1 @@
-"""The chunks of one request: how a worker writes them, and how a client checks and joins them."""
+"""The chunks of one request: how a worker writes them, and how a client verifies and joins them."""

@@ -1,4 +1,4 @@
-"""How much room chunks take, before they are encoded."""
+"""The sizes of chunks before they are encoded."""
 
 from ....schemas.chunk import Chunk, ChunkError, TopLogprobs
 
@@ -9,8 +9,8 @@ CHUNK_OVERHEAD_BYTES = 256
 
 
 def chunk_bytes(chunk: Chunk) -> int:
-    """An upper bound of the encoded size of `chunk`, in bytes."""
-    # Counted for every chunk: most have none of what is behind the conditions.
+    """Return an upper bound of the encoded size of `chunk` in bytes."""
+    # This runs for every chunk. Most chunks have none of the conditional fields.
     size = CHUNK_OVERHEAD_BYTES + text_bytes(chunk.request_id) + len(chunk.token_ids_data)
     if chunk.logprobs_data is not None:
         size += len(chunk.logprobs_data)
@@ -30,17 +30,17 @@ def chunk_bytes(chunk: Chunk) -> int:
 
 
 def text_bytes(text: str) -> int:
-    """Of a text in UTF-8."""
+    """Return the size of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def top_bytes(top: TopLogprobs | None) -> int:
-    """Of the arrays of top logprobs."""
+    """Return the size of the arrays of top logprobs."""
     return 0 if top is None else len(top.token_ids_data) + len(top.logprobs_data)
 
 
 def error_bytes(error: ChunkError | None) -> int:
-    """Of the texts of an error."""
+    """Return the size of the texts of an error."""
     if error is None:
         return 0
     return sum(text_bytes(text) for text in (error.message, error.field, error.problem, error.allowed))

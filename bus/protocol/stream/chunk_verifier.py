@@ -1,7 +1,8 @@
-"""The client's half of one attempt: chunks are checked as they come.
+"""The client's half of one attempt: verifies chunks as they arrive.
 
-Invariant: whatever passes to its end is complete: chunk numbers, token totals and the row rule have been checked, so
-that nothing missing or doubled can be mistaken for a result. And it ends: no more passes than what was asked for.
+Invariant: a stream that passes to its end is complete. Chunk numbers, token totals and the row rule were verified, so
+missing or duplicated data cannot pass as a result. The stream is also bounded: it never has more than the request asked
+for.
 """
 
 from ....schemas.chunk import Chunk, End, PromptLogprobs, RoutedExperts
@@ -14,10 +15,10 @@ __all__ = ["ChunkVerifier"]
 
 
 class ChunkVerifier:
-    """One attempt of one child, as far as it has come.
+    """Verifies the chunks of one attempt of one child request.
 
     Args:
-        request: what was asked for; `sampling.n` does not matter.
+        request: the request of the attempt; `sampling.n` has no effect.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -32,22 +33,22 @@ class ChunkVerifier:
         self._row_shape: tuple[int, int] | None = None
         self._row_dtype: str | None = None
         self.start = request.routed_experts_prompt_start
-        """Position of the first row."""
+        """The position of the first row."""
         self.num_tokens = 0
         self.num_rows = 0
         self.end: End | None = None
-        """The terminal chunk's; None while the stream is open."""
+        """The end in the terminal chunk; None while the stream is open."""
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk.
+        """Verify the next chunk.
 
         Raises:
-            RemoteProtocolError: it is not the next one, or contradicts what came before; nothing was taken.
+            RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was changed.
         """
         if self.end is not None:
-            raise RemoteProtocolError(f"chunk {chunk.chunk_index} after the terminal chunk")
+            raise RemoteProtocolError(f"received chunk {chunk.chunk_index} after the terminal chunk")
         if chunk.chunk_index != self._next_chunk:
-            raise RemoteProtocolError(f"chunk {chunk.chunk_index} came where {self._next_chunk} is next")
+            raise RemoteProtocolError(f"received chunk {chunk.chunk_index}, expected chunk {self._next_chunk}")
         self._check_logprobs(chunk)
         if chunk.routed_experts is not None:
             self._check_rows(chunk.routed_experts)
@@ -68,80 +69,84 @@ class ChunkVerifier:
         self.num_tokens, self.num_rows, self.end = num_tokens, num_rows, chunk.end
 
     def _check_bounds(self, chunk: Chunk, num_tokens: int, num_rows: int, num_prompt_logprobs: int) -> None:
-        """Refuse more than was asked for, and chunks that bring nothing: either could go on for ever."""
+        """Check that the chunk is not empty and stays within the request, so that no stream is endless."""
         max_rows = max(self._prompt_len - self.start, 0) + self._max_tokens
         if num_tokens > self._max_tokens or num_rows > max_rows:
             raise RemoteProtocolError(
-                f"{num_tokens} tokens and {num_rows} rows came; allowed: {self._max_tokens} and {max_rows}"
+                f"received {num_tokens} tokens and {num_rows} rows; allowed: {self._max_tokens} and {max_rows}"
             )
         if num_prompt_logprobs > max(self._prompt_len - 1, 0):
-            raise RemoteProtocolError(f"{num_prompt_logprobs} prompt logprobs came for a prompt of {self._prompt_len}")
+            raise RemoteProtocolError(
+                f"received {num_prompt_logprobs} prompt logprobs for a prompt of {self._prompt_len} tokens"
+            )
         is_news = (num_tokens, num_rows, num_prompt_logprobs) != (
             self.num_tokens,
             self.num_rows,
             self._num_prompt_logprobs,
         )
         if not is_news and chunk.end is None and chunk.chunk_index:
-            raise RemoteProtocolError(f"chunk {chunk.chunk_index} brings nothing")
+            raise RemoteProtocolError(f"chunk {chunk.chunk_index} is empty")
 
     def _check_logprobs(self, chunk: Chunk) -> None:
         if chunk.num_tokens and (chunk.logprobs_data is None) != (self._top_width is None):
             raise RemoteProtocolError(
-                f"logprobs={self._top_width} was asked for, and chunk {chunk.chunk_index} differs"
+                f"the request has logprobs={self._top_width}, but chunk {chunk.chunk_index} differs"
             )
         num_tops = 0 if chunk.top_logprobs is None else len(chunk.top_logprobs.token_ids)
         if num_tops != (chunk.num_tokens if self._top_width else 0):
-            raise RemoteProtocolError(f"{chunk.num_tokens} tokens came with {num_tops} rows of top logprobs")
+            raise RemoteProtocolError(f"received {chunk.num_tokens} tokens with {num_tops} rows of top logprobs")
 
     def _checked_masks(self, chunk: Chunk) -> bool | None:
-        """Whether all tokens of this attempt have sampling masks, or none has; None: not known yet."""
+        """Return True if all tokens of this attempt have sampling masks, False if none has; None: not known yet."""
         if not chunk.num_tokens:
             return self._has_masks
         has_masks = chunk.sampling_mask is not None
         if self._has_masks not in (None, has_masks):
             raise RemoteProtocolError(
-                f"chunk {chunk.chunk_index} came with{'' if has_masks else 'out'} sampling masks, unlike those before "
-                "or what was asked for"
+                f"chunk {chunk.chunk_index} came with{'' if has_masks else 'out'} sampling masks, unlike earlier "
+                "chunks or the request"
             )
         return has_masks
 
     def _checked_prompt_logprobs(self, part: PromptLogprobs | None) -> int:
-        """How many there are with `part`."""
+        """Return the number of prompt logprobs with those of `part`."""
         if part is None:
             return self._num_prompt_logprobs
         if not self._wants_prompt_logprobs or part.start != 1 + self._num_prompt_logprobs:
-            raise RemoteProtocolError(f"prompt logprobs from {part.start} came uncalled for or out of order")
+            raise RemoteProtocolError(
+                f"received prompt logprobs from {part.start}, which are out of order or were not requested"
+            )
         return self._num_prompt_logprobs + len(part.logprobs)
 
     def _check_prompt_logprobs(self, end: End, num_tokens: int, found: int) -> None:
         expected = self._prompt_len - 1 if self._wants_prompt_logprobs and num_tokens else found
         if end.error is None and found != expected:
-            raise RemoteProtocolError(f"{found} of {expected} prompt logprobs came")
+            raise RemoteProtocolError(f"received {found} of {expected} prompt logprobs")
 
     def _check_rows(self, part: RoutedExperts) -> None:
         expected = self.start + self.num_rows
         if part.start != expected:
-            raise RemoteProtocolError(f"routing rows from {part.start} came where {expected} is next")
+            raise RemoteProtocolError(f"received rows from position {part.start}, expected position {expected}")
         known = self._row_shape is not None
         if known and (part.shape[1:] != self._row_shape or part.dtype != self._row_dtype):
             raise RemoteProtocolError(
-                f"routing changed from {self._row_shape} {self._row_dtype} to {part.shape[1:]} {part.dtype}"
+                f"routed experts changed from {self._row_shape} {self._row_dtype} to {part.shape[1:]} {part.dtype}"
             )
 
     def _check_totals(self, end: End, num_tokens: int, num_rows: int) -> None:
         if (end.num_tokens, end.num_rows) != (num_tokens, num_rows):
             raise RemoteProtocolError(
-                f"{num_tokens} tokens and {num_rows} rows came of {end.num_tokens} and {end.num_rows}"
+                f"received {num_tokens} tokens and {num_rows} rows of {end.num_tokens} and {end.num_rows}"
             )
         if end.error is not None:
             return
         if end.routed_experts_start is None:
             if self._needs_routing or num_rows:
-                raise RemoteProtocolError("the terminal chunk speaks of no routing")
+                raise RemoteProtocolError("the terminal chunk has no start of routed experts")
             return
         expected = expected_rows(self._prompt_len, self.start, num_tokens)
         if end.routed_experts_start != self.start or num_rows != expected:
             raise RemoteProtocolError(
-                f"{num_rows} routing rows from {end.routed_experts_start} for {num_tokens} tokens after a prompt of "
-                f"{self._prompt_len}; {expected} rows from {self.start} were to come"
+                f"received {num_rows} rows from {end.routed_experts_start} for {num_tokens} tokens after a prompt of "
+                f"{self._prompt_len}; expected {expected} rows from {self.start}"
             )

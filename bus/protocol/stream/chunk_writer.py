@@ -1,11 +1,11 @@
-"""The worker's half of a stream: what engine steps add to a request becomes numbered chunks that fit a message.
+"""The worker's half of a stream: turns the steps of a request into numbered chunks that fit a message.
 
-Steps are taken as the engine makes them and leave as chunks when there is credit for them: what gathers meanwhile is
-merged. Numbers are given as chunks leave, so that what waits can still be merged, or dropped when the request fails.
+The writer adds each completed step, and hands out chunks when the link has credit. It merges steps that are buffered
+meanwhile. A chunk gets its number when it is handed out, so buffered output can still be merged or discarded.
 
-Invariant: the chunks of one attempt and child are numbered from 0 without a gap, hold every token and every row
-once and in order, and exactly one of them, the last, has an `End` whose totals are theirs. No chunk with tokens is
-ahead of them with its rows, so that the stream can be resumed behind it.
+Invariant: the chunks of one attempt and child are numbered from 0 without a gap. They have every token and every row
+once and in order. Only the last chunk has an `End`, with the totals of all chunks. No row is ahead of the tokens of its
+chunk, so the stream can be resumed after a chunk with tokens.
 """
 
 from collections import deque
@@ -25,12 +25,11 @@ from .token_buffer import TokenBuffer, check_mask
 __all__ = ["SEGMENT_BYTES", "ChunkWriter"]
 
 SEGMENT_BYTES = 256 * 1024
-"""Of rows, or of prompt logprobs, in one chunk: a part holds up the tokens of other requests for a millisecond. Smaller
-ones cost more CPU than they move."""
+"""Bytes of rows or prompt logprobs in one chunk. A segment delays the tokens of other requests for a millisecond."""
 
 
 class _TerminalChunk(NamedTuple):
-    """What the terminal chunk says besides the totals."""
+    """The fields of the terminal chunk besides the totals."""
 
     finish_reason: FinishReason
     stop_reason: int | None
@@ -39,36 +38,37 @@ class _TerminalChunk(NamedTuple):
 
 
 class _ChunkPlan(NamedTuple):
-    """What the next chunk holds."""
+    """The contents of the next chunk."""
 
     prompt_logprobs: PromptLogprobs | None
     num_tokens: int
     num_rows: int
     is_terminal: bool
     num_bytes: int
-    """Upper bound of its encoded size."""
+    """Upper bound of its encoded size in bytes."""
 
 
 class ChunkWriter:
     """Writes the chunks of one attempt and child.
 
     Args:
-        key: which attempt and child.
+        key: the attempt and child.
         prompt_len: Lp, for the row rule.
-        routing: the shape of the model's routing; None when none is returned.
-        start: the `routed_experts_prompt_start` applied.
-        segment_bytes: arrays of one chunk take at most this, unless a single token or row is larger.
-        traceparent: of the request; the first chunk bears it.
+        routing: the shape of the model's routed experts; None if none are returned.
+        start: the `routed_experts_prompt_start` that applies.
+        segment_bytes: the maximum bytes of arrays in one chunk, unless a single token or row is larger.
+        traceparent: of the request; the first chunk has it.
 
     Attributes:
-        segment_bytes: as above; may be set anew before the first step is taken.
-        max_mask_bytes: of the ids of one token's sampling mask; may be set before the first step is taken.
-        reports_kv: the engine reports KV that it computes anew; may be set before the first step is taken.
-        taken_tokens: that were generated, whether they have left or not.
-        unsent_bytes: of what was taken and has not left.
-        last_bytes: an upper bound of the encoded size of the chunk that was handed out last.
-        is_ended: the request's last step was taken, or it failed; no other may follow.
-        has_left: the terminal chunk was handed out.
+        segment_bytes: as above; may be changed before the first step is added.
+        max_mask_bytes: the maximum bytes of ids in one token's sampling mask; may be set before the first step is
+            added.
+        reports_kv: True if the engine reports recomputed KV; may be set before the first step is added.
+        taken_tokens: the number of added tokens, handed out or not.
+        unsent_bytes: the bytes that were added and not handed out.
+        last_bytes: an upper bound of the encoded size of the last chunk that was handed out.
+        is_ended: True if the last step was added or the request failed. No other step may follow.
+        has_left: True if the terminal chunk was handed out.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class ChunkWriter:
         self._traceparent = traceparent
         self._chunk_overhead = CHUNK_OVERHEAD_BYTES + text_bytes(key.request_id) + text_bytes(traceparent or "")
         self._row_bytes = 0 if routing is None else routing.row_bytes
-        # What has left.
+        # Counts of the chunks that were handed out.
         self._num_chunks = self._num_tokens = self._num_rows = 0
-        # What was taken, whether it has left or not.
+        # Counts of all added output, handed out or not.
         self.taken_tokens = self._taken_rows = 0
         self._cached_tokens: int | None = None
-        # Of its last step, or of the end that was put to it.
+        # Of the last step, or of the failure or abort.
         self._weight_version = 0
         self._lora_version: int | None = None
-        # What has not left.
+        # Output that was not handed out.
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._runs: deque[TokenBuffer] = deque()
         self._rows = RowBuffer()
@@ -110,23 +110,23 @@ class ChunkWriter:
         self.has_left = False
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<ChunkWriter {self._key.request_id} chunks={self._num_chunks} unsent_bytes={self.unsent_bytes}>"
 
     @property
     def has_unsent(self) -> bool:
-        """There is a next chunk."""
+        """True if there is a next chunk."""
         return self.unsent_bytes > 0 or (self.is_ended and not self.has_left)
 
     def add_step(self, step: RequestStep, weight_version: int, lora_version: int | None = None) -> None:
-        """Take what one step added; its arrays are copied, but for a prompt's rows, which must not change any more.
+        """Add the output of one step. Its arrays are copied, except a prompt's rows, which must not change any more.
 
         Args:
             weight_version: of the weights that sampled its tokens.
             lora_version: of the adapter that the request uses; None: it uses none.
 
         Raises:
-            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing of it was taken.
+            LocalProtocolError: the step's arrays contradict each other or the row rule; nothing was added.
         """
         num_tokens = len(step.token_ids)
         rows = step.routed_experts if self._routing is not None else None
@@ -165,18 +165,18 @@ class ChunkWriter:
 
     def _check(self, step: RequestStep, num_tokens: int) -> None:
         if self.is_ended:
-            raise LocalProtocolError("the engine went on after the request's last step")
+            raise LocalProtocolError("the engine returned a step after the request's last step")
         if step.logprobs is not None and len(step.logprobs) != num_tokens:
-            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but {len(step.logprobs)} logprobs")
+            raise LocalProtocolError(f"the engine returned {num_tokens} tokens but {len(step.logprobs)} logprobs")
         top = step.top_logprobs
         if top is not None and len(top.token_ids_data) != 4 * top.width * num_tokens:
-            raise LocalProtocolError(f"the engine gave {num_tokens} tokens but top logprobs of other positions")
+            raise LocalProtocolError(f"the engine returned {num_tokens} tokens but another number of top logprobs")
         if step.sampling_mask is not None:
             check_mask(step.sampling_mask, num_tokens, self.max_mask_bytes)
         if (step.error is not None) != (step.finish_reason is FinishReason.ERROR):
-            raise LocalProtocolError(f"the engine gave finish reason {step.finish_reason} and error {step.error!r}")
+            raise LocalProtocolError(f"the engine returned finish reason {step.finish_reason} and error {step.error!r}")
         if step.kv_params is not None and step.finish_reason is None:
-            raise LocalProtocolError("the engine gave KV parameters before the request's last step")
+            raise LocalProtocolError("the engine returned KV parameters before the request's last step")
 
     def _check_rows(self, rows: Rows, start: int) -> None:
         routing = self._routing
@@ -186,41 +186,41 @@ class ChunkWriter:
         wanted = (routing.num_layers, routing.top_k)
         if rows.shape[1:] != wanted or rows.dtype != DTYPES[routing.dtype]:
             raise LocalProtocolError(
-                f"the engine gave rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
+                f"the engine returned rows of {rows.shape[1:]} {rows.dtype}; its model has {wanted} {routing.dtype}"
             )
         if start != position:
-            raise LocalProtocolError(f"the engine gave rows from {start}; {position} comes next")
+            raise LocalProtocolError(f"the engine returned rows from position {start}, expected {position}")
 
     def _check_row_rule(self, step: RequestStep, num_tokens: int, num_rows: int) -> None:
-        """Refuse rows of positions that are not there yet and, at the end, any other number than belongs to it."""
+        """Check that each row has an existing position and, at the end, that the number of rows is correct."""
         if self._routing is None:
             return
         most = self._prompt_len - self._start + num_tokens
         if num_rows > most:
-            raise LocalProtocolError(f"the engine gave {num_rows} rows; there are no more than {most} positions yet")
-        # A failed request may lack rows of tokens that it did deliver: nobody takes it for a result.
+            raise LocalProtocolError(f"the engine returned {num_rows} rows for at most {most} positions")
+        # A failed request may lack rows of delivered tokens, because it is not a result.
         if step.finish_reason is None or step.error is not None:
             return
         expected = expected_rows(self._prompt_len, self._start, num_tokens)
         if num_rows != expected:
             raise LocalProtocolError(
-                f"the engine gave {num_rows} rows for {num_tokens} tokens "
-                f"after a prompt of {self._prompt_len} from {self._start}; {expected} belong to them"
+                f"the engine returned {num_rows} rows for {num_tokens} tokens "
+                f"after a prompt of {self._prompt_len} from {self._start}; expected {expected}"
             )
 
     @property
     def next_bytes(self) -> int:
-        """An upper bound of the encoded size of the next chunk; 0 where there is none."""
+        """An upper bound of the encoded size of the next chunk; 0 if there is none."""
         return self._plan().num_bytes if self.has_unsent else 0
 
     def next_chunk(self, max_bytes: int | None = None) -> Chunk | None:
-        """Hand out the next chunk: what has gathered, as far as it may share one.
+        """Hand out the next chunk, with as much buffered output as fits one chunk.
 
         Args:
-            max_bytes: of the encoded chunk.
+            max_bytes: the maximum size of the encoded chunk.
 
         Returns:
-            None where nothing is unsent or `next_bytes` exceeds `max_bytes`.
+            None if nothing is unsent or `next_bytes` exceeds `max_bytes`.
         """
         if not self.has_unsent:
             return None
@@ -247,18 +247,18 @@ class ChunkWriter:
             num_bytes += error_bytes(self._ending.error)
         if is_terminal and self._ending is not None and self._ending.kv_params:
             num_kv_bytes = len(self._ending.kv_params)
-            # They may be as large as a part: then they go alone, after the rest.
+            # KV parameters may be as large as a segment. Then they go alone, after all other output.
             is_terminal = num_bytes + num_kv_bytes <= self.segment_bytes or not (num_tokens or num_rows)
             num_bytes += num_kv_bytes if is_terminal else 0
         return _ChunkPlan(None, num_tokens, num_rows, is_terminal, num_bytes)
 
     def _next_counts(self) -> tuple[int, int]:
-        """How many tokens and rows go into one chunk: as many as fit, the rows only as far as the tokens need them."""
+        """Return how many tokens and rows go into one chunk: as many as fit, with the rows that the tokens need."""
         unsent_rows = self._taken_rows - self._num_rows
-        # Rows before the next token's own: they may go ahead of it, for it must follow.
+        # Rows before the next token's own row may go before the token, because it must follow.
         due = self._prompt_len - self._start + self._num_tokens - self._num_rows
         if len(self._runs) == 1 and self.unsent_bytes <= self.segment_bytes:
-            # All fits, as mostly.
+            # The usual case: all output fits.
             num_tokens = self._runs[0].num_tokens
             return num_tokens, min(unsent_rows, due + num_tokens - 1)
         ahead = min(unsent_rows, due)
@@ -317,7 +317,7 @@ class ChunkWriter:
 
     def _pop_rows(self, plan: _ChunkPlan) -> RoutedExperts | None:
         routing, count = self._routing, plan.num_rows
-        # Where there is no row at all, the receiver still learns the shape.
+        # If there is no row at all, the receiver still gets the shape.
         if routing is None or not (count or (plan.is_terminal and not self._num_rows)):
             return None
         shape = (count, routing.num_layers, routing.top_k)
@@ -341,9 +341,9 @@ class ChunkWriter:
         )
 
     def fail(self, error: ChunkError, weight_version: int) -> Chunk:
-        """End the request with `error`; returns its terminal chunk, whose totals are those of what has left.
+        """End the request with `error`. Return the terminal chunk, with the totals of the chunks that were handed out.
 
-        What has not left is dropped.
+        Unsent output is discarded.
 
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
@@ -351,9 +351,9 @@ class ChunkWriter:
         return self._cut_short(_TerminalChunk(FinishReason.ERROR, None, error), weight_version)
 
     def abort(self, weight_version: int) -> Chunk:
-        """End the request as aborted, for a client that wants no more of it: else as `fail`.
+        """End the request as aborted on its client's wish; otherwise as `fail`.
 
-        Its rows may be fewer or more than the row rule says of its tokens.
+        The number of its rows may differ from the row rule.
 
         Raises:
             LocalProtocolError: the terminal chunk was handed out before.
@@ -362,7 +362,7 @@ class ChunkWriter:
 
     def _cut_short(self, ending: _TerminalChunk, weight_version: int) -> Chunk:
         if self.has_left:
-            raise LocalProtocolError("the request ended again after its terminal chunk")
+            raise LocalProtocolError("the request cannot end again after its terminal chunk")
         self._prompt_logprobs.clear()
         self._runs.clear()
         self._rows.clear()
@@ -374,7 +374,7 @@ class ChunkWriter:
 
 
 def _prompt_bytes(part: PromptLogprobs) -> int:
-    # Never 0: a part without a value is still to be sent.
+    # Never 0: a segment without a value must be sent too.
     return CHUNK_OVERHEAD_BYTES + len(part.logprobs_data) + top_bytes(part.top)
 
 
@@ -382,7 +382,7 @@ def _prompt_parts(prompt_logprobs: PromptLogprobs, segment_bytes: int) -> Iterat
     top = prompt_logprobs.top
     width = 0 if top is None else top.width
     per_part = max(segment_bytes // (4 + 8 * width), 1)
-    # Without a value, as for a prompt of one token, still one part: the receiver learns that there are none.
+    # Without a value, for example with a prompt of one token, send one segment: it shows that there are none.
     for first in range(0, max(len(prompt_logprobs.logprobs_data) // 4, 1), per_part):
         past = first + per_part
         yield PromptLogprobs(

@@ -1,4 +1,4 @@
-"""What an engine step added to its requests, before it becomes chunks."""
+"""The output of an engine step for its requests, before it becomes chunks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["RequestStep", "TokenBatch", "split"]
 
 
 class RequestStep(msgspec.Struct, kw_only=True, gc=False):
-    """What one engine step added to one request."""
+    """The output of one engine step for one request."""
 
     key: str
     """The key under which the request was added."""
@@ -25,9 +25,10 @@ class RequestStep(msgspec.Struct, kw_only=True, gc=False):
     top_logprobs: TopLogprobs | None = None
     """The most likely alternatives at each of the k positions; None unless `sampling.logprobs` > 0."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Only in a request's first step, and only when asked for."""
+    """Only in the first step of a request that asks for them."""
     routed_experts: Rows | None = None
-    """u1|u2[rows, num_layers, top_k], C-contiguous; None when routing was declined or the model has no experts."""
+    """u1|u2[rows, num_layers, top_k], C-contiguous; None if the request declines routed experts or the model has none.
+    """
     routed_experts_start: int = 0
     """Absolute position of `routed_experts[0]` in prompt + generated tokens."""
     cached_tokens: int | None = None
@@ -35,43 +36,44 @@ class RequestStep(msgspec.Struct, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     """Set in the last step of a request."""
     stop_reason: int | None = None
-    """The stop token id that ended the request, when one of `stop_token_ids` did."""
+    """The stop token id that ended the request, if it was one of `stop_token_ids`."""
     error: str | None = None
-    """Set, with `finish_reason` ERROR, when the engine failed this request alone."""
+    """Set, with `finish_reason` ERROR, if the engine failed this request only."""
     error_code: ErrorCode = ErrorCode.ENGINE_ERROR
-    """What kind of failure `error` is: also KV_TRANSFER_FAILED."""
+    """The code of `error`, for example KV_TRANSFER_FAILED."""
     kv_recomputed: bool = False
-    """Before these tokens, which are not the first, the engine computed the KV of all positions anew; only of engines
-    that report it (`Engine.reports_recomputed_kv`)."""
+    """True if the engine recomputed the KV of all positions before these tokens, which are not the first tokens. Only
+    of engines that report it (`Engine.reports_recomputed_kv`).
+    """
     kv_params: bytes | None = None
-    """Where the KV of the prompt lies: only in the last step of a prefill leg, and where the engine has kept it."""
+    """The KV transfer parameters: only in the last step of a prefill phase whose KV the engine has kept."""
     sampling_mask: SamplingMask | None = None
-    """Of each of the k tokens; None where the engine makes none, or they were declined."""
+    """The masks of the k tokens; None if the engine returns none, or the request declines them."""
 
 
 class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
     """One token for each of several requests, of one engine step that neither began nor ended any of them.
 
-    It says what a `RequestStep` for each would say, without an object for each. All of its requests want the same:
-    logprobs or none, routing or none. Tokens with sampling masks come as a `RequestStep` each.
+    It is equal to one `RequestStep` for each request, without an object for each. All of its requests have the same
+    options: logprobs or none, routed experts or none. Tokens with sampling masks come as one `RequestStep` each.
     """
 
     keys: Sequence[str]
     """The keys under which the requests were added, each once."""
     token_ids: npt.NDArray[np.int32]
-    """i4[len(keys)]: the token of each."""
+    """i4[len(keys)]: the token of each request."""
     logprobs: npt.NDArray[np.float32] | None = None
     """f4[len(keys)], the sampler's log probability of each token; None when `sampling.logprobs` is None."""
     routed_experts: Rows | None = None
-    """u1|u2[len(keys), num_layers, top_k]: one row for each; None without routing."""
+    """u1|u2[len(keys), num_layers, top_k]: one row for each request; None without routed experts."""
     routed_experts_starts: npt.NDArray[np.int64] | None = None
-    """i8[len(keys)]: the absolute position of each one's row; None without routing."""
+    """i8[len(keys)]: the absolute position of each request's row; None without routed experts."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def pick(self, indices: Sequence[int]) -> "TokenBatch":
-        """The part of it that concerns the requests at `indices`, in their order."""
+        """Return the batch of the requests at `indices`, in their order."""
         return TokenBatch(
             keys=[self.keys[i] for i in indices],
             token_ids=self.token_ids[indices],
@@ -81,7 +83,7 @@ class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
         )
 
     def split(self) -> list[RequestStep]:
-        """The same as a `RequestStep` for each request; their arrays are views."""
+        """Return a `RequestStep` for each request. The arrays are views."""
         return [
             RequestStep(
                 key=key,
@@ -95,5 +97,5 @@ class TokenBatch(msgspec.Struct, kw_only=True, gc=False):
 
 
 def split(steps: Iterable[RequestStep | TokenBatch]) -> list[RequestStep]:
-    """The same steps, with each batch taken apart."""
+    """Return the same steps, with each batch split."""
     return [one for step in steps for one in (step.split() if isinstance(step, TokenBatch) else [step])]

@@ -1,8 +1,8 @@
-"""Which weights computed the KV of a sequence: at its end, and when each token was sampled.
+"""The weight versions that computed the KV of a sequence: at its end, and when each token was sampled.
 
-An engine computes the KV of the prompt when it samples the first token, and the KV of generated token i when it samples
-token i + 1. So the versions of the tokens say of which weights all KV is, unless the engine computed it anew: then all
-KV up to there is of the weights of the token that came next.
+An engine computes the KV of the prompt when it samples the first token. It computes the KV of generated token i when it
+samples token i + 1. So the versions of the tokens are also those of the KV, unless the engine recomputed it. In that
+case, all KV up to there has the version of the next token.
 """
 
 from collections.abc import Sequence
@@ -16,36 +16,36 @@ from ....schemas.chunk import Chunk
 __all__ = ["Spans", "kv_arrays"]
 
 Spans = tuple[tuple[int, int], ...]
-"""(first position, version) of each span, in order; a span ends where the next begins."""
+"""(first position, version) of each span, in order. A span ends where the next begins."""
 
 
 NO_LORA = -1
 
 
 class _Recomputed(NamedTuple):
-    """Where the KV was computed anew."""
+    """The places where the KV was recomputed."""
 
     tokens: list[int]
-    """Numbers of the tokens before which that happened; the first is 0, as a prompt is always computed."""
+    """The numbers of the tokens before which this happened. The first is 0, because a prompt is always computed."""
     is_end_known: bool
-    """No recomputation behind the last of them was missed."""
+    """True if no recomputation after the last of them is missing."""
     is_all_known: bool
-    """None was missed."""
+    """True if no recomputation is missing."""
 
 
 def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
-    """The fields of a `Generation` that tell of KV, by their names.
+    """Return the KV fields of a `Generation` by their names.
 
     Args:
         chunks: as `rollbus.bus.protocol.stream.response_stream` delivers them.
-        prompt_len: Lp of the whole.
+        prompt_len: Lp of the whole request.
     """
     chunks = [chunk for chunk in chunks if chunk.num_tokens]
     found = _recomputed(chunks)
     sizes = [chunk.num_tokens for chunk in chunks]
     is_known = bool(chunks) and found.is_end_known
     if len(versions := {(chunk.weight_version, chunk.lora_version) for chunk in chunks}) == 1:
-        # Most results: no array needs to be computed.
+        # The usual case: no array needs to be computed.
         [(version, lora)] = versions
         return {
             "kv_version_spans": ((0, version),) if is_known else None,
@@ -77,7 +77,7 @@ def _recomputed(chunks: Sequence[Chunk]) -> _Recomputed:
 
 
 def _spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) -> Spans:
-    """The KV at the end, which was all computed before token `recomputed` and went on from there."""
+    """Return the spans of the final KV, which was all recomputed before token `recomputed` and extended from there."""
     since = versions[recomputed:]
     changes = np.flatnonzero(np.diff(since))
     rest = [(prompt_len + recomputed + int(i), int(since[i + 1])) for i in changes]
@@ -87,7 +87,7 @@ def _spans(versions: npt.NDArray[np.int32], recomputed: int, prompt_len: int) ->
 def _mixed(
     weights: npt.NDArray[np.int32], loras: npt.NDArray[np.int32], recomputed: Sequence[int]
 ) -> npt.NDArray[np.bool_]:
-    """Of each token, whether the versions have changed since all KV before it was computed."""
+    """Return for each token whether the versions have changed since all KV before it was computed."""
     is_change = np.zeros(len(weights), np.int64)
     is_change[1:] = (np.diff(weights) != 0) | (np.diff(loras) != 0)
     num_changes = np.cumsum(is_change)

@@ -1,13 +1,13 @@
-"""One child of a request across its attempts: what was delivered stays, what was lost is made again.
+"""One child request across its attempts: delivered output stays, and lost output is generated again.
 
-Invariant: what leaves here is one stream, whatever happened underneath: chunks numbered from 0 without a gap, no token
-twice and none lost, each with its rows, and one terminal chunk whose totals are those of the whole.
+Invariant: the caller receives one stream regardless of the attempts. Its chunks are numbered from 0 without a gap. No
+token is duplicated or lost, each has its row, and one terminal chunk has the totals of the whole stream.
 
-A chunk is delivered only with its rows. Rows and prompt logprobs that came ahead of their tokens are held back until
-the tokens are there, so that an attempt can be given up between any two chunks and only whole steps remain.
+A chunk is delivered only with its rows. Rows and prompt logprobs that arrive before their tokens are held back until
+the tokens arrive. So an attempt can be lost between any two chunks, and only whole steps remain.
 
-Two workers may serve an attempt. The prefill phase is the attempt cut down to one token; the decode phase resumes from
-there as an attempt does after a loss. Each phase has a number of its own. Together they count as one attempt.
+Two workers may serve an attempt. The prefill phase is the attempt with one token only. The decode phase resumes from
+there, as an attempt does after a loss. Each phase has its own number. Together they count as one attempt.
 """
 
 from typing import Any, Literal
@@ -28,14 +28,15 @@ __all__ = ["ResponseStream"]
 
 
 class ResponseStream:
-    """One child's chunks, from the first attempt to the last.
+    """The chunks of one child request, from the first attempt to the last.
 
     Args:
         request: the child's, with `sampling.n` 1.
-        child: which of n samples.
-        attempt: number of the first attempt: above 0 when chunks of an earlier call of the same id may be on their way.
-        keep: hold the chunks for `arrays`, and start over where going on would not be exact; False for callers that
-            take chunks one by one and cannot give them back.
+        child: the index among n samples.
+        attempt: number of the first attempt. It is above 0 if chunks of an earlier call with the same id may still
+            arrive.
+        keep: keep the chunks for `arrays`, and restart if a continuation would not be exact. False for callers that
+            read chunks one by one and cannot return them.
     """
 
     def __init__(self, request: GenerateRequest, *, child: int, attempt: int, keep: bool) -> None:
@@ -43,78 +44,78 @@ class ResponseStream:
         self._keep = keep
         self._first_attempt = attempt
         self.asked = request
-        """What the current attempt asks for, both phases together."""
+        """The request of the current attempt, for both phases together."""
         self._verifier = ChunkVerifier(request)
         self.phase: Literal["prefill", "decode"] | None = None
-        """Of the current attempt; None if one worker is to serve all of it."""
+        """The phase of the current attempt; None if one worker serves all of it."""
         self._connector: str | None = None
-        # Of the current attempt, waiting for the tokens that they belong to.
+        # Chunks of the current attempt that wait for their tokens.
         self._held: list[Chunk] = []
         self._kept: list[Chunk] = []
-        # The tokens delivered, <i4; the next attempt's prompt ends with them.
+        # The delivered tokens, <i4. The prompt of the next attempt ends with them.
         self._token_ids: list[bytes] = []
         self._num_chunks = 0
         self._num_tokens = 0
         self._num_rows = 0
         self._weight_version = 0
         self._lora_version: int | None = None
-        # The next token is the first of an attempt or leg that goes on from tokens of another: their KV, and the
-        # prompt's, is of this token's weights.
+        # The next token is the first of an attempt or phase that continues from earlier tokens. The KV of these tokens
+        # and the prompt has this token's weight version.
         self._is_resumed = False
-        # Numbers that are no attempts of their own: withdrawn, or of a decode leg.
+        # Attempt numbers that do not count as attempts: withdrawn ones, and those of decode phases.
         self._num_uncounted = 0
         self.child = child
-        """Which of n samples."""
+        """The index among n samples."""
         self.attempt = attempt
-        """Number of the current attempt; chunks of others are not for this stream."""
+        """The number of the current attempt. Chunks of other attempts do not belong to this stream."""
         self.is_prefilled = False
-        """The current attempt was a prefill leg, which has ended well: `next_phase` is due."""
+        """True if the current attempt was a prefill phase that has completed. The caller must call `next_phase`."""
         self.handover: KvTransfer | None = None
-        """The KV that the last prefill leg has left; None: it has left none."""
+        """The KV of the last prefill phase; None: there is none."""
         self.is_exact = True
-        """What was delivered is what an undisturbed run could have given."""
+        """True if an undisturbed run could have given the same output."""
         self.end: End | None = None
-        """Of the whole stream; None while it is open."""
+        """The end of the whole stream; None while it is open."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         state = "open" if self.end is None else self.end.finish_reason
         return f"<ResponseStream {state} attempt={self.attempt} tokens={self._num_tokens} rows={self._num_rows}>"
 
     @property
     def request_id(self) -> str:
-        """Of the caller's request; the same for every attempt."""
+        """The id of the caller's request, which is the same for every attempt."""
         return self._request.request_id
 
     @property
     def num_attempts(self) -> int:
-        """How often the request was published, without what was withdrawn; two legs count as one."""
+        """The number of publications, without withdrawn ones. Two phases count as one."""
         return self.attempt - self._first_attempt - self._num_uncounted + 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were delivered."""
+        """The number of delivered tokens."""
         return self._num_tokens
 
     @property
     def has_begun(self) -> bool:
-        """A worker was given an attempt or a leg before the current one."""
+        """True if a worker had an attempt or a phase before the current one."""
         return self.num_attempts > 1 or self.phase == "decode"
 
     @property
     def start(self) -> int:
-        """Absolute position of the first row."""
+        """The absolute position of the first row."""
         return self._request.routed_experts_prompt_start
 
     def sequence(self) -> npt.NDArray[np.int32]:
-        """The prompt of the request and the tokens that were delivered: what the last worker's cache may hold."""
+        """Return the prompt and the delivered tokens: the sequence that the last worker's cache may hold."""
         return np.concatenate([np.asarray(self._request.prompt_token_ids), self._tokens()])
 
     def add(self, chunk: Chunk) -> list[Chunk]:
-        """Take the current attempt's next chunk; returns what may be delivered now, numbered for the caller.
+        """Add the next chunk of the current attempt. Return the chunks to deliver now, numbered for the caller.
 
         Raises:
-            RemoteProtocolError: it is not the next one, or contradicts what came before; nothing was taken.
+            RemoteProtocolError: it is not the next chunk, or contradicts earlier chunks; nothing was added.
         """
         self._verifier.add(chunk)
         if chunk.end is None:
@@ -122,7 +123,7 @@ class ResponseStream:
                 self._held.append(chunk)
                 return []
             if not self._held:
-                # As mostly: a step's tokens, and nothing ahead of them.
+                # The usual case: the tokens of a step, with nothing held back.
                 return [self._deliver(chunk)]
             self._held.append(chunk)
         elif not self._has_more_after_prefill(chunk, chunk.end):
@@ -135,13 +136,13 @@ class ResponseStream:
         return [self._deliver(held_chunk) for held_chunk in held]
 
     def _has_more_after_prefill(self, chunk: Chunk, end: End) -> bool:
-        """A prefill leg has ended because it was one, and the whole has not."""
+        """Return True if the prefill phase has ended only because it is limited to one token."""
         if self.phase != "prefill" or not end.num_tokens:
             return False
         sampling, num_tokens = self._request.sampling, self._num_tokens + chunk.num_tokens
         if sampling.max_tokens is not None and num_tokens >= sampling.max_tokens:
             return False
-        # It may end at a token at which the whole, of more `min_tokens`, does not.
+        # It may end at a stop token although the whole request has a higher `min_tokens`.
         is_too_early = end.finish_reason is FinishReason.STOP and num_tokens <= sampling.min_tokens
         return end.finish_reason is FinishReason.LENGTH or is_too_early
 
@@ -176,25 +177,25 @@ class ResponseStream:
         return chunk
 
     def _whole(self, end: End) -> End:
-        """The end of an attempt as that of the stream."""
+        """Return the end of an attempt as the end of the stream."""
         if self.num_attempts == 1 and self.phase is None:
             return end
         return replace(
             end,
             num_tokens=self._num_tokens,
             num_rows=self._num_rows,
-            # What a later attempt found in the cache were mostly the tokens of the attempts before.
+            # A later attempt found mostly tokens of the earlier attempts in the cache.
             cached_tokens=end.cached_tokens if self.num_attempts == 1 else None,
             routed_experts_start=None if end.routed_experts_start is None else self.start,
             kv_params=None,
         )
 
     def next_attempt(self) -> GenerateRequest | Chunk:
-        """Give up the current attempt; returns the request to publish for the next, or the terminal chunk.
+        """End the lost current attempt. Return the request of the next attempt, or the terminal chunk.
 
-        Tokens that were delivered are not generated again, where going on from them gives what an undisturbed run
-        could have given. Elsewhere (`SamplingParams.is_continuable`) a kept stream starts over, and one whose chunks
-        were handed out goes on with another seed and is no longer exact.
+        Delivered tokens are not generated again if a continuation gives the output of an undisturbed run. Otherwise
+        (`SamplingParams.is_continuable`) a kept stream restarts. A stream whose chunks were already read continues with
+        another seed and is no longer exact.
         """
         self._held = []
         self.attempt += 1
@@ -216,20 +217,20 @@ class ResponseStream:
         return request
 
     def withdraw(self) -> GenerateRequest:
-        """Go on under the next attempt number because nobody took the current one: it does not count as an attempt.
+        """Continue under the next attempt number because no worker accepted the current one. This is not a new attempt.
 
         Returns:
-            The request to publish; that of the whole attempt where a prefill leg was withdrawn.
+            The request to publish; that of the whole attempt if a prefill phase was withdrawn.
         """
         self.attempt += 1
         self._num_uncounted += 1
         return self._start_attempt(self.asked, "decode" if self.phase == "decode" else None)
 
     def cut_to_prefill(self, connector: str | None) -> GenerateRequest:
-        """Make the current attempt, of which nothing was published, a prefill leg; returns its request.
+        """Make the current attempt, which is not published yet, a prefill phase. Return its request.
 
         Args:
-            connector: of the worker that it goes to, and so that of its handover.
+            connector: of the worker that gets it, and so of its KV transfer.
         """
         sampling = self.asked.sampling
         self.phase, self._connector = "prefill", connector
@@ -238,15 +239,15 @@ class ResponseStream:
         return request
 
     def next_phase(self) -> GenerateRequest:
-        """Go on after a prefill leg that has ended; returns the request of the decode leg."""
+        """Continue after a completed prefill phase. Return the request of the decode phase."""
         self.attempt += 1
         self._num_uncounted += 1
         return self._start_attempt(self._continuation(), "decode")
 
     def abort(self) -> Chunk:
-        """End the stream, which must be open, where it stands; returns the terminal chunk.
+        """End the stream, which must be open, at its present position. Return the terminal chunk.
 
-        It is aborted, unless its tokens are all there will be.
+        The finish reason is abort, unless the tokens are already complete.
         """
         self._held = []
         return self._finish(*(self._reached() or (FinishReason.ABORT, None)))
@@ -264,7 +265,7 @@ class ResponseStream:
         return np.frombuffer(b"".join(self._token_ids), "<i4")
 
     def _reached(self) -> tuple[FinishReason, int | None] | None:
-        """Why the tokens delivered are all there will be, where their terminal chunk was lost; None: more will come."""
+        """Return the finish reason if the delivered tokens are complete without their terminal chunk, else None."""
         token_ids = self._tokens()
         reason = why_ended(self._request.sampling, token_ids)
         return None if reason is None else (reason, int(token_ids[-1]) if reason is FinishReason.STOP else None)
@@ -289,5 +290,5 @@ class ResponseStream:
         )
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays of a `Generation` by their field names; needs `keep`."""
+        """Return the arrays of a `Generation` by their field names. This needs `keep`."""
         return join_chunks(self._kept) | kv_arrays(self._kept, self._request.prompt_len)

@@ -1,4 +1,4 @@
-"""From the chunks of a stream to the arrays of its result: each array is allocated once and written once."""
+"""Converts the chunks of a stream to the arrays of its result. Each array is allocated once and written once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ __all__ = ["join_chunks"]
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """The arrays of a `Generation` by their field names, writable and the caller's own.
+    """Return the arrays of a `Generation` by their field names, writable and owned by the caller.
 
-    The chunks follow each other without a gap, as `rollbus.bus.protocol.stream.response_stream` delivers them.
+    The chunks must follow each other without a gap, as `rollbus.bus.protocol.stream.response_stream` delivers them.
     """
     sizes = [chunk.num_tokens for chunk in chunks]
     tops = [chunk.top_logprobs for chunk in chunks if chunk.top_logprobs is not None]

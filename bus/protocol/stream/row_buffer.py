@@ -1,4 +1,4 @@
-"""Rows of a request that wait to be sent: small steps are merged as they come, large arrays are cut where they lie."""
+"""Unsent rows of a request: the buffer merges small steps at once, and cuts large arrays without a copy."""
 
 from collections import deque
 
@@ -10,22 +10,23 @@ from .token_buffer import pop_front
 __all__ = ["RowBuffer"]
 
 KEPT_BYTES = 16 * 1024
-"""Rows of one step from here on are not copied: those of a prompt, not of a token."""
+"""Rows of one step of at least this size are not copied: those of a prompt, not of a token."""
 MAX_KEPT_SHARE = 2
-"""An array is copied all the same where it is a view of one so many times as large: a slow client would keep it all."""
+"""An array is still copied if it is a view of an array this many times as large, which a slow client would keep alive.
+"""
 
 
 class RowBuffer:
-    """Bytes of rows, in order."""
+    """The bytes of rows, in order."""
 
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        # None of them empty; a bytearray only at the end.
+        # No segment is empty. Only the last may be a bytearray.
         self._parts: deque[bytearray | memoryview] = deque()
 
     def add(self, rows: Rows) -> None:
-        """Append `rows`, C-contiguous; large ones must not change any more."""
+        """Append C-contiguous `rows`. Large ones must not change any more."""
         if rows.nbytes >= KEPT_BYTES and _keeps_little_else(rows):
             self._parts.append(rows.reshape(-1).view(np.uint8).data)
             return
@@ -36,7 +37,7 @@ class RowBuffer:
             self._parts.append(bytearray(rows.tobytes()))
 
     def pop(self, size: int) -> bytes | memoryview:
-        """Take the first `size` bytes, of which there are as many."""
+        """Remove and return the first `size` bytes, which must exist."""
         if size and size <= len(self._parts[0]):
             return self._pop_first(size)
         taken = bytearray()
@@ -56,12 +57,12 @@ class RowBuffer:
         return data
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Remove all rows."""
         self._parts.clear()
 
 
 def _keeps_little_else(rows: Rows) -> bool:
-    """The memory that lives as long as `rows` does is mostly theirs; False where that is not known."""
+    """Return True if the memory that `rows` keeps alive is mostly its own; False if this is not known."""
     owner: object = rows.base
     if owner is None:
         return True

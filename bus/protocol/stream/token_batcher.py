@@ -1,8 +1,8 @@
-"""Tokens of many requests that come one at a time and leave as runs: a step costs a few array operations in all.
+"""Batches tokens of many requests, which arrive one at a time: a step costs only a few array operations.
 
-For requests whose clients take results whole, so that nobody misses the tokens for the moment that they lie here.
+This is for requests that are not streamed, so no client waits for the tokens.
 
-Invariant: what was added for a request leaves once, in order, as one run of tokens that the same weights sampled.
+Invariant: the tokens of a request leave once, in order, as one run of tokens that the same weights sampled.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ from .engine_step import RequestStep, TokenBatch
 __all__ = ["TokenBatcher"]
 
 MAX_RUN_BYTES: Final = 8 * 1024
-"""Of one request's tokens and rows: so a run stays a small chunk, which shares a frame with others."""
+"""The maximum bytes of one request's tokens and rows. So a run stays a small chunk, which shares a frame with others.
+"""
 MAX_RUN_TOKENS: Final = 128
-"""Of one request: more gains nothing, as the cost of a chunk is spread over enough of them."""
+"""The maximum tokens of one request. More tokens gain nothing, because enough tokens share the cost of a chunk."""
 FIRST_SLOTS: Final = 64
 
 
 class TokenBatcher:
-    """Runs under way, in columns: each request has a slot, from its first token here until its run leaves.
+    """The open runs, in columns. Each request has a slot from its first token until its run leaves.
 
     Memory is bounded by `MAX_RUN_BYTES` for each request that an engine runs.
     """
@@ -35,7 +36,7 @@ class TokenBatcher:
         self._free: list[int] = []
         self._room = 0
         self._weight_version = 0
-        # By slot and place in the run; made for the first batch, when it is known what comes with a token.
+        # By slot and place in the run. Created for the first batch, which shows the data of a token.
         self._token_ids: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
         self._logprobs: npt.NDArray[np.float32] | None = None
         self._rows: Rows | None = None
@@ -44,25 +45,25 @@ class TokenBatcher:
         self._starts: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<TokenBatcher requests={len(self._slots)} version={self._weight_version}>"
 
     def __len__(self) -> int:
-        """Requests with tokens here."""
+        """Return the number of requests with batched tokens."""
         return len(self._slots)
 
     @property
     def keys(self) -> list[str]:
-        """Of the requests with tokens here."""
+        """The keys of the requests with batched tokens."""
         return list(self._slots)
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that sampled all that is here."""
+        """The version of the weights that sampled all batched tokens."""
         return self._weight_version
 
     def takes(self, batch: TokenBatch, weight_version: int) -> bool:
-        """A batch fits what is here: it is of the same weights, and as much comes with each token."""
+        """Return True if a batch fits the batched tokens: the same weights, and the same data for each token."""
         if not self._slots:
             return True
         return weight_version == self._weight_version and self._is_alike(batch)
@@ -76,13 +77,13 @@ class TokenBatcher:
         return batch.routed_experts.shape[1:] == shape and batch.routed_experts.dtype == dtype
 
     def add(self, batch: TokenBatch, weight_version: int) -> list[str]:
-        """Take a batch that `takes` allows; its arrays are copied.
+        """Add a batch that `takes` allows. Its arrays are copied.
 
         Returns:
             Keys of requests that have no room for another token: their runs must be popped before the next batch.
 
         Raises:
-            LocalProtocolError: its arrays contradict each other, or rows do not follow those before; nothing was taken.
+            LocalProtocolError: its arrays contradict each other, or rows do not follow earlier rows; nothing was added.
         """
         _check(batch)
         if not self._slots:
@@ -96,7 +97,7 @@ class TokenBatcher:
             self._starts[slots[is_first]] = batch.routed_experts_starts[is_first]
             if not np.array_equal(self._starts[slots] + places, batch.routed_experts_starts):
                 self._forget_empty(batch.keys)
-                raise LocalProtocolError("the engine gave rows that do not follow those before")
+                raise LocalProtocolError("the engine returned rows that do not follow the earlier rows")
             self._rows[slots, places] = batch.routed_experts
         self._token_ids[slots, places] = batch.token_ids
         if self._logprobs is not None and batch.logprobs is not None:
@@ -115,7 +116,7 @@ class TokenBatcher:
         self._starts = np.empty(0, np.int64)
 
     def _slots_of(self, keys: Sequence[str]) -> npt.NDArray[np.intp]:
-        """The slot of each request; those that have none are given one, with an empty run."""
+        """Return the slot of each request. A request without a slot gets one with an empty run."""
         try:
             found = [self._slots[key] for key in keys]
         except KeyError:
@@ -132,7 +133,7 @@ class TokenBatcher:
         return slot
 
     def _grow(self) -> None:
-        """Twice as many slots; those there were keep their numbers."""
+        """Double the number of slots. Present slots keep their numbers."""
         old = len(self._counts)
         new = max(2 * old, FIRST_SLOTS)
         self._free = list(range(new - 1, old - 1, -1))
@@ -147,7 +148,7 @@ class TokenBatcher:
                 self.drop(key)
 
     def pop(self, key: str) -> RequestStep | None:
-        """A request's run, whose arrays are its own; None where nothing of it is here."""
+        """Remove and return a request's run with its own arrays; None if the request has no batched tokens."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return None
@@ -162,13 +163,13 @@ class TokenBatcher:
         )
 
     def drop(self, key: str) -> None:
-        """Forget a request's run; nothing of it need be here."""
+        """Remove a request's run, if there is one."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all runs."""
         self._free.extend(self._slots.values())
         self._slots.clear()
 
@@ -185,4 +186,6 @@ def _check(batch: TokenBatch) -> None:
     if batch.routed_experts is not None:
         counts.add(-1 if batch.routed_experts_starts is None else len(batch.routed_experts_starts))
     if len(counts) != 1:
-        raise LocalProtocolError(f"the engine gave a batch of {len(batch.keys)} requests with arrays of other lengths")
+        raise LocalProtocolError(
+            f"the engine returned a batch of {len(batch.keys)} requests with arrays of other lengths"
+        )

@@ -1,4 +1,4 @@
-"""Tokens of a request that wait to be sent, merged as they come."""
+"""Unsent tokens of a request, merged as they arrive."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ _F4 = np.dtype("<f4")
 
 
 def pop_front(buffer: bytearray, size: int) -> bytes:
-    """Take `size` bytes from the front of `buffer`, without moving the rest."""
+    """Remove and return `size` bytes from the front of `buffer`, without moving the rest."""
     if size == len(buffer):
         data = bytes(buffer)
         buffer.clear()
@@ -25,23 +25,23 @@ def pop_front(buffer: bytearray, size: int) -> bytes:
 
 
 def check_mask(mask: SamplingMask, num_tokens: int, max_bytes: int) -> None:
-    """Check that masks are of so many tokens, and that those of each fit a chunk.
+    """Check that the masks are those of `num_tokens` tokens, and that the mask of each token fits a chunk.
 
     Raises:
-        LocalProtocolError: they are not, or do not.
+        LocalProtocolError: one of these checks fails.
     """
     counts = mask.counts
     if len(counts) != num_tokens:
-        raise LocalProtocolError(f"the engine gave {num_tokens} tokens but sampling masks of {len(counts)}")
+        raise LocalProtocolError(f"the engine returned {num_tokens} tokens but sampling masks of {len(counts)}")
     if num_tokens and 4 * int(counts.max()) > max_bytes:
         raise LocalProtocolError(
-            f"the engine gave a sampling mask of {counts.max()} ids, and a message has room for {max_bytes // 4}: "
-            "ask with a lower top_k, or with return_sampling_mask=False"
+            f"the engine returned a sampling mask of {counts.max()} ids; a message has room for {max_bytes // 4}. "
+            "Use a lower top_k, or return_sampling_mask=False"
         )
 
 
 class TokenBuffer:
-    """Tokens that may share a chunk: of the same weights and adapter, and alike in what comes with each.
+    """Tokens that may share a chunk: the same weights and adapter, and the same kinds of data for each token.
 
     Args:
         kind: (weight version, adapter version or None, whether there are logprobs, width of the top logprobs or 0,
@@ -70,10 +70,10 @@ class TokenBuffer:
         self.kind = kind
         self.weight_version, self.lora_version, self.has_logprobs, self._width, self.has_masks = kind
         self.token_bytes = 4 + 4 * self.has_logprobs + 8 * self._width + 4 * self.has_masks
-        """What one token takes, with all that comes with it but the ids of its mask."""
+        """The bytes of one token with all its data, except the ids of its mask."""
         self.num_tokens = 0
         self.kv_recomputed = False
-        """The KV of all positions before the first token here was computed anew."""
+        """True if the KV of all positions before the first token of this buffer was recomputed."""
         self._ids = bytearray()
         self._logprobs = bytearray()
         self._top_ids = bytearray()
@@ -82,7 +82,7 @@ class TokenBuffer:
         self._mask_ids = bytearray()
 
     def add(self, step: RequestStep) -> None:
-        """Append the tokens of `step`, which is of this kind; they are copied."""
+        """Append the tokens of `step`, which must be of this kind. They are copied."""
         self.num_tokens += len(step.token_ids)
         self._ids += step.token_ids.astype(_I4, copy=False).tobytes()
         if step.logprobs is not None:
@@ -95,27 +95,30 @@ class TokenBuffer:
             self._mask_ids += step.sampling_mask.token_ids_data
 
     def num_bytes(self, count: int) -> int:
-        """What the first `count` tokens take."""
+        """Return the bytes of the first `count` tokens."""
         size = count * self.token_bytes
         return size + 4 * int(self._num_ids(count).sum()) if self.has_masks else size
 
     def num_fitting(self, num_bytes: int, row_bytes: int) -> int:
-        """How many tokens fit, at least one, where each but the last comes with a row of `row_bytes`."""
+        """Return how many tokens fit, at least one. Each token except the last comes with a row of `row_bytes`."""
         if not self.has_masks:
             room = max(num_bytes - self.token_bytes, 0)
             return min(self.num_tokens, 1 + room // (self.token_bytes + row_bytes))
-        # Each takes at least `token_bytes`: no more than these need be looked at.
+        # Each token needs at least `token_bytes`, so only this many need a check.
         sizes = 4 * self._num_ids(min(self.num_tokens, 1 + max(num_bytes, 0) // self.token_bytes))
         sizes += self.token_bytes + row_bytes
         return max(int(np.searchsorted(sizes.cumsum() - row_bytes, num_bytes, "right")), 1)
 
     def _num_ids(self, count: int) -> npt.NDArray[np.int64]:
-        """In the masks of the first `count` tokens, i8[count]."""
-        # A copy: a view of the buffer would not let it grow.
+        """Return the number of ids in the masks of the first `count` tokens, i8[count]."""
+        # A copy, because a view of the buffer would prevent it from growing.
         return np.frombuffer(bytes(self._mask_counts[: 4 * count]), _I4).astype(np.int64)
 
     def pop(self, count: int) -> tuple[bytes, bytes | None, TopLogprobs | None, SamplingMask | None]:
-        """Take the first `count` tokens, at least one: ids and logprobs as on the wire, top logprobs, and masks."""
+        """Remove the first `count` tokens, at least one.
+
+        Return ids, logprobs, top logprobs and masks in wire format.
+        """
         self.num_tokens -= count
         self.kv_recomputed = False
         logprobs = pop_front(self._logprobs, 4 * count) if self.has_logprobs else None

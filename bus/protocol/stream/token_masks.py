@@ -1,4 +1,4 @@
-"""The sampling masks of a result: which ids each of its tokens was sampled from."""
+"""The sampling masks of a result: the ids from which each of its tokens was sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ __all__ = ["TokenMasks"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenMasks:
-    """For each token the ids that top-k, top-p and min-p left, its own among them.
+    """For each token, the ids that top-k, top-p and min-p left, including the token itself.
 
-    Of logits f[G, vocabulary], the sampler's choice was among `logits[masks.positions, masks.token_ids]`, each token's
-    beside those of the token before: their softmax, token by token, is what it sampled from.
+    With logits f[G, vocabulary], `logits[masks.positions, masks.token_ids]` has the candidates of each token, one token
+    after another. The sampler used the softmax of the candidates of each token.
     """
 
     counts: npt.NDArray[np.int32]
-    """i4[G]: how many ids each token has, at least 1."""
+    """i4[G]: the number of ids of each token, at least 1."""
     token_ids: npt.NDArray[np.int32]
     """i4[sum of the counts]: the ids of the first token, then those of the second, and so on."""
 
@@ -28,33 +28,33 @@ class TokenMasks:
         return len(self.counts)
 
     def __repr__(self) -> str:
-        """One line with sizes, no contents."""
+        """Return one line with sizes, without contents."""
         return f"<TokenMasks tokens={len(self.counts)} ids={len(self.token_ids)}>"
 
     @classmethod
     def joined(cls, parts: Sequence["SamplingMask | TokenMasks"]) -> "TokenMasks":
-        """What follows each other as one; its arrays are its own."""
+        """Join consecutive masks. The result has its own arrays."""
         return cls(np.concatenate([part.counts for part in parts]), np.concatenate([part.token_ids for part in parts]))
 
     @classmethod
     def joined_of_all(cls, parts: Sequence["SamplingMask | TokenMasks | None"]) -> "TokenMasks | None":
-        """The masks of parts that have tokens, as one; None unless all of them have masks.
+        """Join the masks of parts that have tokens; None unless all parts have masks.
 
-        An attempt before or after may have run where none are made.
+        An earlier or later attempt may have run on an engine that returns no masks.
         """
         found = [part for part in parts if part is not None]
         return cls.joined(found) if found and len(found) == len(parts) else None
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """i8[sum of the counts]: which token each of `token_ids` belongs to, from 0 on."""
+        """i8[sum of the counts]: the index of the token of each of `token_ids`, from 0 on."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def split(self) -> list[npt.NDArray[np.int32]]:
-        """The ids of each token; views."""
+        """Return the ids of each token as views."""
         return np.split(self.token_ids, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
 
     def cut(self, kept: int) -> "TokenMasks":
-        """Those of the first `kept` tokens; views."""
+        """Return the masks of the first `kept` tokens as views."""
         counts = self.counts[:kept]
         return TokenMasks(counts, self.token_ids[: counts.sum(dtype=np.int64)])
