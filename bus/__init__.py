@@ -1,6 +1,6 @@
-"""How requests, chunks and announcements move, and the client that trainers use.
+"""The transport of requests, chunks and presence, and the client that trainers use.
 
-What is public of it is `rollbus`'s own: `rollbus.connect`, `rollbus.GenerateRequest` and the rest of this list.
+The public names are part of `rollbus` itself: `rollbus.connect`, `rollbus.GenerateRequest` and the rest of this list.
 """
 
 from ..schemas.chunk import Chunk, FinishReason, RoutedExperts

@@ -1,7 +1,7 @@
-"""How a process of rollbus writes its log on stderr: as text for people, or as one JSON object a line for programs.
+"""The log of a rollbus process on stderr: text for people, or one JSON object per line for programs.
 
-What the packages log is an event and its fields, `logger.info("worker.ready worker=%s slots=%d", ...)`, and both
-forms are made of that. A library sets up no logs: this is for the programs `rollbus` and `rollbus worker`.
+The packages log an event and its fields, `logger.info("worker.ready worker=%s slots=%d", ...)`. Both formats use these.
+A library sets up no logs: this module is for the programs `rollbus` and `rollbus worker`.
 """
 
 import json
@@ -32,9 +32,9 @@ __all__ = [
 LogFormat = Literal["text", "json"]
 
 EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")
-"""The form of what our packages log: the event's name, and a placeholder for each field."""
+"""The form of a log message of the packages: the name of the event, and a placeholder for each field."""
 MESSAGE: Final = "message"
-"""The event of lines that others log, and the field that has their text."""
+"""The event of log lines from other packages, and the field with their text."""
 
 _FIELD: Final = re.compile(r" (\w+)=(%[-.\d]*[a-z])")
 _PLACEHOLDER: Final = re.compile(r"%[a-z]")
@@ -44,13 +44,13 @@ TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 def set_up(level: int | str, log_format: LogFormat, text: str = TEXT) -> None:
-    """Log on stderr from here on, unless this process has log handlers already.
+    """Log on stderr from now on, unless this process already has log handlers.
 
-    As JSON, warnings of Python and exceptions that nobody catches are lines of the log as well.
+    In JSON format, Python warnings and uncaught exceptions are log lines as well.
 
     Args:
-        level: what is less is left out.
-        text: the form of lines that are text.
+        level: the lowest level that is logged.
+        text: the format of text lines.
     """
     if log_format == "text":
         handler: logging.Handler = _TextHandler()
@@ -65,18 +65,18 @@ def set_up(level: int | str, log_format: LogFormat, text: str = TEXT) -> None:
 
 
 def is_json() -> bool:
-    """Whether `set_up` made this process log JSON."""
+    """Return True if `set_up` made this process log JSON."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: `time`, `level`, `logger`, `event`, `fields`, and `traceback` where there is one.
+    """Formats one JSON object: `time`, `level`, `logger`, `event`, `fields`, and `traceback` if there is one.
 
-    Fields that are numbers, true, false or null stay so; everything else is text.
+    Fields that are numbers, true, false or null keep their type. All other fields are text.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its end."""
         event, fields = _event_of(record)
         line: dict[str, Any] = {
             "time": _iso(record.created),
@@ -91,7 +91,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _TextHandler(logging.StreamHandler[TextIO]):
-    """Writes on what `sys.stderr` is at the time: a line that changes in place puts itself there, to stay below."""
+    """Writes to the present `sys.stderr`. A progress line replaces `sys.stderr` with itself, to stay below the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line."""
@@ -100,9 +100,9 @@ class _TextHandler(logging.StreamHandler[TextIO]):
 
 
 class LineHandler(logging.Handler):
-    """Writes each line on stderr at once and whole.
+    """Writes each line to stderr immediately and completely.
 
-    Past `sys.stderr`, which vLLM makes put a prefix before each line in its processes.
+    It bypasses `sys.stderr`, because vLLM adds a prefix to each line there in its processes.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -122,7 +122,7 @@ def write_line(line: str) -> None:
 
 
 def adopted(line: str, process: str) -> str:
-    """What another process logged, as a JSON object that names the process; anything else becomes a message."""
+    """Return a log line of another process as a JSON object with the process name. Other text becomes a message."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -135,10 +135,10 @@ def adopted(line: str, process: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text, without users and passwords of URLs."""
+    """Formats a line of text without users and passwords in URLs."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without its end."""
         return _without_users(super().format(record))
 
 
@@ -146,7 +146,7 @@ def _event_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
     found = EVENT.fullmatch(record.msg) if isinstance(record.msg, str) else None
     if found is None:
         return MESSAGE, {MESSAGE: _without_users(record.getMessage())}
-    # A dict that is the only argument stands for itself: see LogRecord.
+    # A dict that is the only argument is not in a tuple: see LogRecord.
     args = iter(record.args if isinstance(record.args, tuple) else (record.args,))
     event = _PLACEHOLDER.sub(lambda _: str(next(args)), found[1])
     return event, dict(_fields(found[2], args))
@@ -156,7 +156,7 @@ def _fields(template: str, args: Iterator[object]) -> Iterator[tuple[str, Any]]:
     for (name, placeholder), value in zip(_FIELD.findall(template), args, strict=True):
         if isinstance(value, float):
             shown = float(placeholder % value)
-            # JSON has no other numbers.
+            # JSON has no NaN or infinity.
             yield name, shown if math.isfinite(shown) else str(shown)
         elif value is None or isinstance(value, int):
             yield name, value
@@ -165,7 +165,7 @@ def _fields(template: str, args: Iterator[object]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_users(text: str) -> str:
-    """Whoever logs a URL: user, password or token in it are left out."""
+    """Return the text without users, passwords and tokens in URLs."""
     return _USER_OF_URL.sub("***@", text)
 
 

@@ -1,4 +1,4 @@
-"""What workers say of themselves as metrics: the HTTP service shows those of the fleet, a worker's probe its own."""
+"""Metrics from the presence of workers. The HTTP service shows the fleet, a worker's probe shows the worker itself."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
@@ -11,138 +11,144 @@ Labels = Mapping[str, str]
 
 GAUGES: Final = {
     "in_flight": ("in_flight", "Requests that the worker has admitted and not ended"),
-    "queued": ("queued", "Requests that it has taken and its engine has not"),
-    "free_slots": ("free_slots", "Requests that it would start at once"),
-    "held_bytes": ("held_bytes", "What clients have not taken yet: it grows where credit or connections are missing"),
-    "weight_version": ("weight_version", "Of the weights that it samples from"),
-    "target_version": ("target_weight_version", "Of the weights that it should have"),
-    "lease_age_s": ("lease_age_seconds", "Since an announcement of it was last confirmed"),
-    "uptime_s": ("uptime_seconds", "Since it started"),
+    "queued": ("queued", "Accepted requests that the engine has not started"),
+    "free_slots": ("free_slots", "Requests that the worker would start immediately"),
+    "held_bytes": (
+        "held_bytes",
+        "Buffered bytes that clients have not acknowledged; they grow without credit or connection",
+    ),
+    "weight_version": ("weight_version", "Version of the weights that the worker samples from"),
+    "target_version": ("target_weight_version", "Version of the weights that the worker should have"),
+    "lease_age_s": ("lease_age_seconds", "Seconds since presence of the worker was last confirmed"),
+    "uptime_s": ("uptime_seconds", "Seconds since the worker started"),
 }
-"""Fields of `WorkerPresence`, their names here, and what they are."""
+"""Fields of `WorkerPresence`, their metric names, and descriptions."""
 ENGINE_GAUGES: Final = {
     "prefill_tokens_per_s": (
         "prefill_tokens_per_second",
-        "Prompt tokens that its engine computes a second while it computes any, of the last ten seconds of that",
+        "Prompt tokens per second in the last ten seconds in which the engine computed prompts",
     ),
     "decode_tokens_per_s": (
         "decode_tokens_per_second",
-        "Tokens after the first that its engine makes a second while it makes any, of the last ten seconds of that",
+        "Tokens after the first per second in the last ten seconds in which the engine generated them",
     ),
 }
-"""Fields of `EngineStats` without a name in vLLM, their names here, and what they are."""
+"""Fields of `EngineStats` without a name in vLLM, their metric names, and descriptions."""
 VLLM_GAUGES: Final = {
-    "running": ("num_requests_running", "Requests that the engine computes"),
-    "waiting": ("num_requests_waiting", "Requests in the engine that it has not begun, or has preempted"),
-    "kv_cache_use": ("kv_cache_usage_perc", "Share of the KV cache that requests hold: 1 is all of it"),
+    "running": ("num_requests_running", "Requests that the engine runs"),
+    "waiting": ("num_requests_waiting", "Requests in the engine that it has not started, or has preempted"),
+    "kv_cache_use": ("kv_cache_usage_perc", "Share of the KV cache that requests use, 0 to 1"),
 }
-"""Fields of `EngineStats`, vLLM's names for them, and what they are."""
+"""Fields of `EngineStats`, their names in vLLM, and descriptions."""
 CACHE_SIZE: Final = "kv_cache_size_tokens"
-"""vLLM's label for what programs know as the size of an engine's KV cache."""
+"""vLLM's label that programs read as the size of an engine's KV cache."""
 VLLM_COUNTERS: Final = {
-    "preemptions": ("num_preemptions", "How often the engine has taken the KV cache from a running request"),
+    "preemptions": ("num_preemptions", "Running requests that the engine has preempted"),
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens that the engine has looked up in its prefix cache"),
-    "prefix_cache_hits": ("prefix_cache_hits", "Tokens of those that it found there"),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens that the engine has found in its prefix cache"),
 }
-"""Fields of `EngineStats` that only grow, vLLM's names for them, and what they are."""
+"""Fields of `EngineStats` that only grow, their names in vLLM, and descriptions."""
 VLLM_LABELS: Final = ("model_name", "engine", "worker")
-"""Of metrics by vLLM's names."""
+"""The labels of metrics with vLLM's names."""
 WORKER_TIMES: Final = {
     "time_to_first_token_seconds": (
         "first_tokens",
-        "From a request's offer to its first token, as the engine makes it: without the time in the queue",
+        "Seconds from a request's offer to its first token in the engine, without the time in the queue",
     ),
-    "inter_token_seconds": ("next_tokens", "Time between steps of a request over the tokens of the later one"),
+    "inter_token_seconds": (
+        "next_tokens",
+        "Seconds between steps of a request, divided by the tokens of the later step",
+    ),
 }
-"""Sums of times by their names here: the field of `WorkerCounters` with their number, that with the seconds is named
-after it, and what they are."""
+"""Sums of times by metric name: the field of `WorkerCounters` with their number, and descriptions. The field with the
+seconds has the same name with the suffix `_s`."""
 WORKER_COUNTERS: Final = {
-    "requests": "Requests that it has offered to clients: each attempt of each sample is one",
-    "rejected": "Requests that it has refused",
-    "ended": "Requests that its engine has ended",
-    "failed": "Requests that it has ended with an error; those over budget, and some of lost clients, among them",
-    "aborted": "Requests that it has ended because their clients wanted no more of them",
-    "over_budget": "Requests that it has ended because clients had left too much untaken",
-    "returned": "Requests that it has given back to the queue",
-    "given_up": "Requests that it has given up because its lease had run out",
-    "prompt_tokens": "Prompt tokens of the requests offered; a resumed attempt's prompt ends with what came before",
-    "cached_prompt_tokens": "Prompt tokens of requests with a first token that its engine had cached or fetched",
-    "recomputed_prompt_tokens": "The other prompt tokens of the same requests: its engine computed them, whether or not"
+    "requests": "Requests that the worker has offered to clients; each attempt of each sample counts",
+    "rejected": "Requests that the worker has rejected",
+    "ended": "Requests that the engine has finished",
+    "failed": "Requests that the worker has failed, including those over budget and some of lost clients",
+    "aborted": "Requests that the worker has ended because their clients aborted them",
+    "over_budget": "Requests that the worker has failed because too many bytes waited for their clients",
+    "returned": "Requests that the worker has returned to the queue",
+    "given_up": "Requests that the worker has dropped because its lease had expired",
+    "prompt_tokens": "Prompt tokens of offered requests; the prompt of a resumed attempt includes the delivered tokens",
+    "cached_prompt_tokens": "Prompt tokens of requests with a first token that the engine had cached or fetched",
+    "recomputed_prompt_tokens": "The other prompt tokens of the same requests: the engine computed them, whether or not"
     " another worker had them",
-    "generated_tokens": "Tokens that its engine has made, whether or not they were taken",
-    "routing_bytes": "Routed experts that its engine has made, raw",
-    "credit_stalls": "How often what was for a client had to wait for its credit: the client does not keep up",
-    "frames": "Frames published, those sent again included",
-    "frames_resent": "Frames sent again because a client missed them",
-    "frames_lost": "Frames that could not be published; on a link they are sent again",
-    "links_broken": "Links given up for new ones, as their clients had lost their place",
-    "clients_lost": "Lives of clients that ended: closed, silent for too long, or followed by another",
-    "requests_of_lost_clients": "Requests that nobody waited for any more",
-    "fences": "How often it has fenced itself: its lease had run out unconfirmed",
-    "placed": "Requests that clients placed at it, past the queue, and that it has offered",
-    "placed_prefix": "Placed requests that came because it has a beginning of their prompt",
-    "placed_group": "Placed requests that came because it computes the prompt of their group",
-    "placed_session": "Placed requests that came because of their session",
-    "placed_able": "Placed requests that came because it can serve them where others cannot",
-    "placements_refused": "Placed requests that it has refused for want of room; they went to the queue",
-    "dropped_msgs": "Messages that its connection has dropped unread",
+    "generated_tokens": "Tokens that the engine has generated, delivered or not",
+    "routing_bytes": "Uncompressed bytes of routed experts that the engine has returned",
+    "credit_stalls": "Times that output for a client had to wait for credit, because the client is slow",
+    "frames": "Frames published, including resent frames",
+    "frames_resent": "Frames resent because a client missed them",
+    "frames_lost": "Frames that could not be published; the worker resends those of a link",
+    "links_broken": "Links replaced by new ones because their clients had lost their position",
+    "clients_lost": "Incarnations of clients that ended: closed, lease expired, or replaced by a later one",
+    "requests_of_lost_clients": "Requests that the worker has ended because their client incarnation had ended",
+    "fences": "Times that the worker has fenced itself because its lease had expired",
+    "placed": "Requests that clients sent directly to the worker and that it has offered",
+    "placed_prefix": "Placed requests for which the worker has a beginning of the prompt in its cache",
+    "placed_group": "Placed requests for which the worker computes the prompt of their group",
+    "placed_session": "Placed requests of a session of the worker",
+    "placed_able": "Placed requests that the worker can serve and other workers cannot",
+    "placements_refused": "Placed requests that the worker has rejected for lack of room; they went to the queue",
+    "dropped_msgs": "Messages that the worker's connection has dropped unread",
 }
-"""Fields of `WorkerCounters`, and what they are."""
+"""Fields of `WorkerCounters`, and descriptions."""
 WEIGHTS_COUNTERS: Final = {
     "fetched_bytes": ("weights_fetched_bytes", "Bytes of weights and adapters fetched from the object store"),
-    "staging_seconds": ("weights_staging_s", "Spent on stagings of weights and adapters, whatever came of them"),
-    "paused_seconds": ("weights_paused_s", "In which the engine made no step for requests as weights were replaced"),
+    "staging_seconds": ("weights_staging_s", "Seconds spent on stagings of weights and adapters, with any outcome"),
+    "paused_seconds": ("weights_paused_s", "Seconds without engine steps for requests while weights were replaced"),
 }
-"""By their names here, behind `rollbus_weights_`: fields of `WorkerCounters`, and what they are."""
+"""By metric name after `rollbus_weights_`: fields of `WorkerCounters`, and descriptions."""
 PUBLISHED_GAUGES: Final = {
-    "stored_bytes": ("stored_bytes", "Bytes in the store of the published version that it staged last"),
+    "stored_bytes": ("stored_bytes", "Stored bytes of the published version that the worker staged last"),
     "model_bytes": ("model_bytes", "Bytes of the tensors of that version"),
     "chain_length": ("chain_length", "Versions from the last anchor, without it, to that version"),
-    "store_used_bytes": ("used_bytes", "Bytes in use in the store of the model, as the worker began to stage it"),
-    "store_limit_bytes": ("limit_bytes", "Bytes that this store may have; absent where it has no limit of its own"),
+    "store_used_bytes": ("used_bytes", "Used bytes in the model's store when the worker started to stage that version"),
+    "store_limit_bytes": ("limit_bytes", "Maximum bytes of this store; absent if it has no limit of its own"),
 }
-"""By their names here, behind `rollbus_weights_`: fields of `PublishedVersion`, and what they are."""
+"""By metric name after `rollbus_weights_`: fields of `PublishedVersion`, and descriptions."""
 STAGING_OUTCOMES: Final = {
     "staged": "weights_staged",
     "failed": "weights_stagings_failed",
     "cancelled": "weights_stagings_cancelled",
 }
-"""Fields of `WorkerCounters` by how stagings ended."""
+"""Fields of `WorkerCounters` by the outcome of a staging."""
 
 
 class MetricSample(NamedTuple):
     """One value."""
 
     suffix: str
-    """Of the family's name."""
+    """The suffix to the family's name."""
     labels: Labels
     value: float
 
 
 class Family(NamedTuple):
-    """A metric, and its values for all workers that say it."""
+    """A metric, and its values for all workers that report it."""
 
     name: str
-    """Without the `_total` of counters."""
+    """The name without the `_total` of counters."""
     kind: Literal["counter", "gauge", "summary"]
     text: str
-    """What it is, on one line."""
+    """The description on one line."""
     label_names: tuple[str, ...]
     samples: list[MetricSample]
 
 
 def worker_families(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
-    """All metrics of these workers; what a worker does not say has no value."""
+    """Return all metrics of these workers. A field that a worker does not report has no value."""
     yield from _own(workers)
     yield from _weights(workers)
     yield from _as_vllm(workers)
     names = ("worker", "model", "state")
     states = [MetricSample("", {**_labels(worker), "state": str(worker.state)}, 1) for worker in workers]
-    yield Family("rollbus_worker_state", "gauge", "1 for the state that it is in", names, states)
+    yield Family("rollbus_worker_state", "gauge", "1 for the present state of the worker", names, states)
 
 
 def prefix_cache_hit_ratio(stats: EngineStats) -> float | None:
-    """Share of the tokens that an engine has looked up in its prefix cache and found; None: it says none of it."""
+    """Return the share of tokens that an engine found in its prefix cache; None: not reported."""
     if not stats.prefix_cache_queries or stats.prefix_cache_hits is None:
         return None
     return stats.prefix_cache_hits / stats.prefix_cache_queries
@@ -163,7 +169,7 @@ def _own(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
         values = [(labels, getattr(stats, field)) for labels, stats in engines]
         yield Family(f"rollbus_worker_{name}", "gauge", text, names, _known("", values))
     ratios = [(labels, prefix_cache_hit_ratio(stats)) for labels, stats in engines]
-    text = "Share of the tokens looked up in its engine's prefix cache that were there, since the engine was warm"
+    text = "Share of looked-up tokens that were in the engine's prefix cache, since the engine was warm"
     yield Family("rollbus_worker_prefix_cache_hit_ratio", "gauge", text, names, _known("", ratios))
     for name, (field, text) in WORKER_TIMES.items():
         times = [
@@ -194,19 +200,19 @@ def _weights(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
         for labels, counters in counted
         for outcome, field in STAGING_OUTCOMES.items()
     ]
-    text = "Stagings of weights and adapters by how they ended: staged, failed, cancelled"
+    text = "Stagings of weights and adapters by outcome: staged, failed, cancelled"
     yield Family("rollbus_weights_stagings", "counter", text, (*names, "outcome"), stagings)
     shares = [
         MetricSample("", _labels(one), min(one.staging.done_bytes / one.staging.total_bytes, 1.0))
         for one in workers
         if one.staging is not None and one.staging.total_bytes
     ]
-    text = "Share of the bytes of the present stage that are done; absent where nothing is staged"
+    text = "Share of the bytes of the present stage that are done; absent if nothing is staged"
     yield Family("rollbus_weights_staging_ratio", "gauge", text, names, shares)
 
 
 def _as_vllm(workers: Sequence[WorkerPresence]) -> Iterator[Family]:
-    """By vLLM's names and labels, for programs that read those; `engine`, which vLLM numbers, is the worker's name."""
+    """Yield metrics with vLLM's names and labels. `engine`, a number in vLLM, is the worker's name."""
     names = VLLM_LABELS
     engines = [
         ({"model_name": one.model, "engine": one.worker, "worker": one.worker}, one.engine_stats)
@@ -233,7 +239,7 @@ def _known(suffix: str, values: Sequence[tuple[Labels, float | None]]) -> list[M
 
 
 def exposition(workers: Sequence[WorkerPresence]) -> str:
-    """All metrics of these workers in Prometheus's text format, version 0.0.4."""
+    """Return all metrics of these workers in Prometheus's text format, version 0.0.4."""
     lines = []
     for family in worker_families(workers):
         name = f"{family.name}_total" if family.kind == "counter" else family.name

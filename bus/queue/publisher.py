@@ -1,8 +1,8 @@
-"""A client's publishing to the queues: without waiting, and again until the server has answered.
+"""Publishes a client's requests to the queues: without waiting, and again until the server has answered.
 
-Where the client's share of a lane is full, its further requests are kept back here until there is room.
+If the client's share of a lane is full, the publisher holds further requests back until there is room.
 
-Invariant: each publish gets exactly one result, unless it is forgotten before.
+Invariant: each publish gets exactly one result, unless it is removed before.
 """
 
 import asyncio
@@ -28,40 +28,40 @@ __all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 2.0
-"""The server answers within milliseconds; far longer than a busy one takes, far shorter than anyone's patience."""
+"""Seconds until a publish is repeated. The server answers within milliseconds, and within less than this when busy."""
 TICK_S: Final = 0.25
-"""How often unanswered publishes are looked at."""
+"""Seconds between checks of unanswered publishes."""
 MAX_REPEATS: Final = 1000
-"""At a time: a server that cannot keep up is not to be kept busier still."""
+"""Repeats at a time: a slow server must not get even more load."""
 MAX_UNANSWERED: Final = 65_536
-"""Publishes without an answer: a second's worth for the server, a day's for a trainer."""
+"""Publishes without an answer: a second of work for the server, a day of work for a trainer."""
 
 _FULL: Final = frozenset({10077, 10023, 10047, 10002})
 """JetStream's errors for a stream, a server, a disk or an account that can store no more."""
 _TOO_LARGE: Final = 10054
 _NOT_NOW: Final = frozenset({429, 503})
-"""Kinds of errors that pass: more than 10,000 publishes before the disk had taken them; no leader."""
+"""Temporary error codes: more than 10,000 publishes that are not on disk yet; no leader."""
 _IN_PROCESS: Final = 10158
-"""JetStream's error for a publish that came again before the servers of a cluster agreed on the first one."""
+"""JetStream's error for a repeated publish before the servers of a cluster agreed on the first one."""
 _NO_RESPONDERS: Final = "503"
 _SHARE_FULL: Final = "maximum messages per subject exceeded"
-"""The server's words for a client whose share of a lane is full. The code is that of a full stream."""
+"""The server's message for a client whose share of a lane is full. The code is that of a full stream."""
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one publish."""
+    """The result of one publish."""
 
     ok: bool
-    """It is in the queue."""
+    """True if the request is in the queue."""
     stream: str = ""
     seq: int = 0
     """Its sequence number in `stream`."""
     is_duplicate: bool = False
-    """It was there already: an earlier publish with the same `msg_id` had arrived."""
+    """True if the request was stored already: an earlier publish with the same `msg_id` had arrived."""
     code: ErrorCode | None = None
-    """Why not: QUEUE_FULL, NO_WORKERS (no worker has made the queue yet), TOO_LARGE; UNKNOWN: see `message`."""
+    """The error: QUEUE_FULL, NO_WORKERS (no worker has created the queue yet), TOO_LARGE; UNKNOWN: see `message`."""
     message: str = ""
-    """The server's words."""
+    """The server's message."""
 
 
 @dataclass(slots=True)
@@ -70,13 +70,13 @@ class PublisherStats:
 
     publishes: int = 0
     repeats: int = 0
-    """Published again, for want of an answer."""
+    """Publishes that were repeated without an answer."""
     late_answers: int = 0
-    """To publishes that had been forgotten, or answered before."""
+    """Answers to publishes that had been removed, or answered before."""
     bad_answers: int = 0
-    """That did not decode."""
+    """Answers that did not decode."""
     kept_back: int = 0
-    """Requests that the queue refused because this client's share of a lane was full."""
+    """Requests that the queue rejected because this client's share of a lane was full."""
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class QueuePublisher:
     """Publishes requests to the queues of a fleet's models.
 
     Args:
-        client: stands in the subjects.
-        on_result: called with the token and what became of its publish; must not block or raise.
+        client: the client's name in the subjects.
+        on_result: called with the token and the result of its publish; must not block or raise.
     """
 
     def __init__(
@@ -126,23 +126,23 @@ class QueuePublisher:
         self._unanswered: dict[int, _UnansweredPublish] = {}
         self._number_of: dict[str, int] = {}
         self._has_unanswered = asyncio.Event()
-        # By number: those that wait for room, and not for an answer.
+        # By number: publishes that wait for room, and not for an answer.
         self._kept: dict[int, _UnansweredPublish] = {}
         self._held_back = HeldBack()
         self._has_kept, self._has_room = asyncio.Event(), asyncio.Event()
         self.stats = PublisherStats()
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<QueuePublisher {self._client} unanswered={len(self._unanswered)} {self._held_back} {self.stats}>"
 
     @property
     def is_full(self) -> bool:
-        """Another request would be refused: as many as may wait for the server's answer, or for room."""
+        """True if another request would be rejected: too many wait for the server's answer or for room."""
         return len(self._unanswered) + len(self._kept) >= MAX_UNANSWERED
 
     async def start(self) -> None:
-        """Listen for answers; before the first publish. The subscription ends with the connection.
+        """Subscribe to answers. Call this before the first publish. The subscription ends with the connection.
 
         Raises:
             BusClosed: the connection is closed.
@@ -150,19 +150,19 @@ class QueuePublisher:
         await subscribe(self._nats, f"{self._inbox}.*", self._receive_ack, max_pending_msgs=2 * MAX_UNANSWERED)
 
     async def run(self) -> None:
-        """Publish again what was not answered within `REPEAT_S`, or before the connection was lost, until cancelled.
+        """Repeat publishes without an answer until cancelled: after `REPEAT_S`, and after a lost connection.
 
-        Requests that were kept back are published as room comes.
+        Requests that were held back are published when there is room.
 
         Raises:
-            BusClosed: the connection was closed here.
+            BusClosed: this process closed the connection.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_repeats())
             tasks.create_task(self._run_held_back())
 
     def add_room(self, model: str, lane: Lane) -> None:
-        """Note that a request of this client has left the queue."""
+        """Record that a request of this client has left the queue."""
         self._add_room(self._subjects.request(self._client, model, lane))
 
     def _add_room(self, subject: str) -> None:
@@ -171,7 +171,7 @@ class QueuePublisher:
             self._has_room.set()
 
     async def _run_held_back(self) -> None:
-        """Publish what was kept back as room comes, and one of each lane every `TICK_S`."""
+        """Publish held-back requests when there is room, and one of each lane every `TICK_S`."""
         while True:
             await self._has_kept.wait()
             try:
@@ -201,19 +201,19 @@ class QueuePublisher:
                 self._has_unanswered.clear()
 
     async def publish(self, *, token: str, model: str, lane: Lane, data: bytes, msg_id: str, ttl_s: float) -> None:
-        """Publish one request; `on_result` hears what became of it. Waits only while too much is unsent.
+        """Publish one request. `on_result` receives the result. Wait only while too much data is unsent.
 
         Args:
-            token: comes back in `on_result`; one that waits for its result already is forgotten first.
+            token: comes back in `on_result`. If it waits for a result already, the earlier publish is removed first.
             msg_id: the server stores no second message with it.
-            ttl_s: after this the request leaves the queue; in whole seconds, rounded up.
+            ttl_s: the request leaves the queue after this time, in whole seconds, rounded up.
 
         Cancellation: the request may have been published, and is not published again.
 
         Raises:
-            LocalProtocolError: `data`, with its headers, is over the server's `max_payload`.
-            BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
-            BusClosed: the connection was closed here.
+            LocalProtocolError: `data`, with its headers, is larger than the server's `max_payload`.
+            BusBroken: the connection is down and its buffer is full, or it was lost for good.
+            BusClosed: this process closed the connection.
         """
         self.remove(token)
         if self.is_full:
@@ -239,7 +239,7 @@ class QueuePublisher:
                 self.remove(token)
 
     def remove(self, token: str) -> None:
-        """Expect no result for `token` any more, and repeat nothing; the request may be in the queue."""
+        """Remove `token`: expect no result and repeat nothing. The request may be in the queue."""
         number = self._number_of.pop(token, None)
         if number is not None and self._unanswered.pop(number, None) is None:
             del self._kept[number]
@@ -255,7 +255,7 @@ class QueuePublisher:
         await publish(self._nats, unanswered.subject, unanswered.data, reply=f"{self._inbox}.{number}", headers=headers)
 
     async def _repeat(self, before: float) -> None:
-        """Publish again what was published before that time."""
+        """Repeat the publishes that were made before that time."""
         due: list[int] = []
         for number, unanswered in self._unanswered.items():
             if unanswered.published_at > before or len(due) == MAX_REPEATS:
@@ -263,7 +263,7 @@ class QueuePublisher:
             due.append(number)
         for number in due:
             again = self._unanswered.pop(number, None)
-            if again is None:  # answered or forgotten meanwhile
+            if again is None:  # answered or removed meanwhile
                 continue
             self.stats.repeats += 1
             if not await self._send_again(number, again):
@@ -272,12 +272,12 @@ class QueuePublisher:
             logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
 
     async def _send_again(self, number: int, unanswered: _UnansweredPublish) -> bool:
-        """Publish a request again, behind the others: it is the youngest now. False: the connection takes no more."""
+        """Publish a request again, as the newest one. Return False if the connection accepts no more."""
         self._unanswered[number] = unanswered
         self._has_unanswered.set()
         try:
             await self._send(number, unanswered)
-        except LocalProtocolError as error:  # the server that came back takes less than the one before
+        except LocalProtocolError as error:  # the server after the reconnect has a lower limit than before
             self.remove(unanswered.token)
             self._on_result(unanswered.token, PublishResult(ok=False, code=ErrorCode.TOO_LARGE, message=str(error)))
         except BusBroken as error:
@@ -286,7 +286,7 @@ class QueuePublisher:
         return True
 
     def _keep_back(self, number: int, unanswered: _UnansweredPublish) -> None:
-        """Wait for room in this client's share of a lane."""
+        """Let the request wait for room in this client's share of a lane."""
         self._unanswered.pop(number, None)
         self._kept[number] = unanswered
         self._held_back.add(unanswered.subject, number)
@@ -316,9 +316,9 @@ class QueuePublisher:
 
 
 def _decode_publish_ack(message: Msg) -> PublishResult | None:
-    """Read the answer to a publish; None: the server cannot say now, so the publish is repeated in time."""
+    """Decode the answer to a publish; None: a temporary error, so the publish is repeated later."""
     if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
-        return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has made a queue for the model")
+        return PublishResult(ok=False, code=ErrorCode.NO_WORKERS, message="no worker has created a queue for the model")
     answer = _decode_answer(message.data)
     error = answer.error
     if error is None:

@@ -1,7 +1,7 @@
-"""A worker's pulling from its model's queue: as much as there is room for, the lanes in their order.
+"""Pulls requests from a model's queue for a worker: as many as there is room for, the lanes in their order.
 
-Invariant: a request is handed over, or it is given back (NAK) for another worker; what is neither, since it or its pull
-was lost, the server hands out again after `ack_wait_s`.
+Invariant: a request is handed over, or returned (nak) for another worker. If neither happens, because the request or
+its pull was lost, the server delivers the request again after `ack_wait_s`.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ __all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
 logger = logging.getLogger(__name__)
 
 RECONNECT_POLL_S: Final = 0.25
-"""How often a lost connection is looked at."""
+"""Seconds between checks of a lost connection."""
 ENSURE_RETRY_S: Final = 1.0
-"""Between attempts to make the queue."""
+"""Seconds between attempts to create the queue."""
 NAK_DELAY_S: Final = 0.25
-"""Until a request that was given back goes to the next worker: when the whole fleet pauses at once, it would otherwise
-go round all of it, and count as poison."""
+"""Seconds until a returned request goes to the next worker. Without this delay, a request would visit all workers when
+the whole fleet pauses, and count as poison."""
 REDELIVERED: Final = 16
-"""Requests to ask for when one is handed out again: a part of what a lost worker had."""
+"""Requests to pull after a redelivered one: some of the requests of a lost worker."""
 _PROBE: Final = b'{"batch":1,"no_wait":true}'
 _SMALL_PROBE: Final = b'{"batch":1,"no_wait":true,"max_bytes":%d}'
 _STANDING: Final = b'{"batch":1,"expires":%d}' % int(STANDING_S * 1e9)
 _CLIENT_AT: Final = 4
-"""In `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
+"""The place of the client in `rb.v1.<fleet>.req.<client>.<model>.<lane>`."""
 
 
 @dataclass(slots=True)
@@ -53,37 +53,37 @@ class PullerStats:
     pulls: int = 0
     handed_over: int = 0
     given_back: int = 0
-    """Requests that came while paused, or when there was no room left."""
+    """Requests that arrived while paused, or without room."""
     ensured: int = 0
-    """How often the queue was made or found missing."""
+    """The number of times that the queue was created or checked."""
 
 
 class QueuedRequest:
-    """One request from the queue, to be acked once; until then it goes to another worker after `ack_wait_s`.
+    """One request from the queue, to be acked once. Without an ack it goes to another worker after `ack_wait_s`.
 
-    While the connection is down its methods do nothing: spoken later they could concern another worker's delivery.
+    While the connection is down its methods do nothing: a late message could affect the delivery to another worker.
     """
 
     __slots__ = ("_nats", "_reply", "client", "data", "lane", "num_delivered", "num_pending", "published_at", "subject")
 
     def __init__(self, nats: Connection, message: Msg) -> None:
-        # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>; newer servers
-        # put a domain and an account before the stream, and may add to the end.
+        # $JS.ACK.<stream>.<consumer>.<num_delivered>.<stream seq>.<consumer seq>.<time>.<num_pending>. Newer servers
+        # put a domain and an account before the stream, and may add fields at the end.
         fields = message.reply.split(".")
         at = 3 if len(fields) == 9 else 5
         self._nats = nats
         self._reply = message.reply
         self.subject = message.subject
         self.client = message.subject.split(".")[_CLIENT_AT]
-        """Who published it, as NATS permissions vouch."""
+        """The client that published it. NATS permissions enforce this name."""
         self.lane = cast(Lane, fields[at])
         self.data = message.data
         self.num_delivered = int(fields[at + 1])
         """1 on the first delivery."""
         self.published_at = int(fields[at + 4]) / 1e9
-        """Since when the queue has had it: Unix time in seconds, by the server's clock."""
+        """The time at which the queue stored it: Unix time in seconds, by the server's clock."""
         self.num_pending = int(fields[at + 5])
-        """Requests that waited in the lane behind it, without those that are handed out again."""
+        """Requests that waited in the lane behind it, without redelivered ones."""
 
     def __repr__(self) -> str:
         """One line without content."""
@@ -94,7 +94,7 @@ class QueuedRequest:
         await self._publish_ack(b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Give it back; the queue hands it out again, after `delay_s`."""
+        """Return it to the queue, which delivers it again after `delay_s`."""
         await self._publish_ack(
             b"-NAK %b" % json.dumps({"delay": int(delay_s * 1e9)}).encode() if delay_s > 0 else b"-NAK"
         )
@@ -112,10 +112,10 @@ class QueuePuller:
     """Pulls the requests for one model.
 
     Args:
-        room: how many more requests the worker could take now, those handed over included at once; negative when it
-            has more than it has room for.
+        room: returns how many more requests the worker could accept now, and counts handed-over requests immediately;
+            negative if the worker has more than it has room for.
         on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond `room`.
-        limits: of the queue, where it has to be made.
+        limits: of the queue, if the puller must create it.
     """
 
     def __init__(
@@ -147,23 +147,23 @@ class QueuePuller:
         self._reconnects = 0
         self.stats = PullerStats()
         self.on_given_back: Callable[[QueuedRequest], None] = lambda _request: None
-        """Called with each request that goes back at once; must not block."""
+        """Called with each request that is returned immediately; must not block."""
 
     def __repr__(self) -> str:
-        """One line with state and counts."""
+        """Return one line with state and counts."""
         state = "paused" if self._is_paused else "pulling"
         return f"<QueuePuller {self._model!r} {state} {self._plan!r} {self.stats}>"
 
     def lanes_waiting(self) -> tuple[Lane, ...] | None:
-        """Return the lanes in which requests wait, as the last pulls told; None: that is not known."""
+        """Return the lanes in which requests wait, as of the last pulls; None: not known."""
         return self._plan.lanes_waiting(time.monotonic())
 
     def wake(self) -> None:
-        """Look again: there may be room now, or the connection is back."""
+        """Wake the puller: there may be room now, or the connection is back."""
         self._woken.set()
 
     def pause(self) -> None:
-        """Hand over nothing more; what is on its way is given back, and the pulls under way are withdrawn."""
+        """Hand over no more requests. Return those that still arrive, and withdraw the open pulls."""
         self._is_paused = True
         self.wake()
 
@@ -173,13 +173,13 @@ class QueuePuller:
         self.wake()
 
     async def run(self) -> None:
-        """Make the queue where it is missing and pull, until cancelled.
+        """Create the queue if it is missing and pull, until cancelled.
 
-        Outlives lost connections, restarted servers and deleted streams.
+        This survives lost connections, restarted servers and deleted streams.
 
         Raises:
             BusBroken: the connection was lost for good.
-            BusClosed: it was closed here.
+            BusClosed: this process closed it.
         """
         try:
             while True:
@@ -198,20 +198,20 @@ class QueuePuller:
             await self._withdraw()
 
     async def _step(self) -> float | None:
-        """Do what is to be done now; return after how many seconds to look again, None: when woken."""
+        """Execute one step. Return the seconds until the next step; None: wait until woken."""
         if self._nats.is_closed:
             raise self._nats.lost or BusClosed("the connection to NATS is closed")
         if not self._nats.is_connected:
             return RECONNECT_POLL_S
         if self._reconnects != self._nats.counters().reconnects:
             self._reconnects = self._nats.counters().reconnects
-            await self._withdraw()  # a server that lived through it may have kept them
+            await self._withdraw()  # a server that was not restarted may have kept them
         if self._is_paused:
             await self._withdraw()
             return None
         if not self._is_ensured:
             wait_s = self._ensured_at + ENSURE_RETRY_S - time.monotonic()
-            if wait_s > 0:  # it was there just now
+            if wait_s > 0:  # it existed just now
                 return wait_s
             if not await self._ensure():
                 return ENSURE_RETRY_S
@@ -245,7 +245,7 @@ class QueuePuller:
             await publish(self._nats, self._pull_subjects[pull.lane], payload, reply=f"{self._inbox}.{pull.number}")
 
     async def _withdraw(self) -> None:
-        """End all pulls: the server drops those whose inbox nobody listens to."""
+        """End all pulls: the server drops pulls whose inbox has no subscription."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             if self._nats.is_connected:
@@ -255,7 +255,7 @@ class QueuePuller:
         self._plan.reset()
 
     async def _receive(self, message: Msg) -> None:
-        """Take a request, or the end of a pull."""
+        """Handle a request, or the end of a pull."""
         self._woken.set()
         if message.reply:
             await self._receive_request(message)
@@ -264,7 +264,7 @@ class QueuePuller:
 
     async def _receive_request(self, message: Msg) -> None:
         request = QueuedRequest(self._nats, message)
-        # A request that is handed out again is seldom alone, and those beside it are not among the pending ones.
+        # A redelivered request usually comes with others, which are not in `num_pending`.
         again = REDELIVERED if request.num_delivered > 1 else 0
         self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
         if self._is_paused or self._room() <= -MAX_OVER:

@@ -1,7 +1,7 @@
-"""Changing the bounds of a queue that exists, without losing a request.
+"""Changes the limits of an existing queue without losing a request.
 
-A server that is told a lower bound than what a stream holds deletes the oldest messages without a word. So the bounds
-are compared with what is held first, and workers never change them.
+A server that gets a lower limit than the contents of a stream deletes the oldest messages without an error. So the
+limits are compared with the contents first, and workers never change them.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ __all__ = ["set_limits"]
 
 
 async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mapping[str, int]) -> None:
-    """Give the streams of `model`, which exist, these bounds; the others stay.
+    """Set these limits for the existing streams of `model`. Other limits stay.
 
     Args:
         limits: by the names of `QueueLimits`.
 
     Raises:
-        InvalidRequest: a stream holds more; nothing of it is changed. The error says how much of what.
-        BusBroken: JetStream does not answer or refuses, quoting it.
+        InvalidRequest: a stream has more than a limit, which the error names; this stream is not changed.
+        BusBroken: JetStream does not answer, or refuses; the message quotes it.
     """
     try:
         for lanes in STREAM_LANES:
@@ -34,14 +34,14 @@ async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mappi
             info = await ask(nats, f"STREAM.INFO.{name}", {"subjects_filter": ">"})
             bounds = bounds_of_stream(lanes[0], limits)
             _check_held(name, info["state"], bounds)
-            # Over what is there: an operator's replicas and placement stay.
+            # Keep the other settings: an operator's replicas and placement stay.
             await ask(nats, f"STREAM.UPDATE.{name}", {**info["config"], **bounds})
     except ApiError as error:
         raise BusBroken(f"the limits of the queue of {model!r} cannot be set: {error}") from error
 
 
 def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> None:
-    """Refuse bounds below what the stream holds."""
+    """Check that no limit is below the contents of the stream."""
     of_clients = state.get("subjects") or {}
     held = {
         "max_msgs": state["messages"],

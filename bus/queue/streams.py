@@ -1,8 +1,8 @@
-"""A model's queue of requests: its streams and consumers in JetStream, and what waits in them.
+"""A model's queue of requests: its streams and consumers in JetStream, and the number of waiting requests.
 
-Two streams for each model. One holds the lanes `high`, `normal` and `low`; the lane `resume` has one of its own, so
-that new requests can never fill the queue for those that were already running. In each lane one durable consumer is
-shared by all workers of the model. A request leaves its stream when a worker acks it, or at its deadline.
+Each model has two streams. One has the lanes `high`, `normal` and `low`. The lane `resume` has its own stream, so that
+new requests can never fill the queue for requests that were already running. In each lane, all workers of the model
+share one durable consumer. A request leaves its stream when a worker acks it, or at its deadline.
 """
 
 import hashlib
@@ -32,59 +32,60 @@ __all__ = [
 ]
 
 DUPLICATE_WINDOW_S: Final = 120.0
-"""For how long the server knows what it has stored: far longer than anyone repeats a publish that was not answered."""
+"""Seconds for which the server detects duplicates: far longer than any client repeats an unanswered publish."""
 MAX_WAITING: Final = 65_536
-"""Pulls that may wait on one lane; each worker has one."""
+"""Pulls that may wait on one lane. Each worker has one."""
 REMADE_MARGIN_S: Final = 5.0
-"""A stream takes requests some milliseconds before its consumers are made, and servers of a cluster differ in time."""
+"""Seconds of tolerance: a stream accepts requests some milliseconds before its consumers exist, and clocks differ."""
 LOOK_S: Final = 2.0
-"""For the server to confirm that a queue exists. While a cluster elects a leader none does, and workers ask again."""
+"""Seconds for the server to confirm that a queue exists. While a cluster elects a leader, no server does, and workers
+ask again."""
 MAX_NAME_CHARS: Final = 240
-"""The server allows 255, file systems 255 bytes."""
+"""The server allows 255 characters, file systems 255 bytes."""
 
 STREAM_LANES: Final[tuple[tuple[Lane, ...], ...]] = (("resume",), ("high", "normal", "low"))
 """The lanes of each stream."""
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
-    """How full one lane of a model's queue is."""
+    """The number of requests in one lane of a model's queue."""
 
     model: str
     lane: Lane
     waiting: int
-    """Requests that no worker has been handed."""
+    """Requests that were not delivered to a worker yet."""
     in_hand: int
-    """Requests that a worker was handed and has not acked yet."""
+    """Requests that were delivered to a worker and not acked yet."""
     leader: str = ""
-    """The server of a cluster that hands them out; empty: there is no cluster."""
+    """The server of a cluster that delivers them; empty: there is no cluster."""
     replicas: int = 1
-    """Servers that keep the lane's place, the leader included."""
+    """Servers that store the state of the lane, including the leader."""
     behind: tuple[str, ...] = ()
-    """Of these servers, those that are gone or not current."""
+    """Of these servers, those that are down or not current."""
 
 
 class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Which sequence numbers one lane of a queue may hold, waiting or with a worker, at one moment.
+    """The sequence numbers that one lane of a queue may contain at one moment, waiting or at a worker.
 
-    It is read from the lane's consumer alone: `STREAM.INFO` would also list whose requests wait.
+    They come from the lane's consumer alone: `STREAM.INFO` would also list the clients of waiting requests.
     """
 
     delivered_seq: int = 0
-    """The last that a worker was handed."""
+    """The last number that was delivered to a worker."""
     acked_seq: int = 0
-    """The last that was acked together with all before it."""
+    """The last number that was acked together with all before it."""
     has_waiting: bool = False
     age_s: float = 0.0
     """Seconds since the consumer was created."""
 
     def may_hold(self, seq: int, stored_for_s: float) -> bool:
-        """Return whether the request with this number may be there.
+        """Return True if the request with this number may be in the queue.
 
-        False is certain. True may last until the requests that were handed out before it have been acked.
+        False is certain. True may last until the requests that were delivered before it have been acked.
 
         Args:
             seq: of a request that the queue has confirmed.
-            stored_for_s: seconds since then. A consumer that is younger belongs to a queue that was lost and made anew.
+            stored_for_s: seconds since then. A younger consumer belongs to a queue that was lost and created again.
         """
         if self.age_s + REMADE_MARGIN_S < stored_for_s:
             return False
@@ -92,10 +93,10 @@ class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
-    """Name the stream of a lane: `rb~<fleet>~<model>`, and for `resume` the same with `~resume`.
+    """Return the stream name of a lane: `rb~<fleet>~<model>`, and for `resume` the same with `~resume`.
 
-    The model's name is encoded as in subjects; where that would be too long its hash stands after a second `~`. As no
-    fleet and no encoded name has a `~`, no two models share a stream.
+    The model name is encoded as in subjects. If this is too long, its hash follows a second `~`. No fleet and no
+    encoded name has a `~`, so no two models share a stream.
     """
     token = encode_token(model)
     ending = "~resume" if lane == "resume" else ""
@@ -108,13 +109,13 @@ def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
 async def ensure_queue(
     nats: PatchedNatsClient, subjects: Subjects, model: str, limits: QueueLimits | None = None
 ) -> None:
-    """Make the streams and consumers of `model` that are missing; safe to repeat.
+    """Create the streams and consumers of `model` that are missing; safe to repeat.
 
-    Those that exist stay as they are, whatever their limits: a lower bound would delete requests that wait. If nothing
-    is missing, the caller needs no right to change anything.
+    Existing ones stay unchanged, also their limits: a lower limit would delete waiting requests. If nothing is missing,
+    the caller needs no permission to change anything.
 
     Raises:
-        BusBroken: JetStream does not answer or refuses, quoting it.
+        BusBroken: JetStream does not answer, or refuses; the message quotes it.
     """
     limits = limits or QueueLimits()
     try:
@@ -122,10 +123,10 @@ async def ensure_queue(
             for lane in lanes:
                 await _ensure_lane(nats, subjects, model, lane, limits)
     except ApiError as error:
-        raise BusBroken(f"the queue of {model!r} cannot be made: {error}") from error
+        raise BusBroken(f"the queue of {model!r} cannot be created: {error}") from error
     except PermissionDenied as error:
         raise BusBroken(
-            f"the queue of {model!r} is not there, and {error}; an admin makes it: rollbus make-queue {model}"
+            f"the queue of {model!r} does not exist, and {error}; an admin can create it: rollbus make-queue {model}"
         ) from error
 
 
@@ -150,14 +151,14 @@ async def _ensure_lane(
         "ack_policy": "explicit",
         "ack_wait": nanoseconds(limits.ack_wait_s),
         "max_deliver": -1,
-        "max_ack_pending": -1,  # a lane never stalls because workers hold much
+        "max_ack_pending": -1,  # a lane never stalls, regardless of the requests at workers
         "max_waiting": MAX_WAITING,
     }
     await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": consumer, "action": ""})
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:
-    """Say how full the lanes of `models` are, in the order of `LANES`; a model without a queue has no rows.
+    """Return the number of requests in the lanes of `models`, in the order of `LANES`. A missing queue has no rows.
 
     Raises:
         BusBroken: JetStream does not answer.
@@ -187,10 +188,10 @@ async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]
 
 
 async def queue_clients(nats: Client, subjects: Subjects, model: str) -> dict[tuple[Lane, str], int]:
-    """Count the requests that each client has in the queue of `model`, waiting or with a worker, by lane and client.
+    """Count the requests of each client in the queue of `model`, waiting or at a worker, by lane and client.
 
     Raises:
-        PermissionDenied: this user may not.
+        PermissionDenied: this user has no permission.
         BusBroken: JetStream does not answer.
     """
     found: dict[tuple[Lane, str], int] = {}
@@ -210,7 +211,7 @@ async def queue_clients(nats: Client, subjects: Subjects, model: str) -> dict[tu
 
 
 async def stored_in(nats: Client, subjects: Subjects, model: str, lane: Lane) -> StoredRange:
-    """What a lane of the queue of `model` may hold now; nothing where there is no queue.
+    """Return the range that a lane of the queue of `model` may contain now; an empty range without a queue.
 
     Raises:
         BusBroken: JetStream does not answer.
