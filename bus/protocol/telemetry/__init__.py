@@ -1,1 +1,1 @@
-"""What a fleet's workers have done lately, computed from what they announce and answer."""
+"""The recent work of a fleet's workers, computed from their presence and command acks."""

@@ -1,4 +1,4 @@
-"""The last commands of a fleet, and what each worker has answered: what somebody who listens can know of them."""
+"""The last commands of a fleet, and each worker's acks, from the messages that an observer receives."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
@@ -13,61 +13,61 @@ __all__ = ["AWAITED", "MAX_COMMANDS", "MAX_LINES", "MAX_WORKERS", "CommandBook",
 
 MAX_COMMANDS: Final = 20
 MAX_WORKERS: Final = 2000
-"""Of each command; those beyond it are not followed."""
+"""Workers of each command that are followed. Further workers are ignored."""
 MAX_LINES: Final = 100
 """Workers that an older command lists: those that have not applied it."""
 NUM_WHOLE: Final = 2
 """The newest commands, which list all of their workers."""
 MAX_ERROR_CHARS: Final = 200
 MAX_BEGUN: Final = MAX_COMMANDS // 2
-"""Commands that one worker alone has answered, and that were not heard: what it makes up leaves room for others."""
+"""Commands that only one worker acked and that were never received. The limit leaves room if a worker forges acks."""
 MARGIN_S: Final = 10.0
-"""Beyond a command's own time, until it counts as done whoever still owes an answer."""
+"""Seconds after a command's own time until it counts as done, regardless of missing acks."""
 AWAITED: Final = "awaited"
-"""The status of a worker that has not answered; the others are those of acks."""
+"""The status of a worker that has not acked. Other statuses are those of acks."""
 
 
 class StagingProgress(msgspec.Struct, frozen=True):
-    """How far a worker is with staging."""
+    """The staging progress of a worker."""
 
     done_bytes: int
     total_bytes: int
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one worker has answered to a command so far."""
+    """The last ack of one worker to a command."""
 
     status: str = msgspec.field()
-    """`awaited`, or that of its last ack."""
+    """`awaited`, or the status of the last ack."""
     stage: str | None = None
-    """With `progress`: what it is doing."""
+    """With `progress`: the present stage."""
     progress: StagingProgress | None = None
-    """With `progress`: how far it is with staging."""
+    """With `progress`: the staging progress."""
     error: str | None = None
-    """Why it has not applied the command."""
+    """The reason why the worker has not applied the command."""
     seconds: float = 0.0
-    """From its `accepted` to this answer."""
+    """Seconds from its `accepted` to this ack."""
 
 
 _AWAITED: Final = WorkerAnswer(status=AWAITED)
 
 
 class CommandLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A command, and what became of it."""
+    """A command and its result so far."""
 
     id: str
     command: str
     controller: str
     at: float
-    """Unix time at which it was heard."""
+    """Unix time at which it was received."""
     epoch: int | None
-    """Of the desired state; None: it is not recorded."""
+    """The epoch of the desired state; None: the command is not recorded."""
     done: bool
-    """All that are known to be concerned have answered, or their time is up."""
+    """True if all known workers of the command have sent a final ack, or its time is over."""
     counts: dict[str, int]
     """Workers by status."""
     workers: dict[str, WorkerAnswer]
-    """Of the last two commands all of them; of older ones at most 100 that have not applied it."""
+    """For the last two commands, all workers. For older commands, at most 100 workers that have not applied it."""
 
 
 @dataclass(slots=True)
@@ -82,9 +82,9 @@ class _FollowedCommand:
     over_at: float
     workers: dict[str, WorkerAnswer]
     is_heard: bool = True
-    """The command was heard; else it is known by the acks of those that answer it."""
+    """True if the command was received. False: it is known only from acks."""
     begun_by: str | None = None
-    """The one worker that is known to have answered a command that was not heard; None: there are several."""
+    """The only worker that acked a command that was not received; None: there are several."""
     has_final: set[str] = field(default_factory=set)
 
     def line(self, now: float, *, is_whole: bool) -> CommandLine:
@@ -104,10 +104,10 @@ class _FollowedCommand:
 
 
 class CommandBook:
-    """Follows commands and their acks. Time is passed in, as Unix time.
+    """Follows commands and their acks. The caller passes in the time as Unix time.
 
     Attributes:
-        strangers: acks by workers that the command does not concern.
+        strangers: the number of acks by workers that the command does not concern.
     """
 
     def __init__(self) -> None:
@@ -115,16 +115,16 @@ class CommandBook:
         self.strangers = 0
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<CommandBook commands={len(self._commands)} strangers={self.strangers}>"
 
     def add_command(self, command: Command, controller: str, workers: Iterable[str], now: float) -> None:
-        """Follow a command from now on; one that is repeated under its id changes nothing.
+        """Follow a command from now on. A repeated command with the same id changes nothing.
 
-        A command may be heard after its first acks: then those count, and the other workers are awaited.
+        A command may arrive after its first acks. Then these acks count, and the other workers are awaited.
 
         Args:
-            workers: those that should answer.
+            workers: those that must ack.
         """
         known = self._commands.get((controller, command.id))
         if known is not None and known.is_heard:
@@ -145,10 +145,10 @@ class CommandBook:
             self._commands.popitem(last=False)
 
     def add_ack(self, ack: Ack, controller: str, now: float) -> None:
-        """Note a worker's answer; after the final one, none counts.
+        """Record a worker's ack. No ack counts after the final one.
 
-        A command that was not heard is followed from its first ack on, with the workers that answer it: programs that
-        may not hear commands know it so.
+        A command that was not received is followed from its first ack, with the workers that ack it. Programs without
+        permission to receive commands learn of it this way.
         """
         followed = self._commands.get((controller, ack.id))
         if followed is None:

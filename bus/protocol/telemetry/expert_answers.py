@@ -1,4 +1,4 @@
-"""Which workers are asked for the load of their experts, and what their answers come to. Pure."""
+"""Chooses the workers to ask for the load of their experts, and merges their answers. No I/O."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,20 +14,20 @@ from .expert_window import ExpertWindow, merge_loads
 __all__ = ["MAX_ASKED", "ExpertAnswers", "choose_workers", "loads_of", "merge_answers"]
 
 MAX_ASKED: Final = 64
-"""Workers: an answer may take 100 KB, and the routers of so many say what those of a thousand do."""
+"""The maximum number of workers to ask. An answer may have 100 KB, and this sample represents a thousand workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertAnswers:
-    """What workers of one model answered about their experts."""
+    """The answers of one model's workers about their experts."""
 
     model: str
     window: ExpertWindow | None
     """The sum of the answers; None: no worker answered with counts."""
     asked: tuple[str, ...]
-    """Workers that were asked, sorted: all of the model's that can answer, or 64 of them."""
+    """The workers that were asked, sorted: all workers of the model that can answer, or 64 of them."""
     left_out: dict[str, str]
-    """Workers that are not in `window` though they were meant: why."""
+    """Workers that should be in `window` and are not, each with the reason."""
     num_workers: int
     """Live workers of the model, asked or not."""
 
@@ -35,14 +35,14 @@ class ExpertAnswers:
 def choose_workers(
     workers: Sequence[WorkerPresence], named: Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Choose whom to ask: the named workers, or a sample that stays the same while its workers live.
+    """Choose the workers to ask: the named ones, or a sample that stays the same while its workers are live.
 
     Args:
-        workers: live ones of one model.
+        workers: live workers of one model.
         named: these ids; None: any.
 
     Returns:
-        The ids of at most 64 workers, sorted; and why others cannot answer.
+        The sorted ids of at most 64 workers, and the reason why each other worker cannot answer.
 
     Raises:
         InvalidRequest: more than 64 are named.
@@ -71,7 +71,7 @@ def _why_unable(worker: WorkerPresence) -> str | None:
 
 
 def loads_of(result: CommandResult) -> tuple[dict[str, ExpertLoad], dict[str, str]]:
-    """Return what the workers answered to a `read_experts`, and why the others did not."""
+    """Return the answers of the workers to a `read_experts`, and the reason for each missing answer."""
     loads = {worker: ack.experts for worker, ack in result.applied.items() if ack.experts is not None}
     silent = {worker: "its engine returns no routing" for worker in result.applied if worker not in loads}
     for acks in (result.failed, result.unsupported, result.stale, result.late):
@@ -83,6 +83,6 @@ def loads_of(result: CommandResult) -> tuple[dict[str, ExpertLoad], dict[str, st
 def merge_answers(
     model: str, loads: Mapping[str, ExpertLoad], left_out: Mapping[str, str], asked: Sequence[str], num_workers: int
 ) -> ExpertAnswers:
-    """Add up the answers; unusable ones are left out and named."""
+    """Add up the answers. Name the workers with unusable answers."""
     window, unusable = merge_loads(loads)
     return ExpertAnswers(model, window, tuple(asked), {**left_out, **unusable}, num_workers)

@@ -1,8 +1,8 @@
-"""How often a worker's router chose each expert: by intervals of 5 s, and by version of the weights. Pure.
+"""Counts how often a worker's router chose each expert, by intervals of 5 s and by weight version. No I/O.
 
-Rows are counted some hundreds at a time, as one step has few: what waits is bounded, and is counted before anything is
-said of it. Time is passed in and never goes back. Intervals are numbered by the wall clock, so that one number means
-the same to all workers of a fleet.
+One step has few rows, so the book counts some hundreds of rows at a time. Pending rows are bounded, and are counted
+before each answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals, so that
+a number has the same meaning for all workers of a fleet.
 """
 
 import math
@@ -22,17 +22,16 @@ __all__ = ["INTERVAL_S", "KEPT_INTERVALS", "ExpertBook", "Plane", "Window", "is_
 
 INTERVAL_S: Final = 5.0
 KEPT_INTERVALS: Final = 24
-"""Two minutes: a reader that asks for the last one may be late."""
+"""Two minutes: a reader that asks for the last minute may be late."""
 MAX_PENDING_ROWS: Final = 512
-"""Rows that wait to be counted: counting so many takes a third of a millisecond, and no longer for each row than more
-would."""
+"""Rows that wait to be counted. To count them takes a third of a millisecond; larger batches are no faster per row."""
 
 Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
 
 
 class _CountedPositions:
-    """The positions of one plane, under one version of the weights."""
+    """The positions of one plane, under one weight version."""
 
     __slots__ = ("computed", "counts", "seen")
 
@@ -57,38 +56,39 @@ class _Planes(NamedTuple):
 
 
 _ByVersion = OrderedDict[int, _Planes]
-"""By version of the weights; that which was used last is at the end."""
+"""By weight version. The version that was used last is at the end."""
 
 
 def is_countable(routing: RoutedExpertsInfo) -> bool:
-    """The model has no more experts than a reader takes."""
+    """Return True if the model has no more experts than a reader accepts."""
     return routing.num_layers * routing.num_experts <= MAX_EXPERT_CELLS
 
 
 class ExpertBook:
     """The counts of one incarnation of a worker.
 
-    Memory: the planes of `KEPT_INTERVALS` intervals and of `MAX_EXPERT_VERSIONS` versions. For 61 layers of 384
-    experts a plane takes 187 KB.
+    Memory: the planes of `KEPT_INTERVALS` intervals and of `MAX_EXPERT_VERSIONS` versions. For 61 layers of 384 experts
+    a plane takes 187 KB.
 
     Args:
-        routing: of the engine's model, which `is_countable`.
-        now: in seconds, as everywhere here.
+        routing: of the engine's model, for which `is_countable` must be True.
+        now: in seconds, as everywhere in this module.
         unix_now: the same moment as Unix time.
     """
 
     def __init__(self, routing: RoutedExpertsInfo, now: float, unix_now: float) -> None:
         self._routing = routing
         self._cells = routing.num_layers * routing.num_experts
-        # Where the counters of each choice's layer begin; narrow, since adding and reading them is most of the work.
+        # The first counter of each choice's layer; a narrow type, because most of the time goes into adding and reading
+        # them.
         firsts = np.repeat(np.arange(routing.num_layers) * routing.num_experts, routing.top_k)
         self._firsts = firsts.astype(np.min_scalar_type(self._cells - 1))
-        # Added to the time that is passed in: steps of the wall clock count for nothing.
+        # Added to the given time, so that steps of the wall clock have no effect.
         self._unix_offset = unix_now - now
         self._began_at = unix_now
         self._first_token_at: float | None = None
         self._first = int(unix_now / INTERVAL_S)
-        # The last interval that has ended; and those that have tokens.
+        # The last interval that has ended, and the intervals with tokens.
         self._number = self._first - 1
         self._intervals: deque[tuple[int, _ByVersion]] = deque()
         self._totals: _ByVersion = OrderedDict()
@@ -104,11 +104,11 @@ class ExpertBook:
         return f"<ExpertBook number={self._number} kept={len(self._intervals)} versions={list(self._totals)}>"
 
     def add_computed(self, plane: Plane, count: int, weight_version: int, now: float) -> None:
-        """Add positions that the engine computed, whether or not their rows come."""
+        """Add positions that the engine computed, with or without rows."""
         getattr(self._planes(weight_version, now), plane).computed += count
 
     def add_rows(self, plane: Plane, rows: Rows, weight_version: int, now: float) -> None:
-        """Add the rows of computed positions, which must not change any more; those of another shape are passed over.
+        """Add the rows of computed positions, which must not change any more. Rows of another shape are ignored.
 
         A row with an expert that the model does not have is not counted.
         """
@@ -124,7 +124,7 @@ class ExpertBook:
                 self._count_pending()
 
     def _planes(self, weight_version: int, now: float) -> _Planes:
-        """What belongs to this version in the present interval."""
+        """Return the planes of this version in the present interval."""
         self._end_intervals(now)
         if weight_version != self._version:
             self._count_pending()
@@ -144,7 +144,7 @@ class ExpertBook:
         return planes
 
     def _count_pending(self) -> None:
-        """Count the rows that wait, which are of `_version` and of the open interval."""
+        """Count the pending rows, which belong to `_version` and the open interval."""
         if not self._num_pending:
             return
         planes = self._planes_in(self._open, self._version)
@@ -180,10 +180,10 @@ class ExpertBook:
         self._answers.clear()
 
     def load(self, since: int, window: Window, now: float) -> ExpertLoad:
-        """Return what was counted until the last interval ended; an answer is made once for each interval.
+        """Return the counts until the end of the last interval. Each interval has one cached answer.
 
         Args:
-            since: of window `recent`: the interval before the first that is asked for.
+            since: for the window `recent`: the interval before the first one to return.
         """
         self._end_intervals(now)
         first = self._first
@@ -222,7 +222,7 @@ class ExpertBook:
         )
 
     def _sum(self, first: int) -> _ByVersion:
-        """Intervals from `first` on, added up."""
+        """Return the sum of the intervals from `first` on."""
         versions: _ByVersion = OrderedDict()
         for number, interval in self._intervals:
             if number >= first:

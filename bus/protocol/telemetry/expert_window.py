@@ -1,7 +1,7 @@
-"""What workers answered about their experts: checked, added up over workers and time, and how uneven it is. Pure.
+"""Validates the workers' answers about experts, adds them over workers and time, and measures imbalance. No I/O.
 
-Counts are choices: a position makes `top_k` of them in each layer. Nothing from the wire is trusted: counts are
-decompressed up to the size that their shape says and no further.
+Counts are choices: a position makes `top_k` choices in each layer. Counts from other processes are validated: they are
+decompressed up to the size of their shape and no further.
 """
 
 import zlib
@@ -36,13 +36,13 @@ __all__ = [
 Counts = npt.NDArray[np.int64]
 """i8[num_layers, num_experts]"""
 MAX_CELL: Final = 2**53
-"""Of one count on the wire: the largest that JSON's readers keep exactly, and the sum of a thousand of them fits."""
+"""The largest count in a message: JSON readers keep it exactly, and the sum of a thousand fits into 64 bits."""
 LEVEL: Final = 1
-"""Of zlib: higher ones take a worker three times as long for a tenth less."""
+"""The zlib level: higher levels take a worker three times as long for a tenth fewer bytes."""
 
 
 class ExpertShape(NamedTuple):
-    """Of a model's routing."""
+    """The shape of a model's routed experts."""
 
     num_layers: int
     num_experts: int
@@ -50,7 +50,7 @@ class ExpertShape(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Counters of one plane."""
+        """The number of counters of one plane."""
         return self.num_layers * self.num_experts
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ class PlaneLoad:
     computed: int = 0
     """Positions that engines computed."""
     seen: int = 0
-    """Of these, the positions that are in `counts`."""
+    """The computed positions that are in `counts`."""
 
     @property
     def share_seen(self) -> float | None:
-        """Which part of the computed positions is in `counts`; None: none was computed."""
+        """The share of the computed positions that is in `counts`; None: none was computed."""
         return min(self.seen / self.computed, 1.0) if self.computed else None
 
     def __add__(self, other: "PlaneLoad") -> "PlaneLoad":
@@ -78,7 +78,7 @@ class PlaneLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VersionLoad:
-    """Of one version of the weights."""
+    """The load under one weight version."""
 
     weight_version: int
     prompt: PlaneLoad
@@ -94,50 +94,53 @@ class ExpertWindow:
 
     shape: ExpertShape
     seconds: float
-    """How long the longest of the answers was."""
+    """Seconds that the longest answer covers."""
     versions: tuple[VersionLoad, ...]
-    """The highest version first; none without tokens."""
+    """The highest version first. Versions without tokens are left out."""
     workers: tuple[str, ...]
-    """Whose counts these are, sorted."""
+    """The sorted workers whose counts these are."""
 
     @cached_property
     def prompt(self) -> PlaneLoad:
-        """Of all versions."""
+        """The load of prompt positions over all versions."""
         return sum((version.prompt for version in self.versions), empty_plane(self.shape))
 
     @cached_property
     def generated(self) -> PlaneLoad:
-        """Of all versions."""
+        """The load of generated tokens over all versions."""
         return sum((version.generated for version in self.versions), empty_plane(self.shape))
 
 
 class ImbalanceSummary(NamedTuple):
-    """All layers that route in one line; of none, as if all were even."""
+    """A summary of all layers that route. Without such layers, it has the values of even layers."""
 
     max_over_mean: float
-    """Mean of the layers."""
+    """The mean over the layers."""
     worst: float
     """The largest `max_over_mean` of a layer."""
     entropy: float
-    """Mean of the layers."""
+    """The mean over the layers."""
     unused: int
-    """Experts without a choice, of all layers."""
+    """The number of experts without a choice, over all layers."""
 
 
 class Imbalance(NamedTuple):
-    """How uneven each layer is; a layer that does not route, or has no choice yet, has the values of an even one."""
+    """The imbalance of each layer.
+
+    A layer that does not route, or has no choice yet, has the values of an even layer.
+    """
 
     max_over_mean: npt.NDArray[np.float64]
-    """f8[num_layers]: the choices of the busiest expert next to an even share; 1: even."""
+    """f8[num_layers]: the choices of the busiest expert divided by an even share; 1: even."""
     entropy: npt.NDArray[np.float64]
-    """f8[num_layers]: of the shares, divided by that of even shares; 1: even, 0: one expert has all."""
+    """f8[num_layers]: the entropy of the shares, divided by that of even shares; 1: even, 0: one expert has all."""
     unused: npt.NDArray[np.int32]
     """i4[num_layers]: experts without a choice."""
     routes: npt.NDArray[np.bool_]
-    """?[num_layers]: the layer has choices, and is no dense one: of those, engines say expert 0 for every choice."""
+    """?[num_layers]: True if the layer has choices and is not dense. For dense layers, engines return only expert 0."""
 
     def summary(self) -> ImbalanceSummary:
-        """All layers that route in one line."""
+        """Return a summary of all layers that route."""
         if not self.routes.any():
             return ImbalanceSummary(1.0, 1.0, 1.0, 0)
         ratios = self.max_over_mean[self.routes]
@@ -146,23 +149,23 @@ class Imbalance(NamedTuple):
 
 
 def empty_plane(shape: ExpertShape) -> PlaneLoad:
-    """Nothing was counted."""
+    """Return a plane without counts."""
     return PlaneLoad(np.zeros((shape.num_layers, shape.num_experts), np.int64))
 
 
 def encode_counts(counts: npt.NDArray[Any]) -> bytes:
-    """Counts as `ExpertCounts` has them: empty if there is none."""
+    """Return counts in the format of `ExpertCounts`: empty if all are 0."""
     return zlib.compress(counts.astype(COUNT_DTYPE).tobytes(), LEVEL) if counts.any() else b""
 
 
 def decode_counts(data: bytes, num_layers: int, num_experts: int, *, name: str = "counts") -> Counts:
-    """Read what `encode_counts` made; takes the memory that the shape says, and no more.
+    """Decode the result of `encode_counts`. This uses at most the memory of the given shape.
 
     Args:
         name: of the field, for errors.
 
     Raises:
-        RemoteProtocolError: it has another size, is no zlib, or has a count above 2**53.
+        RemoteProtocolError: it has another size, is not valid zlib, or has a count above 2**53.
     """
     cells = num_layers * num_experts
     if cells > MAX_EXPERT_CELLS:
@@ -189,11 +192,12 @@ def decode_counts(data: bytes, num_layers: int, num_experts: int, *, name: str =
 
 
 def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, dict[str, str]]:
-    """Add up what these workers of one model answered, of the 8 highest versions of the weights.
+    """Add up the answers of these workers of one model, for the 8 highest weight versions.
 
     Returns:
-        The sum; None without a worker. And why workers are left out of it: their answer is unusable, their routing has
-        another shape than that of most, or all of their versions are older than the 8 highest.
+        The sum; None without a worker. And the reason for each worker that is left out: its answer is unusable, its
+        routed experts have another shape than those of most workers, or all of its versions are older than the 8
+        highest.
     """
     left_out: dict[str, str] = {}
     shapes = {worker: ExpertShape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
@@ -225,9 +229,9 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
 
 
 def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
-    """Windows that follow each other, as one; None without a window.
+    """Join consecutive windows; None without a window.
 
-    Those of another shape than the last are left out: the model was replaced by another one.
+    Windows with another shape than the last one are left out: another model was loaded.
     """
     found = list(windows)
     if not found:
@@ -247,14 +251,14 @@ def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
 
 
 def imbalance(counts: npt.NDArray[Any], top_k: int) -> Imbalance:
-    """Say how uneven each layer is.
+    """Return the imbalance of each layer.
 
     Args:
-        top_k: choices of a position in each layer. Those are distinct, so that with more than one no layer that routes
-            has one expert alone: one whose choices are all expert 0 is dense.
+        top_k: choices of a position in each layer. They are distinct, so with more than one, no layer that routes uses
+            a single expert. A layer whose choices are all expert 0 is dense.
     """
     num_experts = counts.shape[1]
-    # Sums of large counts from the wire do not fit into 64 bits.
+    # Sums of large counts from other processes do not fit into 64 bits.
     counts = counts.astype(np.float64)
     totals = counts.sum(axis=1)
     routes = totals > 0

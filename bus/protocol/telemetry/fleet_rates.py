@@ -1,4 +1,4 @@
-"""Rates of a fleet: from what each worker counts to what it did a second lately, and so by model and by fleet."""
+"""Rates of a fleet: from the counters of each worker to its recent rates, and the sums by model and fleet."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -11,36 +11,36 @@ from ..fleet.presence_table import MAX_WORKERS
 __all__ = ["WINDOW_S", "FleetRates", "Rates"]
 
 WINDOW_S: Final = 10.0
-"""Seconds that rates cover: ten announcements of a worker."""
+"""Seconds that rates cover: ten presence messages of a worker."""
 STEP_S: Final = 0.5
-"""Announcements of a worker that follow faster count as one, and no rate covers less: pings are answered at once. So at
-most `WINDOW_S` / `STEP_S` + 3 announcements of each worker are kept."""
+"""Faster presence messages of a worker count as one, and no rate covers less time: workers answer pings immediately. So
+at most `WINDOW_S` / `STEP_S` + 3 presence messages of each worker are kept."""
 MAX_SECONDS: Final = 1e12
-"""Announced sums of seconds count as at most this, as any number may be announced: sums of them stay finite."""
+"""The limit for published sums of seconds, so that their sums stay finite."""
 
 
 class Rates(NamedTuple):
-    """What one worker or several did in each second, on the mean of the window.
+    """The mean rates per second of one or several workers over the window.
 
-    Those of several workers are the sums of theirs, so that each mean weighs the workers by what they did.
+    The rates of several workers are the sums of theirs, so each mean weighs the workers by their work.
     """
 
     tokens_per_s: float = 0.0
-    """Tokens that engines made."""
+    """Tokens that engines generated."""
     requests_per_s: float = 0.0
-    """Requests that workers offered to their clients; each attempt of each sample is one."""
+    """Requests that workers offered to their clients. Each attempt of each sample counts."""
     first_tokens: float = 0.0
-    """Requests that had their first token."""
+    """Requests that got their first token."""
     first_tokens_s: float = 0.0
-    """Seconds from the offers of those to their first tokens, added up."""
+    """The sum of the seconds from their offers to their first tokens."""
     next_tokens: float = 0.0
-    """Tokens of all steps but each request's first with tokens."""
+    """Tokens of all steps, without each request's first step with tokens."""
     next_tokens_s: float = 0.0
-    """Seconds between those steps and the ones before, added up."""
+    """The sum of the seconds between each of these steps and the previous one."""
     lookups: float = 0.0
     """Prompt tokens that engines looked up in their prefix caches."""
     hits: float = 0.0
-    """Those of them that were there."""
+    """Prompt tokens that engines found in their prefix caches."""
 
     @property
     def first_token_s(self) -> float | None:
@@ -54,12 +54,12 @@ class Rates(NamedTuple):
 
     @property
     def prefix_hit(self) -> float | None:
-        """Share of the tokens looked up in prefix caches that were there, 0 to 1; None: none were looked up."""
+        """Share of looked-up tokens that were in prefix caches, 0 to 1; None: no lookups."""
         return min(self.hits / self.lookups, 1.0) if self.lookups else None
 
     @classmethod
     def sum(cls, rates: Iterable[Self]) -> Self:
-        """Return the rates of several workers together."""
+        """Return the sum of the rates of several workers."""
         return cls(*map(sum, zip(*rates, strict=True)))
 
 
@@ -67,7 +67,7 @@ NO_RATES: Final = Rates()
 
 
 class _WorkerCounts(NamedTuple):
-    """What a worker had counted at one time: numbers in the order of the fields of `Rates`."""
+    """The counters of a worker at one time, in the order of the fields of `Rates`."""
 
     at: float
     counts: tuple[float, ...]
@@ -83,17 +83,17 @@ class _FollowedWorker:
     rates: Rates = NO_RATES
 
     def add(self, new: _WorkerCounts) -> None:
-        """Handle an announcement; one that came no later than the one before is the same."""
+        """Handle presence. A message that is not newer than the previous one is the same message."""
         counted = self.counted
         if counted and new.at <= counted[-1].at:
             return
         if counted and any(now < before for now, before in zip(new.counts, counted[-1].counts, strict=True)):
-            # Another process counts, or another engine: what was counted before says nothing about its rates.
+            # Another process or engine counts, so the earlier counts say nothing about its rates.
             counted.clear()
         if len(counted) > 1 and counted[-1].at - counted[-2].at < STEP_S:
             counted.pop()
         counted.append(new)
-        # What is left covers a step in any case: the first rates after an outage are those of all that time.
+        # The remaining counts always cover a step: the first rates after an outage cover the whole outage.
         while new.at - counted[0].at > WINDOW_S and new.at - counted[1].at >= STEP_S:
             counted.popleft()
         first = counted[0]
@@ -105,22 +105,22 @@ class _FollowedWorker:
 
 
 class FleetRates:
-    """The rates of each worker of a fleet over the last `WINDOW_S` seconds. Time is passed in.
+    """The rates of each worker of a fleet over the last `WINDOW_S` seconds. The caller passes in the time.
 
-    At most `MAX_WORKERS` workers are followed, as by the `PresenceTable`; the others have no rates.
+    At most `MAX_WORKERS` workers are followed, as in the `PresenceTable`. Other workers have no rates.
     """
 
     def __init__(self) -> None:
         self._workers: dict[str, _FollowedWorker] = {}
 
     def __repr__(self) -> str:
-        """One line with the number of workers."""
+        """Return one line with the number of workers."""
         return f"<FleetRates of {len(self._workers)} workers>"
 
     def update(self, heard: Collection[tuple[WorkerPresence, float]]) -> None:
-        """Handle what is known of all live workers: the last announcement of each, and when it came.
+        """Handle the last presence of all live workers, each with the time of its arrival.
 
-        One that was handled before changes nothing, and workers that are not among them are forgotten.
+        Presence that was handled before changes nothing. Workers that are not in `heard` are removed.
         """
         for worker, at in heard:
             self.observe(worker, at)
@@ -128,10 +128,10 @@ class FleetRates:
             self.forget(gone)
 
     def observe(self, worker: WorkerPresence, now: float) -> None:
-        """Handle an announcement of a worker. A new incarnation begins anew, and so does one whose counts fall.
+        """Handle presence of a worker. The rates restart with a new incarnation and with lower counts.
 
         Args:
-            now: when it came, by a clock that never goes back.
+            now: the time of arrival, by a clock that never goes back.
         """
         known = self._workers.get(worker.worker)
         if worker.counters is None or (known is None and len(self._workers) >= MAX_WORKERS):
@@ -141,16 +141,16 @@ class FleetRates:
         known.add(_WorkerCounts(now, _counts(worker)))
 
     def forget(self, worker: str) -> None:
-        """Drop a worker that is gone."""
+        """Remove a lost worker."""
         self._workers.pop(worker, None)
 
     def of(self, worker: str) -> Rates:
-        """Return the rates of a worker: zeros until its second announcement, and for one that is not known."""
+        """Return the rates of a worker: zeros until its second presence message, and for an unknown worker."""
         known = self._workers.get(worker)
         return NO_RATES if known is None else known.rates
 
     def of_models(self) -> dict[str, Rates]:
-        """Return the rates of the workers of each model together."""
+        """Return the rates of each model's workers together."""
         models: dict[str, list[Rates]] = {}
         for known in self._workers.values():
             models.setdefault(known.model, []).append(known.rates)

@@ -1,4 +1,4 @@
-"""What several workers tell of one request, put together. Plain values, no I/O."""
+"""Merges the timelines of one request from several workers. Plain values, no I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,42 +14,42 @@ from ..fleet.command_result import CommandResult
 __all__ = ["Phases", "RequestPause", "RequestTrace", "WorkerTimeline", "clock_skews", "merge_timelines", "phases_of"]
 
 MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
-"""As many timelines as a request can have: workers that are well tell of no more."""
+"""The maximum number of timelines of a request. Workers without a fault never report more."""
 MIN_SKEW_S: Final = 0.01
-"""Clocks that differ by less are taken for equal: well kept ones differ by some milliseconds."""
+"""Clocks that differ by less count as equal: synchronized clocks differ by some milliseconds."""
 
 
 class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=False):
-    """One attempt of one sample of a request, and the worker that tells of it."""
+    """One attempt of one sample of a request, and the worker that reports it."""
 
     worker: str
-    """Its id."""
+    """The worker's id."""
     incarnation: str
-    """Of the worker now: it may have been fenced since, and have gone on as another."""
+    """The worker's present incarnation. After a fence it may differ from that of the attempt."""
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request, as far as the workers that answered remember it."""
+    """The history of a request, as far as the workers that answered remember it."""
 
     request_id: str
-    """As its client named it."""
+    """The request id that its client set."""
     timelines: tuple[WorkerTimeline, ...] = ()
-    """Those of one client and sample together, in the order of their attempts; empty: no worker remembers it."""
+    """By client and sample, in the order of the attempts; empty: no worker remembers the request."""
     workers_asked: int = 0
-    """Live workers that know how to answer."""
+    """Live workers that support the command."""
     workers_answered: int = 0
-    """Of these, those that did in time."""
+    """Of these workers, those that answered in time."""
     silent: dict[str, str] = {}
-    """Live workers without an answer, and why: what they had to do with the request is not known."""
+    """Live workers without an answer, each with the reason. Their part in the request is not known."""
     left_out: int = 0
-    """Earlier timelines, for which the answers had no room."""
+    """Earlier timelines that did not fit into the answers."""
 
 
 def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
-    """Put the answers to `read_request` together; workers that have not answered are named.
+    """Merge the answers to `read_request`. Name the workers without an answer.
 
     Args:
-        result: of the command, in which no worker needs to have answered.
+        result: of the command; it may have no answers.
     """
     acks = result.applied.values()
     found = sorted((each for ack in acks for each in _of_worker(ack)), key=_order)
@@ -76,27 +76,27 @@ def _of_worker(ack: Ack) -> Iterable[WorkerTimeline]:
 
 
 def _order(timeline: WorkerTimeline) -> tuple[str, int, int, float, str]:
-    # A prefill and a decode phase are one attempt; both were published at once, and came to their workers in turn.
+    # A prefill and a decode phase are one attempt. Both were published together and reached their workers in turn.
     came_at = next((event.at for event in timeline.events if event.event != "published"), 0.0)
     return timeline.client, timeline.child, timeline.attempt, came_at, timeline.worker
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPause:
-    """A time in which a request stood still."""
+    """A time in which a request was paused."""
 
     at: float
     seconds: float | None
-    """None: it stands still now."""
+    """Seconds of the pause; None: the request is still paused."""
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Where the time of one attempt went, in seconds; None: it did not come so far, or the worker has left it out."""
+    """The phases of one attempt in seconds; None: not reached, or the worker left it out."""
 
     queue_s: float | None
-    """From the queue to the worker, by the clocks of both machines: below 0 where these differ."""
+    """From the queue to the worker, by the clocks of both machines: below 0 if the clocks differ."""
     slot_s: float | None
     """From the offer to the engine: long for a request that follows others of its group."""
     prefill_s: float | None
@@ -107,7 +107,7 @@ class Phases:
 
 
 def phases_of(timeline: RequestTimeline) -> Phases:
-    """Say where the time of an attempt went."""
+    """Return the phases of an attempt."""
     first: dict[str, float] = {}
     for event in timeline.events:
         first.setdefault(event.event, event.at)
@@ -141,9 +141,9 @@ def _pauses(events: Iterable[TimelineEvent]) -> Iterable[RequestPause]:
 
 
 def clock_skews(timelines: Iterable[WorkerTimeline]) -> dict[str, float]:
-    """Return by how many seconds workers' clocks are at least ahead of the server's, or behind it (below 0).
+    """Return the minimum number of seconds by which workers' clocks are ahead of the server's, or behind it (below 0).
 
-    A worker cannot admit a request before it was published, nor after the next attempt of it was.
+    A worker cannot admit a request before its publication, or after the publication of the next attempt.
     """
     skews: dict[str, float] = {}
     published: dict[tuple[str, int, int], float] = {}

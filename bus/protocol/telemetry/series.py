@@ -1,4 +1,4 @@
-"""The last hour of a fleet: one point every five seconds, of the fleet, of each model and of each worker."""
+"""The last hour of a fleet: one point every five seconds for the fleet, each model and each worker."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias
@@ -11,48 +11,48 @@ __all__ = ["FIELDS", "MAX_MODELS", "MAX_SERIES", "NUM_POINTS", "SERIES_BYTES", "
 STEP_S: Final = 5
 """Seconds between points."""
 NUM_POINTS: Final = 720
-"""An hour of them."""
+"""The number of points in an hour."""
 MAX_SERIES: Final = 2000
-"""Workers with points; those beyond it have none, and count in the fleet and in their model."""
+"""Workers with points. Further workers have none, but count in the fleet and in their model."""
 MAX_MODELS: Final = 64
-"""Models with points, likewise."""
+"""Models with points. Further models have none, but count in the fleet."""
 
 
 class Point(NamedTuple):
-    """What one worker, a model or the fleet did at a time; NaN where that is not known."""
+    """The values of one worker, a model or the fleet at one time; NaN: not known."""
 
     tokens_per_s: float
-    """Tokens that engines made in each second, over the last ten."""
+    """Tokens per second that engines generated, over the last ten seconds."""
     first_token_s: float
     """Mean seconds from the offer of a request to its first token, over the same time."""
     between_tokens_s: float
     """Mean seconds for each token after the first, over the same time."""
     queue_wait_s: float
-    """Mean seconds from the publishing of a request to a worker's offer. Only the requests of the program that keeps
-    this history are known; those of other clients pass it by. Workers have none."""
+    """Mean seconds from the publication of a request to a worker's offer. Only requests of the program that keeps this
+    history are known, not those of other clients. Workers have no value."""
     waiting: float
-    """Requests that no engine has begun: at workers, and of models and of the fleet those in the queue, too."""
+    """Requests that no engine has started: those at workers and, for models and the fleet, also those in the queue."""
     in_flight: float
-    """Requests that workers have admitted and not ended."""
+    """Requests that workers have admitted and that have not ended."""
 
 
 FIELDS: Final = Point._fields
 SERIES_BYTES: Final = len(FIELDS) * NUM_POINTS * 4
-"""Of one worker, model or fleet: 17 KB. All that may be kept take 36 MB."""
+"""Bytes of one worker, model or fleet: 17 KB. All series together have at most 36 MB."""
 Series: TypeAlias = dict[str, list[float | None]]
-"""By field: the points from the oldest to the newest; None where a value is not known."""
+"""By field: the points from the oldest to the newest; None: not known."""
 
 Ring: TypeAlias = npt.NDArray[np.float32]
-"""By field and by number of the point, modulo `NUM_POINTS`."""
+"""By field and by point number modulo `NUM_POINTS`."""
 
 
 class _Rings:
-    """Series by name, all with the same numbers of points."""
+    """Series by name, all with the same point numbers."""
 
     def __init__(self, max_series: int) -> None:
         self._max_series = max_series
         self._rings: dict[str, Ring] = {}
-        # By name: the number of the last point that had a value.
+        # By name: the number of the last point with a value.
         self._seen: dict[str, int] = {}
 
     @property
@@ -67,7 +67,7 @@ class _Rings:
         return self._rings.get(name)
 
     def clear(self, places: npt.NDArray[np.int64]) -> None:
-        """Make room for points; what was there is an hour old."""
+        """Clear the places of new points. Their old values are an hour old."""
         for ring in self._rings.values():
             ring[:, places] = np.nan
 
@@ -85,7 +85,7 @@ class _Rings:
 
 
 class History:
-    """The last hour. Time is passed in, as the number of a step of `STEP_S` seconds.
+    """The last hour. The caller passes in the time as the number of a step of `STEP_S` seconds.
 
     Attributes:
         number: of the last point; 0: there is none.
@@ -96,21 +96,21 @@ class History:
         self._fleet, self._models, self._workers = _Rings(1), _Rings(MAX_MODELS), _Rings(MAX_SERIES)
 
     def __repr__(self) -> str:
-        """One line with the number of points and what they take."""
+        """Return one line with the number of the last point and the bytes of all points."""
         return f"<History number={self.number} bytes={self.num_bytes}>"
 
     @property
     def num_bytes(self) -> int:
-        """What the points take."""
+        """The bytes of all points."""
         return sum(rings.num_bytes for rings in (self._fleet, self._models, self._workers))
 
     def add(self, number: int, fleet: Point, models: Mapping[str, Point], workers: Mapping[str, Point]) -> None:
-        """Keep one point of each; the steps since the last one that have none are unknown.
+        """Add one point of each series. Steps without a point since the last one are unknown.
 
-        A worker or model without a point for an hour is forgotten.
+        A worker or model without a point for an hour is removed.
 
         Args:
-            number: of the step, above `self.number`; else nothing is kept.
+            number: of the step, above `self.number`; else nothing is added.
         """
         if number <= self.number:
             return
@@ -126,16 +126,16 @@ class History:
         return self._series(self._fleet.ring(""), since)
 
     def models(self, since: int = 0) -> dict[str, Series]:
-        """Return those of each model, by name."""
+        """Return the points of each model after number `since`, by name."""
         return {name: self._series(self._models.ring(name), since) for name in sorted(self._models.names)}
 
     def worker(self, name: str, since: int = 0) -> Series | None:
-        """Return those of a worker; None: it has none."""
+        """Return the points of a worker after number `since`; None: it has none."""
         ring = self._workers.ring(name)
         return None if ring is None else self._series(ring, since)
 
     def _series(self, ring: Ring | None, since: int) -> Series:
-        # A number above the last one is of another life of the program.
+        # A number above the last one comes from an earlier run of the program.
         first = max(since + 1 if since <= self.number else 1, self.number - NUM_POINTS + 1, 1)
         if ring is None:
             return {field: [] for field in FIELDS}
@@ -144,5 +144,5 @@ class History:
 
 
 def _values(row: Ring) -> list[float | None]:
-    # Seven digits are all that float32 has; four decimals are a tenth of a millisecond.
+    # float32 has only seven digits. Four decimals are a tenth of a millisecond.
     return [value if value == value else None for value in np.round(row.astype(np.float64), 4).tolist()]  # noqa: PLR0124

@@ -1,11 +1,11 @@
-"""What became of the requests of one worker: those in flight, and the last that have ended. Clocks are passed in.
+"""Timelines of the requests of one worker: those in flight, and the last that ended. The caller passes in the clocks.
 
-A timeline gets an event where its request changes (offered, started, held, ended ...), and nothing for a token: a
-request costs a few microseconds, however long its answer is.
+A timeline gets an event when its request changes (offered, started, held, ended ...), and none for a token. So a
+request costs a few microseconds, regardless of its length.
 
-Invariants: a timeline that was begun is in flight until it is ended, once. `MAX_ENDED` of the ended ones are kept, and
-as many of requests that were never offered; the oldest go first. A timeline keeps at most `MAX_TIMELINE_EVENTS` events.
-So memory is flat: about 1 KB for each timeline, and 10 KB at most.
+Invariants: a timeline is in flight from its begin until its end, which happens once. The book keeps `MAX_ENDED` ended
+timelines, and as many of requests that were never offered. The oldest are removed first. A timeline keeps at most
+`MAX_TIMELINE_EVENTS` events. So memory is bounded: about 1 KB for each timeline, and 10 KB at most.
 """
 
 import time
@@ -20,20 +20,20 @@ from ....schemas.telemetry import RequestTimeline, TimelineEvent, TimelineEventN
 __all__ = ["MAX_ENDED", "RETURNED", "OpenTimeline", "TimelineBook"]
 
 MAX_ENDED: Final = 1000
-"""Ended requests that a worker remembers: those of its last minutes, as it ends a few in a second."""
+"""Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
 RETURNED: Final = "returned"
-"""The reason of an end at a worker that has given the request back to the queue."""
+"""The end reason at a worker that has returned the request to the queue."""
 _NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
-"""Events that stay for good; of those behind them, the last are kept."""
+"""First events that are always kept. Of later events, the last are kept."""
 
 
 class OpenTimeline:
-    """What has happened so far to one attempt of one sample of a request.
+    """The events so far of one attempt of one sample of a request.
 
     Args:
-        serial: counts the timelines of a worker.
-        clock: seconds that never go back; durations are by it.
-        wall: Unix time in seconds, now.
+        serial: the number of the timeline at this worker.
+        clock: seconds that never go back, for durations.
+        wall: the present Unix time in seconds.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class OpenTimeline:
         self.events: list[TimelineEvent] = []
 
     def __repr__(self) -> str:
-        """One line with the last event."""
+        """Return one line with the last event."""
         last = self.events[-1].event if self.events else None
         return f"<OpenTimeline {self.request_id} attempt={self.attempt} child={self.child} last={last}>"
 
@@ -68,35 +68,35 @@ class OpenTimeline:
         cached_tokens: int | None = None,
         reason: str | None = None,
     ) -> None:
-        """Add an event of now."""
+        """Add an event at the present time."""
         happened = TimelineEvent(at=self._now(), event=event, tokens=tokens, cached_tokens=cached_tokens, reason=reason)
         self._add(happened)
 
     def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None) -> None:
-        """The worker has admitted the request."""
+        """Record that the worker has admitted the request."""
         self.is_offered = True
         self.weight_version, self.prompt_tokens, self.traceparent = weight_version, prompt_tokens, traceparent
         self._add(TimelineEvent(at=self._now(), event="offered", weight_version=weight_version))
 
     def begin_version(self, weight_version: int, tokens: int) -> None:
-        """Tokens of other weights than before begin, after so many tokens."""
+        """Record that tokens of another weight version begin after `tokens` tokens."""
         self.weight_version = weight_version
         self._add(TimelineEvent(at=self._now(), event="weights", weight_version=weight_version, tokens=tokens))
 
     def hold(self, reason: str, tokens: int) -> None:
-        """The request stands still, for a pause; without effect on one that does."""
+        """Record that a pause holds the request; without effect if it is held."""
         if not self.is_held:
             self.is_held = True
             self.add("held", tokens=tokens, reason=reason)
 
     def resume(self) -> None:
-        """The request goes on; without effect on one that does."""
+        """Record that the request resumes; without effect if it is not held."""
         if self.is_held:
             self.is_held = False
             self.add("resumed")
 
     def add_published(self, at: float) -> None:
-        """The queue has had the request since `at`, by the server's clock."""
+        """Record that the queue has stored the request at `at`, by the server's clock."""
         self._add(TimelineEvent(at=at, event="published"))
 
     def _now(self) -> float:
@@ -108,7 +108,7 @@ class OpenTimeline:
         self.events.append(event)
 
     def export(self) -> RequestTimeline:
-        """Return what has happened so far, as it crosses the wire."""
+        """Return the events so far in wire format."""
         return RequestTimeline(
             request_id=self.request_id,
             client=self.client,
@@ -129,7 +129,7 @@ class TimelineBook:
         wall: Unix time in seconds.
 
     Attributes:
-        on_ended: called with each timeline that has ended, at once; must not block. None: nothing is called.
+        on_ended: called immediately with each ended timeline; must not block. None: nothing is called.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
@@ -138,22 +138,22 @@ class TimelineBook:
         self._num_begun = 0
         self._in_flight: set[OpenTimeline] = set()
         self._ended: deque[OpenTimeline] = deque(maxlen=MAX_ENDED)
-        # Never offered: the last word on each attempt, as the queue hands a request out again and again.
+        # Never offered: only the last timeline of each attempt, because the queue delivers a request repeatedly.
         self._refused: OrderedDict[tuple[str, RequestKey], OpenTimeline] = OrderedDict()
         self.on_ended: Callable[[RequestTimeline], None] | None = None
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<TimelineBook in_flight={len(self._in_flight)} ended={len(self._ended)} refused={len(self._refused)}>"
 
     def begin(
         self, client: str, key: RequestKey, *, lane: str | None = None, published_at: float | None = None
     ) -> OpenTimeline:
-        """Begin the timeline of a request that has come here.
+        """Begin the timeline of a received request.
 
         Args:
             lane: of the queue; None: the request was placed at this worker.
-            published_at: since when the queue has had it.
+            published_at: the time at which the queue stored it.
         """
         self._num_begun += 1
         timeline = OpenTimeline(self._num_begun, client, key, lane, self._clock, self._wall())
@@ -163,11 +163,11 @@ class TimelineBook:
         return timeline
 
     def end(self, timeline: OpenTimeline, reason: str, tokens: int) -> None:
-        """End a timeline; without effect on one that has ended.
+        """End a timeline; without effect if it has ended.
 
         Args:
-            reason: the finish reason, the error's code, or `RETURNED`.
-            tokens: generated.
+            reason: the finish reason, the error code, or `RETURNED`.
+            tokens: the number of generated tokens.
         """
         if timeline not in self._in_flight:
             return
@@ -185,9 +185,9 @@ class TimelineBook:
             self.on_ended(timeline.export())
 
     def find(self, request_id: str) -> tuple[list[RequestTimeline], int]:
-        """Return the timelines of a request, of whichever client, in the order in which they came.
+        """Return the timelines of a request, of any client, in the order in which they began.
 
-        At most `MAX_TIMELINES`, the latest; the number says how many earlier ones were left out.
+        At most the latest `MAX_TIMELINES` are returned, with the number of earlier ones that were left out.
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
         found = [timeline for timeline in everything if timeline.request_id == request_id]
