@@ -1,1 +1,1 @@
-"""Spans of requests. Nothing here imports OpenTelemetry but `otel`, which is imported where tracing is switched on."""
+"""Spans of requests. Only `otel` imports OpenTelemetry, and `otel` is imported only if tracing is on."""

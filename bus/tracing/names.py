@@ -1,6 +1,6 @@
-"""Names of attributes: those of OpenTelemetry's semantic conventions as of 1.40, and our own, below `rollbus.`.
+"""Names of attributes: those of OpenTelemetry's semantic conventions 1.40, and our own, below `rollbus.`.
 
-They stand here because the package that has them is an extra; a test compares them with it.
+They are repeated here because the package with these names is an extra. A test compares both.
 """
 
 from typing import Final
@@ -73,28 +73,28 @@ URL_SCHEME: Final = "url.scheme"
 
 REQUEST_ID: Final = "rollbus.request_id"
 CLIENT: Final = "rollbus.client"
-"""Who asked."""
+"""The client that sent the request."""
 CHILD: Final = "rollbus.child"
-"""Which of n samples."""
+"""The index among n samples."""
 ATTEMPT: Final = "rollbus.attempt"
 """0 for the first."""
 ATTEMPTS: Final = "rollbus.attempts"
-"""Of the sample that needed most."""
+"""The attempts of the sample with the most attempts."""
 LANE: Final = "rollbus.lane"
-"""Of the queue; left out where a request was placed at a worker."""
+"""The lane of the queue; left out if the request was placed at a worker."""
 WORKER: Final = "rollbus.worker"
 WORKERS: Final = "rollbus.workers"
 LOST_WORKER: Final = "rollbus.lost_worker"
-"""What the attempt before was given up at."""
+"""The worker at which the previous attempt was lost."""
 WEIGHT_VERSIONS: Final = "rollbus.weight_versions"
-"""Of the weights that sampled, in the order of their first tokens."""
+"""The versions of the weights that sampled, in the order of their first tokens."""
 RELEASED: Final = "rollbus.returned_to_queue"
-"""The worker gave the request back."""
+"""True if the worker returned the request to the queue."""
 
-# Of events.
+# Attributes of events.
 TOKENS: Final = "rollbus.tokens"
-"""Generated until then; of the prompt, where its computation is what happened."""
+"""Tokens generated until then. For the end of the prefill, tokens of the prompt."""
 WEIGHT_VERSION: Final = "rollbus.weight_version"
-"""Of the weights from then on."""
+"""The version of the weights from then on."""
 REASON: Final = "rollbus.reason"
-"""What a pause was for."""
+"""The reason of a pause."""

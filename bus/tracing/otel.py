@@ -1,8 +1,8 @@
-"""Spans as OpenTelemetry exports them. No other module imports OpenTelemetry.
+"""Exports spans with OpenTelemetry. No other module imports OpenTelemetry.
 
-The SDK's spans are made when a request has ended, with the ids and times that were noted: so a request that goes on
-costs no more than those. What is exported is bounded three times: by the sampler, by `MAX_SPANS_PER_S`, since others'
-flags may have everything sampled, and by the queue of the exporter, whose thread alone waits for the collector.
+The tracer creates the SDK's spans when a request has ended, with recorded ids and times. So a running request costs
+only these. Three limits bound the export: the sampler; `MAX_SPANS_PER_S`, because the flags of callers may sample
+everything; and the queue of the exporter, whose thread alone waits for the collector.
 """
 
 import copy
@@ -34,15 +34,15 @@ __all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_SPANS_PER_S: Final = 1000
-"""About 2% of a core in a worker, and far above what one serves: it has two spans for a request."""
+"""About 2% of a core in a worker. This is far above the load of one worker, which has two spans per request."""
 BURST: Final = 2 * MAX_SPANS_PER_S
-"""Requests end together, and one of many samples has hundreds of spans."""
+"""Requests end together, and a request with many samples has hundreds of spans."""
 MAX_QUEUE_SPANS: Final = 2048
 """The SDK's default for `OTEL_BSP_MAX_QUEUE_SIZE`."""
 CLOSE_S: Final = 5.0
-"""For the last spans of a process that ends: a collector that lives answers in milliseconds."""
+"""Seconds for the last spans of a process that ends. A working collector answers in milliseconds."""
 WARN_S: Final = 60.0
-"""Between two log lines about dropped spans."""
+"""Seconds between two log lines about dropped spans."""
 _KINDS: Final[dict[SpanKind, trace.SpanKind]] = {
     "internal": trace.SpanKind.INTERNAL,
     "server": trace.SpanKind.SERVER,
@@ -53,10 +53,10 @@ _KINDS: Final[dict[SpanKind, trace.SpanKind]] = {
 
 
 class OtelTracer:
-    """Makes spans with a provider of the SDK; see `Tracer`. Any thread may use it.
+    """Creates spans with a provider of the SDK; see `Tracer`. Any thread may use it.
 
     Args:
-        own: the provider is this tracer's, and ends with it.
+        own: True if the provider belongs to this tracer and ends with it.
         stats: counted by the exporter, too.
     """
 
@@ -65,7 +65,7 @@ class OtelTracer:
         self._own = own
         self.stats = stats
         self._chosen = _Chosen()
-        # The SDK shares a tracer between all who use its name.
+        # The SDK shares a tracer between all users of its name.
         self._tracer = copy.copy(tracer)
         self._tracer.id_generator = self._tracer.sampler = self._chosen
         self._lock = threading.Lock()
@@ -73,13 +73,13 @@ class OtelTracer:
         self._warned_at, self._num_warned = -WARN_S, 0
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<OtelTracer {self.stats}>"
 
     def start(
         self, name: str, kind: SpanKind, parent: SpanContext | None, links: Sequence[SpanContext] = ()
     ) -> SpanContext:
-        """Ask the provider's sampler, and draw ids."""
+        """Ask the provider's sampler, and generate ids."""
         trace_id = new_trace_id() if parent is None else parent.trace_id
         try:
             with foreign_code():
@@ -94,7 +94,7 @@ class OtelTracer:
         return SpanContext(trace_id, new_span_id(), is_sampled, state or None)
 
     def current(self) -> SpanContext | None:
-        """The active span of the calling code."""
+        """Return the active span of the calling code."""
         found = trace.get_current_span().get_span_context()
         if not found.is_valid:
             return None
@@ -103,7 +103,7 @@ class OtelTracer:
         )
 
     def export(self, spans: Sequence[Span]) -> None:
-        """Make the SDK's spans, which its processor takes, unless there are too many."""
+        """Create and export the SDK's spans, unless there are too many."""
         with self._lock:
             if self._is_allowed(len(spans)):
                 self._make_all(spans)
@@ -126,7 +126,7 @@ class OtelTracer:
                 for span in spans:
                     self._make(span)
         except ForeignError as exc:
-            # A provider that was passed in has processors of others.
+            # A provider of the caller has processors of other authors.
             self.stats.spans_dropped += len(spans)
             logger.warning("spans.not_made error=%s", exc)
         else:
@@ -156,16 +156,16 @@ class OtelTracer:
             logger.warning("spans.lost dropped=%s failed=%s", self.stats.spans_dropped, self.stats.spans_failed)
 
     def close(self) -> None:
-        """Flush and end the exporter, if it is this tracer's; waits `CLOSE_S` at most."""
+        """Flush and end the exporter, if it belongs to this tracer. Wait `CLOSE_S` at most."""
         if self._own:
-            # A collector that accepts connections and says nothing holds the SDK's own shutdown for longer.
+            # A collector that accepts connections and never answers delays the SDK's own shutdown for longer.
             closing = threading.Thread(target=self._provider.shutdown, name="rollbus-otel-close", daemon=True)
             closing.start()
             closing.join(CLOSE_S)
 
 
 class _Chosen(Sampler, IdGenerator):
-    """Gives the SDK the ids and the decision that were made when the span began."""
+    """Gives the SDK the ids and the decision from the start of the span."""
 
     def __init__(self) -> None:
         self.context = SpanContext(new_trace_id(), new_span_id(), is_sampled=True)
@@ -193,7 +193,7 @@ class _Chosen(Sampler, IdGenerator):
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what the collector takes, and what it does not."""
+    """Counts the spans that the collector accepts, and those that it does not."""
 
     def __init__(self, exporter: SpanExporter, stats: TracingStats) -> None:
         self._exporter = exporter
@@ -217,7 +217,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _BoundedProcessor(SpanProcessor):
-    """The SDK's batches, with every span counted that finds no room in their queue."""
+    """The SDK's batches, with a count of the spans without room in their queue."""
 
     def __init__(self, exporter: SpanExporter, stats: TracingStats) -> None:
         self._max_spans = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or MAX_QUEUE_SPANS)
@@ -227,10 +227,10 @@ class _BoundedProcessor(SpanProcessor):
         self._num_taken = 0
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        """Nothing to do: spans are made when they have ended."""
+        """Do nothing: spans are created when they have ended."""
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Take a span, or drop it. `OtelTracer` calls one at a time."""
+        """Add a span, or drop it. `OtelTracer` calls one at a time."""
         if self._num_taken - self._exporter.num_done >= self._max_spans:
             self._stats.spans_dropped += 1
         else:
@@ -238,7 +238,7 @@ class _BoundedProcessor(SpanProcessor):
             self._batches.on_end(span)
 
     def shutdown(self) -> None:
-        """Export what waits; an attempt that has failed is not repeated for ever."""
+        """Export the waiting spans. A failed attempt is not repeated without limit."""
         given_up = threading.Timer(CLOSE_S / 2, self._exporter.shutdown)
         given_up.daemon = True
         given_up.start()
@@ -248,12 +248,12 @@ class _BoundedProcessor(SpanProcessor):
             given_up.cancel()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Export what waits."""
+        """Export the waiting spans."""
         return self._batches.force_flush(timeout_millis)
 
 
 def _context(parent: SpanContext | None) -> Context:
-    # Never the context of the code that happens to run here.
+    # Never use the context of the code that happens to run here.
     if parent is None:
         return Context()
     return trace.set_span_in_context(trace.NonRecordingSpan(_remote(parent)), Context())
@@ -273,22 +273,22 @@ def _link(context: SpanContext) -> trace.Link:
 
 
 def is_provider(value: object) -> bool:
-    """True if it is a provider of the SDK, which alone gives spans the ids and times that they had."""
+    """Return True for a provider of the SDK: only the SDK can give spans their original ids and times."""
     return isinstance(value, TracerProvider)
 
 
 def tracer_of(provider: object) -> OtelTracer | None:
-    """Use somebody's provider; None: `OTEL_SDK_DISABLED` switches it off."""
+    """Use a provider of the caller; None: `OTEL_SDK_DISABLED` switches it off."""
     if not isinstance(provider, TracerProvider):
-        raise TypeError("no TracerProvider of the SDK")
+        raise TypeError("the provider is not a TracerProvider of the SDK")
     return _tracer(provider, own=False, stats=TracingStats())
 
 
 def exporting_tracer(service_name: str) -> OtelTracer | None:
-    """Make a provider by the environment, with OTLP over HTTP; None: `OTEL_SDK_DISABLED` switches it off.
+    """Create a provider from the environment, with OTLP over HTTP; None: `OTEL_SDK_DISABLED` switches it off.
 
     Raises:
-        ValueError: a variable has no valid value, or asks for another protocol.
+        ValueError: a variable has no valid value, or requests another protocol.
     """
     name = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
     if name not in os.environ:
@@ -297,7 +297,7 @@ def exporting_tracer(service_name: str) -> OtelTracer | None:
     if protocol != "http/protobuf":
         raise ValueError(f"{name} is {protocol!r}; spans are sent by http/protobuf, mostly to port 4318")
     resource = Resource.create()
-    # The SDK's way to say that nobody has named it.
+    # The SDK's default if the environment sets no name.
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: service_name}))
     stats = TracingStats()

@@ -1,4 +1,4 @@
-"""What a span is here, and the seam to whatever exports it: times and ids that were noted while a request went on."""
+"""Spans and the interface to exporters. A span has times and ids that were recorded while a request ran."""
 
 import os
 import time
@@ -29,28 +29,28 @@ _SAMPLED: Final = 1
 
 
 def new_trace_id() -> int:
-    """Draw an id. By the system: programs that train seed Python's generator, on each rank with the same number."""
+    """Return a random id of the system. Training programs seed Python's generator with the same number on each rank."""
     return int.from_bytes(os.urandom(16)) or 1
 
 
 def new_span_id() -> int:
-    """Draw an id, as `new_trace_id`."""
+    """Return a random id of the system, as `new_trace_id`."""
     return int.from_bytes(os.urandom(8)) or 1
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Names a span, also across processes."""
+    """Identifies a span, also across processes."""
 
     trace_id: int
     span_id: int
     is_sampled: bool
-    """The span, and those below it, are exported."""
+    """True if the span, and the spans below it, are exported."""
     tracestate: str | None = None
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> Self | None:
-        """The span that a W3C `traceparent` names; None without one, and for what is none."""
+        """Return the span of a W3C `traceparent`; None without one, or if it is invalid."""
         if traceparent is None or TRACEPARENT_PATTERN.fullmatch(traceparent) is None:
             return None
         _, trace_id, span_id, flags = traceparent.split("-")
@@ -58,7 +58,7 @@ class SpanContext:
 
     @property
     def traceparent(self) -> str:
-        """As W3C writes it, version 00."""
+        """The W3C format, version 00."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
 
     def child(self) -> "SpanContext":
@@ -68,7 +68,7 @@ class SpanContext:
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened inside of a span."""
+    """An event within a span."""
 
     name: str
     at_ns: int
@@ -84,13 +84,13 @@ class Span:
     context: SpanContext
     parent: SpanContext | None
     start_ns: int
-    """Unix time."""
+    """Unix time in nanoseconds."""
     end_ns: int
     attributes: Attributes
     events: Sequence[SpanEvent] = ()
     links: Sequence[SpanContext] = ()
     error: str | None = None
-    """Code of the error with which it ended; None: it ended well."""
+    """The code of the error that ended it; None: it ended without an error."""
 
 
 @dataclass(slots=True)
@@ -98,39 +98,39 @@ class TracingStats:
     """Counters of spans."""
 
     spans_exported: int = 0
-    """Taken by the collector, or by the processors of a provider that somebody else made."""
+    """Spans that the collector, or the processors of a caller's provider, accepted."""
     spans_failed: int = 0
-    """Not taken by the collector."""
+    """Spans that the collector did not accept."""
     spans_dropped: int = 0
-    """Never sent: too many in a second, or no room in the queue."""
+    """Spans that were never sent: too many in a second, or no room in the queue."""
 
 
 class Tracer(Protocol):
-    """Decides what is sampled, and exports it."""
+    """Decides which spans are sampled, and exports them."""
 
     stats: TracingStats
 
     def start(
         self, name: str, kind: SpanKind, parent: SpanContext | None, links: Sequence[SpanContext] = ()
     ) -> SpanContext:
-        """Choose a span's ids, and whether it is exported. Without a parent it begins a trace."""
+        """Choose a span's ids, and whether it is exported. Without a parent, begin a trace."""
 
     def current(self) -> SpanContext | None:
-        """The span that the calling code is in, by the tracing system's own account; None: in none."""
+        """Return the active span of the calling code, as the tracing system reports it; None: there is none."""
 
     def export(self, spans: Sequence[Span]) -> None:
-        """Hand over sampled spans of one request; returns at once, and may drop them."""
+        """Add sampled spans of one request to the queue. Return immediately; spans may be dropped."""
 
     def close(self) -> None:
-        """Hand over what waits, for some seconds at most, and end what was started."""
+        """Flush the waiting spans, for some seconds at most, and stop the exporter."""
 
 
 class Clock:
-    """Turns times of `time.monotonic()` into Unix time, by one look at both clocks."""
+    """Converts times of `time.monotonic()` to Unix time, by one reading of both clocks."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def unix_ns(self, monotonic_s: float) -> int:
-        """The same moment in nanoseconds of Unix time."""
+        """Return the same moment in nanoseconds of Unix time."""
         return self._offset_ns + round(monotonic_s * 1e9)

@@ -1,4 +1,4 @@
-"""How tracing is switched on: by True and the standard environment variables, or with a provider of one's own."""
+"""Switches tracing on: with True and the standard environment variables, or with a provider of the caller."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ INSTALL = "pip install 'rollbus[otel]'"
 
 
 def check_tracing(tracing: Tracing, field: str = "tracing") -> Tracing:
-    """Refuse what `make_tracer` cannot use. OpenTelemetry is imported only where it is asked for.
+    """Validate a value for `make_tracer`. OpenTelemetry is imported only if tracing is requested.
 
     Raises:
         InvalidRequest: OpenTelemetry is not installed, or `tracing` is neither a bool nor a provider.
@@ -42,12 +42,9 @@ def make_tracer(tracing: Tracing, *, service_name: str, field: str = "tracing") 
 
     Args:
         tracing: False: off. True: an exporter by OTLP over HTTP, set up by the environment (`OTEL_*`). Else a
-            `TracerProvider` of OpenTelemetry's SDK, which is used as it is, and neither flushed nor shut down.
-        service_name: where the environment names none.
-        field: what the caller calls `tracing`, for errors.
-
-    Raises:
-        InvalidRequest: as `check_tracing`, or a variable has no valid value.
+            `TracerProvider` of OpenTelemetry's SDK, which is used unchanged, and neither flushed nor shut down.
+        service_name: the name if the environment sets none.
+        field: the caller's name for `tracing`, for errors.
     """
     if check_tracing(tracing, field) is False:
         return None

@@ -1,1 +1,1 @@
-"""Versions of weights: what changed in each tensor, how versions build on each other, and which of them are kept."""
+"""Versions of weights: the changes of each tensor, the chain of versions, and the versions that are kept."""

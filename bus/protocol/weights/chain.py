@@ -1,4 +1,4 @@
-"""Decisions about a chain of published versions: the lease, anchor or delta, and which folders stay. Pure."""
+"""Decisions about a chain of published versions: the lease, anchor or delta, and which folders stay. No I/O."""
 
 import enum
 import re
@@ -43,11 +43,11 @@ __all__ = [
 LEASE_S: Final = 15.0
 """Seconds for which the lease holds after its last renewal, by the server's clock."""
 MARGIN_S: Final = 5.0
-"""Seconds after the lease before another publisher takes it over: a renewal may be on its way."""
+"""Seconds after the lease before another publisher takes it over: a renewal may be in flight."""
 MAX_DELTAS: Final = 16
-"""Versions after an anchor, before the next anchor: how many deltas a late joiner applies one after another."""
+"""Versions after an anchor, before the next anchor: the deltas that a new worker applies one after another."""
 YOUNG_S: Final = 3600.0
-"""Folders that are younger are kept: a controller may be about to record one, a worker about to fetch one."""
+"""Younger folders are kept: a controller may be about to record one, or a worker about to fetch one."""
 PRESSED_S: Final = 60.0
 """Replaces `YOUNG_S` if the bucket has no room: a controller needs seconds to record a version."""
 SPARE_BYTES: Final = 4 * 1024**2
@@ -56,16 +56,16 @@ _FOLDER: Final = re.compile(r"(?:versions|adapters/[^/]+|ranks)/\d+-\d+-(?P<tag>
 
 
 class AnchorReason(enum.StrEnum):
-    """Why a version needs an anchor."""
+    """The reason why a version needs an anchor."""
 
     FIRST = "first"
-    """Nothing was published before."""
+    """No version was published before."""
     NO_SNAPSHOT = "no_snapshot"
-    """The publisher does not hold the content of the last version, against which it would compare."""
+    """The publisher does not have the content of the last version for the comparison."""
     AFTER_TRANSFER = "after_transfer"
-    """The fleet's weights came by a transfer engine since."""
+    """The fleet received weights from a transfer engine since."""
     OLD_WORKERS = "old_workers"
-    """A worker does not read deltas."""
+    """A worker cannot decode deltas."""
     CHAIN_BYTES = "chain_bytes"
     """The deltas of the chain have more than half the bytes of an anchor."""
     CHAIN_LENGTH = "chain_length"
@@ -73,7 +73,7 @@ class AnchorReason(enum.StrEnum):
 
     @property
     def is_required(self) -> bool:
-        """True if a delta cannot take the anchor's place."""
+        """True if a delta cannot replace the anchor."""
         return self not in {AnchorReason.CHAIN_BYTES, AnchorReason.CHAIN_LENGTH}
 
 
@@ -104,10 +104,10 @@ def lease_taken(record: ChainRecord, holder: Holder, age_s: float) -> ChainRecor
 
 
 def lease_kept(record: ChainRecord, holder: Holder, epoch: int, age_s: float) -> ChainRecord:
-    """Return the record in which `holder` goes on with its lease of `epoch`, or with a later one.
+    """Return the record in which `holder` continues with its lease of `epoch`, or with a later one.
 
-    Epochs only rise: in a record of an earlier one the server has lost what was stored since, all of it or a part. Then
-    the lease is taken anew, and what was being published under the lost one cannot be committed.
+    Epochs only rise. If the record has an earlier epoch, the server has lost all or some later data. Then `holder`
+    acquires a new lease, and a publication under the lost lease cannot be committed.
 
     Args:
         record: as it is stored.
@@ -118,7 +118,7 @@ def lease_kept(record: ChainRecord, holder: Holder, epoch: int, age_s: float) ->
     """
     if record.epoch < epoch:
         return lease_taken(replace(record, epoch=epoch), holder, age_s)
-    # A later epoch: the lease was taken anew by a write that was not answered.
+    # A later epoch: an unanswered write acquired the lease again.
     check_lease(record, holder, record.epoch if record.holder == holder else epoch)
     return record
 
@@ -151,7 +151,7 @@ def links_with(links: Sequence[Link], own: Link) -> tuple[Link, ...]:
     They begin with the last anchor before it, so that a worker with any version since then needs deltas only.
 
     Raises:
-        LocalProtocolError: the version has a delta, and nothing to apply it to.
+        LocalProtocolError: the version has a delta, but no anchor to apply it to.
     """
     if own.delta_bytes is None:
         return (own,)
@@ -169,13 +169,13 @@ def chain_length(links: Sequence[Link]) -> int:
 def needs_anchor(
     links: Sequence[Link], *, snapshot: str | None, after_transfer: bool, workers_read_deltas: bool
 ) -> AnchorReason | None:
-    """Return why the next version needs an anchor; None: a delta will do.
+    """Return the reason why the next version needs an anchor; None: a delta is sufficient.
 
     Args:
         links: of the chain record.
         snapshot: digest of the content that the publisher compares with; None: the publisher has none.
-        after_transfer: the fleet's weights came by a transfer engine since the last publication.
-        workers_read_deltas: all workers of the model read deltas.
+        after_transfer: the fleet received weights from a transfer engine since the last publication.
+        workers_read_deltas: all workers of the model can decode deltas.
     """
     if not links:
         return AnchorReason.FIRST
@@ -218,7 +218,7 @@ def contents(
         return Contents(anchor=False, delta=True)
     needed = needed_bytes(anchor_bytes)
     if used + needed <= limit:
-        # Beside the anchor, for workers that have the version before.
+        # Beside the anchor, for workers that have the previous version.
         may_have_delta = not reason.is_required or reason is AnchorReason.OLD_WORKERS
         has_room = used + needed_for_version(links, anchor_bytes) <= limit
         return Contents(anchor=True, delta=may_have_delta and has_room)
@@ -232,7 +232,7 @@ def contents(
 
 
 def needed_bytes(content_bytes: int) -> int:
-    """Return the bytes that a bucket needs for a content: with subjects, headers and the spare bytes of the record."""
+    """Return the bytes that a bucket needs for a content, with subjects, headers and the spare bytes of the record."""
     return content_bytes + content_bytes // 256 + SPARE_BYTES
 
 
@@ -337,12 +337,12 @@ def folder_of(name: str) -> tuple[str, str] | None:
 
 
 def is_published(objects: str, bucket: str) -> bool:
-    """True if a folder of this bucket is a published version, and no other upload."""
+    """Return True if a folder of this bucket is a published version, and not another upload."""
     return objects.startswith(f"{bucket}/") and folder_of(f"{objects.removeprefix(f'{bucket}/')}/") is not None
 
 
 def is_weights(objects: str) -> bool:
-    """True if a published folder is a version of the weights, and of no adapter."""
+    """Return True if a published folder is a version of the weights, and not of an adapter."""
     return _home(objects).endswith("/versions")
 
 

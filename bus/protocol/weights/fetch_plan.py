@@ -1,4 +1,4 @@
-"""Which versions of a chain a worker fetches to get the newest one, given what lies on its machine."""
+"""Decides which versions of a chain a worker fetches to get the newest one, given the folders on its machine."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -10,26 +10,26 @@ __all__ = ["FetchPlan", "fetch_plans"]
 
 
 class FetchPlan(NamedTuple):
-    """One way to the newest version."""
+    """One sequence of folders and downloads that results in the newest version."""
 
     base: str | None
-    """Digest of the folder at hand with which it begins; None: it begins with the anchor of `anchor`."""
+    """Digest of the local folder that it starts from; None: it starts from the anchor of `anchor`."""
     anchor: Link | None
-    """Whose anchor is fetched; None: none is."""
+    """The link with the anchor to fetch; None: no anchor."""
     deltas: tuple[Link, ...]
-    """Whose deltas are applied after that, in this order."""
+    """The links with the deltas to apply after that, in this order."""
 
     @property
     def fetched_bytes(self) -> int:
-        """How much comes over the network."""
+        """The bytes to fetch over the network."""
         anchor_bytes = 0 if self.anchor is None else self.anchor.anchor_bytes or 0
         return anchor_bytes + sum(link.delta_bytes or 0 for link in self.deltas)
 
 
 def fetch_plans(links: Sequence[Link], at_hand: AbstractSet[str]) -> list[FetchPlan]:
-    """Return all ways to the last of `links`, the one that fetches least first.
+    """Return all plans for the last of `links`, the one with the fewest bytes first.
 
-    Those after the first are for when something of it is missing or wrong.
+    The other plans are for a missing or wrong object in the first plan.
 
     Args:
         links: of the newest version's manifest, from older to newer.

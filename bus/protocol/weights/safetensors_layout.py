@@ -1,6 +1,6 @@
-"""How tensors lie in safetensors files: 8 bytes of length, that much JSON, then the contents one behind the other.
+"""The layout of tensors in safetensors files: 8 bytes with the length of the JSON, the JSON, then the contents.
 
-Publisher and workers lay out alike, so that a file has the same bytes whether it was fetched or built.
+Publisher and workers use the same layout, so a file has the same bytes whether it was fetched or built.
 """
 
 import itertools
@@ -14,9 +14,9 @@ from ....schemas.manifest import TensorEntry
 __all__ = ["INDEX", "FileLayout", "index_of", "layouts", "ordered"]
 
 INDEX: Final = "model.safetensors.index.json"
-"""Says which file each tensor is in, where there are several."""
+"""The file that maps tensors to files, if there are several files."""
 _ALIGNMENT: Final = 8
-"""Of the contents' begin in the file, in bytes, as safetensors' own writer has it."""
+"""The alignment of the contents in the file, in bytes, as in safetensors' own writer."""
 
 
 class FileLayout(NamedTuple):
@@ -24,13 +24,13 @@ class FileLayout(NamedTuple):
 
     name: str
     header: bytes
-    """All before the contents."""
+    """All bytes before the contents."""
     entries: tuple[TensorEntry, ...]
-    """In the order of their contents."""
+    """The tensors in the order of their contents."""
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """The size of the file in bytes."""
         return len(self.header) + sum(entry.size for entry in self.entries)
 
     def offsets(self) -> Iterator[tuple[TensorEntry, int]]:
@@ -54,7 +54,7 @@ def ordered(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def index_of(entries: Sequence[TensorEntry]) -> bytes:
-    """Write the index of a checkpoint of several files."""
+    """Return the index of a checkpoint with several files."""
     sizes = sum(entry.size for entry in entries)
     index = {"metadata": {"total_size": sizes}, "weight_map": {entry.name: entry.file for entry in entries}}
     return msgspec.json.format(msgspec.json.encode(index), indent=2)

@@ -1,19 +1,20 @@
-"""How long a peer has given no sign of life, as far as somebody has looked. Pure."""
+"""Measures for how long a peer has been silent, while the caller could observe it. No I/O."""
 
 from typing import Final
 
 __all__ = ["SIGN_S", "SILENT_S", "Silence"]
 
 SIGN_S: Final = 5.0
-"""Between two signs of life of a rank; rank 0 renews its lease as often."""
+"""Seconds between two signs of life of a rank. Rank 0 renews its lease at the same interval."""
 SILENT_S: Final = 60.0
-"""A rank that has given no sign for so long is taken for dead: a trainer may hold the interpreter for many seconds."""
+"""Seconds without a sign after which a rank counts as dead. A trainer may hold the interpreter lock for many seconds.
+"""
 
 
 class Silence:
-    """The silence of one peer, whose signs are numbers that change.
+    """The silence of one peer, whose signs are changing numbers.
 
-    What lies between two looks counts for one period at most: while the server is away nobody can be heard.
+    The time between two calls counts for at most one period: while the server is unavailable, no sign can arrive.
     """
 
     def __init__(self) -> None:
@@ -22,11 +23,11 @@ class Silence:
         self._silent_s = 0.0
 
     def __repr__(self) -> str:
-        """One line with the seconds."""
+        """Return one line with the seconds."""
         return f"<Silence {self._silent_s:.1f} s>"
 
     def look(self, sign: int, now: float) -> float:
-        """Take note of the last sign there is; return for how many seconds it has been the same."""
+        """Record the last sign. Return the seconds for which it has been the same."""
         if sign == self._sign:
             self._silent_s += min(now - self._looked_at, SIGN_S)
         else:

@@ -1,18 +1,18 @@
-"""One tensor's new content, as the elements that differ from the content before: exact to the bit, for any dtype.
+"""A tensor's new content, as the elements that differ from the previous content: bit-exact, for any dtype.
 
-Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, never computed with. So -0.0 differs from
-0.0, and a NaN equals itself. Three encodings:
+Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, without arithmetic on their values. So
+-0.0 differs from 0.0, and a NaN equals itself. There are three encodings:
 
 - `same`: nothing changed; no bytes.
-- `sparse`: the changed elements' positions as gaps, then their steps in byte planes. A step is the new element less the
-  old one, as integers that wrap around, with the sign in the lowest bit: -1, 1, -2, 2 become 1, 2, 3, 4. An optimizer
-  moves most floats to a neighbour, so that nearly all steps are small, and zstd makes a few bits of each. Steps give
-  the new content from exactly the old one alone: whoever applies them checks the hash of what comes out.
+- `sparse`: the positions of the changed elements as gaps, then their steps in byte planes. A step is the new element
+  minus the old one, as integers that wrap around, with the sign in the lowest bit: -1, 1, -2, 2 become 1, 2, 3, 4. An
+  optimizer moves most floats to a neighbour, so nearly all steps are small, and zstd needs a few bits for each. Steps
+  give the new content only from exactly the old one: the receiver checks the hash of the result.
 - `dense`: the whole content in byte planes.
 
-A byte plane holds one byte of every element: the first plane all first bytes, and so on. The exponents of floats, which
-repeat, then lie together, and zstd finds them. A gap is the number of unchanged elements before a changed one. It takes
-one byte up to 254; 255 stands for 255 unchanged elements with the gap going on in the next byte.
+A byte plane has one byte of every element: the first plane all first bytes, and so on. So the repeating exponents of
+floats are adjacent, and zstd finds them. A gap is the number of unchanged elements before a changed one. It takes one
+byte up to 254. The value 255 means 255 unchanged elements, and the gap continues in the next byte.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ Parts = Sequence[Sequence[npt.NDArray[np.uint8]]]
 """The gaps and planes of a body, each in pieces of u1[any]."""
 
 BLOCK: Final = 1 << 20
-"""Bytes of gaps that are followed at a time: they stay in a core's cache, which is four times faster."""
+"""Bytes of gaps that are processed at a time: they stay in a core's cache, which is four times faster."""
 COMPARED: Final = 1 << 19
-"""Elements that are compared and encoded at a time, for the same reason: those that differ are read once more."""
+"""Elements that are compared and encoded at a time, for the same reason: different elements are read a second time."""
 DENSE: Final = zstandard.ZstdCompressionParameters.from_level(1)
-"""How zstd packs a whole content: higher levels cost several times the time for 1 to 2 % of the bytes."""
+"""The zstd settings for a whole content: higher levels take several times the time for 1 to 2 % fewer bytes."""
 SPARSE: Final = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     window_log=17,
@@ -43,36 +43,37 @@ SPARSE: Final = zstandard.ZstdCompressionParameters(
     min_match=7,
     target_length=0,
 )
-"""How zstd packs gaps and steps: chance alone repeats their bytes, so that finding repetitions gains nothing, and
-codes for single bytes do. Level 1 searches a larger table, takes 1.4 times the time, and leaves 1 to 2 % more bytes."""
+"""The zstd settings for gaps and steps. Their bytes repeat only by chance, so a search for repetitions gains nothing,
+but codes for single bytes do. Level 1 searches a larger table, takes 1.4 times the time, and leaves 1 to 2 % more
+bytes."""
 MAX_WINDOW_BYTES: Final = 8 << 20
-"""What zstd may ask for besides the body itself; level 1 asks for 512 KiB."""
+"""The memory that zstd may request besides the body itself; level 1 requests 512 KiB."""
 GO_ON: Final = 255
-"""A gap's byte that is followed by more of the same gap."""
+"""The byte of a gap that continues in the next byte."""
 
 
 class DeltaError(ValueError):
-    """An encoded tensor is damaged, or is not of the tensor that it is applied to."""
+    """An encoded tensor is damaged, or does not belong to the tensor that it is applied to."""
 
 
 class Encoded(NamedTuple):
-    """What stands for a tensor's new content."""
+    """The encoded new content of a tensor."""
 
     encoding: Encoding
     num_changed: int
     """Elements that changed; 0 unless `sparse`."""
     body_bytes: int
-    """Of the body before compression."""
+    """The size of the body before compression."""
     data: bytes
-    """The body, compressed with zstd if it is shorter than `body_bytes`, else as it is."""
+    """The body, compressed with zstd if this is shorter than `body_bytes`, else uncompressed."""
 
 
 def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], item_bytes: int) -> Encoded:
-    """Encode `new` as what differs from `old`, in the smaller of the encodings.
+    """Encode `new` as its difference from `old`, in the smaller of the encodings.
 
     Args:
-        old: u1[num_bytes], the content before; None: there is none.
-        new: u1[num_bytes], the content now.
+        old: u1[num_bytes], the previous content; None: there is none.
+        new: u1[num_bytes], the new content.
         item_bytes: of an element: 1, 2, 4 or 8.
     """
     sparse = None if old is None else _sparse(_items(old, item_bytes), _items(new, item_bytes), item_bytes)
@@ -83,11 +84,11 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
 
 
 def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int) -> None:
-    """Make the new content out of the one before, in place.
+    """Replace the previous content with the new content, in place.
 
     Args:
-        encoded: as it came; nothing in it is believed.
-        content: u1[num_bytes], the content before; what it holds does not count if `encoded` is `dense`.
+        encoded: as received; every field is validated.
+        content: u1[num_bytes], the previous content; has no effect if `encoded` is `dense`.
         item_bytes: as in `encode_delta`.
 
     Raises:
@@ -112,10 +113,10 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
 
 
 def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int) -> None:
-    """Make the content before out of the new one, in place: the inverse of `apply_delta`.
+    """Replace the new content with the previous content, in place: the inverse of `apply_delta`.
 
     Args:
-        encoded: of `encode_delta`: `sparse` or `same`. A dense one does not say what was before.
+        encoded: of `encode_delta`: `sparse` or `same`. A dense one does not have the previous content.
         content: u1[num_bytes], the new content.
         item_bytes: as in `encode_delta`.
 
@@ -131,7 +132,7 @@ def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int
 
 
 def max_body_bytes(encoding: Encoding, count: int, num_items: int, item_bytes: int) -> int:
-    """Return the most bytes that a body of this encoding takes before compression."""
+    """Return the maximum bytes of a body of this encoding before compression."""
     if encoding == "dense":
         return num_items * item_bytes
     return count * (item_bytes + 1) + num_items // GO_ON if encoding == "sparse" else 0
@@ -144,7 +145,7 @@ def _items(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.un
 def _sparse(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger], item_bytes: int
 ) -> Encoded | None:
-    """Encode the elements that differ; None: so many that the whole content is smaller."""
+    """Encode the elements that differ; None: there are so many that the whole content is smaller."""
     gap_bytes: list[npt.NDArray[np.uint8]] = []
     planes: list[list[npt.NDArray[np.uint8]]] = [[] for _ in range(item_bytes)]
     before, num_changed = -1, 0
@@ -171,9 +172,9 @@ def _sparse(
 def _changed_in_block(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
-    """Return the positions that differ, and the new elements there less the old ones.
+    """Return the positions that differ, and the new elements there minus the old ones.
 
-    Words of 8 bytes are compared, then the elements of words that differ: few do.
+    Words of 8 bytes are compared first, then the elements of different words, which are few.
     """
     per_word = 8 // new.itemsize
     if len(new) % per_word:
@@ -185,7 +186,7 @@ def _changed_in_block(
     near -= old_words[words].view(new.dtype)
     positions = np.flatnonzero(near != 0)
     steps = near[positions]
-    # By how much the elements of a word lie further behind than in `near`.
+    # The difference between an element's position and its place in `near`.
     words -= np.arange(len(words))
     words *= per_word
     # Division by a power of two.
@@ -194,7 +195,7 @@ def _changed_in_block(
 
 
 def _gap_bytes(positions: npt.NDArray[np.int64], before: int) -> npt.NDArray[np.uint8]:
-    """Write the gaps before these positions, the first one after `before`."""
+    """Return the bytes of the gaps before these positions. The first gap begins after `before`."""
     gaps = np.empty_like(positions)
     gaps[0] = positions[0] - before
     np.subtract(positions[1:], positions[:-1], out=gaps[1:])
@@ -228,7 +229,7 @@ def _with_high_sign(steps: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.un
 def _gaps_and_steps(
     body: npt.NDArray[np.uint8], num_changed: int, item_bytes: int
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.unsignedinteger]]:
-    """Cut a sparse body into the bytes of its gaps, and its steps with their signs in the lowest bit."""
+    """Split a sparse body into the bytes of its gaps, and its steps with their signs in the lowest bit."""
     num_gap_bytes = len(body) - num_changed * item_bytes
     if num_gap_bytes < 0:
         raise DeltaError(f"{len(body)} bytes are too few for {num_changed} changes")
@@ -241,12 +242,12 @@ def _move(
     steps: npt.NDArray[np.unsignedinteger],
     by: np.ufunc,
 ) -> None:
-    """Add or subtract `steps` at the elements that the gaps of `stream` lead to, each of which comes once."""
+    """Add or subtract `steps` at the elements after the gaps of `stream`, each of which occurs once."""
     num_done, position = 0, 0
     for start in range(0, len(stream), BLOCK):
         block = stream[start : start + BLOCK]
         is_end = block != GO_ON
-        # An end passes its gap and the changed element itself.
+        # The last byte of a gap passes the gap and the changed element itself.
         after = np.cumsum(block + is_end.astype(np.int64)) + position
         position = int(after[-1])
         if position > len(items):
@@ -271,7 +272,7 @@ def _joined(planes: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.ui
 
 
 def _compress(parts: Parts, parameters: zstandard.ZstdCompressionParameters) -> bytes:
-    """Compress a body if that makes it shorter. Each part has blocks of its own, with codes for its bytes alone."""
+    """Compress a body if this makes it shorter. Each part has its own blocks, with codes for its bytes only."""
     num_bytes = _num_bytes(parts)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=num_bytes)
     packed: list[bytes] = []
@@ -287,7 +288,7 @@ def _num_bytes(parts: Parts) -> int:
 
 
 def _decompress(data: bytes, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return a body; what zstd may allocate is known before it does."""
+    """Return a body. The memory of zstd is checked before the allocation."""
     if len(data) == num_bytes:
         return np.frombuffer(data, np.uint8)
     try:
