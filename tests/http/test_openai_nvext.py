@@ -242,8 +242,8 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
 def test_what_does_not_belong_together_is_an_error() -> None:
     """Tokens without logprobs, or with those of others, or with rows missing: never filled up, 502."""
     wrong: list[tuple[list[float] | None, str]] = [
-        (None, "received 3 tokens with 0"),
-        ([-1], "received 3 tokens with 1"),
+        (None, "3 tokens came with 0"),
+        ([-1], "3 tokens came with 1"),
         ([0, 1, np.nan], "no number"),
     ]
     for logprobs, problem in wrong:

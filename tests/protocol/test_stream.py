@@ -61,7 +61,7 @@ def test_missing_logprobs_are_loud() -> None:
     scenario = simple()
     scenario.steps[0].logprobs = None
     assembly = ChunkVerifier(scenario.request)
-    with pytest.raises(RemoteProtocolError, match="logprobs=0 was asked for"):
+    with pytest.raises(RemoteProtocolError, match="the request has logprobs=0"):
         assembly.add(scenario.chunks()[0])
 
 
