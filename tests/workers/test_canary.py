@@ -144,7 +144,7 @@ def test_what_the_trainer_expects_must_be_an_answer_to_the_canary() -> None:
     wrong = (
         (replace(read, token_ids=read.token_ids[1:]), model(), "has 7 tokens and 8 logprobs"),
         (replace(read, token_ids=(), logprobs=()), model(), "has 0 tokens"),
-        (replace(read, routed_experts="?"), model(), "no base64"),
+        (replace(read, routed_experts="?"), model(), "not valid base64"),
         (canary(token_ids=read.token_ids, logprobs=read.logprobs), model(), "has routed experts of shape"),
         (read, dense, "allowed: none"),
     )
