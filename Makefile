@@ -5,7 +5,7 @@ PYTHON ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check docs format lock clean
+.PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check quick docs format lock clean
 
 help:
 	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make vllm-contract   what the worker uses of vLLM is in each release's wheel (2 GB of downloads, once)"
 	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
 	@echo "make check   lint, format, types and import rules"
+	@echo "make quick   lint, types and unit tests of what differs from HEAD, in seconds; BASE=main: from another commit"
 	@echo "make docs    the site with the API reference in site/; a broken link or an undocumented public name fails"
 	@echo "make format  let ruff format and sort imports"
 	@echo "make lock    resolve requirements-cpu.lock and the locks in .ci anew from pyproject.toml"
@@ -59,6 +60,9 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+quick: setup
+	@.ci/quick $(or $(BASE),HEAD)
 
 # mkdocs is strict: each warning is an error. The notice is about a later mkdocs.
 docs: setup

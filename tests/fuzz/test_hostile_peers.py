@@ -61,7 +61,6 @@ async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callabl
         assert await worker.aborted() == [key]
 
 
-@pytest.mark.proves("P11")
 async def test_a_worker_that_speaks_of_anothers_request(nats_url: str, fleet: str) -> None:
     """Chunks and an end from a worker that does not have the request change nothing; it is told to stop."""
     async with (

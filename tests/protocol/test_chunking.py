@@ -41,7 +41,6 @@ def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int
         assert len(encode(Frame(WIRE_VERSION, "i", 0, [], [chunk]))) <= size
 
 
-@pytest.mark.proves("P16")
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
 def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """Behind any chunk with tokens there are no more rows than belong to the tokens so far, and no mixed versions."""

@@ -56,7 +56,6 @@ def test_a_margin_fits_its_lease(margin_s: float) -> None:
         WorkerLease(5.0, margin_s, now=0.0)
 
 
-@pytest.mark.proves("P7")
 def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
     """It is reported once, as not closed; each announcement starts the lease anew."""
     leases = ClientLeases(margin_s=1.0)

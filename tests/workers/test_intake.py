@@ -114,7 +114,6 @@ async def test_requests_of_a_closed_client_are_stopped_and_dropped(
         await client.until_left(0)
 
 
-@pytest.mark.proves("P7")
 async def test_a_client_that_falls_silent_has_its_requests_stopped(
     nats_url: str, fleet: str, heard_worker: StartHeard
 ) -> None:
