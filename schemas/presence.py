@@ -139,10 +139,10 @@ class WorkerState(enum.StrEnum):
     """The worker failed to load the desired weights and keeps intact older weights; a missing adapter alone does not
     cause this state. It serves nothing until a successful update or a restart."""
     POISONED = "poisoned"
-    """The weights are half written or wrong. Serves nothing until a successful update or a restart."""
+    """The weights are half written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
-    """The desired weights came by a transfer engine and cannot be fetched again. Serves nothing until the next
-    update."""
+    """The desired weights came by a transfer engine and cannot be fetched again. The worker serves nothing until the
+    next update."""
     FENCED = "fenced"
     """The lease expired, and the worker gave up its requests. A confirmed presence starts a new incarnation."""
     FAILED = "failed"

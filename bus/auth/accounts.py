@@ -1,17 +1,17 @@
 """The accounts of a NATS server, generated from the table of permissions.
 
-NATS checks the subject of a publish and never its reply subject. JetStream answers on the reply subject without any
-permission of its own, but only in the account of the sender. So three kinds of accounts hold each fleet:
+NATS checks the subject of a publish but never its reply subject. JetStream answers on the reply subject without a
+permission check, but only in the account of the sender. Each fleet therefore has three kinds of accounts:
 
     <fleet>                  JetStream and the admins
     <fleet>~workers          all workers; it owns nothing
     <fleet>~<role>~<name>    one trainer, publisher, frontend or viewer each; it owns nothing
 
-An account imports what the permissions of its users allow, and nothing else: an answer that lands on an imported
-subject could otherwise be carried on into the account that exports it. A `~` stands in no fleet, role or name.
+An account imports only what the permissions of its users allow. Otherwise an answer on an imported subject could
+continue into the account that exports it. No fleet, role or name contains a `~`.
 
-What workers publish reaches clients by stream imports, which cost the server nothing. What is published to workers and
-to JetStream goes by service imports (4 to 5 us of the server's CPU for a message).
+Messages from workers reach clients by stream imports, which cost the server nothing. Messages to workers and to
+JetStream use service imports (4 to 5 us of the server's CPU for a message).
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
-"""The configurations of the servers of a cluster, in the folder of its users: `rollbus nats init` makes them.
+"""The configurations of the servers of a cluster, in the folder of its users. `rollbus nats init` creates them.
 
-    DIR/node-<name>.conf   one server; it includes `users.conf`, which lies beside it
+    DIR/node-<name>.conf   one server; it includes `users.conf` in the same folder
 
-All servers know the same users, and one another by a password that is drawn here, over TLS where they are given
+All servers know the same users. The servers authenticate each other with a random password, over TLS if they have
 certificates for it.
 """
 

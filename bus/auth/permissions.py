@@ -121,7 +121,10 @@ class Permissions:
     subscribe: tuple[str, ...]
 
     def as_config(self) -> dict[str, dict[str, list[str]]]:
-        """The same in the words of a server's configuration. NATS denies everything else to a user with such a list."""
+        """Return the permissions in the format of a server's configuration.
+
+        NATS denies everything else to a user with this list.
+        """
         return {
             "publish": {"allow": list(self.publish)},
             "subscribe": {"allow": list(self.subscribe)},
@@ -144,9 +147,9 @@ def rules() -> Iterator[Rule]:
 
 
 def subjects_of(rule: Rule, user: User) -> tuple[str, ...]:
-    """Return the rule's subjects for one user: its own names where they stand, `*` for every peer's.
+    """Return the rule's subjects for one user: its own names, and `*` for every peer's name.
 
-    It is one subject, or one for each of the user's models where the rule is about those.
+    The result is one subject, or one for each of the user's models if the rule depends on models.
     """
     names = {"<inbox>": user.inbox_prefix} | dict.fromkeys(_OWN_NAME[user.role], user.name)
     return _for_each_model(rule, user.fleet, user.models, names)

@@ -1,7 +1,7 @@
-"""The root keys of a fleet, and what they certify.
+"""The root keys of a fleet, and the certificates that they sign.
 
-DIR/<fleet>/root.seed   the key that signs certificates; needed by `rollbus auth` alone, never by what runs
-DIR/<fleet>/root*.seed  others that readers trust besides: that of before, while it is being replaced
+DIR/<fleet>/root.seed the key that signs certificates; only `rollbus auth` needs it, never a running service
+DIR/<fleet>/root*.seed other keys that readers trust too, such as the previous key during a replacement
 """
 
 import secrets

@@ -71,19 +71,19 @@ class UserFile:
 def ensure_users(
     folder: Path, wanted: Iterable[WantedUser], models: Mapping[WantedUser, tuple[str, ...]] | None = None
 ) -> tuple[UserFile, ...]:
-    """Make the users that are missing, and write the configuration of all; those that are there keep their keys.
+    """Create the missing users, and write the configuration of all users. Existing users keep their keys.
 
-    All credentials that lie here get the root keys of their fleet, and a certificate where their user may change
-    something: also those that an earlier release made.
+    All credentials in this folder get the root keys of their fleet. Users that may change something also get a
+    certificate. This includes credentials of an earlier release.
 
     Args:
-        models: those of publishers; one that is there keeps its models where none are given.
+        models: models of publishers; without models, an existing publisher keeps its models.
 
     Raises:
-        InvalidRequest: a name cannot stand in a subject, or is another client's of the fleet; or a publisher has no
-            models, or another user has.
-        BusBroken: the folder holds something else under one of its names.
-        OSError: it cannot be read or written.
+        InvalidRequest: a name is not valid in a subject, or another client of the fleet has it; or a publisher has no
+            models, or another user has models.
+        BusBroken: a file in the folder has other content.
+        OSError: a file cannot be read or written.
     """
     wanted = tuple(dict.fromkeys(wanted))
     with _locked(folder):
@@ -115,9 +115,9 @@ def known_users(folder: Path) -> tuple[User, ...]:
 
 
 def keep_for_leafs(folder: Path) -> tuple[str, ...]:
-    """Keep the accounts that there are for leaf nodes from here on, with users and without; return all that are kept.
+    """Keep all current accounts of leaf nodes from now on, with or without users. Return all kept accounts.
 
-    Admins share the account of JetStream itself, which is none of them.
+    Admins share the account of JetStream, which is never included.
 
     Raises:
         BusBroken, OSError: as in `ensure_users`.
@@ -131,11 +131,11 @@ def keep_for_leafs(folder: Path) -> tuple[str, ...]:
 
 
 def certify(folder: Path, path: Path) -> User:
-    """Renew what a credentials file says of signatures, which was moved away from `folder`; its key stays.
+    """Renew the roots and the certificate in a credentials file outside `folder`. Its key stays.
 
     Raises:
-        BusBroken: it is no credentials file, or its user is none of this folder.
-        OSError: it cannot be read or written.
+        BusBroken: the file is not a credentials file, or its user is not in this folder.
+        OSError: the file cannot be read or written.
     """
     with _locked(folder):
         found = load_credentials(path).user
@@ -147,9 +147,9 @@ def certify(folder: Path, path: Path) -> User:
 
 
 def remove_user(folder: Path, unwanted: WantedUser) -> bool:
-    """Take a user out, with its secret if that still lies here; False: there is none.
+    """Remove a user, and its secret if the file is still in the folder. Return False if there is no such user.
 
-    A server that has read its configuration again ends the user's connections.
+    A server ends the user's connections after it reloads its configuration.
 
     Raises:
         BusBroken, OSError: as in `ensure_users`.
@@ -168,11 +168,11 @@ def credentials_path(folder: Path, fleet: str, role: Role, name: str) -> Path:
 
 
 def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
-    """Write a configuration for a server with these users, unless there is one; True: it was written.
+    """Write a configuration for a server with these users, unless it exists. Return True if it was written.
 
     Args:
-        tls: the server's own files; with `ca`, clients must show certificates that it signed. Without a certificate
-            there is no TLS.
+        tls: TLS files of the server. With `ca`, clients must present certificates that `ca` signed. Without a
+            certificate there is no TLS.
     """
     lines = [
         "# Made once by `rollbus auth init`; from here on it is yours.",

@@ -99,10 +99,10 @@ class Updates:
     async def load_lora(
         self, command: LoadLora, *, is_next_version: bool, upload: bool, on_ack: OnAck | None
     ) -> CommandResult:
-        """Load an adapter, or replace the one of the same name.
+        """Load an adapter, or replace the adapter with the same name.
 
         Args:
-            is_next_version: `command.version` does not count: it is the one after what is recorded.
+            is_next_version: ignore `command.version` and use the version after the recorded version.
             upload: as in `update_weights`.
         """
         command = check_command(command)
@@ -122,7 +122,7 @@ class Updates:
         return result
 
     async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> CommandResult:
-        """Unload an adapter, and delete what was uploaded for it."""
+        """Unload an adapter, and delete its uploads."""
         command = check_command(command)
         roster = await self._controller.roster(command)
         [model] = roster
@@ -145,12 +145,12 @@ class Updates:
         await self._uploads.delete_source(model, command, keep)
 
     async def check_version(self, command: UpdateWeights | LoadLora, *, min_staged: int | None = None) -> None:
-        """Raise what loading this version would raise before a worker is asked; the source need not be there yet.
+        """Raise the errors of loading this version before any worker is asked. The source need not exist yet.
 
-        Without workers the user's certificate and the desired state decide.
+        Without workers, the user's certificate and the desired state decide.
 
         Args:
-            command: with the model.
+            command: the command, with its model.
             min_staged: as in `update_weights`.
         """
         command = check_command(command)

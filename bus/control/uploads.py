@@ -44,12 +44,12 @@ class Uploads:
         return published_bucket(self._fleet, model) if self._is_publisher else upload_bucket(self._fleet)
 
     async def put(self, model: str, command: UpdateWeights | LoadLora, folder: Path) -> str:
-        """Store `folder` for `command`: its source, `<bucket>/<prefix>`.
+        """Store `folder` for `command`. Return its source, `<bucket>/<prefix>`.
 
-        Cancellation: nothing of it stays stored.
+        Cancellation: nothing stays stored.
 
         Raises:
-            ControlError: the folder or the bucket is not as needed.
+            ControlError: the folder or the bucket is unsuitable.
             BusBroken: JetStream or the connection failed.
         """
         prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"

@@ -165,12 +165,12 @@ class Connection(PatchedNatsClient):
         logger.info("nats.connected name=%s url=%s", self._name, self._shown_url())
 
     async def shut(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what was published and close; received messages that no handler has seen are dropped. Safe to repeat.
+        """Send published messages and close. Received messages that no handler has read are dropped. Safe to repeat.
 
         Args:
-            timeout_s: for the server to take what is unsent; after that it is dropped.
+            timeout_s: seconds for the server to receive unsent messages; after that, they are dropped.
 
-        Cancellation: closes at once.
+        Cancellation: closes immediately.
         """
         self._is_open = False
         drop = asyncio.get_running_loop().call_later(timeout_s, self._wire.abort)
@@ -183,7 +183,10 @@ class Connection(PatchedNatsClient):
             self._wire.abort()
 
     async def request(self, subject: str, *args: Any, **kwargs: Any) -> Msg:
-        """Like nats-py's; `PermissionDenied` at once where the server does not take it from this user."""
+        """Send a request as nats-py does.
+
+        Raise `PermissionDenied` immediately if the server rejects it for this user.
+        """
         async with self.denials.expected(subject):
             return await super().request(subject, *args, **kwargs)
 
@@ -301,12 +304,12 @@ async def open_connection(
 async def publish(
     nats: Client, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Publish, waiting while more than `PENDING_BYTES` are unsent. Returning says nothing about arrival.
+    """Publish a message, and wait while more than `PENDING_BYTES` are unsent. A return does not confirm the arrival.
 
     Raises:
-        LocalProtocolError: `data` is over the server's `max_payload`, which holds for it and its headers together.
-        BusBroken: the connection is down and the buffer for that time is full, or it was lost for good.
-        BusClosed: the connection was closed here.
+        LocalProtocolError: `data` and its headers together exceed the server's `max_payload`.
+        BusBroken: the connection is down and its buffer is full, or the connection was lost permanently.
+        BusClosed: the connection was closed locally.
     """
     try:
         # nats-py does not count headers; the server does, and ends the connection. 12 bytes are in none of the lines.
@@ -371,10 +374,10 @@ async def connected(server: str | Server, *, name: str) -> AsyncIterator[Connect
 
 
 async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """End `subscription` once its handler has seen every message that the server had sent for it.
+    """End `subscription` after its handler has processed every message that the server had sent for it.
 
     Args:
-        timeout_s: for the server to answer; after that, and while the connection is down, messages may be unseen.
+        timeout_s: seconds for the server to answer. After that, or while disconnected, messages may remain unprocessed.
     """
     if not nats.is_connected:
         return

@@ -23,7 +23,7 @@ _ACTIONS: Final = {"publish": "publish", "subscription": "subscribe"}
 
 
 class _Waiter:
-    """Somebody for whom a denial is the answer."""
+    """A call that waits for a possible denial."""
 
     def __init__(self, action: str, subject: str, scope: asyncio.Timeout) -> None:
         self.action = action
@@ -33,13 +33,13 @@ class _Waiter:
 
 
 class Denials:
-    """Everything that one connection was refused.
+    """All denials of one connection.
 
     Args:
-        user: how errors name the connection's user.
+        user: name of the connection's user in error messages.
 
     Attributes:
-        first: that nobody waited for.
+        first: the first denial that no call waited for.
     """
 
     def __init__(self, user: str) -> None:
@@ -50,13 +50,13 @@ class Denials:
 
     @asynccontextmanager
     async def expected(self, subject: str, action: str = "publish") -> AsyncIterator[None]:
-        """Raise `PermissionDenied` in the block, at once, when the server refuses what is published or subscribed to.
+        """Raise `PermissionDenied` in the block as soon as the server denies a publish or subscribe on `subject`.
 
         Args:
             action: `publish` or `subscribe`.
 
-        Of several blocks that publish to one subject side by side each has its own denial: the server refuses message
-        by message, in their order.
+        If several blocks publish to one subject at once, each block gets its own denial. The server rejects the
+        messages one by one in their order.
         """
         waiter = _Waiter(action, subject, asyncio.timeout(None))
         try:

@@ -16,10 +16,10 @@ ANSWER_S: Final = 3.0
 
 
 async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
-    """Publish, and wait until the server has looked whether this user may, as far as it answers.
+    """Publish, and wait until the server has checked the user's permission, if the server answers.
 
     Raises:
-        PermissionDenied: the user may not.
+        PermissionDenied: the user may not publish.
         Exception: as `publish`.
     """
     async with nats.denials.expected(subject):
@@ -35,10 +35,10 @@ async def subscribe_permitted(
     max_pending_msgs: int,
     max_pending_bytes: int,
 ) -> Subscription:
-    """Subscribe, and wait until the server has looked whether this user may, as far as it answers.
+    """Subscribe, and wait until the server has checked the user's permission, if the server answers.
 
     Raises:
-        PermissionDenied: the user may not; nothing is subscribed to.
+        PermissionDenied: the user may not subscribe; the subscription is removed.
         Exception: as `subscribe`.
     """
     async with AsyncExitStack() as undo:
@@ -59,10 +59,10 @@ async def _end(nats: Connection, subscription: Subscription) -> None:
 
 
 async def check_permitted(nats: Connection) -> None:
-    """Wait until the server has dealt with what was published and subscribed before.
+    """Wait until the server has processed all earlier publications and subscriptions.
 
     Raises:
-        PermissionDenied: something of it the user may not.
+        PermissionDenied: the user lacks the permission for one of them.
     """
     await nats.confirm(timeout_s=ANSWER_S)
     if nats.denials.first is not None:
