@@ -81,7 +81,9 @@ async def test_a_request_waits_for_weights_and_is_no_poison(
 async def test_the_deadline_says_that_it_waited_for_weights(one_worker: StartServed) -> None:
     """Where no worker gets the weights in time, the error tells which were wanted and which there are."""
     async with one_worker(weight_version=1) as (rb, *_):
-        with pytest.raises(RequestTimeout, match=r"waits for a worker with weight version 2; the newest .* has 1") as e:
+        with pytest.raises(
+            RequestTimeout, match=r"waits for a worker with weight version 2; the newest .* worker is 1"
+        ) as e:
             await rb.complete(request(min_weight_version=2, timeout_s=0.3))
 
     assert e.value.stage == "admission"
