@@ -1,15 +1,22 @@
 """The site: strict, searchable, and complete without a network."""
 
+import ast
+import html
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from rollbus.bus.client import fleet_options
+from rollbus.bus.client.weights import arguments
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +31,28 @@ ASSETS = {
     "video": "src",
 }
 """Elements that make a browser load something, and the attribute with its address."""
+
+
+OPTIONS = (
+    *(fleet_options.DrainOptions, fleet_options.SendOptions, fleet_options.SourceOptions, fleet_options.UpdateOptions),
+    *(arguments.ConnectOptions, arguments.PublishSettings, arguments.AdapterSettings),
+)
+"""Keyword options of methods of the fleet and of the publisher."""
+
+
+def described(kind: type) -> dict[str, str]:
+    """The options that a TypedDict adds to its base, each with the text below it."""
+    (found,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(found, ast.ClassDef)
+    options: dict[str, str] = {}
+    for field, after in pairwise([*found.body, ast.Pass()]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match after:
+                case ast.Expr(ast.Constant(str(text))):
+                    options[field.target.id] = text
+                case _:
+                    options[field.target.id] = ""
+    return options
 
 
 class _Assets(HTMLParser):
@@ -78,17 +107,27 @@ def test_no_page_loads_anything_from_a_network(site: Path) -> None:
 @pytest.mark.parametrize("name", ["rollbus", "rollbus.sync", "rollbus.trainer"])
 def test_every_public_name_is_in_the_reference(site: Path, name: str) -> None:
     """Each name of a module's `__all__` has an entry with a text on a page of the API reference."""
-    pages = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    pages = "\n".join(page.read_text() for page in (site / "api").glob("*.html"))
     public = set(importlib.import_module(name).__all__) - {"__version__"}
-    entries = dict(
-        re.findall(
-            r'id="(rollbus\.[\w.]+)" class="doc doc-heading">(.*?)(?=class="doc doc-heading"|\Z)', pages, re.DOTALL
-        )
-    )
+    heading = r'id="(rollbus\.[\w.]+)" class="doc doc-heading"'
+    _, *parts = re.split(heading, pages)
+    entries = dict(zip(parts[::2], parts[1::2], strict=True))
     lacking = {
         item
         for item in public
         if not any("<p>" in entries.get(f"{name}.{path}", "") for path in (item, f"{item}.{item}"))
     }
 
+    assert lacking == set()
+
+
+def test_every_option_is_in_the_reference(site: Path) -> None:
+    """Each keyword option that a TypedDict declares is on an API page with its description, which gives its default."""
+    pages = "\n".join(page.read_text() for page in sorted((site / "api").glob("*.html")))
+    shown = " ".join(html.unescape(re.sub(r"<[^>]*>", "", pages)).split())
+    options = {f"{kind.__name__}.{name}": text for kind in OPTIONS for name, text in described(kind).items()}
+    lacking = {name for name, text in options.items() if " ".join(text.replace("`", "").split()) not in shown}
+
+    assert len(options) > 20
+    assert [name for name, text in options.items() if "default" not in text.lower()] == []
     assert lacking == set()
