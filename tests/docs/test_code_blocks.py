@@ -21,7 +21,7 @@ from tests.support.shared import Shared
 PAGE_TIMEOUT_S = patient(90.0)
 """For the blocks of one page; they take some seconds."""
 PAGES = pages()
-LINKED = [ROOT / "README.md", *(page for page in PAGES if page.parent.name == "guides")]
+LINKED = [ROOT / "README.md", *PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("index", "trainer", "disaggregation"))]
 RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(page))]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
 
