@@ -21,7 +21,8 @@ from tests.support.shared import Shared
 PAGE_TIMEOUT_S = patient(90.0)
 """For the blocks of one page; they take some seconds."""
 PAGES = pages()
-LINKED = [ROOT / "README.md", *PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("index", "trainer", "disaggregation"))]
+OTHER_PAGES = ("index", "trainer", "disaggregation")
+LINKED = [ROOT / "README.md", *PAGES, *(ROOT / "docs" / f"{name}.md" for name in OTHER_PAGES)]
 RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(page))]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
 
