@@ -76,7 +76,7 @@ def test_kv_that_came_unasked_is_noticed() -> None:
     step, broken = step_of(None, 0, cached_tokens=32, num_external=32)
 
     assert step.error is not None
-    assert "brought 32 prompt tokens unasked" in step.error
+    assert "loaded 32 prompt tokens without a request for them" in step.error
     assert len(broken) == 1
     # Whoever does not ask for these rows is not harmed.
     assert step_of(None, 40, cached_tokens=32, num_external=32)[0].error is None

@@ -156,7 +156,7 @@ def test_what_the_engine_says_of_an_error_is_told() -> None:
     )
     output: Any = SimpleNamespace(**fields, request_id="1", new_token_ids=[], finish_reason="error")
 
-    assert _output(output).error == "the engine failed this request; its log says why"
+    assert _output(output).error == "the engine failed this request; its log gives the reason"
     output.error = SimpleNamespace(code="internal", message="the grammar cannot be compiled", retryable=False)
     assert _output(output).error == "the engine failed this request: the grammar cannot be compiled"
     assert _output(output).finish_reason is FinishReason.ERROR

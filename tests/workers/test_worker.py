@@ -146,7 +146,7 @@ async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) ->
         await client.until(lambda: client.presences["w"].state is WorkerState.FAILED)
 
         await client.until_ended("r")
-        assert caught.group_contains(EngineDead, match="made no step for 1 s")
+        assert caught.group_contains(EngineDead, match="completed no step for 1 s")
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 

@@ -12,7 +12,7 @@ __all__ = ["ENGINES", "make_engine"]
 
 
 def _vllm(model: str, engine_args: Mapping[str, Any], role: Role | None) -> Engine:
-    # Imported when chosen: a synthetic worker needs neither vllm nor torch.
+    # Import only when selected: a synthetic worker needs neither vllm nor torch.
     from .vllm import VllmEngine
 
     return VllmEngine(model, engine_args=engine_args, role=role or "both")
@@ -29,13 +29,13 @@ ENGINES: dict[str, Callable[[str, Mapping[str, Any], Role | None], Engine]] = {"
 
 
 def make_engine(name: str, model: str, engine_args: Mapping[str, Any], role: Role | None = None) -> Engine:
-    """Make the engine called `name` for the checkpoint at `model`; it is not started.
+    """Create the engine `name` for the checkpoint at `model`, without starting it.
 
     Args:
-        role: None: whole requests, unless `engine_args` say otherwise.
+        role: None: prefill and decode together, unless `engine_args` set another role.
 
     Raises:
-        InvalidRequest: no engine of this name, an argument that it does not take, or one that contradicts the role.
+        InvalidRequest: no engine has this name, an argument is unknown, or an argument contradicts the role.
     """
     if name not in ENGINES:
         raise InvalidRequest(field="engine", problem=f"is {name!r}", allowed=", ".join(ENGINES))

@@ -1,9 +1,9 @@
-"""The seam between a worker and the engine inside it.
+"""The interface between a worker and its engine.
 
-An engine is shaped by steps: it takes requests one at a time and hands over what one step produced for
-all of them. The worker above owns identity, admission and transport; the engine owns scheduling and sampling.
-Every request that `add` accepted ends with exactly one `RequestStep` that has `finish_reason` set, unless
-the engine dies, which `steps` reports by raising `EngineDead`.
+The interface works in engine steps: the worker adds requests one at a time, and the engine yields the output of one
+step for all requests. The worker owns identity, admission and transport. The engine owns scheduling and sampling.
+Every request that `add` accepted ends with exactly one `RequestStep` that has a `finish_reason`. The exception: if the
+engine dies, `steps` raises `EngineDead`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,156 +20,157 @@ __all__ = ["Engine", "RequestStep", "TokenBatch"]
 
 
 class Engine(Protocol):
-    """One inference engine. All methods are called from one event loop.
+    """One inference engine. The worker calls all methods from one event loop.
 
-    Every coroutine but `close` raises `EngineDead` if the engine is gone.
+    Every coroutine except `close` raises `EngineDead` if the engine is dead.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do; valid once `start` has returned."""
+        """Capabilities of this engine; valid after `start` has returned."""
 
     @property
     def reports_recomputed_kv(self) -> bool:
-        """Each step says whether the KV before its tokens was computed anew (`RequestStep.kv_recomputed`)."""
+        """True if each step states whether its KV was recomputed (`RequestStep.kv_recomputed`)."""
 
     @property
     def stats(self) -> EngineStats:
-        """Its load now, for announcements; may be asked at any time, and costs no call to the engine."""
+        """Current load of the engine, for presence; available at any time, without a call to the engine."""
 
     @property
     def oldest_prefix_s(self) -> float | None:
-        """Seconds since the oldest prefix was used that its prefix cache may still have.
+        """Seconds since the last use of the oldest prefix that the prefix cache may still contain.
 
-        What was used earlier is forgotten, unless a request holds it. None: it may have forgotten none, or it does not
-        say.
+        The engine has evicted every prefix with an earlier last use, unless a request holds it. None: the engine may
+        not have evicted any prefix, or it does not report this.
         """
 
     async def start(self) -> None:
-        """Load the model and warm up, so that the first real request is as fast as the others.
+        """Load the model and warm up, so that the first real request is as fast as later requests.
 
         Raises:
-            EngineDead: the engine could not be started; the message says why.
+            EngineDead: the engine did not start; the message gives the reason.
         """
 
     async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
         """Submit `request`, whose `sampling.n` is 1, under the engine-unique `key`.
 
-        `request` has passed the worker's checks against `capabilities`.
+        The worker has validated `request` against `capabilities`.
 
         Args:
-            kv: None: a whole request. Without `params`, of an engine of role `prefill`: a prefill leg, whose last step
-                brings `kv_params`, and whose KV is kept for a while for whoever comes with them. With `params`, of this
-                engine's own connector, weights and adapter: the KV of all whole blocks before the last tokens is
-                fetched, counts as cached, and has no rows. Where that fails, the request ends with `error_code`
-                KV_TRANSFER_FAILED.
+            kv: None: a request without separate phases. Without `params`, on an engine of role `prefill`: a prefill
+                phase. Its last step has `kv_params`, and the engine keeps its KV for a while for the request that has
+                these parameters. With `params` of this engine's own connector, weights and adapter: a decode phase.
+                The engine fetches the KV of all whole blocks before the last tokens; these tokens count as cached and
+                have no rows. If the transfer fails, the request ends with `error_code` KV_TRANSFER_FAILED.
 
         Raises:
-            InvalidRequest: a parameter that this engine refuses; nothing was submitted.
+            InvalidRequest: the engine rejects a parameter; nothing was submitted.
         """
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End these requests with a `RequestStep` of finish reason ABORT each; unknown keys are ignored.
+        """End each of these requests with a `RequestStep` of finish reason ABORT; ignore unknown keys.
 
-        Never called for one whose KV may be on its way: one with `kv.params` that has made no step yet.
+        The worker never aborts a request whose KV transfer may still run: one with `kv.params` and no step yet.
         """
 
     async def restart(self, key: str) -> None:
-        """Take the request of `key` out of the frozen engine and add it anew, under the weights and adapters of now.
+        """Remove the request of `key` from the paused engine and add it again, with the current weights and adapters.
 
-        Nothing of what the engine has computed for it is used again, neither rows nor KV, and no step tells of it. It
-        joins the end of the queue, so a caller that restarts requests in the order of their arrival keeps that order.
-        A request that has a token, a prefill or decode leg, and a key that the engine does not know stay as they are.
+        The engine discards everything that it has computed for the request, rows and KV, and no step reports the
+        restart. The request joins the end of the engine's queue, so a caller that restarts requests in the order of
+        their arrival keeps that order. A request that has a token or a prefill or decode phase is left unchanged. An
+        unknown key is ignored.
 
-        Never called for a request that is being added or aborted.
+        The worker never calls this for a request that it is adding or aborting.
 
         Raises:
-            InvalidRequest: the engine refuses it now; it is not in the engine any more.
+            InvalidRequest: the engine now rejects the request and has removed it.
         """
 
     def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
-        """Yield what each engine step produced; called once. A request is in one element of a step at most.
+        """Yield the output of each engine step. Call this once. A request is in at most one element of a step.
 
         Raises:
             EngineDead: the engine died; every open request is lost.
         """
 
     async def pause(self) -> None:
-        """Freeze what is running: no step is made until `resume`. Requests may be added and aborted meanwhile.
+        """Pause the engine: it runs no step until `resume`. Requests may be added and aborted while it is paused.
 
-        When this returns, `steps` has yielded all that was sampled before, and its reader has come back for more.
-        Repeating it is harmless.
+        When this returns, `steps` has yielded every token sampled before, and its reader has processed them all.
+        A repeated call has no effect.
         """
 
     async def resume(self) -> None:
-        """Go on where `pause` froze; harmless when not paused."""
+        """Continue from the point of `pause`; no effect if the engine is not paused."""
 
     async def reset_cache(self, *, preempt: bool) -> bool:
-        """Forget the prefix cache; False: it could not be, as requests hold parts of it.
+        """Reset the prefix cache. Return False if that failed because requests hold parts of it.
 
         Args:
-            preempt: take it from them; they are computed anew when they go on.
+            preempt: preempt these requests; the engine recomputes their KV when it resumes them.
         """
 
     async def load_weights(self, path: Path) -> Verified | None:
-        """Replace all weights by those of a checkpoint whose files, names, shapes and dtypes were checked.
+        """Replace all weights by those of a checkpoint whose files, names, shapes and dtypes were validated.
 
-        Returns what was compared afterwards; None: nothing was.
+        Return the comparisons made after the load; None: none were made.
 
-        Called while paused, or with nothing running. Adapters are as before afterwards, or gone: `loras` says so.
-        Requests added afterwards find nothing in the prefix cache that older weights have put there.
+        The worker calls this while the engine is paused or has no requests. The adapters are then unchanged or
+        unloaded; see `loras`. Requests added later find no prefix cache entries of the older weights.
 
         Raises:
-            ControlError: `engine_error`, the weights are as they were; `half_written`, nobody knows what they are;
+            ControlError: `engine_error`: the weights are unchanged; `half_written`: the weights are unknown;
                 `unsupported`.
         """
 
     @property
     def loras(self) -> Mapping[str, int]:
-        """The adapters that requests may name, with their versions."""
+        """Versions of the adapters that requests may name, by name."""
 
     async def load_lora(self, name: str, path: Path, version: int) -> None:
-        """Load an adapter whose files were checked, or replace the one of this name, also for requests in flight.
+        """Load an adapter whose files were validated, or replace the adapter of this name, also for open requests.
 
-        Called while paused, or with nothing running. Requests added afterwards find nothing in the prefix cache that
-        an older adapter of this name has put there.
+        The worker calls this while the engine is paused or has no requests. Requests added later find no prefix cache
+        entries of an older adapter of this name.
 
         Raises:
-            ControlError: `engine_error`, what was there is as it was; `unsupported`.
+            ControlError: `engine_error`: the adapters are unchanged; `unsupported`.
         """
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter that no request in flight uses; one that is not there is fine.
+        """Unload an adapter that no open request uses; ignore an adapter that is not loaded.
 
         Raises:
-            ControlError: `engine_error`, it is still there.
+            ControlError: `engine_error`: the adapter is still loaded.
         """
 
     async def sleep(self, level: int) -> None:
-        """Give up memory; nothing is running.
+        """Free memory; the engine must have no requests.
 
         Raises:
             ControlError: `unsupported`, `engine_error`.
         """
 
     async def wake(self) -> None:
-        """Undo `sleep`; after level 2 the weights have to be loaded again.
+        """Undo `sleep`; after level 2 the weights must be loaded again.
 
         Raises:
             ControlError: `unsupported`, `engine_error`.
         """
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Pass `info` to the engine's own transfer engine; like the next three, raises `ControlError`."""
+        """Pass `info` to the engine's own transfer engine. This and the next three methods raise `ControlError`."""
 
     async def start_weight_update(self) -> None:
-        """Begin to take weights; called while paused, or with nothing running. From here on they are half written."""
+        """Begin to receive weights, while paused or without requests. From here on the weights are half written."""
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
-        """Take some of them."""
+        """Receive some of the weights."""
 
     async def finish_weight_update(self) -> Verified | None:
-        """All of them are there. Result, cached prefixes and adapters as after `load_weights`."""
+        """Finish the update after the last chunk. Result, prefix cache and adapters are as after `load_weights`."""
 
     async def close(self) -> None:
-        """Stop the engine and every process it started; safe to call twice and after a failed `start`."""
+        """Stop the engine and every process that it started; safe to call twice and after a failed `start`."""

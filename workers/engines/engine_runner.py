@@ -20,51 +20,53 @@ logger = logging.getLogger(__name__)
 
 
 class EngineRunner:
-    """Submits requests to an engine, forwards its steps, and notices its death, also a silent one.
+    """Submits requests to an engine, forwards its steps and detects its death, even if the engine reports none.
 
-    Every coroutine raises `EngineDead` if the engine is gone.
+    Every coroutine raises `EngineDead` if the engine is dead.
 
     Args:
-        engine: not started.
-        timeout_s: an engine that has requests and makes no step for so long is dead.
+        engine: the engine, not started.
+        timeout_s: seconds without a step after which an engine with open requests counts as dead.
     """
 
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
         self.engine = engine
         self._timeout_s = timeout_s
         self.capabilities: Capabilities | None = None
-        """What the engine can do; None until it has started."""
-        # Keys from `add` until the step that ends them; as many as the worker takes.
+        """Capabilities of the engine; None until it has started."""
+        # Keys from `add` until the step that ends the request. Bounded by the number of requests that the worker
+        # accepts.
         self._inside: set[str] = set()
         self._being_added: set[str] = set()
-        # Of those inside: their KV may be on its way, and an engine dies of an abort meanwhile (vllm#46240).
+        # Subset of `_inside`: their KV transfer may still run. An abort during the transfer kills the engine
+        # (vllm#46240).
         self._fetching: set[str] = set()
         self._to_abort: set[str] = set()
-        # Of those inside: the engine was told to abort them.
+        # Subset of `_inside`: the engine has received an abort for them.
         self._aborted: set[str] = set()
         self._abort_wanted = asyncio.Event()
         self._added = asyncio.Event()
         self._quiet_s = 0.0
         self.is_engine_paused = False
-        """The engine makes no steps, as it was told."""
+        """True if the engine runs no steps because it was paused."""
         self.cache_epoch = 0
-        """How often its prefix cache was emptied, or may have been."""
+        """Number of times that the prefix cache was reset, or may have been reset."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
-        frozen = " frozen" if self.is_engine_paused else ""
-        return f"<EngineRunner inside={len(self._inside)}{frozen} quiet_s={self._quiet_s:g} engine={self.engine!r}>"
+        """Return one line with counts."""
+        paused = " paused" if self.is_engine_paused else ""
+        return f"<EngineRunner inside={len(self._inside)}{paused} quiet_s={self._quiet_s:g} engine={self.engine!r}>"
 
     @property
     def num_free(self) -> int:
-        """Requests that the engine would start at once; 0 until it has started."""
+        """Number of requests that the engine would start immediately; 0 until it has started."""
         if self.capabilities is None:
             return 0
         return max(self.capabilities.max_num_seqs - len(self._inside), 0)
 
     @contextmanager
     def emptying_cache(self) -> Iterator[None]:
-        """Count that the prefix cache is emptied within, also where that fails or is cancelled: some of it may be."""
+        """Count a reset of the prefix cache in this block, even a failed or cancelled one: it may be partial."""
         try:
             yield
         finally:
@@ -72,29 +74,29 @@ class EngineRunner:
 
     @property
     def num_inside(self) -> int:
-        """Requests that the engine has."""
+        """Number of open requests in the engine."""
         return len(self._inside)
 
     def is_fetching(self, key: str) -> bool:
-        """The KV of this request may be on its way: the engine does not hear of an abort before it is there."""
+        """True if the KV transfer of this request may still run; an abort waits for its end."""
         return key in self._fetching
 
     def has_any(self, keys: Iterable[str]) -> bool:
-        """The engine has one of these."""
+        """True if the engine has at least one of these requests."""
         return not self._inside.isdisjoint(keys)
 
     async def start(self) -> None:
         """Start the engine.
 
         Raises:
-            EngineDead: it could not be started.
+            EngineDead: the engine did not start.
         """
         await self.engine.start()
         able = {"request_groups": True, "group_backlog": True, "telemetry_reads": True}
         self.capabilities = replace(self.engine.capabilities, **able)
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:
-        """Hand over what each step of the engine produced, until it dies.
+        """Pass the output of each engine step to `on_steps`, until the engine dies.
 
         Raises:
             EngineDead: always.
@@ -103,7 +105,7 @@ class EngineRunner:
             self._quiet_s = 0.0
             for step in steps:
                 if isinstance(step, TokenBatch):
-                    # Its requests neither begin nor end.
+                    # A batch neither begins nor ends a request.
                     continue
                 if step.finish_reason is not None:
                     self._inside.discard(step.key)
@@ -113,21 +115,21 @@ class EngineRunner:
                     if step.key in self._to_abort:
                         self._abort_wanted.set()
             on_steps(steps)
-        raise EngineDead("the engine stopped by itself")
+        raise EngineDead("the engine stopped unexpectedly")
 
     def reserve(self, keys: Iterable[str]) -> None:
-        """Count requests as inside before `add` is called with each: they have slots, and aborts reach them."""
+        """Count requests as inside before `add` is called for each: they occupy slots, and aborts reach them."""
         self._inside.update(keys)
         self._being_added.update(keys)
 
     async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
-        """Have the engine take `request`, which has passed the worker's checks, under a key never used before.
+        """Add `request`, which the worker has validated, to the engine under a key that was never used before.
 
         Args:
             kv: see `Engine.add`.
 
         Raises:
-            InvalidRequest: the engine refuses it and has not seen it.
+            InvalidRequest: the adapter rejects the request; it did not reach the engine.
         """
         self.reserve([key])
         if kv is not None and kv.params:
@@ -135,7 +137,8 @@ class EngineRunner:
         try:
             await self.engine.add(key, request, kv)
         except Exception:
-            # Boundary: nothing of a refused request stays. A cancelled one may have been submitted, and is aborted.
+            # Boundary: remove a rejected request completely. A cancelled request may have been submitted; it is
+            # aborted.
             self._inside.discard(key)
             self._fetching.discard(key)
             raise
@@ -143,22 +146,23 @@ class EngineRunner:
             self._end_adding([key])
 
     def _end_adding(self, keys: Iterable[str]) -> None:
-        """The engine knows these requests now, or it never will."""
+        """Record that the adding of these requests is over: the engine has them now, or never receives them."""
         self._being_added.difference_update(keys)
         self._added.set()
-        # Given up meanwhile: the engine would have ignored an abort of what it did not know yet.
+        # Aborts that arrived during the adding: the engine would have ignored an abort of a key that it did not have
+        # yet.
         if not self._to_abort.isdisjoint(keys):
             self._abort_wanted.set()
 
     async def restart(self, keys: Sequence[str]) -> Mapping[str, RequestError]:
-        """Have the frozen engine begin anew with these requests, in this order; see `Engine.restart`.
+        """Restart these requests in the paused engine, in this order; see `Engine.restart`.
 
-        Requests that are being aborted are left out, and those that the engine does not have. A request that is on its
-        way into the engine is waited for, as it may carry the salt of older weights.
+        Skip requests that are being aborted or that the engine does not have. Wait for requests that are being added,
+        because they may have the cache salt of older weights.
 
         Returns:
-            Why the engine refuses a request now, by key; the engine does not have that request any more.
-        Cancellation: each request is in the engine, or can be aborted there.
+            The error for each request that the engine now rejects, by key; the engine has removed these requests.
+        Cancellation: each request is in the engine or can be aborted there.
         """
         while not self._being_added.isdisjoint(keys):
             self._added.clear()
@@ -179,16 +183,16 @@ class EngineRunner:
         return refused
 
     def abort(self, keys: Iterable[str]) -> None:
-        """Have the engine end these requests soon, each by a step; those that it does not have are ignored.
+        """Schedule an abort of these requests; each ends with a step. Ignore requests that the engine does not have.
 
-        One whose KV is on its way is ended after its first step: until then it keeps its slot.
+        A request whose KV transfer runs is aborted after its first step and keeps its slot until then.
         """
         self._to_abort.update(self._inside.intersection(keys))
         if self._to_abort:
             self._abort_wanted.set()
 
     async def run_aborts(self) -> None:
-        """Carry out aborts, until cancelled."""
+        """Send scheduled aborts to the engine, until cancelled."""
         while True:
             await self._abort_wanted.wait()
             self._abort_wanted.clear()
@@ -201,28 +205,29 @@ class EngineRunner:
         await self.engine.abort(sorted(keys & self._inside))
 
     async def pause(self) -> None:
-        """Freeze the engine; see `Engine.pause`."""
+        """Pause the engine; see `Engine.pause`."""
         if not self.is_engine_paused:
             await self.engine.pause()
             self.is_engine_paused = True
 
     async def resume(self) -> None:
-        """Let the engine go on; see `Engine.resume`."""
-        # Before it goes on: what was given up may be so because it must make no more steps of it.
+        """Resume the engine; see `Engine.resume`."""
+        # Send aborts before the engine resumes: some requests were aborted so that the engine runs no further step of
+        # them.
         await self._abort()
-        # Also where a pause was cancelled half-way: resuming an engine that runs is harmless.
+        # Resume also after a cancelled pause: resuming a running engine has no effect.
         await self.engine.resume()
         self.is_engine_paused = False
 
     def watch(self, interval_s: float) -> None:
-        """Called every `interval_s`: is the engine still moving?
+        """Check that the engine still completes steps. Call this every `interval_s` seconds.
 
-        Counts calls, not the clock: time for which this whole process stood still was not the engine's.
+        This counts calls instead of clock time: time in which this whole process was frozen is not the engine's.
 
         Raises:
-            EngineDead: it has requests and has made no step for too long.
+            EngineDead: the engine has open requests and completed no step for `timeout_s` seconds.
         """
         is_due = self._inside and not self.is_engine_paused
         self._quiet_s = self._quiet_s + interval_s if is_due else 0.0
         if self._quiet_s > self._timeout_s:
-            raise EngineDead(f"it has requests and made no step for {self._timeout_s:g} s")
+            raise EngineDead(f"the engine has open requests and completed no step for {self._timeout_s:g} s")

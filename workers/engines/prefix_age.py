@@ -1,8 +1,9 @@
-"""How long ago the oldest prefix was used that a prefix cache can still hold, from what an engine computes.
+"""Estimates the age of the oldest prefix in a prefix cache from the number of tokens that an engine computes.
 
-Engines with a prefix cache reuse the blocks of least recent use first. So once it has computed as many tokens as its KV
-cache has room for, all that was last used before is gone, unless a request holds it. Tokens that an engine finds in the
-cache take no room of another prefix, and are not counted: the age may be too high, but it is not too low.
+An engine with a prefix cache reuses the least recently used blocks first. After it has computed as many tokens as its
+KV cache holds, every prefix with an earlier last use is evicted, unless a request holds it. Tokens that the engine
+finds in the cache evict no other prefix and are not counted. The estimated age may therefore be too high, but never too
+low.
 """
 
 from collections import deque
@@ -11,43 +12,43 @@ from typing import Final
 __all__ = ["PrefixAge"]
 
 NUM_SPANS: Final = 64
-"""Parts in which the tokens of one capacity are remembered: so exact is the age."""
+"""Number of spans into which the tokens of one cache capacity are divided. It sets the resolution of the age."""
 
 
 class PrefixAge:
-    """The age of the oldest prefix. Plain state; all times are of one clock, in seconds.
+    """Age of the oldest prefix. A plain object without I/O; all times are seconds of one clock.
 
     Args:
-        capacity: tokens for which the KV cache has room.
-        block_tokens: tokens of a block; only whole blocks are cached.
+        capacity: number of tokens that fit into the KV cache.
+        block_tokens: number of tokens in a block; only whole blocks are cached.
     """
 
     def __init__(self, capacity: int, block_tokens: int) -> None:
         self._capacity = capacity
         self._block_tokens = block_tokens
         self._span_tokens = max(capacity // NUM_SPANS, 1)
-        # When the first token of each span was computed, and its tokens; the oldest span first. Together they are of
-        # the last tokens that fill the cache: at most `NUM_SPANS` and one.
+        # For each span, the time of its first computed token and its number of tokens; the oldest span first. The spans
+        # cover the last tokens that fill the cache: at most `NUM_SPANS` + 1 spans.
         self._spans: deque[tuple[float, int]] = deque()
         self._num_spanned = 0
-        # Of the span that is not full yet. Below 0: tokens that blocks which are not full may have room for.
+        # Tokens of the current span, which is not full. Below 0: free places in blocks that may never be full.
         self._num_new = 0
         self._new_since = 0.0
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<PrefixAge tokens={self._num_spanned + self._num_new}/{self._capacity}>"
 
     def add(self, num_tokens: int, at: float, *, num_begun: int = 0) -> None:
-        """Count tokens of prompts or answers that were computed.
+        """Count computed tokens of prompts or outputs.
 
         Args:
-            num_begun: requests that began with these tokens. A block of each may never be full: the next request gets
-                it first, and no prefix is gone for it.
+            num_begun: number of requests that began with these tokens. One block of each may never be full. The engine
+                reuses that block first, which evicts no prefix.
         """
         if self._num_new <= 0:
             self._new_since = at
-        # Many requests that fill no block delay what is counted by one capacity at most.
+        # Many requests that fill no block delay the count by at most one capacity.
         self._num_new = max(self._num_new + num_tokens - num_begun * self._block_tokens, -self._capacity)
         if self._num_new < self._span_tokens:
             return
@@ -58,5 +59,5 @@ class PrefixAge:
             self._num_spanned -= self._spans.popleft()[1]
 
     def oldest_s(self, now: float) -> float | None:
-        """Return the age of the oldest prefix that can still be there; None: nothing has to be gone yet."""
+        """Return the age in seconds of the oldest prefix that may be cached; None: nothing was evicted for certain."""
         return now - self._spans[0][0] if self._num_spanned >= self._capacity else None

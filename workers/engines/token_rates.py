@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts and makes tokens, measured while it does; see `schemas.presence.EngineStats`."""
+"""Measures the prefill and decode speed of a running engine; see `schemas.presence.EngineStats`."""
 
 import math
 from typing import Final
@@ -6,15 +6,16 @@ from typing import Final
 __all__ = ["TokenRates"]
 
 MEMORY_S: Final = 10.0
-"""Seconds of computing after which a measurement counts a third: some steps of a large model, and soon another load."""
+"""Seconds of computing after which the weight of a measurement drops to 1/e. This covers some steps of a large model
+and adapts soon to another load."""
 
 
 class TokenRates:
-    """Prefill and decode tokens a second of one scheduler. Plain state; all times are of one clock, in seconds."""
+    """Prefill and decode tokens per second of one scheduler. Without I/O; all times are seconds of one clock."""
 
     def __init__(self) -> None:
-        # Sums that decay by the time measured. Of prefills tokens * seconds over tokens squared: the seconds a token
-        # that fit best if all time went into tokens. Of decoding seconds and tokens.
+        # Sums that decay with the measured time. For prefill: tokens * seconds, and tokens squared. Their quotient is
+        # the least-squares fit of seconds per token. For decode: seconds and tokens.
         self._prefill_weighted_s = self._prefill_squares = 0.0
         self._decode_s = self._decode_tokens = 0.0
         self._ended_at = self._prefilled_until = 0.0
@@ -25,27 +26,27 @@ class TokenRates:
 
     @property
     def prefill(self) -> float | None:
-        """Tokens a second; None: nothing was measured."""
+        """Tokens per second; None: not measured."""
         return self._prefill_squares / self._prefill_weighted_s if self._prefill_weighted_s > 0 else None
 
     @property
     def decode(self) -> float | None:
-        """Tokens a second; None: nothing was measured."""
+        """Tokens per second; None: not measured."""
         return self._decode_tokens / self._decode_s if self._decode_s > 0 else None
 
     def add_prefill(self, num_tokens: int, scheduled_at: float) -> None:
-        """Count a prompt of which this step makes the first token: `num_tokens` were computed since it was scheduled.
+        """Count a prompt whose first token is in this step: `num_tokens` were computed since it was scheduled.
 
-        One that was scheduled before an interruption is left out: for a part of that time nothing was computed.
+        Skip a prompt that was scheduled before an interruption: the engine was idle for a part of that time.
         """
         if scheduled_at >= self._valid_from:
             self._step_tokens += num_tokens
             self._scheduled_at = min(self._scheduled_at, scheduled_at)
 
     def end_step(self, at: float, num_decoded: int) -> None:
-        """End a step that made tokens; of those, `num_decoded` were not the first ones of their requests.
+        """End a step with tokens; `num_decoded` of them are not the first tokens of their requests.
 
-        A request that decodes had a token in an earlier step, so the engine has computed since the last one.
+        A decoding request had a token in an earlier step, so the engine has computed without a break since that step.
         """
         num_prefilled, self._step_tokens = self._step_tokens, 0
         scheduled_at, self._scheduled_at = max(self._scheduled_at, self._prefilled_until), math.inf
@@ -63,6 +64,6 @@ class TokenRates:
         self._ended_at, self._is_interrupted = at, False
 
     def interrupt(self, at: float) -> None:
-        """Leave out the time from `at` until the next step that makes tokens: the engine was paused."""
+        """Exclude the time from `at` until the next step with tokens: the engine was paused."""
         self._is_interrupted = True
         self._valid_from = at

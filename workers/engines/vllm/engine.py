@@ -42,23 +42,24 @@ logger = logging.getLogger(__name__)
 
 Reading = Literal["auto", "core", "generate"]
 SHUTDOWN_S = 30.0
-"""For the engine's processes to end in order, before they are killed; seconds on a busy machine."""
+"""Seconds for an orderly exit of the engine's processes before they are killed."""
 
 
 class _Unfit(EngineDead):
-    """The engine runs, but not with this way of reading from it."""
+    """The engine runs, but this feed cannot read its output."""
 
 
 class VllmEngine:
-    """One vLLM engine, in processes of its own.
+    """One vLLM engine, in its own processes.
 
     Args:
-        model: folder of a checkpoint, or whatever else vLLM takes as `model`.
-        engine_args: fields of vLLM's `AsyncEngineArgs`; unknown ones make `start` fail.
-        read: `core` reads the engine core's step outputs, `generate` goes through `AsyncLLM.generate`; `auto` takes
-            the first where this release of vLLM allows it.
-        log_level: of vLLM's own logs, which go to stderr; None: the environment's `VLLM_LOGGING_LEVEL`, else warnings.
-        role: other than `both` it needs `kv_transfer_config` among the `engine_args`.
+        model: folder of a checkpoint, or any other value that vLLM accepts as `model`.
+        engine_args: fields of vLLM's `AsyncEngineArgs`; an unknown field makes `start` fail.
+        read: `core` reads the engine core's step outputs, `generate` uses `AsyncLLM.generate`; `auto` selects `core`
+            if this release of vLLM allows it.
+        log_level: level of vLLM's own logs, which go to stderr; None: the environment variable `VLLM_LOGGING_LEVEL`,
+            or WARNING if it is not set.
+        role: every role except `both` needs `kv_transfer_config` in `engine_args`.
 
     Raises:
         InvalidRequest: the KV connector does not fit the role.
@@ -95,34 +96,34 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do; valid once `start` has returned."""
+        """Capabilities of this engine; valid after `start` has returned."""
         if self._capabilities is None:
             raise EngineDead("the engine has not been started")
         return self._capabilities
 
     @property
     def reports_recomputed_kv(self) -> bool:
-        """Each step says whether the KV before its tokens was computed anew; valid once `start` has returned."""
+        """True if each step states whether its KV was recomputed; valid after `start` has returned."""
         return isinstance(self._feed, CoreFeed) and self._running().kv_watch.is_on
 
     @property
     def stats(self) -> EngineStats:
-        """Its load, as the engine cores reported it with their last steps."""
+        """Load of the engine, as the engine cores reported it with their last steps."""
         return EngineStats() if self._feed is None else self._feed.meter.stats()
 
     @property
     def oldest_prefix_s(self) -> float | None:
-        """Seconds since the oldest prefix can have been used that its cache still has; see `PrefixAge`."""
+        """Seconds since the last use of the oldest prefix that the cache may still contain; see `PrefixAge`."""
         age = None if self._feed is None else self._feed.meter.prefix_age
         return None if age is None else age.oldest_s(time.monotonic())
 
     async def start(self) -> None:
-        """Load the model in a thread, so that the event loop stays free, and warm up.
+        """Load the model in a thread, so that the event loop is not blocked, and warm up.
 
-        Cancellation: stops the engine's processes and waits until they are gone.
+        Cancellation: stops the engine's processes and waits for their exit.
 
         Raises:
-            EngineDead: the engine could not be started; the message says why.
+            EngineDead: the engine did not start; the message gives the reason.
         """
         async with contextlib.AsyncExitStack() as unless_started:
             unless_started.push_async_callback(self._shut_down)
@@ -141,8 +142,8 @@ class VllmEngine:
         Cancellation: the request may have been submitted; abort it.
 
         Raises:
-            InvalidRequest: a parameter that vLLM refuses or would change; nothing was submitted.
-            EngineDead: the engine is gone.
+            InvalidRequest: vLLM rejects a parameter or would change it; nothing was submitted.
+            EngineDead: the engine is dead.
         """
         feed = self._running_feed()
         refusal = self._running().refusals.prompt_logprobs
@@ -155,7 +156,7 @@ class VllmEngine:
     async def _submit(
         self, feed: Feed, engine_id: str, request: GenerateRequest, transfer: dict[str, Any] | None = None
     ) -> None:
-        """Hand a request to the engine that was opened under `engine_id`."""
+        """Submit a request that was opened under `engine_id` to the engine."""
         capabilities = self.capabilities
         returns_rows = capabilities.routed_experts is not None and request.return_routed_experts is not False
         try:
@@ -163,12 +164,13 @@ class VllmEngine:
             params = to_vllm(request, max_model_len=max_len, returns_rows=returns_rows, kv=transfer)
             await feed.submit(engine_id, request, params)
         except Exception:
-            # Boundary: nothing of a refused request stays. A cancelled one may have been submitted, and is aborted.
+            # Boundary: remove a rejected request completely. A cancelled request may have been submitted; it is
+            # aborted.
             self._requests.remove(engine_id)
             raise
 
     async def restart(self, key: str) -> None:
-        """Add a request without a token anew, with the salt of the weights and adapter of now; see `Engine.restart`.
+        """Restart a request without a token, with the current cache salt; see `Engine.restart`.
 
         Cancellation: the request may have been submitted; abort it.
         """
@@ -176,21 +178,21 @@ class VllmEngine:
         restarted = self._requests.restart(key)
         if restarted is None:
             return
-        # Under an id of its own, so that what is reported of the one before, however late, is passed over.
+        # The restart uses a new engine id, so that late outputs of the old id are ignored.
         old_id, new_id, request = restarted
         await feed.abort([old_id])
         await self._submit(feed, new_id, request)
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End these requests with a `RequestStep` of finish reason ABORT each, after the steps that came before.
+        """End each of these requests with a `RequestStep` of finish reason ABORT, after their earlier steps.
 
-        Unknown keys and requests that end in a step not yet read are left alone.
+        Ignore unknown keys and requests whose last step is not read yet.
         """
         if self._feed is not None and not self._is_closed:
             await self._feed.abort(self._requests.engine_ids(keys))
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
-        """Yield what each engine step produced; called once. Ends when the engine is closed.
+        """Yield the output of each engine step, until the engine is closed. Call this once.
 
         Raises:
             EngineDead: the engine died; every open request is lost.
@@ -201,12 +203,12 @@ class VllmEngine:
                 yield steps
 
     async def pause(self) -> None:
-        """Freeze what is running, once all that was sampled is handed over; see `Engine.pause`.
+        """Pause the engine and wait until every sampled token is read; see `Engine.pause`.
 
-        Cancellation: the engine may be paused; `resume` is right in both cases.
+        Cancellation: the engine may be paused; `resume` is correct in both cases.
         """
         feed, calls = self._running_feed(), self._running().calls
-        # Not `pause_generation`, which instead of waiting for what was sampled sleeps for a while.
+        # Do not use `pause_generation`: it sleeps for a fixed time instead of waiting for the sampled tokens.
         await calls.call("engine_core.pause_scheduler_async", mode="keep", clear_cache=False)
         self._is_paused = True
         async with calls.until_death():
@@ -214,12 +216,12 @@ class VllmEngine:
         feed.meter.interrupt()
 
     async def resume(self) -> None:
-        """Go on where `pause` froze; harmless when not paused."""
+        """Continue from the point of `pause`; no effect if the engine is not paused."""
         await self._running().calls.call("engine_core.resume_scheduler_async")
         self._is_paused = False
 
     async def reset_cache(self, *, preempt: bool) -> bool:
-        """Forget the prefix cache; see `Engine.reset_cache`."""
+        """Reset the prefix cache; see `Engine.reset_cache`."""
         if preempt and not self._is_paused and preempts_only_paused(self._launch.llm.vllm_config):
             await self.pause()
             try:
@@ -234,14 +236,14 @@ class VllmEngine:
         except ControlError as exc:
             if exc.code is ControlCode.UNSUPPORTED:
                 raise
-            # What vLLM raises where it should have succeeded, as it has taken the cache from all who used it.
+            # vLLM raises this although it has preempted every request that used the cache.
             logger.warning("engine.cache_not_reset reason=%s", exc.message)
             return False
 
     async def load_weights(self, path: Path) -> Verified | None:
-        """Replace all weights by those of a checkpoint; the adapters are gone then. See `Engine.load_weights`.
+        """Replace all weights by those of a checkpoint; this unloads all adapters. See `Engine.load_weights`.
 
-        Cancellation: the engine goes on loading, and nobody hears how it ends.
+        Cancellation: the engine continues to load, and no code receives the result.
         """
         await self._clear_nan()
         verified = await self._running().weights.load(path)
@@ -250,28 +252,28 @@ class VllmEngine:
 
     @property
     def loras(self) -> Mapping[str, int]:
-        """The adapters that requests may name, with their versions."""
+        """Versions of the adapters that requests may name, by name."""
         return {name: adapter.version for name, adapter in self._loaded.adapters.items()}
 
     async def load_lora(self, name: str, path: Path, version: int) -> None:
-        """Load an adapter, or replace the one of this name in place; see `Engine.load_lora`."""
+        """Load an adapter, or replace the adapter of this name in place; see `Engine.load_lora`."""
         await self._running().adapters.load(name, path, version)
         await self._running().kv_watch.outdate(self._loaded.adapters[name].lora_request.lora_int_id)
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter that no request in flight uses; one that is not there is fine."""
+        """Unload an adapter that no open request uses; ignore an adapter that is not loaded."""
         await self._running().adapters.unload(name)
 
     async def sleep(self, level: int) -> None:
-        """Give up memory; nothing is running."""
+        """Free memory; the engine must have no requests."""
         check_supported(self._running().refusals.sleep)
         await self._running().calls.call("sleep", level)
 
     async def wake(self) -> None:
-        """Undo `sleep`; after level 2 the weights have to be loaded again."""
+        """Undo `sleep`; after level 2 the weights must be loaded again."""
         check_supported(self._running().refusals.sleep)
         await self._running().calls.call("wake_up")
-        if self._is_paused:  # vLLM's own wake resumes too.
+        if self._is_paused:  # vLLM's own wake also resumes the engine.
             await self.pause()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
@@ -279,24 +281,24 @@ class VllmEngine:
         await self._running().weights.init_transfer(info)
 
     async def start_weight_update(self) -> None:
-        """Begin to take weights; from here on they are half written."""
+        """Begin to receive weights; from here on the weights are half written."""
         await self._running().weights.start_transfer()
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
-        """Take some of them; after an error the update is over, and has to be started again."""
+        """Receive some of the weights; an error ends the update, which must then be started again."""
         await self._running().weights.load_chunk(info)
 
     async def finish_weight_update(self) -> Verified | None:
-        """All of them are there; the adapters are gone."""
+        """Finish the update after the last chunk; this unloads all adapters."""
         verified = await self._running().weights.finish_transfer()
         await self._running().kv_watch.outdate()
         await self._clear_nan()
         return verified
 
     async def close(self) -> None:
-        """Stop the engine and every process it started; safe to call twice and after a failed `start`.
+        """Stop the engine and every process that it started; safe to call twice and after a failed `start`.
 
-        Cancellation: waits until the processes are gone nevertheless.
+        Cancellation: waits for the exit of the processes before it takes effect.
         """
         self._is_closed = True
         if self._controls is not None:
@@ -308,18 +310,18 @@ class VllmEngine:
         try:
             await calls.on_workers("rollbus_correct")
         except ControlError as exc:
-            raise EngineDead(f"vLLM {self.capabilities.engine_version} does not fit: {exc.message}") from exc
+            raise EngineDead(f"vLLM {self.capabilities.engine_version} is not usable: {exc.message}") from exc
 
     async def _open(self, llm: "AsyncLLM") -> None:
-        """Choose how to read from the engine, by trying."""
+        """Select the feed that reads the engine's output: try `CoreFeed` first."""
         maker = RequestMaker(llm, self._loaded, await llm.get_supported_tasks())
         if self._read != "generate":
             try:
                 if not CoreFeed.fits(llm):
-                    raise _Unfit(f"vLLM {self.capabilities.engine_version} does not let its step outputs be read")
+                    raise _Unfit(f"vLLM {self.capabilities.engine_version} does not expose its step outputs")
                 await self._use(CoreFeed(llm, maker))
             except _Unfit as exc:
-                # Sampling masks come with their tokens in step outputs only.
+                # Only step outputs have the sampling mask together with its tokens.
                 if self._read == "core" or self.capabilities.sampling_mask:
                     raise
                 logger.warning("engine.falls_back_to_generate reason=%s", exc)
@@ -328,7 +330,7 @@ class VllmEngine:
         await self._use(GenerateFeed(llm, maker))
 
     async def _use(self, feed: Feed) -> None:
-        """Read from `feed` and warm up, so that all is compiled and the row rule is seen to hold."""
+        """Read from `feed` and warm up, which compiles the kernels and verifies the row rule."""
         self._feed = await self._feeds.enter_async_context(feed)
         self._requests = OpenRequests.of(self.capabilities, rows_with_tokens=feed.rows_with_tokens)
         has_prompt_logprobs = self._running().refusals.prompt_logprobs is None
@@ -338,7 +340,7 @@ class VllmEngine:
             while len(self._requests):
                 for step in await self._next_steps():
                     if isinstance(step, RequestStep) and step.finish_reason is FinishReason.ERROR:
-                        raise _Unfit(f"a first request failed: {step.error}")
+                        raise _Unfit(f"a warm-up request failed: {step.error}")
         config = self._launch.llm.vllm_config
         feed.meter.restart(prefix_age_of(config), kv_cache_tokens_of(config))
 
@@ -352,7 +354,7 @@ class VllmEngine:
                 reader = getattr(getattr(llm.engine_core, "resources", None), "output_queue_task", None)
                 await to_the_end(partial(llm.shutdown, timeout=SHUTDOWN_S))
                 if reader is not None:
-                    # vLLM's own task: cancelled by its shutdown, and gone when this returns.
+                    # The shutdown cancels this vLLM task. Wait here for its end.
                     await asyncio.wait({reader})
 
     async def _next_steps(self) -> list[RequestStep | TokenBatch]:
@@ -371,7 +373,7 @@ class VllmEngine:
         return steps
 
     async def _clear_nan(self) -> None:
-        """Put right what weights that compute NaN have left in the KV cache, or good ones would not get rid of it."""
+        """Clear NaN that invalid weights left in the KV cache: valid weights would not overwrite it."""
         if self._requests.has_seen_nan:
             await self._running().calls.on_workers("rollbus_clear_nan")
             self._requests.has_seen_nan = False

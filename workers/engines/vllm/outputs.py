@@ -1,4 +1,4 @@
-"""From what the engine reports to `RequestStep`s: one place that counts tokens and rows and lets nothing odd pass."""
+"""Converts engine outputs to `RequestStep`s. Counts tokens and rows, and fails a request whose output is invalid."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from .masks import VllmMask, mask_of
 
 __all__ = ["LogprobTable", "OpenRequests", "Restarted", "StepOutput"]
 
-KV_NOT_LOADED = "the KV of its prompt could not be loaded; the engine's log says why"
+KV_NOT_LOADED = "the KV of the prompt could not be loaded; the engine's log gives the reason"
 
 
 class LogprobTable(NamedTuple):
-    """Log probabilities as vLLM gives them: column 0 is the token itself, then come the most likely ones, best first.
+    """Log probabilities from vLLM: column 0 is the token itself, then come the most likely tokens, best first.
 
-    In a batch of requests with different `logprobs` every table is as wide as the widest (v1/sample/sampler.py:
-    gather_logprobs), so that only the first `logprobs` columns after column 0 belong to the request.
+    In a batch of requests with different `logprobs`, every table is as wide as the widest table
+    (v1/sample/sampler.py: gather_logprobs). Only the first `logprobs` columns after column 0 belong to the request.
     """
 
     token_ids: npt.NDArray[np.integer[Any]]
@@ -38,7 +38,7 @@ class LogprobTable(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What the engine reports of one request at one time, in its own terms."""
+    """Output of one request in one engine report, in vLLM's terms."""
 
     engine_id: str
     token_ids: list[int] = field(default_factory=list)
@@ -48,21 +48,21 @@ class StepOutput:
     routed_experts: npt.NDArray[Any] | None = None
     cached_tokens: int | None = None
     num_external: int = 0
-    """Of the `cached_tokens`, those that a KV connector brought; where the engine says so."""
+    """Number of `cached_tokens` that a KV connector loaded, if the engine reports it."""
     was_recomputed: bool = False
-    """The engine computed its KV anew after a preemption, and this is its first output since."""
+    """True if this is the first output after a preemption, after which the engine recomputed the KV."""
     kv_params: Mapping[str, Any] | None = None
-    """With `finish_reason`: what the KV connector says to whoever goes on with the request."""
+    """With `finish_reason`: the KV transfer parameters for the worker that continues the request."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     sampling_mask: VllmMask | None = None
-    """What this output's tokens were sampled from."""
-    error: str = "the engine failed this request; its log says why"
+    """The token sets from which the tokens of this output were sampled."""
+    error: str = "the engine failed this request; its log gives the reason"
     """Only with `finish_reason` ERROR."""
 
     @property
     def is_plain(self) -> bool:
-        """One token, and nothing began or ended with it."""
+        """True if the output has one token and neither begins nor ends the request."""
         return (
             len(self.token_ids) == 1
             and self.finish_reason is None
@@ -73,20 +73,20 @@ class StepOutput:
 
 
 class Restarted(NamedTuple):
-    """A request that is to be added to the engine anew."""
+    """A request that must be added to the engine again."""
 
     old_id: str
-    """The engine's, to be aborted."""
+    """Engine id of the old submission, which must be aborted."""
     new_id: str
     request: GenerateRequest
 
 
 class _UnusableOutput(Exception):
-    """The engine reported something that must not leave the worker; ends the request, harms no other."""
+    """The engine's output must not leave the worker. This fails the request and affects no other request."""
 
 
 class _NotANumber(_UnusableOutput):
-    """It computed NaN."""
+    """The engine computed NaN."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,32 +101,32 @@ class _Open:
     sampling: SamplingParams
     kv: KvTransfer | None
     request: GenerateRequest | None
-    """As it was added, until it has a token: it may have to be added anew."""
+    """The request as submitted, until it has a token: a restart submits it again."""
     num_tokens: int = 0
     num_rows: int = 0
     has_begun: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """It has a token, and beside another it wants its logprob and row at most."""
+        """True if the request has a token and needs at most a logprob and a row for each further token."""
         return self.request is None and not self.sampling.logprobs and self.kv is None and not self.returns_masks
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Which requests may share a batch: whether they want logprobs, and routing."""
+        """Key of the batches that the request may join: whether it needs logprobs and routed experts."""
         return self.sampling.logprobs is not None, self.returns_rows
 
 
 class OpenRequests:
-    """Every request that the engine has taken and not ended.
+    """Table of the requests that the engine has accepted and not ended.
 
-    Invariant: the rows handed over for a request start at its `start`, follow each other without a gap, and are
-    as many as the row rule says, whenever `rows_with_tokens`, else at its end.
+    Invariant: the rows returned for a request start at its `start`, have no gap, and match the number of the row rule.
+    The number matches after each step if `rows_with_tokens`, else at the end of the request.
 
     Args:
-        routing: the shape of the model's routing; None when the engine returns none.
-        rows_with_tokens: rows come in the step of their tokens, not all in the last one.
-        vocab_size: of an engine that makes sampling masks; None: it makes none.
+        routing: layout of the routed experts; None: the engine returns no routed experts.
+        rows_with_tokens: True if rows come in the step of their tokens; False if all rows come in the last step.
+        vocab_size: vocabulary size if the engine creates sampling masks, else None.
     """
 
     def __init__(
@@ -139,11 +139,13 @@ class OpenRequests:
         self._engine_ids: dict[str, str] = {}
         self._num_opened = 0
         self.has_seen_nan = False
-        """Some request got NaN, so that there may be NaN in the engine's KV cache; whoever clears that resets it."""
+        """True if a request received NaN: the engine's KV cache may contain NaN. Code that clears the cache sets this
+        to False.
+        """
 
     @classmethod
     def of(cls, capabilities: Capabilities, *, rows_with_tokens: bool) -> "OpenRequests":
-        """For an engine that can do this."""
+        """Create the table for an engine with these capabilities."""
         vocab_size = capabilities.vocab_size if capabilities.sampling_mask else None
         return cls(capabilities.routed_experts, rows_with_tokens=rows_with_tokens, vocab_size=vocab_size)
 
@@ -151,10 +153,10 @@ class OpenRequests:
         return len(self._open)
 
     def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> str:
-        """Open a request; returns the id under which the engine knows it, which no other request ever has.
+        """Open a request and return its engine id, which is unique for the lifetime of the engine.
 
-        A key may come again while late outputs of its aborted predecessor are still on their way, and the engine
-        core dies of an id that it has already.
+        A key may be used again before the late outputs of an aborted request arrive. The engine core dies if it
+        receives an id that it already has.
         """
         engine_id = f"{self._num_opened}-{key}"
         self._num_opened += 1
@@ -172,10 +174,10 @@ class OpenRequests:
         return engine_id
 
     def restart(self, key: str) -> Restarted | None:
-        """Open a request without a token anew, under another id: outputs of the id before are passed over from now on.
+        """Open a request without a token again, under a new engine id; ignore later outputs of the old id.
 
         Returns:
-            None: it has a token, has a prefill or decode phase of its own, or is not open.
+            None: the request has a token, has a separate prefill or decode phase, or is not open.
         """
         old_id = self._engine_ids.get(key)
         old = None if old_id is None else self._open[old_id]
@@ -185,20 +187,20 @@ class OpenRequests:
         return Restarted(old_id, self.add(key, old.request), old.request)
 
     def remove(self, engine_id: str) -> None:
-        """Forget a request that the engine did not take after all, or has ended."""
+        """Remove a request that the engine rejected or has ended."""
         request = self._open.pop(engine_id, None)
         if request is not None and self._engine_ids.get(request.key) == engine_id:
             del self._engine_ids[request.key]
 
     def engine_ids(self, keys: Iterable[str]) -> list[str]:
-        """The engine's ids of those of `keys` that are open."""
+        """Return the engine ids of the open requests among `keys`."""
         return [self._engine_ids[key] for key in keys if key in self._engine_ids]
 
     def read(self, outputs: Iterable[StepOutput]) -> tuple[list[RequestStep | TokenBatch], list[str]]:
-        """Turn one step's outputs into what the worker takes; outputs of requests that are not open are passed over.
+        """Convert the outputs of one step for the worker; ignore outputs of requests that are not open.
 
         Returns:
-            The steps, and the engine's ids of requests that were ended here while the engine still works on them.
+            The steps, and the engine ids of requests that failed here while the engine still runs them.
         """
         steps: list[RequestStep | TokenBatch] = []
         broken: list[str] = []
@@ -231,7 +233,7 @@ class OpenRequests:
     def _batch(
         self, found: Sequence[tuple[_Open, StepOutput]], *, has_logprobs: bool, has_rows: bool
     ) -> TokenBatch | None:
-        """Plain outputs of requests of one kind; None where something about one of them is odd."""
+        """Return the batch of plain outputs of requests of one kind; None if one of the outputs is invalid."""
         logprobs = rows = starts = None
         if has_logprobs:
             tables = [output.logprobs for _, output in found]
@@ -255,7 +257,7 @@ class OpenRequests:
         )
 
     def _batched_rows(self, parts: Sequence[npt.NDArray[Any] | None]) -> Rows | None:
-        """One row of each; None where that is not what came. As many came before as belong to the tokens before."""
+        """Return one row per part; None if a part has another shape. Earlier rows already match the earlier tokens."""
         routing = self._routing
         found = [part for part in parts if part is not None]
         if routing is None or len(found) < len(parts):
@@ -282,7 +284,8 @@ class OpenRequests:
         rows_start = request.start + request.num_rows
         if output.num_external and request.returns_rows and request.start < (output.cached_tokens or 0):
             raise _UnusableOutput(
-                f"a KV connector brought {output.num_external} prompt tokens unasked, of which the experts are unknown"
+                f"a KV connector loaded {output.num_external} prompt tokens without a request for them; "
+                "their routed experts are unknown"
             )
         rows = self._rows(request, output) if request.returns_rows else None
         stop = output.stop_reason
@@ -296,7 +299,7 @@ class OpenRequests:
             routed_experts_start=rows_start,
             cached_tokens=None if request.has_begun else output.cached_tokens,
             finish_reason=output.finish_reason,
-            # vLLM names the stop token also when it is one of the model's own end-of-sequence tokens.
+            # vLLM also reports a stop token that is one of the model's own end-of-sequence tokens.
             stop_reason=stop if isinstance(stop, int) and stop in request.sampling.stop_token_ids else None,
             kv_recomputed=output.was_recomputed and request.num_tokens > 0,
             kv_params=None if request.kv is None or not request.kv.is_prefill else encode_params(output.kv_params),
@@ -313,29 +316,29 @@ class OpenRequests:
         try:
             return mask_of(output.sampling_mask, output.token_ids, self._mask_vocab_size or 0)
         except ValueError as exc:
-            raise _UnusableOutput(f"the engine's sampling mask is unusable: {exc}") from exc
+            raise _UnusableOutput(f"the engine's sampling mask is invalid: {exc}") from exc
 
     def _rows(self, request: _Open, output: StepOutput) -> Rows:
         routing = self._routing
         if routing is None:
-            raise _UnusableOutput("the engine returned routing for a model that has none")
+            raise _UnusableOutput("the engine returned routed experts for a model that has no experts")
         if output.routed_experts is None:
             rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
         else:
             try:
                 rows = rows_as_wire(output.routed_experts, routing.dtype)
             except ValueError as exc:
-                raise _UnusableOutput(f"the engine's routing is unusable: {exc}") from exc
+                raise _UnusableOutput(f"the engine's routed experts are invalid: {exc}") from exc
         if rows.shape[1:] != (routing.num_layers, routing.top_k):
-            raise _UnusableOutput(f"the engine's routing has the shape {rows.shape}")
+            raise _UnusableOutput(f"the engine's routed experts have the shape {rows.shape}")
         num_rows = request.num_rows + len(rows)
         num_tokens = request.num_tokens + len(output.token_ids)
         expected = expected_rows(request.prompt_len, request.start, num_tokens)
         is_complete = self._rows_with_tokens or output.finish_reason is not None
         if num_rows > expected or (is_complete and num_rows != expected):
             raise _UnusableOutput(
-                f"the engine returned {num_rows} rows of routing for {num_tokens} tokens after a prompt of "
-                f"{request.prompt_len} from {request.start}; {expected} belong to them"
+                f"the engine returned {num_rows} rows of routed experts for {num_tokens} tokens after a prompt of "
+                f"{request.prompt_len} tokens, from position {request.start}; expected {expected} rows"
             )
         return rows
 
@@ -355,7 +358,7 @@ def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR
 def _logprobs(
     num_logprobs: int | None, table: LogprobTable | None, num_tokens: int
 ) -> tuple[npt.NDArray[np.float32] | None, TopLogprobs | None]:
-    """The sampled tokens' log probabilities f4[k], and the `num_logprobs` best alternatives at each position."""
+    """Return the sampled tokens' log probabilities f4[k] and the `num_logprobs` best alternatives at each position."""
     if num_logprobs is None:
         return None, None
     if num_tokens == 0:
@@ -368,7 +371,7 @@ def _logprobs(
 def _prompt_logprobs(request: _Open, table: LogprobTable | None) -> PromptLogprobs:
     width = request.sampling.prompt_logprobs or 0
     if request.prompt_len == 1:
-        # A prompt of one token has none; vLLM says nothing then.
+        # A prompt of one token has no log probabilities, and vLLM returns no table.
         return PromptLogprobs(start=1, logprobs_data=b"", top=TopLogprobs(width, b"", b"") if width else None)
     if table is None or len(table.logprobs) != request.prompt_len - 1:
         raise _UnusableOutput(f"the engine returned no log probabilities for a prompt of {request.prompt_len} tokens")
@@ -379,7 +382,7 @@ def _prompt_logprobs(request: _Open, table: LogprobTable | None) -> PromptLogpro
 def _split(table: LogprobTable, width: int) -> tuple[npt.NDArray[np.float32], TopLogprobs | None]:
     used = table.logprobs[:, : width + 1]
     if np.isnan(used).any():
-        # For example when parameters leave no token to sample: every logit is -inf.
+        # Example: the parameters leave no token to sample, so every logit is -inf.
         raise _NotANumber("the engine computed NaN as a log probability")
     if used.shape[1] <= width:
         raise _UnusableOutput(f"the engine returned {used.shape[1] - 1} of {width} top log probabilities")
