@@ -216,26 +216,26 @@ DOCTORED = [
         "v1/engine/__init__.py",
         "    new_token_ids: list[int]\n",
         "    step: int\n    new_token_ids: list[int]\n",
-        "vllm.v1.engine.EngineCoreOutput takes (request_id, step) by position, and the adapter gives (request_id, new",
+        "EngineCoreOutput has the positional parameters (request_id, step), but the adapter passes (request_id, new",
     ),
     (
         "inputs/engine.py",
         "def tokens_input(\n",
         "def tokens_input(\n    model: str,\n",
-        "vllm.inputs.engine.tokens_input takes (model) by position, and the adapter gives (prompt_token_ids)",
+        "engine.tokens_input has the positional parameters (model), but the adapter passes (prompt_token_ids)",
     ),
     (
         "v1/engine/core_client.py",
         "def resume_scheduler_async(self)",
         "def resume_scheduler_async(self, mode: str)",
-        "AsyncMPClient.resume_scheduler_async asks for 'mode', which the adapter does not give",
+        "AsyncMPClient.resume_scheduler_async requires 'mode', which the adapter does not pass",
     ),
     ("v1/engine/core_client.py", "self.outputs_queue", "self.out_queue", "AsyncMPClient has no 'outputs_queue'"),
     (
         "distributed/kv_transfer/kv_connector/v1/base.py",
         "    @abstractmethod\n    def wait_for_save",
         "    @abstractmethod\n    def begin(self) -> None:\n        pass\n\n    @abstractmethod\n    def wait_for_save",
-        "KVConnectorBase_V1 wants 'begin' to be implemented",
+        "KVConnectorBase_V1 has the abstract method 'begin', which the adapter does not implement",
     ),
     (
         "v1/core/sched/output.py",
@@ -256,7 +256,7 @@ DOCTORED = [
         "v1/core/kv_cache_manager.py",
         "        allow_none: bool = False,\n",
         "        group: int,\n        allow_none: bool = False,\n",
-        "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids asks for 'group', which the adapter does not give",
+        "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids requires 'group', which the adapter does not pass",
     ),
 ]
 
@@ -291,7 +291,7 @@ def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> Non
     )
 
     told, is_imported = done.stdout.splitlines()
-    assert told.startswith(f"EngineDead vLLM {release_in(folder)} lacks what the rollbus worker uses of it: ")
+    assert told.startswith(f"EngineDead vLLM {release_in(folder)} lacks parts that the rollbus worker uses: ")
     assert "vllm.v1.engine.async_llm has no 'AsyncLLM'" in told
     assert "allowed: 0.30 to 0.33" in told
     assert is_imported == "False"

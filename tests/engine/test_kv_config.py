@@ -222,7 +222,7 @@ class TestWithVllm:
             ({**NIXL, "kv_conector": 1}, r"'kv_transfer_config.kv_conector' is unknown to vLLM; did you mean 'kv_conn"),
             (
                 {**NIXL, "kv_load_failure_policy": "hope"},
-                "'kv_transfer_config' was refused by vLLM: kv_load_failure_policy: .*recompute",
+                "'kv_transfer_config' is rejected by vLLM: kv_load_failure_policy: .*recompute",
             ),
         ],
     )
@@ -234,7 +234,7 @@ class TestWithVllm:
     @pytest.mark.routing
     def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
         """What becomes a connector only behind vLLM's own check is refused; without routing nothing is."""
-        with pytest.raises(EngineDead, match="'kv_offloading_size': brings back KV"):
+        with pytest.raises(EngineDead, match="'kv_offloading_size': restores KV"):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_offloading_size": 1.0})
         offload = connector_config("both", {"kv_connector": "OffloadingConnector"})
         without = {"enable_return_routed_experts": False, "kv_transfer_config": offload}

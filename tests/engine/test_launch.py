@@ -30,7 +30,7 @@ def engine_processes() -> set[int]:
     ("engine_args", "message"),
     [
         ({"max_modl_len": 5}, r"'max_modl_len' is unknown to vLLM; did you mean 'max_model_len'\?"),
-        ({"model": "elsewhere"}, "'model': the model is given by itself"),
+        ({"model": "elsewhere"}, "'model': pass the model separately"),
         ({"logprobs_mode": "raw_logits"}, "allowed: processed_logprobs, raw_logprobs"),
         ({"return_sampling_mask": True}, "sampling distribution replay requires Model Runner V2"),
         ({"max_model_len": "long"}, "max_model_len"),

@@ -1,7 +1,8 @@
-"""The contract with vLLM: every name, field and signature of it that the adapter uses, and the releases that have it.
+"""The contract with vLLM: every name, field and signature that the adapter uses, and the releases that have it.
 
-`contract_check` compares it with the installed vLLM when an engine starts, and with sources of other releases. All that
-this package imports from vLLM or uses of its objects must stand here; tests/engine/test_contract.py finds what is not.
+When an engine starts, `contract_check` compares the contract with the installed vLLM. Tests compare it with the sources
+of other releases. The contract must list everything that this package imports from vLLM or uses of its objects.
+tests/engine/test_contract.py finds entries that are missing.
 """
 
 from .contract_need import Need
@@ -17,7 +18,7 @@ WORKER_CALLS = {
     "get_model": "",
 }
 CONTRACT: tuple[Need, ...] = (
-    # Starting an engine.
+    # Start of an engine.
     Need("vllm:__version__"),
     Need("vllm:SamplingParams"),
     Need("vllm:RequestOutput"),
@@ -43,7 +44,7 @@ CONTRACT: tuple[Need, ...] = (
     Need("vllm.v1.engine.utils:get_mp_context", call=""),
     Need("vllm.v1.engine.core"),
     Need("vllm.v1.executor.uniproc_executor"),
-    # What the engine is configured to do.
+    # Configuration of the engine.
     Need(
         "vllm.config:VllmConfig",
         has="cache_config device_config kv_transfer_config load_config lora_config model_config parallel_config "
@@ -56,7 +57,7 @@ CONTRACT: tuple[Need, ...] = (
     ),
     Need(
         "vllm.config:VllmConfig",
-        # Up to where the source splits the text.
+        # The text ends where the source splits the string.
         reads={"__post_init__": "--enable-return-routed-experts is incompatible with KV "},
         until=(0, 31),
     ),
@@ -95,7 +96,7 @@ CONTRACT: tuple[Need, ...] = (
         "vllm.config:KVTransferConfig",
         has="is_kv_consumer is_kv_producer kv_connector kv_connector_extra_config kv_connector_module_path kv_role",
     ),
-    # Requests into the engine and outputs out of it.
+    # Requests into the engine, and outputs of the engine.
     Need(
         "vllm.v1.engine.async_llm:AsyncLLM",
         has="engine_core errored input_processor output_handler vllm_config",
@@ -160,7 +161,7 @@ CONTRACT: tuple[Need, ...] = (
     Need("vllm.outputs:RequestError", has="message", since=(0, 33)),
     Need("vllm.v1.engine:EngineCoreOutputs", has="engine_index outputs scheduler_stats timestamp", call="* outputs"),
     Need("vllm.v1.engine:FinishReason", has="ABORT"),
-    # Each has its own in `rollbus.schemas.chunk.FinishReason`.
+    # `rollbus.schemas.chunk.FinishReason` has a value for each of these.
     Need("vllm.v1.engine:FINISH_REASON_STRINGS", reads={"": '("stop", "length", "abort", "error", "repetition")'}),
     Need("vllm.v1.metrics.stats:PrefillStats", has="num_cached_tokens num_computed_tokens num_external_cached_tokens"),
     Need(
@@ -168,7 +169,7 @@ CONTRACT: tuple[Need, ...] = (
         has="kv_cache_usage num_running_reqs num_skipped_waiting_reqs num_waiting_reqs prefix_cache_stats",
     ),
     Need("vllm.v1.metrics.stats:PrefixCacheStats", has="hits queries"),
-    # Taken apart by position.
+    # The adapter unpacks these by position.
     Need("vllm.v1.outputs:LogprobsLists", call="logprob_token_ids logprobs sampled_token_ranks"),
     Need("vllm.v1.outputs:LogprobsTensors", call="logprob_token_ids logprobs selected_token_ranks"),
     Need(
@@ -188,7 +189,7 @@ CONTRACT: tuple[Need, ...] = (
     Need("vllm.outputs:RequestOutput", has="finished kv_transfer_params num_cached_tokens outputs prompt_logprobs"),
     Need("vllm.outputs:CompletionOutput", has="finish_reason logprobs routed_experts stop_reason token_ids"),
     Need("vllm.logprobs:FlatLogprobs", has="end_indices logprobs start_indices token_ids"),
-    # Weights and adapters, in vLLM's worker processes.
+    # Weights and adapters in vLLM's worker processes.
     Need("vllm.lora.request:LoRARequest", call="lora_name lora_int_id lora_path * load_inplace"),
     Need("vllm.model_executor.model_loader:get_model_loader", call="load_config"),
     Need("vllm.model_executor.model_loader.default_loader:DefaultModelLoader", has="get_all_weights"),
@@ -269,7 +270,7 @@ CONTRACT: tuple[Need, ...] = (
         "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts",
         calls={"process_weights_after_loading": "layer"},
     ),
-    # KV from engine to engine.
+    # KV transfer between engines.
     Need(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
         has="_kv_transfer_config",

@@ -1,4 +1,4 @@
-"""Compares the contract with vLLM: the installed one when an engine starts, or sources that need not be installed."""
+"""Compares the contract with the installed vLLM when an engine starts, or with sources that are not installed."""
 
 import functools
 import importlib.util
@@ -18,35 +18,35 @@ __all__ = ["check", "find_gaps", "needs_of", "release_in"]
 logger = logging.getLogger(__name__)
 
 READING = threading.Lock()
-"""Held while sources are parsed. Engines that start side by side in one process do so in threads, and Python 3.11
-may fail where two of them parse: SystemError, "AST constructor recursion depth mismatch"."""
+"""Lock for parsing sources. Engines that start at the same time in one process parse in threads. In Python 3.11, two
+parsing threads may fail with SystemError "AST constructor recursion depth mismatch"."""
 MAX_NAMED = 12
-"""Gaps that a message names."""
+"""Maximum number of gaps in a message."""
 
 
 def release_in(folder: Path) -> str:
-    """The release whose sources are in the folder `vllm`, as its own file says.
+    """Return the release of the sources in the folder `vllm`, from their own version file.
 
     Raises:
-        EngineDead: it does not say.
+        EngineDead: the file is missing or does not state the release.
     """
     try:
         text = (folder / "_version.py").read_text()
     except OSError as exc:
-        raise EngineDead(f"{folder} does not say which release of vLLM it is: {exc}") from exc
+        raise EngineDead(f"{folder} does not state its vLLM release: {exc}") from exc
     found = re.search(r"""^(?:__version__ = )?version = ["']([^"']+)["']""", text, re.MULTILINE)
     if found is None:
-        raise EngineDead(f"{folder / '_version.py'} does not say which release of vLLM it is")
+        raise EngineDead(f"{folder / '_version.py'} does not state its vLLM release")
     return found[1]
 
 
 def needs_of(release: str) -> list[Need]:
-    """What the adapter uses of this release; of one that is newer than the contract, as of the newest."""
+    """Return the needs of this release; a release newer than the contract has the needs of the newest known release."""
     return [need for need in CONTRACT if need.since <= _numbers(release) < need.until]
 
 
 def find_gaps(folder: Path) -> tuple[str, ...]:
-    """What the sources in the folder `vllm` lack of the contract, each in a few words; read once."""
+    """Return the gaps between the sources in the folder `vllm` and the contract, one short text each. Cached."""
     with READING:
         return _find_gaps(folder)
 
@@ -58,14 +58,14 @@ def _find_gaps(folder: Path) -> tuple[str, ...]:
 
 
 def check() -> None:
-    """Compare the installed vLLM with the contract: its sources, and those of its modules that are imported by now.
+    """Compare the sources and the imported modules of the installed vLLM with the contract.
 
     Raises:
-        EngineDead: it is not installed, or lacks something; the message names the release and what it lacks.
+        EngineDead: vLLM is not installed or has gaps; the message names the release and the gaps.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise EngineDead("vLLM is not installed; it comes with rollbus[worker]")
+        raise EngineDead("vLLM is not installed; install rollbus[worker]")
     folder = Path(next(iter(spec.submodule_search_locations)))
     release = release_in(folder)
     if _numbers(release) < FIRST:
@@ -76,7 +76,7 @@ def check() -> None:
     if gaps:
         named = "; ".join(gaps[:MAX_NAMED])
         more = f"; and {len(gaps) - MAX_NAMED} more" if len(gaps) > MAX_NAMED else ""
-        raise EngineDead(f"vLLM {release} lacks what the rollbus worker uses of it: {named}{more}; {_allowed()}")
+        raise EngineDead(f"vLLM {release} lacks parts that the rollbus worker uses: {named}{more}; {_allowed()}")
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Compares those modules of vLLM that are imported with the contract; see `contract`.
+"""Compares the imported modules of vLLM with the contract; see `contract`.
 
-Their sources may keep it and they may not: what runs is what they are, also after somebody has changed them.
+The imported modules can differ from their sources, because other code may have patched them.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ MISSING: Any = object()
 
 
 def check_loaded(needs: Iterable[Need]) -> list[str]:
-    """What imported modules lack, each in a few words; what is not imported is passed over."""
+    """Return the gaps of imported modules, one short text each; skip modules that are not imported."""
     return list(dict.fromkeys(gap for need in needs if _is_imported(need.module) for gap in _gaps(need)))
 
 
 def _is_imported(name: str) -> bool:
-    """True if the module is imported to its end: another engine of this process may be importing it in its thread."""
+    """True if the import of the module is complete: another engine may be importing it in its thread."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return name in sys.modules and not getattr(spec, "_initializing", False)
 
@@ -31,7 +31,7 @@ def _is_imported(name: str) -> bool:
 def _gaps(need: Need) -> Iterator[str]:
     if not need.name:
         return
-    # Waits where another thread is importing it just now; half of it is there then.
+    # `import_module` waits while another thread imports the module, which is incomplete until then.
     found: Any = getattr(importlib.import_module(need.module), need.name, MISSING)
     whole = f"{need.module}.{need.name}"
     if found is MISSING:
@@ -50,13 +50,13 @@ def _gaps(need: Need) -> Iterator[str]:
         elif isinstance(inspect.getattr_static(found, name), staticmethod | classmethod):
             yield from _call_gaps(f"{whole}.{name}", call, method)
         else:
-            # Without self.
+            # Skip self.
             yield from _call_gaps(f"{whole}.{name}", call, method, num_skipped=1)
     yield from (f"{whole} has no method {name!r}" for name in need.overrides if not hasattr(found, name))
 
 
 def _fields(found: Any) -> set[str]:
-    """Of a struct, a dataclass or a named tuple; of other classes only their methods are known."""
+    """Return the fields of a struct, a dataclass or a named tuple. Of other classes only the methods are known."""
     if not isinstance(found, type):
         return set()
     if dataclasses.is_dataclass(found):
@@ -68,7 +68,7 @@ def _call_gaps(whole: str, call: str, found: Callable[..., Any], *, num_skipped:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        # Of a builtin, or something that stands for a function.
+        # The callable is a builtin or a replacement of a function.
         return
     kept = list(signature.parameters.values())[num_skipped:]
     gap = call_gap(call, signature.replace(parameters=kept))

@@ -1,4 +1,4 @@
-"""Reads vLLM's sources, without importing them: which names, members and signatures there are. See `contract`."""
+"""Reads vLLM's sources without importing them, and finds their names, members and signatures. See `contract`."""
 
 import ast
 import functools
@@ -13,22 +13,22 @@ __all__ = ["ModuleSources"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 MAX_HOPS = 16
-"""Imports from module to module until a name is defined."""
+"""Maximum number of imports to follow until a name is defined."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a name is defined."""
+    """The place where a name is defined."""
 
     module: str
     node: ast.AST
 
 
 class ModuleSources:
-    """The modules below one folder `vllm`; each is read once.
+    """The modules below the folder of the package `vllm`; each is read once.
 
     Args:
-        folder: the package's own.
+        folder: folder of the package.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +36,7 @@ class ModuleSources:
         self._modules: dict[str, dict[str, ast.AST] | None] = {}
 
     def gaps(self, need: Need) -> Iterator[str]:
-        """What is missing of one need, each in a few words."""
+        """Yield the gaps of one need, one short text each."""
         names = self._names(need.module)
         if names is None:
             yield f"there is no module {need.module}"
@@ -55,17 +55,17 @@ class ModuleSources:
             if gap:
                 yield f"{whole} {gap}"
         elif need.has or need.calls or need.overrides:
-            yield f"{whole} is no class"
+            yield f"{whole} is not a class"
         elif need.reads and self.text(place.module, place.node).count(need.reads[""]) != 1:
             yield f"{whole} is not {need.reads['']}"
 
     def text(self, module: str, node: ast.AST) -> str:
-        """The source of `node`."""
+        """Return the source of `node`."""
         path = self._path(module)
         return "" if path is None else ast.get_source_segment(path.read_text(), node) or ""
 
     def mro(self, place: _Place) -> list[_Place]:
-        """A class and those of vLLM that it is made from, itself first."""
+        """Return a class and its base classes in vLLM, the class itself first."""
         node = place.node
         found = [place]
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
@@ -106,7 +106,7 @@ class ModuleSources:
         return next((path for path in candidates if path.is_file()), None)
 
     def _names(self, module: str) -> dict[str, ast.AST] | None:
-        """What is bound at the top of a module, also under conditions."""
+        """Return the names bound at the top level of a module, also under conditions."""
         if module not in self._modules:
             path = self._path(module)
             self._modules[module] = None if path is None else dict(_bound(ast.parse(path.read_text()).body))
@@ -114,7 +114,7 @@ class ModuleSources:
 
 
 class _Class:
-    """One class with what it inherits from others of vLLM."""
+    """One class with the members that it inherits from other classes of vLLM."""
 
     def __init__(self, sources: ModuleSources, place: _Place) -> None:
         self._sources = sources
@@ -131,17 +131,20 @@ class _Class:
             yield from self._method_gaps(whole, name, call)
         for name, parameters in need.overrides.items():
             method = self._method(name)
-            gap = "is not there" if method is None else override_gap(parameters, _signature(method, is_method=True))
+            gap = "does not exist" if method is None else override_gap(parameters, _signature(method, is_method=True))
             if gap:
                 yield f"{whole}.{name} {gap}"
         if need.overrides:
             abstract = {name for place in self._mro for name, node in _functions(place.node) if _is_abstract(node)}
-            yield from (f"{whole} wants {name!r} to be implemented" for name in sorted(abstract - {*need.overrides}))
+            yield from (
+                f"{whole} has the abstract method {name!r}, which the adapter does not implement"
+                for name in sorted(abstract - {*need.overrides})
+            )
         for name, text in need.reads.items():
             method = self._method(name)
             source = "" if method is None else self._sources.text(self._owner(method), method)
             if source.count(text) != 1:
-                yield f"{whole}.{name} does not say {text!r} exactly once"
+                yield f"{whole}.{name} does not contain {text!r} exactly once"
 
     def _method_gaps(self, whole: str, name: str, call: str) -> Iterator[str]:
         method = self._method(name)
@@ -164,7 +167,7 @@ class _Class:
         return found
 
     def _method(self, name: str) -> Function | None:
-        # Of several definitions in one class the last one counts: those before it are overloads, for type checkers.
+        # The last of several definitions in one class counts: the earlier ones are overloads for type checkers.
         defined = (dict(_functions(place.node)).get(name) for place in self._mro)
         return next((node for node in defined if node is not None), None)
 
@@ -175,7 +178,7 @@ class _Class:
         method = self._method("__init__")
         if method is not None:
             return _signature(method, is_method=True)
-        # Of a dataclass, a struct or a named tuple: those inherited come first.
+        # Fields of a dataclass, a struct or a named tuple: inherited fields come first.
         fields: dict[str, inspect.Parameter] = {}
         for place in reversed(self._mro):
             for node in place.node.body if isinstance(place.node, ast.ClassDef) else ():
@@ -183,7 +186,8 @@ class _Class:
                     default = inspect.Parameter.empty if node.value is None else None
                     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
                     fields[node.target.id] = inspect.Parameter(node.target.id, kind, default=default)
-        # As a struct may have fields without a default behind others, which `Signature` refuses, they are sorted here.
+        # A struct may have fields without a default after fields with one. `Signature` rejects that order, so sort
+        # them.
         return inspect.Signature(sorted(fields.values(), key=lambda one: one.default is None))
 
 

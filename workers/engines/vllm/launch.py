@@ -1,4 +1,4 @@
-"""Start vLLM: its environment, its arguments, its processes. Everything here blocks and runs in a thread."""
+"""Starts vLLM: its environment, arguments and processes. All functions here block and run in a thread."""
 
 import atexit
 import contextlib
@@ -39,30 +39,32 @@ __all__ = ["CPU_UNUSED_LORAS", "OWN_SLOTS", "Launch"]
 logger = logging.getLogger(__name__)
 
 OWN_SLOTS = 1
-"""Requests that the engine runs beyond `max_num_seqs`: the worker's own one finds room while the batch is full."""
+"""Requests that the engine runs beyond `max_num_seqs`, so that the worker's own request has a slot in a full batch."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
-"""vLLM's own default is a share of the whole machine, so that a second worker beside the first does not start
-(v1/worker/cpu_worker.py: __init__). More with `kv_cache_memory_bytes`, `gpu_memory_utilization` or vLLM's variable."""
+"""Default KV cache size on a CPU. vLLM's own default is a share of the whole machine, so a second worker on the machine
+does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_cache_memory_bytes`,
+`gpu_memory_utilization` or `VLLM_CPU_KVCACHE_SPACE`."""
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_BLOCK_TOKENS = 32
-"""KV goes to other engines in whole blocks; of vLLM's own, of 128 tokens, a short prompt fills none."""
+"""Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
 CPU_UNUSED_LORAS = 1
-"""Places for adapters that stay empty: on a CPU vLLM adds what is in the last one to every request without an adapter
-(lora/ops/torch_ops/lora_ops.py takes -1, which means none, for an index)."""
+"""Adapter slots that stay empty. On a CPU, vLLM adds the adapter in the last slot to every request without an adapter
+(lora/ops/torch_ops/lora_ops.py uses -1, which means none, as an index)."""
 JSON_LOGS = Path(str(files(__package__))) / "json_logs.json"
-"""How vLLM logs where this process logs JSON: here and in its processes, each of which reads it."""
+"""vLLM's logging configuration if this process logs JSON. This process and each vLLM process read it."""
 LARGEST_THAT_FITS = -1
-"""As `max_model_len`: the model's own, or as much of it as the KV cache holds."""
+"""Value of `max_model_len`: the model's own maximum, or less if the KV cache holds less."""
 
 
 class Launch:
     """One attempt to start an engine.
 
     Args:
-        model: folder of the checkpoint, or whatever else vLLM takes.
+        model: folder of the checkpoint, or any other value that vLLM accepts.
         engine_args: fields of vLLM's `AsyncEngineArgs`.
-        log_level: of vLLM's own logs, which go to stderr; None: `VLLM_LOGGING_LEVEL`, else warnings.
+        log_level: level of vLLM's own logs, which go to stderr; None: `VLLM_LOGGING_LEVEL`, or WARNING if it is not
+            set.
     """
 
     def __init__(self, model: str, engine_args: Mapping[str, Any], log_level: str | None) -> None:
@@ -71,17 +73,19 @@ class Launch:
         self._log_level = log_level
         self._is_cancelled = threading.Event()
         self._other_children: frozenset[BaseProcess] | None = None
-        """This process's children when vLLM began to start; None when it does not."""
+        """Children of this process when the start of vLLM began; None while no start runs."""
         self._llm: AsyncLLM | None = None
 
     def run(self) -> None:
-        """Start the engine, which is then in `llm`; takes as long as loading the model does.
+        """Start the engine and store it in `llm`. This takes as long as loading the model.
 
-        Called outside of an event loop's thread, so that `AsyncLLM` starts no task of its own. Returns nothing, as
-        the thread would hold on to it, and a forgotten `AsyncLLM` complains when the interpreter ends.
+        Call this outside of an event loop's thread, so that `AsyncLLM` starts no task of its own. The function returns
+        nothing, because the thread would keep a reference to the result, and an unclosed `AsyncLLM` logs an error at
+        interpreter exit.
 
         Raises:
-            EngineDead: it did not start, this vLLM lacks something, or `cancel` was called; the message says why.
+            EngineDead: vLLM did not start, lacks a part of the contract, or `cancel` was called; the message gives the
+                reason.
         """
         set_environment(self._model, self._log_level)
         check_contract()
@@ -90,11 +94,11 @@ class Launch:
             with foreign_code(EngineDead, ImportError):
                 self._start()
         except ImportError as exc:
-            raise EngineDead(f"vLLM cannot be imported ({exc}); it comes with rollbus[worker]") from exc
+            raise EngineDead(f"vLLM cannot be imported ({exc}); install rollbus[worker]") from exc
         except ForeignError as exc:
             self._check_not_cancelled()
-            # Every error of vLLM, of torch or for a broken checkpoint means the same to the worker at start-up.
-            message = f"vLLM did not start with {self._model}: {exc} (its log on stderr says more)"
+            # For the worker, every error of vLLM, of torch or of a broken checkpoint means the same: the start failed.
+            message = f"vLLM did not start with {self._model}: {exc} (see its log on stderr)"
             raise EngineDead(message) from exc
         finally:
             self._other_children = None
@@ -106,7 +110,7 @@ class Launch:
 
             check_contract()
             self._check_not_cancelled()
-            # Where `VLLM_PLUGINS` leaves it out, vLLM does not load it by itself.
+            # vLLM does not load the plugin itself if `VLLM_PLUGINS` omits it.
             plugin.install()
             args = engine_arguments(self._model, self._engine_args)
             config = engine_config(args)
@@ -119,7 +123,7 @@ class Launch:
             self._llm = AsyncLLM(config, executor, log_stats=not args.disable_log_stats)
 
     def cancel(self) -> None:
-        """Make `run` end soon, if it has not. Called again until it has: vLLM may be about to start a process."""
+        """End `run` soon. Repeat the call until `run` has ended, because vLLM may be about to start a process."""
         self._is_cancelled.set()
         others = self._other_children
         if others is not None:
@@ -128,27 +132,27 @@ class Launch:
 
     @property
     def llm(self) -> "AsyncLLM":
-        """What `run` has started."""
+        """The engine that `run` has started."""
         if self._llm is None:
             raise EngineDead("vLLM has not been started")
         return self._llm
 
     def pop_llm(self) -> "AsyncLLM | None":
-        """What `run` has started, once: it belongs to the caller, who shuts it down."""
+        """Return the engine that `run` has started and clear it. The caller owns the engine and shuts it down."""
         llm, self._llm = self._llm, None
         return llm
 
     def _check_not_cancelled(self) -> None:
         if self._is_cancelled.is_set():
-            raise EngineDead("the engine was closed while it started")
+            raise EngineDead("the engine was closed during its start")
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Import vLLM and torch in this block: a million objects, which the garbage collector then leaves alone.
+    """Import vLLM and torch in this block, and exclude their one million objects from garbage collection.
 
-    It would look through all of them several times meanwhile, in each full collection later, during which the event
-    loop stands still, and once more when the process ends: seconds.
+    Otherwise the collector scans these objects several times during the import, in each later full collection, and at
+    the exit of the process. Each scan blocks the event loop for up to seconds.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -162,7 +166,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def set_environment(model: str, log_level: str | None) -> None:
-    """Set what vLLM reads from the environment, here and in its processes; only before vllm is first imported."""
+    """Set the environment variables of vLLM and its processes; call this before vllm is first imported."""
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     if log_level is not None:
         os.environ["VLLM_LOGGING_LEVEL"] = log_level
@@ -171,21 +175,21 @@ def set_environment(model: str, log_level: str | None) -> None:
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        # Torch's C++ warnings about the machine's memory layout.
+        # Silence torch's C++ warnings about the machine's memory layout.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if Path(model).is_dir():
-        # All of the model is here, and nothing should wait for a server that may not be reachable.
+        # The whole model is local, so vLLM must not wait for a server that may be unreachable.
         defaults["HF_HUB_OFFLINE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
-    """The arguments for vLLM: what was given, and where nothing was, what suits a worker.
+    """Return the arguments for vLLM: the given arguments, and defaults for a worker.
 
     Raises:
-        EngineDead: an argument that vLLM does not know, or that the worker sets itself.
+        EngineDead: vLLM does not know an argument, or the worker sets it itself.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -194,7 +198,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     _check_names(given, known)
     defaults: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs",
-        # What the worker announces of the engine's load comes with its steps then.
+        # The steps then contain the engine's load, which the worker publishes in its presence.
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
@@ -211,24 +215,26 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
         chosen["worker_extension_cls"] = extension_name(given["worker_extension_cls"])
     if given.get(KV_FIELD) is not None:
         chosen[KV_FIELD] = _kv_transfer_config(given[KV_FIELD])
-    # The model's configuration alone, before any weights are loaded.
+    # Read the model's configuration alone, before any weights are loaded.
     model_config = AsyncEngineArgs(**chosen).create_model_config()
     has_experts = bool(model_config.get_num_experts())
-    # Before the arguments are made for good: vLLM 0.31 and later copy the flag when they are.
+    # Set the flag before the final arguments are created: vLLM 0.31 and later copy it at that time.
     chosen[ROUTING] = _chosen_routing(given, has_experts=has_experts)
     args = AsyncEngineArgs(**chosen)
     if has_experts and args.data_parallel_size > 1:
         raise EngineDead(
-            f"engine argument 'data_parallel_size' is {args.data_parallel_size}: replicas of a model with experts "
-            "compute in step with each other, on a CPU vLLM cannot do that, and elsewhere it is not known whether they "
-            "pause and update without a deadlock; allowed: 1, and one worker for each replica"
+            f"engine argument 'data_parallel_size' is {args.data_parallel_size}: replicas of a model with experts run "
+            "their steps together, which vLLM does not support on a CPU and which is untested elsewhere: a pause or an "
+            "update may deadlock; allowed: 1, with one worker for each replica"
         )
     if chosen[ROUTING]:
         _check_kv_with_routing(args)
     if current_platform.is_cpu() and args.enable_lora:
         if has_experts:
-            # vLLM starts, and dies of the first request.
-            raise EngineDead("engine argument 'enable_lora': on a CPU vLLM has no adapters for models with experts")
+            # vLLM starts with this combination and dies at the first request.
+            raise EngineDead(
+                "engine argument 'enable_lora': on a CPU vLLM does not support adapters for models with experts"
+            )
         args.max_loras += CPU_UNUSED_LORAS
         if args.max_cpu_loras is not None:
             args.max_cpu_loras = max(args.max_cpu_loras, args.max_loras)
@@ -239,7 +245,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
 
 
 def engine_config(args: "AsyncEngineArgs") -> "VllmConfig":
-    """What vLLM makes of its arguments.
+    """Return vLLM's configuration for these arguments.
 
     Raises:
         EngineDead: vLLM cannot return routed experts with the other arguments.
@@ -276,14 +282,14 @@ def _kv_transfer_config(given: Mapping[str, Any]) -> Any:
         return KVTransferConfig(**given)
     except ValidationError as exc:
         problems = [f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in exc.errors()]
-        raise EngineDead(f"engine argument '{KV_FIELD}' was refused by vLLM: {'; '.join(problems)}") from exc
+        raise EngineDead(f"engine argument '{KV_FIELD}' is rejected by vLLM: {'; '.join(problems)}") from exc
 
 
 def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
     if getattr(args, "kv_offloading_size", None) is not None:
-        # vLLM makes an offloading connector of it, but only after it has looked for one.
+        # vLLM creates an offloading connector from this argument, but only after it has checked for a connector.
         raise EngineDead(
-            "engine argument 'kv_offloading_size': brings back KV of prompt tokens whose experts are unknown then; "
+            "engine argument 'kv_offloading_size': restores KV of prompt tokens whose routed experts are unknown; "
             "allowed with routed experts: none, or the engine argument 'enable_return_routed_experts': false"
         )
     refusal = routing_refusal(args.kv_transfer_config)
@@ -294,7 +300,7 @@ def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
 def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
     for name in given:
         if name == "model":
-            raise EngineDead("engine argument 'model': the model is given by itself, not among the engine's arguments")
+            raise EngineDead("engine argument 'model': pass the model separately, not as an engine argument")
         _check_known(name, known, repr(name))
     mode = given.get("logprobs_mode", "processed_logprobs")
     if not str(mode).endswith("_logprobs"):
