@@ -30,42 +30,42 @@ __all__ = ["CoreFeed", "DrainMarker", "Feed", "RequestMaker"]
 
 
 class Feed(Protocol):
-    """A way into the engine and out of it; used inside `async with`."""
+    """Submits requests to the engine and reads its outputs; used inside `async with`."""
 
     meter: LoadMeter
-    """Has counted what the engine reported so far."""
+    """Counts what the engine has reported."""
     rows_with_tokens: bool
-    """Routing comes in the step of its tokens; else all of it in a request's last output."""
+    """True if routed experts come in the step of their tokens; False if all come in a request's last output."""
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
-        """Hand a request to the engine.
+        """Submit a request to the engine.
 
         Raises:
-            InvalidRequest: vLLM refuses it; the engine has not seen it.
-            EngineDead: the engine is gone.
+            InvalidRequest: vLLM rejects the request; it did not reach the engine.
+            EngineDead: the engine is dead.
         """
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
         """Stop requests: an output with finish reason ABORT follows those that came before, if any is still open."""
 
     async def next(self) -> list[StepOutput]:
-        """What the engine reports next; at best all of one step.
+        """Return the next outputs of the engine, if possible all outputs of one step.
 
         Raises:
-            EngineDead: the engine is gone.
+            EngineDead: the engine is dead.
         """
 
     async def barrier(self) -> None:
-        """Return when all that the engine has reported so far was returned by `next`, and `next` was called again.
+        """Return after `next` has returned all earlier outputs of the engine and was called again.
 
-        It may wait for ever when the engine dies. Only for an engine that reports nothing new meanwhile.
+        This may wait forever if the engine dies. Call it only while the engine reports nothing new.
         """
 
     async def __aenter__(self) -> Self:
         """Start to read."""
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop to read; before the engine is shut down."""
+        """Stop to read, before the engine is shut down."""
 
 
 class DrainMarker(asyncio.Event):
@@ -73,11 +73,11 @@ class DrainMarker(asyncio.Event):
 
 
 class RequestMaker:
-    """Makes vLLM's requests, and so checks them the way vLLM does.
+    """Creates vLLM's requests, which validates them as vLLM does.
 
     Args:
-        loaded: which weights and adapters they meet.
-        supported_tasks: what the engine says that the model can do.
+        loaded: the loaded weights and adapters.
+        supported_tasks: tasks that the engine reports for the model.
     """
 
     def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, supported_tasks: Sequence[str]) -> None:
@@ -87,10 +87,10 @@ class RequestMaker:
         self._honours_priority = llm.vllm_config.scheduler_config.policy == "priority"
 
     def make(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> "EngineCoreRequest":
-        """Turn a request into the engine core's.
+        """Convert a request to a request of the engine core.
 
         Raises:
-            InvalidRequest: vLLM refuses it.
+            InvalidRequest: vLLM rejects the request.
         """
         from vllm.exceptions import VLLMClientError
 
@@ -104,7 +104,7 @@ class RequestMaker:
             raise refusal(exc, request.sampling) from exc
 
     def prompt(self, request: GenerateRequest, params: "VllmSamplingParams") -> Any:
-        """The prompt as vLLM takes it: token ids, and the salt of its prefix-cache entries."""
+        """Return the prompt in vLLM's form: token ids, and the salt of its prefix cache entries."""
         from vllm.inputs.engine import tokens_input
 
         salt = self._loaded.salt_of(request, takes_kv=is_decode_phase(params))
@@ -125,7 +125,7 @@ class RequestMaker:
 
 
 def _trace_headers(request: GenerateRequest) -> dict[str, str] | None:
-    """The trace context of a request, as vLLM takes it; None: the request has none."""
+    """Return the trace context of a request in vLLM's form; None: the request has none."""
     if request.traceparent is None:
         return None
     state = {} if request.tracestate is None else {"tracestate": request.tracestate}
@@ -148,7 +148,7 @@ class CoreFeed:
 
     @staticmethod
     def fits(llm: "AsyncLLM") -> bool:
-        """This release has what the feed relies on."""
+        """True if this release has the parts that the feed uses."""
         from vllm.v1.engine import EngineCoreOutput
 
         core_has = all(
@@ -182,11 +182,11 @@ class CoreFeed:
         try:
             await self._core.abort_requests_async(list(engine_ids))
         except (EngineDeadError, zmq.ZMQError):
-            # `next` is where the death is told.
+            # `next` reports the death of the engine.
             return
 
     async def next(self) -> list[StepOutput]:
-        """What one step of the engine core added to all requests."""
+        """Return the output that one step of the engine core added to all requests."""
         # `get_output_async` is this and a conversion of exceptions, which ends here as well.
         while isinstance(item := await self._core.outputs_queue.get(), DrainMarker):
             item.set()
@@ -196,17 +196,17 @@ class CoreFeed:
         return [_output(output) for output in item.outputs]
 
     async def barrier(self) -> None:
-        """The engine core's answer to a call comes behind what it has reported before, so all of that is in line."""
+        """Wait for the answer of the engine core: it arrives after all earlier outputs, which are then in the queue."""
         passed = DrainMarker()
         self._core.outputs_queue.put_nowait(passed)
         await passed.wait()
 
     async def __aenter__(self) -> Self:
-        """Nothing to do: vLLM's own task reads from the engine core."""
+        """Do nothing: vLLM's own task reads from the engine core."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Nothing to do: that task ends when the engine is shut down."""
+        """Do nothing: that task ends when the engine is shut down."""
 
 
 def _output(output: "EngineCoreOutput") -> StepOutput:
