@@ -124,11 +124,11 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Encoded `GenerateRequest`. It is decoded separately, so that the client learns of a wrong field."""
     siblings: Annotated[tuple[Sibling, ...], Meta(max_length=limits.MAX_SIBLINGS)] = ()
     """Further samples of the same request and attempt, only in direct messages to workers with
-    `Capabilities.request_groups`. The worker accepts or rejects each sample separately."""
+    `Capabilities.request_groups`. The worker accepts or rejects each sample as if it had arrived alone."""
     may_wait: bool = False
     """True: requests without a free slot may wait at the worker after a request of their group (`group_id`, else
-    `request_id`). Only in direct messages to workers with `Capabilities.group_backlog`. The worker offers them at once
-    and may still reject them with `queue_full` before their first token."""
+    `request_id`) that had its turn there. Only in direct messages to workers with `Capabilities.group_backlog`. The
+    worker offers the waiting requests and may still reject them with `queue_full` before their first token."""
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
     """Reason of a placement, which the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`.
     Empty: not placed, or no reason given."""

@@ -92,8 +92,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: Positive = 1
     """Number of replicas inside the engine. The fleet treats them as one worker."""
     role: Role = "both"
-    """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases,
-    and requests without a prefill phase. `both`: whole requests."""
+    """Phases that the worker serves. `prefill`: only prefill phases, sent directly by clients. `decode`: decode phases
+    with the KV of a prefill worker, and requests without a prefill phase. `both`: whole requests."""
     kv_connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """KV connector, with all properties that both workers of a transfer must share; None: no KV transfer."""
     routing_refusal: str | None = None
@@ -136,13 +136,12 @@ class WorkerState(enum.StrEnum):
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker failed to load the desired weights and keeps intact older weights; a missing adapter alone does not
-    cause this state. It serves nothing until a successful update or a restart."""
+    """The worker failed to load the desired weights and keeps intact older weights. It serves nothing until a
+    successful update or a restart. A worker that lacks only an adapter is not outdated."""
     POISONED = "poisoned"
     """The weights are half written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
-    """The desired weights came by a transfer engine and cannot be fetched again. The worker serves nothing until the
-    next update."""
+    """The worker cannot refetch the desired weights of a transfer engine. It serves nothing until the next update."""
     FENCED = "fenced"
     """The lease expired, and the worker gave up its requests. A confirmed presence starts a new incarnation."""
     FAILED = "failed"
@@ -344,7 +343,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     pid: NotNegative | None = None
     """Process id on that machine; None: not announced."""
     held_s: NotNegativeSeconds | None = None
-    """Seconds since the server first confirmed this incarnation; the larger value keeps an id. None: not announced."""
+    """Seconds since the server first confirmed a presence of this incarnation. Of two workers with one id, the worker
+    with the larger value keeps the id. None: not announced."""
     engine_stats: EngineStats | None = None
     """Load of the engine; None while the engine starts, or not announced."""
     staging: Staging | None = None

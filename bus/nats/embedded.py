@@ -1,7 +1,7 @@
 """An embedded NATS server: the real `nats-server` binary, for one machine, tests and demos.
 
     async with EmbeddedServer() as server:
-        async with Connection(server.url, name="trainer") as connection: ...
+        async with connected(server.url, name="trainer") as connection: ...
 
 The server listens only on the loopback interface. It accepts all connections unless `users` is set.
 """
@@ -37,8 +37,8 @@ DEFAULT_MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 """Maximum message size, the largest that NATS recommends. Prompts and routed experts of long requests are seldom
 split."""
 GC_PERCENT: Final = "400"
-"""`GOGC` of the server, unless the environment has one: its heap is small, and at Go's 100 it is searched through so
-often that routing passes a sixth slower."""
+"""`GOGC` of the server, unless the environment has one: the heap is small, and Go's default of 100 collects it so
+often that routed experts pass a sixth slower."""
 DEFAULT_START_TIMEOUT_S: Final = 30.0
 """Seconds for a start. A start takes tens of milliseconds; the recovery of large streams from a slow disk takes
 longer."""
@@ -95,24 +95,25 @@ def server_config(*, listen: str, store_dir: str, max_payload_bytes: int = DEFAU
 
 
 class EmbeddedServer:
-    """A nats-server with JetStream as a child process, from entering this context to leaving it.
+    """A context manager that runs nats-server with JetStream as a child process.
 
-    Nothing stays behind: not on an exception, not on cancellation, and not when this process is killed, since a guard
-    process notices (see `embedded_guard`). Only a kill in the milliseconds around a start or stop in which no
-    server runs leaves the temporary folder. Ctrl-C on the terminal does not reach the server, so that everything can
-    shut down in order. Works on asyncio and uvloop, in any thread; use one object from one event loop.
+    The server and its temporary folder are removed after an exception, after cancellation, and when this process is
+    killed, because a guard process detects the kill (see `embedded_guard`). One exception: a kill in the milliseconds
+    around a start or stop, while no server runs, leaves the temporary folder. Ctrl-C on the terminal does not reach the
+    server, so all parts can shut down in order. The class works on asyncio and uvloop and in any thread. Use one object
+    from one event loop.
 
     Args:
         binary: the nats-server to run; see `find_binary` for the default.
-        port: a fixed port, or -1 to let the server choose a free one, which it then keeps across restarts.
-        store_dir: where JetStream keeps its streams, made if absent and left alone at the end; default: in a temporary
-            folder that is removed at the end.
-        max_payload_bytes: the largest message.
+        port: a fixed port, or -1: the server chooses a free port and keeps it across restarts.
+        store_dir: folder of JetStream's streams. It is created if absent and not removed at the end. Default: a
+            temporary folder that is removed at the end.
+        max_payload_bytes: maximum bytes of a message.
         start_timeout_s: seconds from the start of the process until it must be ready.
-        users: who may connect; None: everybody, and may do everything.
+        users: users that may connect; None: every program may connect and has all permissions.
 
     Raises on entering:
-        BusBroken: no binary was found, or the server ended or was not ready in time; the message ends with its log.
+        BusBroken: no binary was found, or the server exited or was not ready in time. The message ends with its log.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect; stays the same across restarts.
+        """URL for clients. It stays the same across restarts.
 
         Raises:
             BusClosed: the server was never started.
@@ -192,9 +193,9 @@ class EmbeddedServer:
                 self._folder = None
 
     async def stop(self) -> None:
-        """Terminate the server in order, or kill it if that takes longer than `GRACE_S`; does nothing if it is down.
+        """Terminate the server, or kill it after `GRACE_S` seconds. Do nothing if it is not running.
 
-        Cancellation: kills the server at once.
+        Cancellation: kills the server immediately.
         """
         await self._end(embedded_guard.TERMINATE)
 
@@ -203,11 +204,11 @@ class EmbeddedServer:
         await self._end(embedded_guard.KILL)
 
     async def restart(self) -> None:
-        """Start the server again on the same port and store, after stopping it in order if it still runs.
+        """Stop the server in order if it runs, then start it on the same port and store.
 
         Raises:
             BusClosed: the context was left or never entered.
-            BusBroken: it did not start.
+            BusBroken: the server did not start.
         """
         if self._folder is None:
             raise BusClosed("the embedded nats-server is closed")
@@ -247,7 +248,7 @@ class EmbeddedServer:
         _log.info("nats_server.started url=%s pid=%s", self.url, self.pid)
 
     async def _end(self, order: bytes) -> None:
-        """Have the guard end the server, and wait for both."""
+        """Order the guard to end the server, and wait until both have exited."""
         process = self._process
         if process is None or process.ended.is_set():
             return
@@ -262,16 +263,16 @@ class EmbeddedServer:
 
 
 class _ServerProcess:
-    """One run of the server below its guard, and the reading of its log.
+    """One run of the server under its guard; reads the server's log.
 
-    A plain `Popen` and a reader callback, not asyncio's subprocess: there is no await between having the process and
-    holding it, no task to own, no dependence on child watchers, and an event loop that closes does not kill the guard,
+    The class uses `Popen` and a reader callback instead of asyncio's subprocess. It needs no await between the start of
+    the process and its assignment, no task and no child watcher. An event loop that closes does not kill the guard,
     which still has to clean up.
     """
 
     def __init__(self, command: list[str], folder: Path, log_lines: deque[str]) -> None:
         self.settled = asyncio.Event()
-        """The server is ready, or has ended without ever having been."""
+        """Set when the server is ready, or has exited without being ready."""
         self.ended = asyncio.Event()
         self.is_ready = False
         self.server_pid = 0
@@ -303,13 +304,13 @@ class _ServerProcess:
         self._loop.add_reader(self._log_fd, self._read_log)
 
     def send(self, order: bytes) -> None:
-        """Tell the guard to end the server."""
+        """Send `order` to the guard: terminate or kill the server."""
         self._is_ordered_to_end = True
-        with contextlib.suppress(BrokenPipeError):  # the guard is gone, and so is the server
+        with contextlib.suppress(BrokenPipeError):  # the guard has exited, and the server with it
             os.write(self._orders, order)
 
     def end_now(self) -> None:
-        """Kill the server and wait, blocking, until it and its guard are gone: milliseconds; safe to repeat."""
+        """Kill the server and block for milliseconds until server and guard have exited. Safe to repeat."""
         if self.ended.is_set():
             return
         self.send(embedded_guard.KILL)
@@ -322,7 +323,7 @@ class _ServerProcess:
         self._finish()
 
     def _read_log(self) -> None:
-        """Take what the log has; its end means that guard and server are gone."""
+        """Read the available part of the log. The end of the log means that guard and server have exited."""
         try:
             data = os.read(self._log_fd, 65536)
         except BlockingIOError:
@@ -335,7 +336,7 @@ class _ServerProcess:
             self._finish()
 
     def _handle_line(self, line: str) -> None:
-        """Keep one line of the log and learn from it."""
+        """Keep one log line, and read the process id, the port or the readiness from it."""
         if line.startswith(embedded_guard.PID_LINE):
             self.server_pid = int(line.removeprefix(embedded_guard.PID_LINE))
             return
@@ -349,7 +350,7 @@ class _ServerProcess:
             self.settled.set()
 
     def _finish(self) -> None:
-        """Let go of everything once the processes have ended."""
+        """Release all resources after the processes have exited."""
         if self.ended.is_set():
             return
         self._loop.remove_reader(self._log_fd)

@@ -19,19 +19,19 @@ from .operations import OperationReader, SubscriptionMessage
 __all__ = ["NatsTransport", "NoNats", "NoTls", "Peer"]
 
 MAX_UNREAD_BYTES: Final = 4 * 1024**2
-"""Received and not handed on, before the socket is left alone for a while: what a window of routing and a step's tokens
-take together."""
+"""Received bytes that may wait for their reader. Above this limit, reading from the socket pauses. It covers one credit
+window of routed experts and the tokens of a step."""
 
 
 class NoNats(nats_errors.ProtocolError):
-    """The server sent what is none of its protocol; says what, which nats-py's own error does not."""
+    """The server violated the NATS protocol. The message describes the violation; nats-py's own error does not."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class NoTls(OSError):
-    """TLS is required, and this connection has none; no byte was sent over it."""
+    """TLS is required, and this connection has no TLS. No byte was sent over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +41,20 @@ class Peer:
     protocol: str
     """`TLSv1.3`, for example."""
     certificate: dict[str, Any]
-    """As `ssl.SSLSocket.getpeercert` decodes it; empty where nothing has verified it."""
+    """Decoded by `ssl.SSLSocket.getpeercert`; empty if the certificate was not verified."""
     der: bytes
     """The same certificate as the server sent it."""
 
 
 class NatsTransport(Transport):
-    """Writing into a connection that is lost is an OSError, and nothing counts as written.
+    """The transport of one NATS client. A write into a lost connection raises OSError and writes nothing.
 
-    asyncio lets such bytes vanish, uvloop raises a RuntimeError, and nats-py expects neither.
+    asyncio discards the bytes of such a write, uvloop raises a RuntimeError, and nats-py handles neither.
 
     Args:
-        requires_tls: refuse, by `NoTls`, to write anything to a server before the TLS handshake has succeeded. It is
-            decided here because all that nats-py sends comes this way: credentials, subscriptions after a reconnect,
-            and what waits to be sent when it closes in the middle of connecting.
+        requires_tls: raise `NoTls` for each write before the TLS handshake has succeeded. The check is here because
+            nats-py sends all bytes through this class: credentials, subscriptions after a reconnect, and the unsent
+            bytes when it closes while it connects.
     """
 
     def __init__(self, *, requires_tls: bool = False) -> None:
@@ -63,11 +63,11 @@ class NatsTransport(Transport):
         self._protocol: _NatsProtocol | None = None
 
     def __bool__(self) -> bool:
-        # nats-py would replace one that is false by its own.
+        # nats-py replaces a transport that is false by its own.
         return True
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: float) -> None:
-        """Open a connection. `buffer_size` is nats-py's own. TimeoutError: after `connect_timeout` seconds."""
+        """Open a connection. Ignore `buffer_size`. Raise TimeoutError after `connect_timeout` seconds."""
         loop = asyncio.get_running_loop()
         if uri.hostname is None or uri.port is None:
             raise OSError(f"{uri.netloc} is no address with a port")
@@ -77,12 +77,12 @@ class NatsTransport(Transport):
     async def connect_tls(
         self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: float
     ) -> None:
-        """Go on in TLS with the server of this name, over the connection that is there."""
+        """Upgrade the open connection to TLS, with the server name in `uri`."""
         loop = asyncio.get_running_loop()
         name = uri if isinstance(uri, str) else uri.hostname
         protocol, plain = _NatsProtocol(), self._open()
         with contextlib.ExitStack() as unless_secure:
-            # Since the handshake began its transport is TLS's, which tells it nothing.
+            # From the start of the handshake, TLS owns the transport and does not notify the plain protocol.
             unless_secure.callback(plain.connection_lost, None)
             unless_secure.callback(plain.transport.abort)
             async with asyncio.timeout(connect_timeout):
@@ -96,16 +96,16 @@ class NatsTransport(Transport):
 
     @property
     def is_secure(self) -> bool:
-        """True if the TLS handshake of the present connection has succeeded."""
+        """True if the TLS handshake of the current connection has succeeded."""
         return self._protocol is not None and self._protocol.is_secure
 
     @property
     def has_received(self) -> bool:
-        """True if the server has sent anything over the present connection, apart from TLS's own messages."""
+        """True if the server has sent a byte over the current connection, apart from messages of TLS itself."""
         return self._protocol is not None and self._protocol.has_received
 
     def peer(self) -> Peer | None:
-        """Return what TLS says about the server; None: the connection has no TLS."""
+        """Return the TLS version and the server's certificate; None: the connection has no TLS."""
         if self._protocol is None or not self._protocol.is_secure:
             return None
         tls = self._protocol.transport.get_extra_info("ssl_object")
@@ -113,45 +113,45 @@ class NatsTransport(Transport):
         return Peer(protocol=tls.version() or "", certificate=tls.getpeercert() or {}, der=der)
 
     def write(self, payload: bytes) -> None:
-        """Hand `payload` to the operating system. OSError: the connection is lost; NoTls: it may not be used."""
+        """Send `payload`. Raise OSError if the connection is lost, and NoTls if it requires TLS and has none."""
         self._writable().transport.write(payload)
 
     def writelines(self, payload: list[bytes]) -> None:
-        """Likewise, for several in order."""
+        """Send several payloads in order, with the errors of `write`."""
         self._writable().transport.writelines(payload)
 
     async def drain(self) -> None:
-        """Wait until what is unsent has become little. OSError: the connection was lost."""
+        """Wait until few bytes are unsent. Raise OSError if the connection was lost."""
         await self._open().drained()
 
     async def operations(self) -> Iterator[SubscriptionMessage | bytes]:
-        """Wait for what the server sends next, and return all of it that is here.
+        """Wait for the server's next operation, and return all operations received so far.
 
         Raises:
             nats.errors.UnexpectedEOF: the server closed the connection.
-            NoNats: it sent something that is none.
+            NoNats: the server violated the protocol.
             OSError: the connection was lost.
         """
         return await self._require_protocol().operations()
 
     async def readline(self) -> bytes:
-        """Wait for the server's next line, with its end; empty when there will be none, as nats-py expects it.
+        """Wait for the server's next line and return it with its end. Return an empty line after the end of input.
 
-        For the start of a connection, when no messages come.
+        nats-py calls this at the start of a connection, before messages arrive.
         """
         return await self._require_protocol().readline()
 
     async def read(self, buffer_size: int) -> bytes:
-        """Not used: what comes is read by operation."""
+        """Raise NotImplementedError: the client reads operations, not bytes."""
         raise NotImplementedError
 
     def at_eof(self) -> bool:
-        """Nothing will come any more."""
+        """Return True if the connection is lost or was never opened."""
         return self._protocol is None or self._protocol.is_lost
 
     def close(self) -> None:
-        """Close once all is sent."""
-        # asyncio's TLS, closed twice, forgets what it closes: no abort would end it any more.
+        """Close after all bytes are sent."""
+        # If asyncio's TLS transport is closed twice, it loses its connection, and `abort` has no effect.
         if self._protocol is not None and not self._protocol.transport.is_closing():
             self._protocol.transport.close()
 
@@ -161,14 +161,14 @@ class NatsTransport(Transport):
             await self._protocol.closed()
 
     def abort(self) -> None:
-        """Drop the connection with all that is unsent; does nothing if there is none."""
+        """Close immediately and drop unsent bytes. Do nothing if there is no connection."""
         if self._protocol is not None and not self._protocol.is_gone:
             self._protocol.transport.abort()
 
     def leave_to_parent(self, nowhere: int) -> None:
-        """Let go of the parent's connection in a process that was just forked: its socket becomes the file `nowhere`.
+        """Replace the parent's socket by the file `nowhere` in a process that was just forked.
 
-        So nothing can be sent here over the parent's connection, and the parent can close it.
+        The child then cannot send over the parent's connection, and the parent can close it.
         """
         if self._protocol is not None and not self._protocol.is_gone:
             os.dup2(nowhere, self._protocol.transport.get_extra_info("socket").fileno(), inheritable=False)
@@ -207,16 +207,16 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class _NatsProtocol(asyncio.BufferedProtocol):
-    """One connection, from when it is open until it is lost."""
+    """One connection, from its start until it is lost."""
 
     transport: Any
-    """asyncio's or uvloop's, which have no common base that says all of this."""
+    """Transport of asyncio or uvloop. They have no common base class with all methods used here."""
 
     def __init__(self) -> None:
         self._reader = OperationReader()
-        # Of the start, and not read by anybody yet.
+        # Lines from the start of the connection that were not read yet.
         self._lines: list[bytes] = []
-        # Set when there is something to read, or the end.
+        # Set when data can be read, or when the connection is lost.
         self._arrived = asyncio.Event()
         self._is_reading_paused = False
         self._writable = asyncio.Event()
@@ -227,7 +227,7 @@ class _NatsProtocol(asyncio.BufferedProtocol):
         self.is_secure = False
         self.has_received = False
 
-    # What asyncio calls.
+    # Methods for asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -263,7 +263,7 @@ class _NatsProtocol(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    # What the wire calls.
+    # Methods for `NatsTransport`.
 
     @property
     def is_gone(self) -> bool:
