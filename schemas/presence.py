@@ -136,8 +136,8 @@ class WorkerState(enum.StrEnum):
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker failed to load the desired weights and keeps intact older weights. It serves nothing until a
-    successful update or a restart. A worker that lacks only an adapter is not outdated."""
+    """The worker failed to load the desired weights, not only an adapter, and keeps intact older weights. It serves
+    nothing until a successful update or a restart."""
     POISONED = "poisoned"
     """The weights are half written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"

@@ -1,7 +1,7 @@
-"""What a NATS server sends, cut into the operations of its protocol as the bytes come.
+"""Parses the bytes that a NATS server sends into operations of the NATS protocol.
 
-nats-py copies each byte five times before a message is whole. Here bytes are received into one buffer and cut out of
-it, and a message too large for that gets a buffer of its own, which the socket fills.
+nats-py copies each byte five times before a message is complete. The reader here receives bytes into one buffer and
+copies messages out of it. A large message gets its own buffer, which the socket fills.
 
 The operations: https://docs.nats.io/reference/reference-protocols/nats-protocol
 """
@@ -15,14 +15,14 @@ from ...schemas.errors import RemoteProtocolError
 __all__ = ["BUFFER_BYTES", "OperationReader", "SubscriptionMessage"]
 
 BUFFER_BYTES: Final = 64 * 1024
-"""For lines and small messages: some frames of tokens. A line longer than this is refused: the longest name a cluster's
-servers."""
+"""Buffer size for lines and small messages, enough for some frames of tokens. A longer line is rejected; the longest
+lines name the servers of a cluster."""
 OWN_BUFFER_BYTES: Final = 16 * 1024
-"""A message above it that is not there as a whole gets a buffer of its own."""
+"""An incomplete message above this size gets its own buffer."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024**2
 """Maximum bytes of a message, the largest `max_payload` of nats-server."""
 OVERHEAD_BYTES: Final = 256
-"""What an operation takes besides its bytes: about."""
+"""Approximate memory of an operation in addition to its bytes."""
 END: Final = b"\r\n"
 
 
@@ -60,20 +60,20 @@ class _Large:
 
 
 class OperationReader:
-    """Cuts what comes into operations: receive into `buffer`, say how much with `received`, and pop the whole ones."""
+    """Parses received bytes: fill `buffer`, report the number of bytes to `received`, then call `pop_operations`."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        # What was received and not cut yet.
+        # Range of received bytes that were not parsed yet.
         self._start = self._end = 0
         self._head: _Head | None = None
         self._large: _Large | None = None
-        # The end of a message, which was handed out, is next.
+        # The next bytes are the end of a message that was already delivered.
         self._is_end_due = False
         self._whole: list[SubscriptionMessage | bytes] = []
         self.unread_bytes = 0
-        """Memory of whole operations that were not taken: about."""
+        """Approximate memory of complete operations that were not popped."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -95,10 +95,10 @@ class OperationReader:
         return self._view[self._end :]
 
     def received(self, num_bytes: int) -> None:
-        """So many bytes were written to the beginning of `buffer`.
+        """Parse `num_bytes` bytes that were written to the beginning of `buffer`.
 
         Raises:
-            RemoteProtocolError: they are no NATS; nothing can be read behind them.
+            RemoteProtocolError: the bytes violate the NATS protocol. No later bytes can be parsed.
         """
         if self._large is not None:
             self._large.filled += num_bytes
@@ -109,12 +109,12 @@ class OperationReader:
             pass
 
     def pop_operations(self) -> Iterator[SubscriptionMessage | bytes]:
-        """Hand out what is whole, in order: deliveries, and the lines of other operations with their end."""
+        """Return complete operations in order: messages, and the lines of other operations with their end."""
         whole, self._whole, self.unread_bytes = self._whole, [], 0
         return iter(whole)
 
     def _cut(self) -> bool:
-        """Cut the next operation off what is there; False if it is not whole."""
+        """Parse the next operation. Return False if it is incomplete."""
         if self._is_end_due:
             return self._cut_end()
         return self._cut_line() if self._head is None else self._cut_message(self._head)
@@ -149,13 +149,13 @@ class OperationReader:
         return self._deliver_large(large)
 
     def _deliver_large(self, large: _Large) -> bool:
-        """Deliver it if it is whole; the next bytes belong to it if not."""
+        """Deliver `large` if it is complete. Otherwise the next bytes belong to it."""
         self._large = large
         if large.filled < len(large.data):
             return False
         self._large = None
-        # A payload alone is handed out as it is. It cannot be cut shorter: the socket holds on to it until it has said
-        # that it is here.
+        # A payload without headers is delivered uncopied. It cannot be shortened: the socket refers to it until
+        # `received` returns.
         headers_bytes = large.head.headers_bytes
         payload = large.data[headers_bytes:] if headers_bytes else large.data
         self._deliver(large.head, memoryview(large.data)[:headers_bytes], payload)
@@ -177,7 +177,7 @@ class OperationReader:
 
 
 def _parse(line: bytes) -> _Head:
-    """The line before a message: `MSG subject sid [reply] bytes`, or `HMSG subject sid [reply] headers bytes`."""
+    """Parse the line before a message: `MSG subject sid [reply] bytes`, or `HMSG subject sid [reply] headers bytes`."""
     operation, *words = line.split()
     has_headers = operation == b"HMSG"
     try:

@@ -1,17 +1,21 @@
 """nats-py's client with its traps closed; `rollbus.bus.nats.connection` gives it our options and errors.
 
-nats-py 2.16 gets these things wrong, which `PatchedNatsClient` mends: after a `flush()` that was cancelled or timed out
-nothing is received any more; a `flush()` is answered although what was published before it still waits to be sent;
-`publish()`, `request()` and `flush()` may swallow their task's cancellation; `request()` and `flush()` wait for their
-whole time for an answer that was lost with the connection; where bytes are unsent, `close()` and the reaction to a lost
-connection wait for a server that does not read until TCP gives up; and on uvloop, what is written into a connection
-just lost ends whoever writes, `close()` and the task that reconnects among them, with a RuntimeError. And it copies
-what it sends twice and what it receives five times, where once will do: large messages take ours.
+`PatchedNatsClient` corrects these faults of nats-py 2.16:
 
-It also begins TLS only where the server's `INFO` asks for it, and takes addresses from an `INFO` that came before TLS:
-anybody between client and server can have written both. `PatchedNatsClient(requires_tls=True)` sends nothing without
-TLS: `NatsTransport` refuses each byte. Learned servers are bare addresses: nats-py gives them neither the user of the
-URL nor, without a check of each, a name that their certificates must bear, and keeps those that are gone.
+- After a `flush()` that was cancelled or timed out, the client receives no more messages.
+- `flush()` may return while earlier published messages still wait to be sent.
+- `publish()`, `request()` and `flush()` may swallow the cancellation of their task.
+- If the answer was lost with the connection, `request()` and `flush()` wait for their whole timeout.
+- With unsent bytes and a server that does not read, `close()` and the handling of a lost connection wait for the TCP
+  timeout.
+- On uvloop, a write into a connection that was just lost raises a RuntimeError. It ends the writer, for example
+  `close()` or the reconnecting task.
+- nats-py copies sent bytes twice and received bytes five times. Large messages need one copy here.
+- nats-py begins TLS only if the server's `INFO` asks for it, and uses addresses from an `INFO` that precedes TLS. Any
+  machine between client and server can have written both. `PatchedNatsClient(requires_tls=True)` sends nothing without
+  TLS: `NatsTransport` rejects each byte.
+- Learned servers are bare addresses. nats-py gives them neither the user of the URL nor, without a check of each, a
+  name that their certificates must have. It keeps learned servers that have left the cluster.
 """
 
 import asyncio
@@ -34,16 +38,17 @@ __all__ = ["PatchedNatsClient"]
 logger = logging.getLogger(__name__)
 
 MIN_APART_BYTES: Final = 8 * 1024
-"""A payload of so much is handed on as it is, beside its command: its copy would cost more than three pieces do."""
+"""From this size on, a payload is sent without a copy, separate from its command: a copy costs more than three
+pieces."""
 
 
 class PatchedNatsClient(Client):
-    """A nats-py client that can be cancelled, closed and cut off at any moment.
+    """A nats-py client that handles cancellation, closing and connection loss at any moment.
 
     Args:
-        requires_tls: close a connection before anything is sent to a server that offers no TLS, each time: at the first
-            connection, after a reconnect, and with each learned server.
-        replicas: of the streams that are created here; None: as many as is usual.
+        requires_tls: close the connection to a server that offers no TLS before any byte is sent. This holds for the
+            first connection, after a reconnect, and for each learned server.
+        replicas: replicas of the streams that this client creates; None: the default of `create_stream`.
     """
 
     def __init__(self, *, requires_tls: bool = False, replicas: int | None = None) -> None:
@@ -53,19 +58,19 @@ class PatchedNatsClient(Client):
 
     @property
     def is_in_cluster(self) -> bool:
-        """True if the server is one of several, by what it says of itself."""
+        """True if the server's `INFO` names a cluster."""
         return bool(self._server_info.get("cluster"))
 
     def peer(self) -> Peer | None:
-        """Return what TLS says about the server; None: this connection has no TLS."""
+        """Return the TLS version and the server's certificate; None: the connection has no TLS."""
         return self._wire.peer()
 
     async def confirm(self, *, timeout_s: float) -> bool:
-        """Wait until the server has taken all that was published before; False if it did not say so in time.
+        """Return True if the server confirms within `timeout_s` that it has received all earlier publications.
 
-        False at once where the connection is lost: the answer cannot come any more.
+        Return False immediately if the connection is lost, because the answer was lost with it.
         """
-        answers = self._pongs_received  # without a connection, `flush` returns as if all were well
+        answers = self._pongs_received  # without a connection, `flush` returns without an error
         try:
             async with asyncio.timeout(timeout_s):
                 await self.flush()
@@ -74,16 +79,17 @@ class PatchedNatsClient(Client):
         return self.is_connected and self._pongs_received > answers
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
-        """Like nats-py's, but it can be cancelled at any moment.
+        """Send a request as nats-py does. It can be cancelled at any moment.
 
         Raises:
-            nats.errors.ConnectionReconnectingError: the connection was lost while it waited; it may have arrived.
+            nats.errors.ConnectionReconnectingError: the connection was lost before the answer. The request may have
+                arrived.
         """
         message: Msg = await _cancellable(super().request(*args, **kwargs))
         return message
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
-        """Likewise."""
+        """Flush as nats-py does. It can be cancelled at any moment, with the errors of `request`."""
         await _cancellable(super().flush(*args, **kwargs))
 
     async def _send_publish(
@@ -92,7 +98,7 @@ class PatchedNatsClient(Client):
         if headers is not None or payload_size < MIN_APART_BYTES or not subject:
             await super()._send_publish(subject, reply, payload, payload_size, headers)
             return
-        # nats-py copies a payload twice to have its command in one piece.
+        # nats-py copies a payload twice to build one piece with its command.
         head = f"PUB {subject} {reply} {payload_size}\r\n".encode()
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += payload_size
@@ -112,11 +118,11 @@ class PatchedNatsClient(Client):
             is_silent = isinstance(error, TimeoutError) and not self._wire.has_received
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # nats-py takes an INFO for what it should be. Anything else would end the task that reconnects.
+            # nats-py does not validate INFO. These errors would end the reconnecting task.
             raise NoNats(f"the NATS server sent an INFO that cannot be used: {error}") from error
         finally:
-            # A server with `handshake_first` says nothing until the client begins with TLS. The next attempt does so;
-            # if it fails too, the one after it listens first again.
+            # A server with `handshake_first` sends nothing until the client begins TLS. The next attempt begins TLS. If
+            # it fails too, the attempt after it waits for INFO again.
             if not self.is_connected:
                 self.options["tls_handshake_first"] = self._wire.requires_tls and is_silent and not is_tls_first
 
@@ -130,15 +136,15 @@ class PatchedNatsClient(Client):
             if not checked.offers_tls:
                 raise NoTls(f"TLS is required, and the NATS server at {self._address_now()} offers none")
             info["tls_required"] = True
-            # From nats-server 2.12 on they come again behind the handshake.
+            # From nats-server 2.12 on, the server sends the addresses again after the handshake.
             learned = []
         self._learn_servers(learned)
-        # nats-py reads the rest of it from this dict.
+        # nats-py reads the other fields from this dict.
         info["connect_urls"] = []
         await super()._process_info(info, initial_connection)
 
     def _learn_servers(self, learned: list[str]) -> None:
-        """Add the servers that the cluster names to those that are tried, and remove learned ones that it does not."""
+        """Add the servers that the cluster names, and remove learned servers that it no longer names."""
         if not learned or self._current_server is None:
             return
         self._server_pool = [
@@ -149,16 +155,16 @@ class PatchedNatsClient(Client):
         known = {_address(server) for server in self._server_pool}
         uri = self._current_server.uri
         user, at, _ = uri.netloc.rpartition("@")
-        # In any order: each names itself first, and the clients of one that ends would all go to the same next one.
+        # Random order: each server names itself first, and all clients of a lost server would try the same next server.
         for address in random.sample(learned, len(learned)):
             if address not in known:
                 self._server_pool.append(Srv(uri._replace(netloc=user + at + address), discovered=True))
 
     def _name_to_prove(self) -> str | None:
-        """Return the name that the certificate of the present server must bear.
+        """Return the name that the certificate of the current server must have.
 
-        A server of a URL has to prove the name in it. A learned one has to prove any of these names, one at each
-        attempt: what servers say of the names of others proves nothing.
+        A server named by URL must prove the name in its URL. A learned server must prove one of these names; each
+        attempt uses the next name. A name that another server sends is no proof.
         """
         server = self._current_server
         if server is None or not server.discovered:
@@ -178,7 +184,7 @@ class PatchedNatsClient(Client):
                         return
                     if isinstance(operation, SubscriptionMessage):
                         sid, subject, reply, headers, payload = operation
-                        # Whoever takes a large one decodes it: a bytearray does.
+                        # Handlers decode large payloads, and a bytearray can be decoded.
                         await self._process_msg(sid, subject, reply, payload, headers)  # type: ignore[arg-type]
                     else:
                         await self._ps.parse(operation)
@@ -189,7 +195,7 @@ class PatchedNatsClient(Client):
                 await self._error_cb(error)
             await self._process_op_err(error)
         except Exception as error:
-            # Boundary of the reading task: without a reconnect nothing would be read any more.
+            # Boundary of the reading task: without a reconnect, the client would receive nothing more.
             logger.exception("nats.reading_failed")
             await self._process_op_err(error)
 
@@ -197,30 +203,30 @@ class PatchedNatsClient(Client):
         try:
             return await _cancellable(super()._flush_pending(*args, **kwargs))
         except OSError as error:
-            # It writes by itself where the task that does so has ended. What is unsent waits for the next connection.
+            # nats-py writes here if the flusher task has ended. Unsent bytes wait for the next connection.
             await self._process_op_err(error)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         try:
-            # nats-py writes a ping past what waits to be sent.
+            # nats-py sends a ping before the bytes that wait to be sent.
             if self.is_connected and self._pending:
                 self._wire.writelines(self._pending)
                 self._pending, self._pending_data_size = [], 0
             await super()._send_ping(future)
         except OSError as error:
             await self._process_op_err(error)
-            if future is not None:  # someone waits for the answer
+            if future is not None:  # a caller waits for the answer
                 raise
 
     async def _process_pong(self) -> None:
-        # The future of a flush() that was given up is done already; setting it would end the task that reads.
+        # The future of an abandoned flush() is already done. Setting its result would end the reading task.
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def _process_op_err(self, e: Exception) -> None:
         was_connected = self.is_connected
-        # nats-py waits until the old transport is closed, and it closes only once all is sent.
+        # nats-py waits until the old transport is closed, and the transport closes only after all bytes are sent.
         if was_connected:
             self._wire.abort()
         await super()._process_op_err(e)
@@ -228,19 +234,19 @@ class PatchedNatsClient(Client):
             self._fail_answers()
 
     def _fail_answers(self) -> None:
-        """End all waiting for what the lost connection should have brought; nobody answers again over the next one."""
+        """Fail all waits for answers of the lost connection; the next connection brings none."""
         waits = [*self._pongs, *self._resp_map.values()]
         self._pongs = []
         for future in waits:
             if not future.done():
                 future.set_exception(nats_errors.ConnectionReconnectingError())
-                future.exception()  # of a ping that nobody waits for, asyncio would say that nobody looked
+                future.exception()  # marks it as retrieved: asyncio reports an exception that no task reads
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         try:
             await super()._close(status, do_cbs)
         except OSError as error:
-            # The last bytes met a lost connection. Without them nats-py also does the rest of its closing.
+            # The last write met a lost connection. Without unsent bytes, nats-py completes the close.
             logger.warning("nats.unsent bytes=%s error=%s", self._pending_data_size, error)
             self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
@@ -254,7 +260,7 @@ def _address(server: Srv) -> str:
 
 
 async def _cancellable(wait: Awaitable[Any]) -> Any:
-    """Await what may take its task's cancellation for itself: nats-py's own code, or `asyncio.wait_for` in it."""
+    """Await code that may swallow the cancellation of its task: nats-py, or its `asyncio.wait_for`."""
     task = asyncio.current_task()
     cancels = task.cancelling() if task is not None else 0
     try:
