@@ -95,10 +95,10 @@ def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "which servers?"),
+        ([], "init requires servers"),
         (["--nodes", "a,b,c", "--server-cert", "x"], "--server-cert and --server-key"),
         (["--nodes", "a,b,c", "--cluster-ca", "x"], "--cluster-cert and --cluster-key"),
-        (["--nodes", "a,b,c", "--cluster-cert", "x", "--cluster-key", "y"], "takes --cluster-ca"),
+        (["--nodes", "a,b,c", "--cluster-cert", "x", "--cluster-key", "y"], "requires --cluster-ca"),
         (["--nodes", "a,b,c", "--max-file-store", "much"], "is not a size such as 50GB"),
     ],
 )

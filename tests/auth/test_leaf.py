@@ -83,11 +83,11 @@ def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hub", "a"], "whose leaf?"),
+        (["--hub", "a"], "leaf requires hub and users"),
         (["--hub", "a", "--user", "trainer-eve"], "names the trainer eve of fleet F; allowed: users of this folder"),
         (["--hub", "a", "--user", "admin-boss"], "admins connect to the hub"),
-        (["--hub", "a", "--user", "alice"], "'alice' is no ROLE-NAME"),
-        (["--hub", "nats://a", "--user", "trainer-alice"], "is no list of hosts"),
+        (["--hub", "a", "--user", "alice"], "'alice' is not a ROLE-NAME"),
+        (["--hub", "nats://a", "--user", "trainer-alice"], "is not a list of hosts"),
     ],
 )
 def test_what_cannot_be_a_leaf_is_a_usage_error(

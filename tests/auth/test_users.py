@@ -204,8 +204,8 @@ def test_files_of_tls_that_are_none_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--server-cert", "x"), "TLS takes --server-cert and --server-key"),
-        (("--client-ca", "x"), "TLS takes --server-cert and --server-key"),
+        (("--server-cert", "x"), "TLS requires --server-cert and --server-key"),
+        (("--client-ca", "x"), "TLS requires --server-cert and --server-key"),
         (("--trainer", "a.b"), "name is 'a.b'"),
         (("--trainer", "admin"), "a name of its own"),
     ],

@@ -223,14 +223,14 @@ def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
         (["up", "--http", "8000"], "--http 8000: allowed is HOST:PORT"),
         (["frontend", "--http", "127.0.0.1:99999"], "--http 127.0.0.1:99999: allowed is HOST:PORT"),
         (["up", "--model", "no-such-folder"], "is not a folder"),
-        (["up", "--nats", "nats://10.0.0.1:4222"], "a NATS server of its own"),
+        (["up", "--nats", "nats://10.0.0.1:4222"], "its own NATS server"),
         (["up", "--nats", "nats://127.0.0.1:99999"], "out of range"),
-        (["up", "--nats", "127.0.0.1:4222,127.0.0.1:4223"], "a NATS server of its own"),
+        (["up", "--nats", "127.0.0.1:4222,127.0.0.1:4223"], "its own NATS server"),
         (["generate", "--input", "no-such-file", "--output", "o"], "is not a file"),
         (["generate", "--input", __file__, "--output", "no-such-folder/o"], "its folder does not exist"),
         (["generate", "--input", __file__, "--output", __file__], "are the same file"),
-        (["generate", "--input", __file__, "--output", "o.npz", "--routed-experts", "npz"], "is JSONL"),
-        (["demo", "--input", "no-such-file"], "no questions at "),
+        (["generate", "--input", __file__, "--output", "o.npz", "--routed-experts", "npz"], "must not end with .npz"),
+        (["demo", "--input", "no-such-file"], "no file "),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(
@@ -332,8 +332,8 @@ def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypat
         for argv in (["up", "--engine", "synthetic"], ["up", "--engine", "synthetic", "--nats", url]):
             assert main(argv) == ExitCode.FAILED
             assert capsys.readouterr().err == (
-                f"rollbus: --nats {url}: port {port} is taken; name another one, or nats://127.0.0.1:0 for any that is "
-                "free\n"
+                f"rollbus: --nats {url}: port {port} is taken; name another port, or nats://127.0.0.1:0 for any free "
+                "port\n"
             )
 
 

@@ -193,7 +193,7 @@ async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["update-weights", "/x"], "--version N is needed"),
+        (["update-weights", "/x"], "--version N is required"),
         (["update-weights", "no-such-folder", "--version", "1", "--upload"], "not a folder on this machine"),
         (["update-weights", ".", "--check", "--upload"], "--upload"),
         (["update-weights", "/x", "--version", "1", "--expected-canary", "no-such-file"], "no-such-file"),

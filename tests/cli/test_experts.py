@@ -103,4 +103,4 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert main(["experts", "--png", "map.png"]) == ExitCode.FAILED
-    assert "--png draws with matplotlib, which is not installed: pip install 'rollbus[rl]'" in capsys.readouterr().err
+    assert "--png requires matplotlib, which is not installed: pip install 'rollbus[rl]'" in capsys.readouterr().err

@@ -52,4 +52,4 @@ def test_auth_dir_goes_with_secure(tmp_path: Path) -> None:
     """Alone it would make nothing secure."""
     done = rollbus("up", "--auth-dir", str(tmp_path))
 
-    assert (done.returncode, "--auth-dir goes with --secure" in done.stderr) == (2, True)
+    assert (done.returncode, "--auth-dir requires --secure" in done.stderr) == (2, True)

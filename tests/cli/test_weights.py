@@ -88,6 +88,6 @@ async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, t
     nothing = await run_rollbus(nats_url, fleet, "weights")
     stored = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--model", MODEL)
     assert (nameless.code, nothing.code, stored.code) == (ExitCode.USAGE, ExitCode.FAILED, ExitCode.NO_WORKERS)
-    assert "--model NAME is needed" in nameless.stderr
+    assert "--model NAME is required" in nameless.stderr
     assert "nothing is published" in nothing.stderr
     assert "version 1 is stored as objects:" in stored.stderr

@@ -1,1 +1,1 @@
-"""The subcommands: each module is one, named after it, and has `HELP`, `add_arguments` and `run`."""
+"""The subcommands. Each module is one subcommand, named after it, with `HELP`, `add_arguments` and `run`."""

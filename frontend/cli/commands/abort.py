@@ -1,7 +1,7 @@
-"""End requests that are in flight at a worker, of whichever client; their streams end with `abort`.
+"""Abort requests in flight of any client. Their streams end with `abort`.
 
-Requests that still wait in the queue are not reached. An id that no worker has is reported, and no error, as the
-request may have ended by itself, unless none of them was found.
+Requests that still wait in the queue are not aborted. The command reports each id that no worker has. It fails only if
+no worker has any of the ids, because a request may have ended by itself.
 """
 
 import argparse
@@ -19,7 +19,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("request_ids", metavar="ID", nargs="+", help="of a request, as its client named it")
+    parser.add_argument("request_ids", metavar="ID", nargs="+", help="id of a request, as set by its client")
     add_send_options(parser)
 
 

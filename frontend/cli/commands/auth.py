@@ -1,16 +1,16 @@
-"""Users of a NATS server: who may connect, as what, and what each may do.
+"""Manage the users of a NATS server: who may connect, in which role, and with which permissions.
 
-`rollbus auth init --dir DIR --trainer alice --worker w0` makes a key for each user, in a file of its own that only its
-owner can read, and a configuration for nats-server that lets these in and nobody else. Run it again to add users: keys
-that are there stay. `rollbus auth remove` takes one out. Both take effect when the server reads its configuration
-again: `nats-server --signal reload`.
+`rollbus auth init --dir DIR --trainer alice --worker w0` creates a key for each user and a configuration for
+nats-server. Each key is in a file that only its owner can read. The server then accepts these users only. Run `init`
+again to add users; existing keys stay. `rollbus auth remove` removes users. Both commands take effect after the server
+reloads its configuration: `nats-server --signal reload`.
 
-Commands, desired states and uploads are signed. `init` makes the fleet's root key, DIR/<fleet>/root.seed, which
-certifies who may sign what, and which no running program needs. `rollbus auth certify --dir DIR FILE...` renews what
-credentials say of that which were moved away from DIR.
+Commands, desired states and uploads are signed. `init` creates the root key of the fleet, DIR/<fleet>/root.seed. The
+root key certifies who may sign what; no running program needs it. `rollbus auth certify --dir DIR FILE...` renews the
+certificates in credentials files that were moved out of DIR.
 
-A program connects as a user with `--creds FILE`, or $ROLLBUS_CREDS. Trainers, workers and frontends need one each, as
-their names stand in subjects.
+A program connects as a user with `--creds FILE` or $ROLLBUS_CREDS. Each trainer, worker and frontend needs its own
+user, because the user's name is part of its subjects.
 """
 
 import argparse
@@ -34,17 +34,19 @@ EXAMPLES = (
 READS_NO_CREDENTIALS = True
 
 SINGLE = ("admin", "frontend", "viewer")
-"""Roles of which `init` makes one user without being asked, called like the role."""
+"""Roles for which `init` creates one user by default, with the name of the role."""
 ROLES = ("trainer", "worker", *SINGLE)
-"""Roles of users that are told by their name alone; publishers have models too."""
+"""Roles of users that have only a name; publishers also have models."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "action", choices=("init", "remove", "certify"), help="make or add users; take some out; renew certificates"
+        "action", choices=("init", "remove", "certify"), help="create or add users; remove users; renew certificates"
     )
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="*", help="certify: credentials files")
+    parser.add_argument(
+        "files", metavar="FILE", type=Path, nargs="*", help="credentials files (for the action certify)"
+    )
     parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="folder of the users")
     group = parser.add_argument_group("which users; each may be given several times")
     for role in ROLES:
@@ -55,21 +57,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:MODEL",
         action="append",
         default=[],
-        help="a trainer that may also replace the weights of MODEL; again for more models (remove: NAME)",
+        help="a trainer that may also replace the weights of MODEL; repeat for more models (remove: NAME)",
     )
     group = parser.add_argument_group("the server's configuration, when init makes it")
     group.add_argument(
-        "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="its address (default: %(default)s)"
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="address of the server (default: %(default)s)"
     )
     group.add_argument("--server-cert", metavar="FILE", default="", help="certificate for TLS (default: no TLS)")
-    group.add_argument("--server-key", metavar="FILE", default="", help="its key")
-    group.add_argument("--client-ca", metavar="FILE", default="", help="clients must show certificates that it signed")
+    group.add_argument("--server-key", metavar="FILE", default="", help="key of the TLS certificate")
+    group.add_argument(
+        "--client-ca",
+        metavar="FILE",
+        default="",
+        help="CA that must have signed the certificates of clients (default: none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Change the folder, and say what became of it."""
+    """Change the folder, and print the result."""
     if bool(args.files) != (args.action == "certify"):
-        raise CommandFailed("certify takes credentials files, and nothing else does", ExitCode.USAGE)
+        raise CommandFailed("FILE goes with the action certify only, which requires at least one", ExitCode.USAGE)
     if args.action == "certify":
         return _certify(args)
     models = _models_of(args)
@@ -108,8 +115,10 @@ def _init(
     from ..console import note, print_json
 
     if bool(args.server_cert) != bool(args.server_key) or (args.client_ca and not args.server_cert):
-        raise CommandFailed("TLS takes --server-cert and --server-key, and then --client-ca too", ExitCode.USAGE)
-    # A publisher that is there may be named without its models.
+        raise CommandFailed(
+            "TLS requires --server-cert and --server-key; --client-ca is allowed only with both", ExitCode.USAGE
+        )
+    # An existing publisher may be named without its models.
     entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     server = args.dir / SERVER_FILE
@@ -144,7 +153,7 @@ def _remove(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
     from ..console import print_json, write
 
     if not users:
-        raise CommandFailed("which users? as in --trainer NAME", ExitCode.USAGE)
+        raise CommandFailed("remove requires users, for example --trainer NAME", ExitCode.USAGE)
     removed = [one for one in users if remove_user(args.dir, one)]
     if args.json:
         print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})

@@ -1,13 +1,12 @@
-"""Measure how fast a fleet is, from where its trainers stand.
+"""Measure the throughput and latency of a fleet from the place of a trainer.
 
-Prompts of random token ids go to the workers, as many at once as --concurrency says, and each gets --output-tokens
-tokens. None is in a prefix cache. What is shown is the median of the rounds, with the lowest and the highest; what
-comes before them, to warm up, is not counted. With --stream, chunks are taken one by one, and their times are measured.
+The bench sends prompts of random token ids, with --concurrency requests open at once and --output-tokens tokens each.
+No prompt is in a prefix cache. The result is the median of the rounds with the lowest and the highest round; a warm-up
+round is not counted. With --stream, the bench reads chunks one by one and measures their times. The command counts
+failed requests by error, and then exits with 1.
 
-A request that fails or ends early is counted by its error, and the command ends with 1.
-
-With --synthetic, a NATS server and a worker are started for it, whose engine makes its tokens up: what is measured is
-the transport alone. So it is where no fleet is named, and nobody listens at the default address.
+With --synthetic, the bench starts a NATS server and a worker with a synthetic engine, and measures the transport alone.
+This is the default if no fleet is named and no server listens at the default address.
 """
 
 import argparse
@@ -37,60 +36,76 @@ EXAMPLES = (
 )
 
 CONNECT_S = 1.0
-"""To see whether anybody listens at an address of this machine."""
+"""Seconds to check whether a server listens at an address of this machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="NAME", help="served model name (default: the fleet's only model)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
     parser.add_argument(
         "--concurrency",
         metavar="N",
         type=positive_int,
         nargs="+",
         default=[64, 256],
-        help="requests that are open at once; several are measured in turns (default: 64 256)",
+        help="open requests at once; several values are measured in turn (default: 64 256)",
     )
     parser.add_argument(
         "--requests",
         metavar="N",
         type=positive_int,
-        help="of each round (default: four times the concurrency, 32 or more)",
+        help="requests of each round (default: four times the concurrency, at least 32)",
     )
-    parser.add_argument("--input-tokens", metavar="N", type=positive_int, default=128, help="default: %(default)s")
-    parser.add_argument("--output-tokens", metavar="N", type=positive_int, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--input-tokens",
+        metavar="N",
+        type=positive_int,
+        default=128,
+        help="tokens of each prompt (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        metavar="N",
+        type=positive_int,
+        default=128,
+        help="tokens of each answer (default: %(default)s)",
+    )
     parser.add_argument(
         "--logprobs",
         metavar="K",
         type=number_or_none,
         default=0,
-        help="none; 0: of each token; more: of the K most likely ones as well (default: 0)",
+        help="logprobs: none; 0: of each sampled token; K: also of the K most likely tokens (default: 0)",
     )
     parser.add_argument(
         "--routing",
         action=argparse.BooleanOptionalAction,
-        help="take the routed experts, or not (default: if the model has experts)",
+        help="request routed experts, or not (default: if the model has experts)",
     )
-    parser.add_argument("--rounds", metavar="N", type=positive_int, default=5, help="default: %(default)s")
-    parser.add_argument("--stream", action="store_true", help="take chunks, and measure their times")
-    parser.add_argument("--seed", metavar="N", type=non_negative_int, default=0, help="of the prompts (default: 0)")
     parser.add_argument(
-        "--synthetic", action="store_true", help="measure the transport alone, with a server and a worker of its own"
+        "--rounds", metavar="N", type=positive_int, default=5, help="number of rounds (default: %(default)s)"
+    )
+    parser.add_argument("--stream", action="store_true", help="stream chunks and measure their times")
+    parser.add_argument(
+        "--seed", metavar="N", type=non_negative_int, default=0, help="seed of the prompts (default: 0)"
+    )
+    parser.add_argument(
+        "--synthetic", action="store_true", help="measure the transport alone, with its own server and synthetic worker"
     )
 
 
 def number_or_none(text: str) -> int | None:
-    """An integer of at least 0, or `none`."""
+    """Parse an integer of at least 0, or `none`."""
     return None if text == "none" else non_negative_int(text)
 
 
 def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
-    """Measure, and say what came of it."""
+    """Measure and print the result."""
     from ..bench import BenchOptions
     from ..bench.load import BenchLoad
 
     if args.synthetic and args.model is not None:
-        raise CommandFailed("--model is of a fleet, and --synthetic has a model of its own", ExitCode.USAGE)
+        raise CommandFailed("--model names a model of a fleet, and --synthetic uses its own model", ExitCode.USAGE)
     load = BenchLoad(
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,
@@ -110,7 +125,7 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
 
 
 def names_nobody(args: argparse.Namespace) -> bool:
-    """No fleet was named, and nobody listens where one would be."""
+    """True if no fleet is named and no server listens at the default address."""
     from urllib.parse import urlsplit
 
     from .. import app
@@ -157,7 +172,7 @@ async def _bench(args: argparse.Namespace, options: "BenchOptions") -> int:
 
 @asynccontextmanager
 async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIterator[str | bus.Server]":
-    """Where the fleet is, or one of the bench's own."""
+    """Yield the server of the fleet, or start one for the bench."""
     if not args.synthetic:
         yield args.nats
         return
@@ -166,7 +181,7 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
     from ..local_fleet import LocalFleet, run_fleet
 
     note("starting a NATS server and a worker that makes its tokens up: what is measured is the transport alone")
-    # All requests are in its batch: it is no engine's queue that is measured.
+    # All requests are in the engine's batch, so the bench does not measure the queue of an engine.
     engine_args = json.dumps({"max_num_seqs": max(options.concurrencies)})
     flags = ("--engine", "synthetic", "--engine-args", engine_args)
     fleet = LocalFleet(fleet=args.fleet, worker_flags=flags)

@@ -1,7 +1,7 @@
-"""The tour: real questions through a real vLLM engine, over a NATS server that lives as long as the tour.
+"""The tour: answer real questions with a real vLLM engine through a temporary NATS server.
 
-Needs no GPU, no model and no server: a tiny mixture-of-experts model is made on the spot. It has never been trained,
-so what it writes is noise; everything around it is what a trained model would get.
+The tour needs no GPU, no model and no server. It creates a tiny mixture-of-experts model. The model is not trained, so
+its text is noise; everything else is the same as with a trained model.
 """
 
 import argparse
@@ -26,7 +26,7 @@ EXAMPLES = (
 
 QUESTIONS = EXAMPLES_DIR / "questions.jsonl"
 RL_LOOP = EXAMPLES_DIR / "rl_loop.py"
-"""A program of its own, and run as one."""
+"""A separate program, run as a process."""
 RL_LOOP_NEEDS = ("matplotlib", "torch", "transformers")
 
 
@@ -36,21 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         metavar="FILE",
         type=Path,
-        help="prompts, JSONL as for `generate` (default: examples/questions.jsonl)",
+        help="prompts as JSONL, as for `generate` (default: examples/questions.jsonl)",
     )
-    parser.add_argument("--max-tokens", metavar="N", type=positive_int, default=64, help="per prompt (default: 64)")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=positive_int, default=64, help="maximum tokens per prompt (default: 64)"
+    )
     parser.add_argument(
         "--rl",
         action="store_true",
-        help="instead of the tour: three tiny policies learn by reinforcement, some minutes; writes to rl-output/",
+        help="instead of the tour: train three tiny policies with RL, a few minutes; writes rl-output/",
     )
     parser.add_argument(
-        "--state-dir", metavar="DIR", type=Path, help="where the tiny MoE is kept (default: ~/.cache/rollbus)"
+        "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
     )
 
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-    """Give the tour."""
+    """Run the tour."""
     from ..local_fleet import check_vllm, default_state_dir
     from ..prompts import Defaults, read_prompts
     from ..tour import Tour
@@ -59,10 +61,10 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
         return _learn()
     path: Path = (args.input or QUESTIONS).resolve()
     if not path.is_file():
-        raise CommandFailed(f"no questions at {path}; name some with --input FILE", ExitCode.USAGE)
+        raise CommandFailed(f"no file {path}; name a file of questions with --input FILE", ExitCode.USAGE)
     prompts = list(read_prompts(path, Defaults(sampling={"max_tokens": args.max_tokens})))
     if not prompts:
-        raise CommandFailed(f"{path} holds no prompts", ExitCode.USAGE)
+        raise CommandFailed(f"{path} contains no prompts", ExitCode.USAGE)
     check_vllm()
     tour = Tour(
         prompts=prompts,
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
 
 
 def _learn() -> int:
-    """Run the loop that learns; returns its exit code."""
+    """Run the RL loop; return its exit code."""
     from ..local_fleet import check_vllm
     from ..worker_options import python_env
 

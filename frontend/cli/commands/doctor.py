@@ -1,6 +1,6 @@
-"""Look at this machine, the NATS server and the fleet, and say what is wrong and what to do about it.
+"""Check this machine, the NATS server and the fleet, and print each problem with its remedy.
 
-Changes nothing. Ends with 1 when something will not work (`fail`), with 0 otherwise, warnings included.
+The command changes nothing. It exits with 1 if a check fails (`fail`), otherwise with 0, also with warnings.
 """
 
 import argparse
@@ -20,15 +20,15 @@ EXAMPLES = (
     "rollbus doctor --nats nats://127.0.0.1:4222 --json",
 )
 READS_NO_CREDENTIALS = True
-"""That they cannot be read is one of its findings."""
+"""Unreadable credentials are a finding of this command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Add no options."""
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Look, and print what was found."""
+    """Run the checks and print the findings."""
     from ..doctor.bus import DoctorTarget, examine_bus
     from ..doctor.findings import Status
     from ..doctor.host_probe import HostProbe, examine_machine

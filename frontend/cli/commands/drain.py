@@ -1,6 +1,6 @@
-"""Take workers out of service: they hand their requests in flight to others and take no more, until `rollbus resume`.
+"""Drain workers: they hand their requests in flight to other workers and accept no more until `rollbus resume`.
 
-Requests go on elsewhere from the tokens that they have. The worker may then be stopped without loss.
+Other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without loss.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Show how often the router chose each expert: a map of layers by experts, and how uneven each layer is.
+"""Show how often the router chose each expert: a map of layers by experts, and the imbalance of each layer.
 
-Workers count in intervals of 5 s what their engines computed: generated tokens, and prompts behind their cached tokens.
-Up to 64 workers of the model are asked. Exits with 3 when some of them did not answer, and says which.
+Workers count the positions that their engines compute, in intervals of 5 s: generated tokens, and prompt tokens that
+are not cached. The command asks up to 64 workers of the model. It exits with 3 if some workers did not answer, and
+names them.
 """
 
 import argparse
@@ -27,39 +28,39 @@ EXAMPLES = (
 )
 PLANES = ("both", "prompt", "generated")
 MAX_NAMED = 8
-"""Workers that are named with why they are left out; --json has them all."""
+"""Maximum named workers that are left out, with reasons; --json has all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="NAME", help="of this model (default: the only one of the fleet)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
     parser.add_argument(
         "--worker",
         dest="only_workers",
         metavar="ID",
         action="append",
-        help="of this worker; may be given several times (default: of all, or of a sample of 64)",
+        help="id of a worker; may be repeated (default: all workers, or a sample of 64)",
     )
-    parser.add_argument("--plane", choices=PLANES, default="both", help="which positions (default: both)")
+    parser.add_argument(
+        "--plane", choices=PLANES, default="both", help="positions to show: prompt, generated or both (default: both)"
+    )
     when = parser.add_mutually_exclusive_group()
     when.add_argument(
         "--last-s",
         metavar="S",
         type=positive_float,
         default=60.0,
-        help="of the last S seconds, up to 120 (default: 60)",
+        help="seconds to show, up to 120 (default: 60)",
     )
-    when.add_argument(
-        "--versions", action="store_true", help="of each of the last 8 versions of the weights, all that was counted"
-    )
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the map into this file")
+    when.add_argument("--versions", action="store_true", help="show all counts of each of the last 8 weight versions")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="write the map as a picture to this file")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="for workers to answer (default: 5)"
+        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="seconds for workers to answer (default: 5)"
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Ask the workers, and show what they counted."""
+    """Ask the workers and print their counts."""
     from .... import bus
     from ..console import note, print_json
     from ..expert_json import answers_as_json
@@ -92,9 +93,9 @@ async def run(args: argparse.Namespace) -> int:
 
 def _check_drawable() -> None:
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        import matplotlib  # noqa: F401 - checks that it is installed
     except ImportError as exc:
-        raise CommandFailed(f"--png draws with {exc.name}, which is not installed: pip install 'rollbus[rl]'") from exc
+        raise CommandFailed(f"--png requires {exc.name}, which is not installed: pip install 'rollbus[rl]'") from exc
 
 
 def _draw(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWindow") -> None:

@@ -1,9 +1,8 @@
-"""Make workers forget their prefix caches.
+"""Reset the prefix caches of workers.
 
-While requests are in flight, an engine may not be able to: then its worker fails, and says so. With --preempt the
-requests in flight give up what they have cached, and are computed anew.
-
-After an update of the weights nothing need be flushed: new requests never find what older weights have cached.
+An engine may be unable to reset its cache while requests are in flight; the worker then reports a failure. With
+--preempt, requests in flight lose their cached tokens, and the engine computes them again. A flush is not necessary
+after an update of the weights: new requests never use the cache of older weights.
 """
 
 import argparse
@@ -21,7 +20,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--preempt", action="store_true", help="also what requests in flight have cached")
+    parser.add_argument("--preempt", action="store_true", help="also reset cached tokens of requests in flight")
     add_send_options(parser)
 
 

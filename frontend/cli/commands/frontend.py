@@ -1,7 +1,8 @@
 """Serve the fleet over HTTP, for clients of vLLM, OpenAI and Dynamo.
 
-Without --http it can be reached from this machine only. Bearer tokens are read from the environment: ROLLBUS_HTTP_TOKEN
-for requests, ROLLBUS_ADMIN_TOKEN for what changes the fleet. With --json, one line {"http": URL} once it serves.
+Without --http the service is reachable from this machine only. It reads bearer tokens from the environment:
+ROLLBUS_HTTP_TOKEN for requests, ROLLBUS_ADMIN_TOKEN for routes that change the fleet. With --json, it prints one line
+{"http": URL} when it serves.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http",
         metavar="HOST:PORT",
         default=DEFAULT_ADDRESS,
-        help="where to listen (default: %(default)s); port 0: any",
+        help="address to listen at; port 0: any free port (default: %(default)s)",
     )
     add_allowed_host(parser)
     add_tokenizer(parser)
@@ -55,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=defaults.max_in_flight,
-        help="requests for tokens at a time; one more is answered 429 (default: %(default)s)",
+        help="maximum concurrent requests for tokens; further requests get status 429 (default: %(default)s)",
     )
     parser.add_argument(
         "--client-timeout",
         metavar="S",
         type=positive_float,
         default=defaults.client_timeout_s,
-        help="seconds for a client to send its request, and to read each piece of its answer (default: %(default)g)",
+        help="seconds for a client to send its request, and to read each part of the answer (default: %(default)g)",
     )
     parser.add_argument(
         "--prefill-min-tokens",
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     from ..app import until_signalled
     from ..console import note, print_json
 

@@ -1,12 +1,12 @@
 """Generate for every prompt of a file and write the results to another.
 
 Each line of the input is a JSON object: "prompt" (text) or "prompt_token_ids", and any field of SamplingParams
-("max_tokens", "temperature", "seed", ...) and GenerateRequest ("request_id", "routed_experts_prompt_start", ...).
-The options below are for lines that do not say otherwise.
+("max_tokens", "temperature", "seed", ...) and GenerateRequest ("request_id", "routed_experts_prompt_start", ...). The
+options below are for lines that do not say otherwise.
 
 The output has one JSON object for each prompt, in the order in which they are finished; "index" is the prompt's line,
-counted from 0. The whole input is checked before anything is sent. A prompt that fails has an "error", and the
-command ends with 1. Run the same command again to go on after an interruption, or to try failed prompts again.
+counted from 0. The whole input is checked before anything is sent. A prompt that fails has an "error", and the command
+ends with 1. Run the same command again to go on after an interruption, or to try failed prompts again.
 """
 
 import argparse
@@ -33,13 +33,13 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--input", metavar="FILE", type=Path, required=True, help="prompts, JSONL")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="results, JSONL")
+    parser.add_argument("--input", metavar="FILE", type=Path, required=True, help="file of prompts as JSONL")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="file of results as JSONL")
     parser.add_argument(
         "--routed-experts",
         choices=("inline", "npz", "none"),
         default="inline",
-        help="base64 in each line, arrays in an .npz beside the output, or none (default: %(default)s)",
+        help="routed experts: base64 in each line, arrays in an .npz beside the output, or none (default: %(default)s)",
     )
     add_tokenizer(parser)
     parser.add_argument(
@@ -47,20 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=DEFAULT_MAX_IN_FLIGHT,
-        help="requests that are open at once (default: %(default)s)",
+        help="open requests at once (default: %(default)s)",
     )
-    parser.add_argument("--model", metavar="NAME", help="served model name (default: the fleet's only model)")
-    parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="tokens to generate at most (default: 16)")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 (greedy) to 2 (default: 1)")
-    parser.add_argument("--top-p", metavar="P", type=float, help="above 0 up to 1 (default: 1)")
-    parser.add_argument("--top-k", metavar="K", type=int, help="0: all tokens (default: 0)")
-    parser.add_argument("--seed", metavar="N", type=non_negative_int, help="the same for every prompt (default: none)")
-    parser.add_argument("-n", metavar="N", type=positive_int, help="samples for each prompt (default: 1)")
-    parser.add_argument("--timeout-s", metavar="S", type=positive_float, help="for each request (default: 3600)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
+    parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="maximum tokens per sample (default: 16)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="temperature, 0 (greedy) to 2 (default: 1)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="nucleus sampling, above 0 up to 1 (default: 1)")
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, help="number of most likely tokens to sample from; 0: all (default: 0)"
+    )
+    parser.add_argument("--seed", metavar="N", type=non_negative_int, help="seed of every prompt (default: none)")
+    parser.add_argument("-n", metavar="N", type=positive_int, help="samples per prompt (default: 1)")
+    parser.add_argument(
+        "--timeout-s", metavar="S", type=positive_float, help="seconds for each request (default: 3600)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the files, generate, and say what came of it."""
+    """Check the files, generate, and print a report."""
     from ..app import run_async
     from ..console import print_json, write
     from ..generate_bar import GenerateBar
@@ -102,14 +106,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_paths(args: argparse.Namespace) -> Path | None:
-    """Refuse paths that cannot be meant; return that of the `.npz`, if one is wanted."""
+    """Check the paths; return the path of the `.npz` file, or None."""
     if not args.input.is_file():
         raise CommandFailed(f"--input {args.input} is not a file", ExitCode.USAGE)
     if not args.output.absolute().parent.is_dir():
         raise CommandFailed(f"--output {args.output}: its folder does not exist", ExitCode.USAGE)
     rows_path: Path | None = args.output.with_suffix(".npz") if args.routed_experts == "npz" else None
     if rows_path == args.output:
-        raise CommandFailed("--output is JSONL; its routed experts take that name with .npz", ExitCode.USAGE)
+        raise CommandFailed("--output must not end with .npz: routed experts go to a file of that name", ExitCode.USAGE)
     for path in (args.output, rows_path):
         if path is not None and path.exists() and path.samefile(args.input):
             raise CommandFailed("--input and --output are the same file", ExitCode.USAGE)
@@ -117,7 +121,7 @@ def _check_paths(args: argparse.Namespace) -> Path | None:
 
 
 def _default_fields(args: argparse.Namespace) -> tuple[dict[str, object], dict[str, object]]:
-    """What the options say: fields of the request, and of its sampling."""
+    """Return the fields of the request and of its sampling from the options."""
     fields = _given(args, ("model", "timeout_s"))
     if args.routed_experts == "none":
         fields["return_routed_experts"] = False
@@ -129,7 +133,7 @@ def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, object
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """The report in one line for people."""
+    """Return the report as one line of text."""
     text = f"{report['done']:,} of {report['prompts']:,} prompts done"
     if report["resumed"]:
         text += f", {report['resumed']:,} were done before"

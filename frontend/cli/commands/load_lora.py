@@ -1,9 +1,9 @@
-"""Load a LoRA adapter under a name that requests use, or replace the one of that name.
+"""Load a LoRA adapter under a name for requests, or replace the adapter with that name.
 
-PATH is the folder of the adapter: adapter_config.json and adapter_model.safetensors. Each worker looks for it on its
-own machine, below one of its --weight-root; with --upload it goes to the workers through NATS.
+PATH is the folder of the adapter, with adapter_config.json and adapter_model.safetensors. Each worker looks for it on
+its own machine, below one of its --weight-root folders. With --upload the adapter goes to the workers through NATS.
 
-A load that fails leaves the adapter of before. Workers that start later load it too.
+If a load fails, the previous adapter stays. Workers that start later load the adapter too.
 """
 
 import argparse
@@ -24,16 +24,16 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("name", metavar="NAME", help="what requests call it")
+    parser.add_argument("name", metavar="NAME", help="name of the adapter in requests")
     add_source_options(parser, "adapter")
     parser.add_argument(
-        "--version", metavar="N", type=non_negative_int, help="of the adapter (default: one more than the last)"
+        "--version", metavar="N", type=non_negative_int, help="version of the adapter (default: last version plus 1)"
     )
     add_send_options(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Load."""
+    """Load the adapter."""
     path, objects = astuple(source_of(args))
     send = command(
         lambda args, fleet, options: fleet.load_lora(

@@ -1,7 +1,8 @@
-"""Make the queues of models and the bucket of desired states, on a server where only admins may; and set limits.
+"""Create the queues of models and the bucket of desired states, and set limits.
 
-Workers of a server without `rollbus auth` make them by themselves. Queues that exist stay as they are. Their limits
-change only if an option names them, and never below what the queue holds.
+Use this on a server with `rollbus auth`, where only admins may create them. On other servers the workers do it.
+Existing queues stay unchanged. A limit changes only if an option names it, and never below the present content of the
+queue.
 """
 
 import argparse
@@ -20,32 +21,35 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("models", metavar="MODEL", nargs="+", help="served name of a model")
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="name of a model")
     parser.add_argument(
         "--max-requests",
         metavar="N",
         type=positive_int,
-        help="requests that may wait, of all clients (a new queue: 65,536)",
+        help="maximum waiting requests of all clients (default of a new queue: 65,536)",
     )
     parser.add_argument(
-        "--max-bytes", metavar="N", type=positive_int, help="their total size in bytes (a new queue: 1 GiB)"
+        "--max-bytes",
+        metavar="N",
+        type=positive_int,
+        help="maximum bytes of waiting requests (default of a new queue: 1 GiB)",
     )
     parser.add_argument(
         "--max-per-client",
         metavar="N",
         type=positive_int,
-        help="requests of one client that may wait in one lane; the client keeps the rest (a new queue: 1,024)",
+        help="maximum waiting requests of one client in one lane (default of a new queue: 1,024)",
     )
     parser.add_argument(
         "--upload-bytes",
         metavar="N",
         type=positive_int,
-        help="size of the bucket for what publishers of the model upload, made if missing (34359738368: 32 GiB)",
+        help="bytes of the bucket for uploads of publishers, created if missing (for example 34359738368: 32 GiB)",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Make them."""
+    """Create queues and bucket, and set limits."""
     from ....bus.control.provision import provision
     from ....bus.nats.server import Server
     from ..console import print_json, write

@@ -1,15 +1,15 @@
-"""Servers of a NATS cluster and its leaf nodes: write their configurations, and change the replicas of what it stores.
+"""Write the configurations of a NATS cluster and its leaf nodes, and change the replicas of its streams.
 
-`rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three servers or more into DIR, which
-also holds the users (see `rollbus auth`): JetStream, routes with a password of their own, TLS where files are named for
-it. It prints the next steps.
+`rollbus nats init --nodes A,B,C --dir DIR` writes a configuration for each of three or more servers into DIR, which
+also contains the users (see `rollbus auth`). The configuration has JetStream, routes with their own password, and TLS
+if certificate files are given. The command prints the next steps.
 
 `rollbus nats leaf --dir DIR --hub A,B,C --user trainer-alice --user worker-w0` writes DIR/leaf-NAME.conf for a
-nats-server at another site, through which these users reach the fleet, and DIR/leafs.conf, which each server of the hub
-includes.
+nats-server at another site, through which these users reach the fleet. It also writes DIR/leafs.conf, which each server
+of the hub includes.
 
-`rollbus nats replicas 3`, as an admin, gives the fleet's queues, desired states and objects three replicas: one stream
-at a time, each current before the next. Run again, it goes on.
+`rollbus nats replicas 3`, run by an admin, sets the fleet's queues, desired states and objects to three replicas. It
+changes one stream at a time and waits until that stream is current. Run it again after an interruption.
 """
 
 import argparse
@@ -34,9 +34,9 @@ EXAMPLES = (
 )
 READS_NO_CREDENTIALS = True
 LEAF_PORT = 7422
-"""NATS's own choice."""
+"""The default port of NATS for leaf nodes."""
 REPLICATED_S = 600.0
-"""For each stream: a copy of a full object store of 32 GiB takes minutes on a fast network."""
+"""Seconds for each stream: a copy of a full object store of 32 GiB takes minutes on a fast network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("init", "leaf", "replicas"), help="write configurations; change replicas")
     parser.add_argument("count", metavar="N", nargs="?", type=positive_int, help="replicas, for the action replicas")
     group = parser.add_argument_group("replicas")
-    group.add_argument("--objects", metavar="N", type=positive_int, help="of uploaded weights (default: N)")
+    group.add_argument("--objects", metavar="N", type=positive_int, help="replicas of uploaded weights (default: N)")
     group.add_argument(
         "--timeout-s",
         metavar="S",
         type=positive_float,
         default=REPLICATED_S,
-        help="seconds for each stream to be current (default: %(default)g)",
+        help="seconds for each stream to become current (default: %(default)g)",
     )
     group = parser.add_argument_group("init")
     group.add_argument(
-        "--nodes", metavar="HOST[:PORT],...", help="the servers, three or more; ports 2000 above theirs are for routes"
+        "--nodes", metavar="HOST[:PORT],...", help="the servers, three or more; routes use ports 2000 above theirs"
     )
     group.add_argument("--dir", metavar="DIR", type=Path, default=Path("nats"), help="folder (default: %(default)s)")
     group.add_argument("--cluster", metavar="NAME", type=_name, default="rollbus", help="name (default: %(default)s)")
@@ -63,22 +63,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         default=Path("/var/lib/nats"),
-        help="on each machine, for streams; each server has a folder of its own in it (default: %(default)s)",
+        help="folder of streams on each machine; each server has its own folder in it (default: %(default)s)",
     )
     group.add_argument(
         "--max-file-store",
         metavar="SIZE",
         type=_size,
         default="50GB",
-        help="for the streams of one server (default: %(default)s; a model's queue sets 5 GiB aside)",
+        help="disk for the streams of one server; the queue of a model reserves 5 GiB (default: %(default)s)",
     )
     for what, side in (("server", "clients"), ("cluster", "the other servers")):
         group.add_argument(
-            f"--{what}-cert", metavar="FILE", default="", help=f"on each machine: its certificate for {side}"
+            f"--{what}-cert", metavar="FILE", default="", help=f"path on each machine of its certificate for {side}"
         )
-        group.add_argument(f"--{what}-key", metavar="FILE", default="", help="its key")
-    group.add_argument("--client-ca", metavar="FILE", default="", help="clients must show certificates that it signed")
-    group.add_argument("--cluster-ca", metavar="FILE", default="", help="likewise the other servers")
+        group.add_argument(f"--{what}-key", metavar="FILE", default="", help="path on each machine of the key")
+    group.add_argument(
+        "--client-ca",
+        metavar="FILE",
+        default="",
+        help="CA that must have signed the certificates of clients (default: none)",
+    )
+    group.add_argument(
+        "--cluster-ca",
+        metavar="FILE",
+        default="",
+        help="CA that must have signed the certificates of the other servers",
+    )
+    _add_leaf_arguments(parser)
+
+
+def _add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("leaf", "also --dir; and --cluster-cert, --cluster-key, --cluster-ca of the link")
     group.add_argument("--hub", metavar="HOST,...", type=_hosts, help="the servers of the hub")
     group.add_argument(
@@ -86,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=LEAF_PORT,
-        help="where they listen for leaf nodes (default: %(default)s)",
+        help="port of the hub for leaf nodes (default: %(default)s)",
     )
     group.add_argument(
         "--user",
@@ -94,22 +108,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_user,
         action="append",
         default=[],
-        help="may connect to the leaf (repeatable)",
+        help="user that may connect to the leaf; may be repeated",
     )
-    group.add_argument("--leaf", metavar="NAME", type=_name, default="leaf", help="its name (default: %(default)s)")
     group.add_argument(
-        "--listen", metavar="HOST:PORT", default="0.0.0.0:4222", help="of the leaf, for users (default: %(default)s)"
+        "--leaf", metavar="NAME", type=_name, default="leaf", help="name of the leaf (default: %(default)s)"
+    )
+    group.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="0.0.0.0:4222",
+        help="address of the leaf for users (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-    """Do it."""
+    """Run the action."""
     if args.action == "init":
         return _init(args)
     if args.action == "leaf":
         return _leaf(args)
     if args.count is None:
-        raise CommandFailed("how many? as in: nats replicas 3", ExitCode.USAGE)
+        raise CommandFailed("replicas requires a number, for example: nats replicas 3", ExitCode.USAGE)
     return _replicas(args)
 
 
@@ -143,12 +162,12 @@ def _init(args: argparse.Namespace) -> int:
     from ..console import print_json
 
     if not args.nodes:
-        raise CommandFailed("which servers? as in --nodes a.example,b.example,c.example", ExitCode.USAGE)
+        raise CommandFailed("init requires servers, for example --nodes a.example,b.example,c.example", ExitCode.USAGE)
     nodes = parse_nodes(args.nodes)
     client_tls = _tls("server", args.server_cert, args.server_key, args.client_ca, "--client-ca")
     route_tls = _tls("cluster", args.cluster_cert, args.cluster_key, args.cluster_ca, "--cluster-ca")
     if route_tls["cert"] and not route_tls["ca"]:
-        raise CommandFailed("--cluster-cert takes --cluster-ca: servers check each other", ExitCode.USAGE)
+        raise CommandFailed("--cluster-cert requires --cluster-ca: servers verify each other", ExitCode.USAGE)
     config = ClusterConfig(
         name=args.cluster,
         store_dir=args.store_dir.absolute(),
@@ -178,7 +197,10 @@ def _leaf(args: argparse.Namespace) -> int:
     from ..console import print_json, write
 
     if not args.hub or not args.user:
-        raise CommandFailed("whose leaf? as in --hub a.example --user trainer-alice --user worker-w0", ExitCode.USAGE)
+        raise CommandFailed(
+            "leaf requires hub and users, for example --hub a.example --user trainer-alice --user worker-w0",
+            ExitCode.USAGE,
+        )
     fleet = args.fleet or DEFAULT_FLEET
     link = LeafLink(
         hosts=args.hub,
@@ -217,7 +239,9 @@ def _show(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path)
 
 def _tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> dict[str, str]:
     if bool(cert) != bool(key) or (ca and not cert):
-        raise CommandFailed(f"TLS takes --{what}-cert and --{what}-key, and then {ca_option} too", ExitCode.USAGE)
+        raise CommandFailed(
+            f"TLS requires --{what}-cert and --{what}-key; {ca_option} is allowed only with both", ExitCode.USAGE
+        )
     return {
         name: str(Path(file).absolute()) if file else "" for name, file in (("cert", cert), ("key", key), ("ca", ca))
     }
@@ -225,7 +249,7 @@ def _tls(what: str, cert: str, key: str, ca: str, ca_option: str) -> dict[str, s
 
 def _hosts(text: str) -> list[str]:
     if not re.fullmatch(r"(\[[\da-fA-F:.]+\]|[\w.-]+)(,(\[[\da-fA-F:.]+\]|[\w.-]+)){0,63}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of hosts, with commas between them and without ports")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of hosts, separated by commas and without ports")
     return text.split(",")
 
 
@@ -234,13 +258,15 @@ def _user(text: str) -> tuple["Role", str]:
 
     role, _, name = text.partition("-")
     if role not in list(Role) or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is no ROLE-NAME such as trainer-alice or worker-w0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a ROLE-NAME such as trainer-alice or worker-w0")
     return Role(role), name
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a cluster: up to 64 letters, digits, '_' and '-'")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a cluster name; allowed: up to 64 letters, digits, '_' and '-'"
+        )
     return text
 
 

@@ -1,10 +1,10 @@
-"""Pause workers: they take no more requests, which wait in the queue until `rollbus resume`.
+"""Pause workers: they pull no requests until `rollbus resume`, and new requests wait in the queue.
 
-With --mode keep, requests in flight stop where they are and go on after the resume, without a lost or repeated token.
-With wait, they are finished first; if that takes longer than --timeout-s the command fails, and the workers stay
-paused. With abort, they end at once with the tokens that they have.
+With --mode keep, requests in flight stop and continue after the resume; no token is lost or repeated. With wait, they
+finish first. If that takes longer than --timeout-s, the command fails and the workers stay paused. With abort, they end
+at once with the tokens that they have.
 
-A worker that starts later is paused too, unless --worker was given.
+Workers that start later are paused too, unless --worker is given.
 """
 
 import argparse
@@ -26,9 +26,9 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
+        "--mode", choices=get_args(PauseMode), default="keep", help="treatment of requests in flight (default: keep)"
     )
-    parser.add_argument("--clear-cache", action="store_true", help="forget the prefix cache too")
+    parser.add_argument("--clear-cache", action="store_true", help="also reset the prefix cache")
     add_send_options(parser)
 
 

@@ -1,11 +1,11 @@
-"""Publish a checkpoint through NATS, and have the fleet load it: for workers that share no disk with this machine.
+"""Publish a checkpoint through NATS and have the fleet load it, without a shared disk.
 
-DIR is the folder of a whole checkpoint on this machine. It is stored in the bucket of the model, as an anchor: whole.
-With --base, the folder of the version that was published last, only what changed is stored, and workers that have that
-version fetch no more than that. The contents of --base must be what was published; they are compared by hash.
+DIR is the folder of a whole checkpoint on this machine. The command stores it in the bucket of the model as an anchor,
+a whole checkpoint. With --base, the folder of the last published version, it stores the changes only, and workers with
+that version fetch these alone. The content of --base must equal the published version; the command compares hashes.
 
-One program at a time publishes weights of a model. `rollbus weights` shows what is published. A trainer publishes from
-its memory: see rollbus.WeightPublisher.
+One program at a time publishes weights of a model. `rollbus weights` shows the published versions. A trainer publishes
+from its memory with rollbus.WeightPublisher.
 """
 
 import argparse
@@ -33,20 +33,26 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder of a whole checkpoint on this machine")
-    parser.add_argument("--version", metavar="N", type=non_negative_int, required=True, help="of the weights")
-    parser.add_argument("--model", metavar="NAME", help="whose weights (default: the fleet's only model)")
+    parser.add_argument("--version", metavar="N", type=non_negative_int, required=True, help="version of the weights")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
     parser.add_argument(
-        "--base", metavar="DIR", type=Path, help="folder of the version that was published last (default: store all)"
+        "--base",
+        metavar="DIR",
+        type=Path,
+        help="folder of the last published version (default: store the whole checkpoint)",
     )
-    parser.add_argument("--store-only", action="store_true", help="store it, and have no worker load it")
+    parser.add_argument("--store-only", action="store_true", help="store the version without loading it on workers")
     add_switch_options(parser)
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, help="for each worker to load it (default: 600)"
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        help="seconds for each worker to load the version (default: 600)",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Store, and load."""
+    """Store and load the version."""
     from .... import bus
     from ..console import note, waiting
     from ..control import AckCounter, show_ledger
@@ -78,16 +84,16 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def only_model(rb: "Client") -> str:
-    """Return the fleet's model.
+    """Return the only model of the fleet.
 
     Raises:
-        CommandFailed: there is none, or there are several.
+        CommandFailed: the fleet has no model, or several.
     """
     state = await rb.fleet.state()
     models = sorted({worker.model for worker in state.workers} | state.desired.keys())
     if len(models) != 1:
         found = f"the fleet has the models {', '.join(models)}" if models else "no worker says which model it serves"
-        raise CommandFailed(f"--model NAME is needed: {found}", ExitCode.USAGE)
+        raise CommandFailed(f"--model NAME is required: {found}", ExitCode.USAGE)
     return models[0]
 
 

@@ -1,7 +1,7 @@
-"""Forget what workers were told: pause, weights, adapters. For when that does not fit the model any more.
+"""Clear the desired state of workers: pause, weights and adapters. Use it when the state no longer fits the model.
 
-Workers that run keep the weights that they have; a pause and adapters are undone. Those that start afterwards begin
-with the weights of their own options.
+Running workers keep their weights; a pause and adapters are undone. Workers that start later use the weights of their
+own options.
 """
 
 import argparse
@@ -19,11 +19,11 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="NAME", help="of the workers of this model (default: of every live model)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: every live model)")
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Forget."""
+    """Clear the desired state."""
     from .... import bus
     from ..console import print_json, write
 

@@ -1,6 +1,6 @@
-"""Undo `rollbus pause` and `rollbus drain`: workers take requests again, and those that were kept go on.
+"""Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and kept requests continue.
 
-A worker whose weights could not be updated stays as it is; see `rollbus status`.
+A worker whose weight update failed stays as it is; see `rollbus status`.
 """
 
 from ..control import add_send_options, command

@@ -1,8 +1,7 @@
-"""Sign what is stored of before the fleet had its root key, or of before that was replaced.
+"""Sign stored desired states and uploads from before the fleet had its root key, or from before a new root key.
 
-Programs whose credentials have a root key ignore what is not signed. This signs the desired states as they stand and
-the uploads that they name, by any author: look at `rollbus status` first. It takes the credentials
-of an admin.
+Programs whose credentials contain a root key ignore unsigned data. This command signs the present desired states and
+the uploads that they name, by any author: check `rollbus status` first. It requires the credentials of an admin.
 """
 
 import argparse
@@ -20,14 +19,18 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="NAME", help="what is desired of this model (default: of every model)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: every model)")
     parser.add_argument(
-        "--objects", metavar="BUCKET/PREFIX", action="append", default=[], help="a folder in the object store, too"
+        "--objects",
+        metavar="BUCKET/PREFIX",
+        action="append",
+        default=[],
+        help="also sign this folder in the object store; may be repeated",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Sign."""
+    """Sign the stored data."""
     from ....bus.control.store import DesiredStore
     from ....bus.control.uploads import sources_in
     from ....bus.nats.connection import connected

@@ -1,4 +1,4 @@
-"""Make engines give up their memory until `rollbus wake`; requests wait in the queue or go to other workers."""
+"""Release the memory of engines until `rollbus wake`. Requests wait in the queue or go to other workers."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(1, 2),
         default=1,
-        help="1: keep the weights in the machine's memory; 2: drop them, to be loaded again (default: 1)",
+        help="1: keep the weights in the memory of the machine; 2: drop them and load them again on wake (default: 1)",
     )
     add_send_options(parser)
 

@@ -1,6 +1,6 @@
-"""Show the live workers of the fleet: what they do, what they should do, what they can do; and what waits for them.
+"""Show the live workers of the fleet: their state, desired state and capabilities, and the queues.
 
-Exits with 5 when no worker answers. With --watch it goes on, also without workers, and Ctrl-C ends it with 0.
+Exits with 5 if no worker answers. With --watch the command continues, also without workers; Ctrl-C ends it with 0.
 """
 
 import argparse
@@ -21,12 +21,12 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "--watch", action="store_true", help="show it each second until Ctrl-C; --json: one line each second"
+        "--watch", action="store_true", help="refresh each second until Ctrl-C; with --json one line per second"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the fleet's state, once or again and again."""
+    """Print the fleet's state, once or each second."""
     from ..app import run_async
 
     if not args.watch:

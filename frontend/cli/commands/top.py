@@ -1,9 +1,9 @@
-"""Show the fleet in the terminal, and keep it up to date: workers with their rates, queues, and what was told.
+"""Show the fleet in the terminal and keep it current: workers with their rates, queues, desired state and commands.
 
-Workers announce themselves each second, and that is all it needs: no HTTP service, and nothing is asked of workers.
-Keys: q ends, s changes the order, p shows one model after the other, the arrows and page keys scroll. If stdout is no
-terminal, it prints the tables once. Exits with 5 when it prints once and no worker answers. Any role may use it; what
-its user may not read is left out.
+The command reads the presence that workers publish each second. It needs no HTTP service and asks workers nothing.
+Keys: q ends, s changes the order, p selects the next model, arrows and page keys scroll. If stdout is not a terminal,
+it prints the tables once. It exits with 5 if it prints once and no worker answers. Every role may use it; data that its
+user may not read is omitted.
 """
 
 import argparse
@@ -27,10 +27,14 @@ MAX_INTERVAL_S = 60.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--interval", metavar="S", type=_interval, default=1.0, help="seconds between looks (1)")
-    parser.add_argument("--sort", choices=SORTS, default="worker", help="order of the workers at first (worker)")
+    parser.add_argument(
+        "--interval", metavar="S", type=_interval, default=1.0, help="seconds between refreshes (default: 1)"
+    )
+    parser.add_argument(
+        "--sort", choices=SORTS, default="worker", help="initial order of the workers (default: worker)"
+    )
     parser.add_argument("--model", metavar="NAME", help="show the workers of one model (default: all)")
-    parser.add_argument("--once", action="store_true", help="print the tables once; --json does so in any case")
+    parser.add_argument("--once", action="store_true", help="print the tables once (implied by --json)")
 
 
 def _interval(text: str) -> float:
@@ -41,7 +45,7 @@ def _interval(text: str) -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Show the fleet until the user has had enough, or print it once."""
+    """Show the fleet until the user quits, or print it once."""
     from .... import bus
     from ..console import print_json
     from ..top.full_screen import is_capable

@@ -1,7 +1,7 @@
-"""Show what became of a request, of whichever client: its attempts and workers, and where its time went.
+"""Show the history of one request of any client: its attempts, its workers, and where its time went.
 
-REQUEST is the id that the client gave it, or that of an OpenAI answer. The workers are asked: each remembers its
-requests in flight and the last 1,000 that ended. Exits with 1 when no worker knows the request, and with 3 when some
+REQUEST is the id from the client, or the id of an OpenAI answer. The command asks the workers. Each worker stores its
+requests in flight and its last 1,000 ended requests. Exits with 1 if no worker knows the request, and with 3 if some
 workers did not answer.
 """
 
@@ -22,14 +22,18 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("request_id", metavar="REQUEST", help="id of the request")
-    parser.add_argument("--model", metavar="NAME", help="ask the workers of this model (default: of every model)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model whose workers to ask (default: every model)")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="for all workers to answer (default: 5)"
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        default=5.0,
+        help="seconds for all workers to answer (default: 5)",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Ask the workers, and print what they tell."""
+    """Ask the workers and print the history."""
     from .... import bus
     from ...request_traces import answer_of, find_timelines, unknown_request
     from ..console import print_json

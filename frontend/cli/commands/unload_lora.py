@@ -1,4 +1,4 @@
-"""Unload a LoRA adapter; requests in flight that use it are ended. One that is not loaded is fine."""
+"""Unload a LoRA adapter and abort the requests in flight that use it. Succeeds if the adapter is not loaded."""
 
 import argparse
 
@@ -15,7 +15,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("name", metavar="NAME", help="what requests call it")
+    parser.add_argument("name", metavar="NAME", help="name of the adapter in requests")
     add_send_options(parser)
 
 

@@ -1,19 +1,19 @@
-"""Run everything on this machine: a NATS server, workers and the HTTP service, until Ctrl-C.
+"""Run everything on this machine until Ctrl-C: a NATS server, workers and the HTTP service.
 
-Without --model, the workers serve a tiny mixture-of-experts model that is made on the spot. The NATS server listens
-where --nats says; by default at port 4222, or at a free port if that one is taken. So does the HTTP service where
---http says, by default at port 8080; its bearer tokens are read from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
+Without --model, the workers serve a tiny mixture-of-experts model that the command creates. The NATS server listens at
+--nats, by default at port 4222 or, if that is taken, at a free port. The HTTP service listens at --http, by default at
+port 8080 or a free port; it reads bearer tokens from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
 
-Each worker's way from starting (the process runs) through loading (the engine loads) to serving is on stderr, with its
-seconds. On a terminal, logs go to a file that is named at the start, and with -v to stderr as well. If stderr is no
-terminal, or with --log-format json, logs are on stderr and there is no file.
+stderr shows the states of each worker with their seconds: starting (the process runs), loading (the engine loads) and
+serving. On a terminal, logs go to a file that the command names at the start; with -v also to stderr. If stderr is not
+a terminal, or with --log-format json, logs go to stderr and there is no file.
 
-With --secure only users with credentials are let in, and each may do what its role needs: those of the workers, the
-HTTP service and the others are made in --auth-dir, where they stay for the next run.
+With --secure the server accepts only users with credentials, each with the permissions of its role. The command creates
+the users of workers, HTTP service and other roles in --auth-dir, and uses them again in the next run.
 
-A worker that ends by itself is started again after 1 s, then 2, 4 ... 60 s, five times in ten minutes. After that, or
-if it ended as told, was given a wrong option or its name is taken, it stays ended, and the others go on. With the last
-one, or the NATS server, everything is stopped and the command ends with 1.
+A worker that exits unexpectedly is restarted after 1 s, then 2, 4 ... 60 s, five times in ten minutes. After that it is
+not restarted, and the other workers continue. A worker also stays ended if it exited on request, got a wrong option, or
+its id is in use. If the last worker or the NATS server exits, the command stops everything and exits with 1.
 """
 
 import argparse
@@ -71,25 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|ID",
         help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B (default: a tiny MoE)",
     )
-    parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="how many (default: 1)")
+    parser.add_argument("--workers", metavar="N", type=positive_int, default=1, help="number of workers (default: 1)")
     parser.add_argument(
         "--prefill-workers",
         metavar="N",
         type=non_negative_int,
         default=0,
-        help="how many more, that compute prompts for the others; their KV goes through a folder for temporary files, "
-        "or as --kv-transfer-config says (default: 0)",
+        help="number of prefill workers, which compute prompts for others; KV goes through a temporary folder, or as "
+        "set by --kv-transfer-config (default: 0)",
     )
     parser.add_argument(
         "--gpus-per-worker",
         metavar="K",
         type=non_negative_int,
-        help="GPUs of its own that each worker gets (default: as many as its engine uses; 0: all workers see all GPUs)",
+        help="GPUs of each worker; 0: all workers see all GPUs (default: as many as its engine uses)",
     )
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help=f"where the HTTP service listens (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
+        help=f"address of the HTTP service (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
     )
     add_allowed_host(parser)
     add_parsers(parser)
@@ -100,26 +100,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=positive_float,
         default=1800.0,
-        help="seconds until all workers must serve (default: %(default)g)",
+        help="seconds within which all workers must serve (default: %(default)g)",
     )
     parser.add_argument(
-        "--state-dir", metavar="DIR", type=Path, help="where the tiny MoE is kept (default: ~/.cache/rollbus)"
+        "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
     )
-    parser.add_argument("--secure", action="store_true", help="let in only who has credentials")
+    parser.add_argument("--secure", action="store_true", help="accept only connections with credentials")
     parser.add_argument(
-        "--auth-dir", metavar="DIR", type=Path, help="where they are (default: the folder auth in --state-dir)"
+        "--auth-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder of the credentials (default: the folder auth in --state-dir)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until told to stop."""
+    """Run until stopped."""
     from ..app import run_async
     from ..gpus import divide_gpus
     from ..local_fleet import check_vllm, worker_names
 
     at = None if args.http is None else address(args.http)
     if args.auth_dir is not None and not args.secure:
-        raise CommandFailed("--auth-dir goes with --secure", ExitCode.USAGE)
+        raise CommandFailed("--auth-dir requires --secure", ExitCode.USAGE)
     if args.model is not None:
         is_hub_id(args.model)
     port = nats_port(args.nats, is_named=args.is_nats_named)
@@ -127,13 +130,13 @@ def run(args: argparse.Namespace) -> int:
         check_vllm()
     use_model(args)
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
-    # Taken before anything is started: who cannot have the address hears so at once.
+    # Bind the address before anything starts, so that an error is reported at once.
     with ExitStack() as stack:
         if args.prefill_workers and args.engine == "vllm" and args.kv_transfer_config is None:
             args.kv_transfer_config = through_folder(stack.enter_context(TemporaryDirectory(prefix="rollbus-kv-")))
         check_parsers(args)
         if args.reasoning_parser is not None and args.engine == "vllm":
-            # The engine must know where reasoning ends: only what comes behind it is held to a schema.
+            # The engine must know where reasoning ends: a schema applies to the text after it only.
             given = json.loads(args.engine_args or "{}")
             args.engine_args = json.dumps({"reasoning_parser": args.reasoning_parser, **given})
         listening = _http_socket(at)
@@ -143,13 +146,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def through_folder(folder: str) -> str:
-    """The `--kv-transfer-config` of workers that share this folder."""
+    """Return the `--kv-transfer-config` of workers that share this folder."""
     extra = {"shared_storage_path": folder}
     return json.dumps({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
 
 
 def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
-    """Where the HTTP service is to listen; None: it is not installed, and nobody asked for it."""
+    """Return the socket of the HTTP service; None: it is not installed and was not requested."""
     from ..console import note
 
     try:
@@ -185,7 +188,7 @@ async def _up(
     with ExitStack() as stack:
         log, shows_logs = _log_file(args, stack)
         display = FleetDisplay(names, log, shows_logs=shows_logs)
-        # The second signal cancels the orderly stop, too: then everything is killed.
+        # A second signal cancels the orderly stop as well: then everything is killed.
         stack.enter_context(until_signalled(display.stop))
         fleet = replace(await _prepare(args, port), worker_env=worker_env)
         note(f"starting NATS and {len(names)} worker{'s' * (len(names) > 1)}; Ctrl-C stops everything")
@@ -205,9 +208,9 @@ async def _up(
 
 
 def _log_file(args: argparse.Namespace, stack: ExitStack) -> "tuple[LogFile | None, bool]":
-    """The log file, and whether logs are on stderr.
+    """Return the log file, and True if logs go to stderr.
 
-    A person at a terminal gets a file. A program that reads stderr gets the logs there, as before, and no file.
+    On a terminal, logs go to a file. A program that reads stderr gets the logs there, and there is no file.
     """
     from ..console import note
     from ..local_fleet import default_state_dir
@@ -277,17 +280,17 @@ def _announce(args: argparse.Namespace, fleet: "LocalFleet", url: str, http: str
 
 
 def _as_user(fleet: "LocalFleet", role: str) -> str:
-    """The options that make another command one of the fleet's users."""
+    """Return the options with which another command connects as a user of the fleet."""
     if fleet.users is not None:
         return f" --creds {fleet.users.others[role]}"
     return f" --fleet {fleet.fleet}" if fleet.fleet != "default" else ""
 
 
 def nats_port(url: str, *, is_named: bool) -> int:
-    """The port to listen at, for the address that other commands are given; -1 for any that is free.
+    """Return the port for the address of other commands; -1 for any free port.
 
     Args:
-        is_named: the user named the address; of a default one, only the host is kept if its port is taken.
+        is_named: True if the user named the address. If the port of the default address is taken, use a free port.
 
     Raises:
         CommandFailed: the address is not on this machine, or its port is taken.
@@ -302,7 +305,7 @@ def nats_port(url: str, *, is_named: bool) -> int:
         raise CommandFailed(f"--nats {shown}: {exc}", ExitCode.USAGE) from exc
     if parts.hostname not in LOOPBACK or "," in parts.netloc:
         raise CommandFailed(
-            f"--nats {shown}: `up` runs a NATS server of its own, for this machine only, at 127.0.0.1", ExitCode.USAGE
+            f"--nats {shown}: `up` runs its own NATS server, for this machine only, at 127.0.0.1", ExitCode.USAGE
         )
     if not port:
         return -1
@@ -310,7 +313,7 @@ def nats_port(url: str, *, is_named: bool) -> int:
         return port
     if is_named:
         raise CommandFailed(
-            f"--nats {shown}: port {port} is taken; name another one, or nats://127.0.0.1:0 for any that is free"
+            f"--nats {shown}: port {port} is taken; name another port, or nats://127.0.0.1:0 for any free port"
         )
     note(f"port {port} is taken: the NATS server listens at a free one")
     return -1

@@ -1,16 +1,16 @@
-"""Replace the weights of all workers of a model, while requests are in flight.
+"""Replace the weights of all workers of a model while requests are in flight.
 
-PATH is the folder of a whole checkpoint: config.json and safetensors files. Each worker looks for it on its own
-machine, and refuses it unless its real path is below one of the worker's --weight-root. With --upload the folder is on
-this machine, and goes to the workers through NATS.
+PATH is the folder of a whole checkpoint: config.json and safetensors files. Each worker looks for it on its own machine
+and rejects it unless its real path is below one of the worker's --weight-root folders. With --upload the folder is on
+this machine and goes to the workers through NATS.
 
-All workers first stage it while they serve: they fetch what is in NATS, and check every file, shape and type. If any
-refuses, nothing is changed. Then each stops its requests (--mode, as for `rollbus pause`), loads, proves with a fixed
-prompt that it computes what it should, and goes on. Every token says which version sampled it. A worker that failed
-serves nothing until a good update or a restart; `rollbus status` says why. A worker that starts later loads these
-weights before it serves.
+All workers first stage the weights while they serve: they fetch files from NATS and check every file, shape and dtype.
+If one worker rejects them, nothing changes. Then each worker stops its requests (--mode, as in `rollbus pause`), loads
+the weights, verifies them with a canary, a fixed prompt, and resumes. Every token has the version that sampled it. A
+worker whose update failed serves nothing until a successful update or a restart; `rollbus status` shows the reason. A
+worker that starts later loads these weights before it serves.
 
-An update that has begun goes on when this command is interrupted; `rollbus status` shows how far it is.
+An update continues if this command is interrupted; `rollbus status` shows its progress.
 """
 
 import argparse
@@ -40,28 +40,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_source_options(parser, "checkpoint")
     parser.add_argument(
-        "--version", metavar="N", type=non_negative_int, help="of the new weights; needed, except with --check"
+        "--version", metavar="N", type=non_negative_int, help="version of the new weights (required unless --check)"
     )
     add_switch_options(parser)
     parser.add_argument(
         "--expected-canary",
         metavar="FILE",
         type=Path,
-        help="JSON with what the new weights must give: a `canary` of an earlier --json, or made by the trainer",
+        help="JSON with the expected canary of the new weights: from an earlier --json, or from the trainer",
     )
-    parser.add_argument("--check", action="store_true", help="only ask the workers whether they could; change nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="dry run: check that the workers can load these weights, change nothing"
+    )
     add_send_options(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Update, or check."""
+    """Update the weights, or check them."""
     path, objects = astuple(source_of(args))
     if args.check:
         if args.upload:
-            raise CommandFailed("--check looks at what the workers can reach; --upload changes that", ExitCode.USAGE)
+            raise CommandFailed(
+                "--check and --upload exclude each other: --check tests weights that the workers can reach already",
+                ExitCode.USAGE,
+            )
         return await command(lambda _, fleet, options: fleet.check_weights(path, objects=objects, **options))(args)
     if args.version is None:
-        raise CommandFailed("--version N is needed: tokens of the new weights bear it", ExitCode.USAGE)
+        raise CommandFailed("--version N is required: it marks the tokens of the new weights", ExitCode.USAGE)
     canary = None if args.expected_canary is None else read_canary(args.expected_canary)
     send = command(
         lambda args, fleet, options: fleet.update_weights(
@@ -83,7 +88,7 @@ def read_canary(path: Path) -> "Canary":
     """Read a canary from a file.
 
     Raises:
-        CommandFailed: there is none in it.
+        CommandFailed: the file contains no canary.
     """
     import msgspec
 

@@ -1,7 +1,7 @@
-"""Show the published weights of a model: the versions that are kept, what each takes, and which workers have it.
+"""Show the published weights of a model: the stored versions, their sizes, and the workers that have them.
 
-A version is an anchor, the whole checkpoint, or a delta, which has what changed since the version above it. The one
-that is recorded is what workers load when they start.
+A version is an anchor, a whole checkpoint, or a delta, which contains the changes since the version above it. Workers
+load the recorded version when they start.
 """
 
 import argparse
@@ -19,11 +19,11 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--model", metavar="NAME", help="whose weights (default: of every model of the fleet)")
+    parser.add_argument("--model", metavar="NAME", help="name of the model (default: every model of the fleet)")
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Read the chain records, and ask the workers."""
+    """Read the chain records and ask the workers."""
     from .... import bus
     from ....bus.control.chain_key import ChainKey
     from ....bus.control.uploads import sources_in
@@ -45,7 +45,7 @@ async def run(args: argparse.Namespace) -> int:
             except ControlError as error:
                 if error.code is not ControlCode.STORAGE or args.model:
                     raise
-                continue  # it has no bucket
+                continue  # the model has no bucket
             versions: dict[int, list[str]] = {}
             for worker in fleet.workers:
                 if worker.model == model:
@@ -62,7 +62,9 @@ async def run(args: argparse.Namespace) -> int:
             )
     if not found:
         shown = f"nothing is published in fleet {fleet.fleet!r}: no model has a bucket for it"
-        raise CommandFailed(f"{shown}; `rollbus publish-weights` or a trainer's rollbus.WeightPublisher make one")
+        raise CommandFailed(
+            f"{shown}; `rollbus publish-weights` or a trainer's rollbus.WeightPublisher publish weights"
+        )
     if args.json:
         print_json({"models": [weights_as_json(weights) for weights in found]})
         return ExitCode.OK

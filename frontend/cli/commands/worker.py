@@ -1,6 +1,6 @@
-"""Run one worker: one process with one engine that takes requests from NATS.
+"""Run one worker: one process with one engine that pulls requests from NATS.
 
-This process becomes the worker: signals and the exit code are the worker's. It logs on stderr.
+This process becomes the worker: signals and the exit code are those of the worker. Logs go to stderr.
 """
 
 import argparse
@@ -25,21 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR|ID",
-        help="folder of the checkpoint, or its id on Hugging Face, such as Qwen/Qwen3-0.6B; needed for the engine vllm",
+        help="folder of the checkpoint, or its Hugging Face id such as Qwen/Qwen3-0.6B (required for the engine vllm)",
     )
     add_worker_options(parser)
     parser.add_argument(
         "--role",
         choices=get_args(Role),
-        help="prefill: computes prompts for decode workers; both needs no other (default: both)",
+        help="prefill: compute prompts for decode workers; both: serve whole requests (default: both)",
     )
     parser.add_argument(
-        "--worker-id", metavar="ID", help="its name, unique in the fleet (default: host, process id and some letters)"
+        "--worker-id",
+        metavar="ID",
+        help="id of the worker, unique in the fleet (default: host, process id and four characters)",
     )
     parser.add_argument(
         "--probe",
         metavar="HOST:PORT",
-        help="answer /health, /ready and /metrics there over HTTP, for supervisors (default: nowhere)",
+        help="address for /health, /ready and /metrics over HTTP, for supervisors (default: none)",
     )
     parser.add_argument(
         "--listen-s",
