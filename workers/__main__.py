@@ -273,12 +273,12 @@ async def _run(
                 probed, lambda: worker.presence() if worker is not None and worker.is_assembled else None
             )
             await until_ended.enter_async_context(probe)
-            logger.info("probe.listening port=%s", probe.port)
+            logger.info("probe.started port=%s", probe.port)
         try:
             await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
         except asyncio.CancelledError:
             # Only `stop` cancels this task.
-            logger.info("worker.stopped_waiting worker=%s", config.worker_id)
+            logger.info("worker.start_cancelled worker=%s", config.worker_id)
             return
         tracer = make_tracer(tracing, service_name="rollbus-worker", field="--otel")
         export = None

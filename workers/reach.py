@@ -42,7 +42,7 @@ async def wait_for_server(server: Server, *, name: str) -> None:
             # The attempt included the wait.
             if time.monotonic() >= next_line_at:
                 next_line_at = time.monotonic() + REPEAT_S
-                logger.warning("worker.waits_for_server error=%s", exc)
+                logger.warning("worker.server_awaited error=%s", exc)
         else:
             await connection.shut()
             return
@@ -59,5 +59,5 @@ async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls
             await ensure_queue(nats, subjects, model)
             return
         except BusBroken as exc:
-            logger.warning("worker.waits_for_queue model=%s error=%s", model, exc)
+            logger.warning("worker.queue_awaited model=%s error=%s", model, exc)
         await asyncio.sleep(QUEUE_RETRY_S)

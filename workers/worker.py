@@ -264,7 +264,7 @@ class Worker:
             yield
         except RemoteProtocolError as exc:
             self._bad_messages += 1
-            logger.warning("message.bad subject=%s error=%s", message.subject, exc)
+            logger.warning("message.rejected subject=%s error=%s", message.subject, exc)
 
     async def _on_reconnect(self) -> None:
         """Continue the links: heartbeats show clients which frames were lost, and the worker sends these again."""
@@ -312,7 +312,7 @@ class Worker:
 
     def _on_engine_dead(self, death: EngineDead) -> None:
         if self._death is None:
-            logger.error("engine.dead worker=%s error=%s", self._config.worker_id, death)
+            logger.error("engine.died worker=%s error=%s", self._config.worker_id, death)
             self._death = death
             self._give_up(death)
 
@@ -334,7 +334,7 @@ class Worker:
             async with asyncio.timeout(WIND_DOWN_S if self._nats.lost is None else 0):
                 await self._publisher.wait_acknowledged()
         except TimeoutError:
-            logger.warning("worker.unsettled worker=%s links=%r", self._config.worker_id, self._links)
+            logger.warning("worker.frame_acks_timed_out worker=%s links=%r", self._config.worker_id, self._links)
             # Requests without an acknowledgment by now may go to another worker.
             await self._publisher.publish_all([message.nak for message in self._links.requests.messages])
 

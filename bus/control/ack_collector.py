@@ -103,11 +103,11 @@ class AckCollector:
                 raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
         except RemoteProtocolError as exc:
             self.bad_messages += 1
-            logger.warning("ack.bad subject=%s error=%s", message.subject, exc)
+            logger.warning("ack.rejected subject=%s error=%s", message.subject, exc)
             return
         under_way = self._under_way.get(ack.id)
         if under_way is None:
-            logger.debug("ack.late id=%s worker=%s status=%s", ack.id, ack.worker, ack.status)
+            logger.debug("ack.received_late id=%s worker=%s status=%s", ack.id, ack.worker, ack.status)
             return
         if under_way.tracker.add_ack(ack, time.monotonic()):
             under_way.news.append(ack)
@@ -179,7 +179,7 @@ class AckCollector:
                 if self._nats.lost is not None:
                     raise
                 # It is repeated when the connection is back.
-                logger.warning("command.waits id=%s error=%s", command.id, exc)
+                logger.warning("command.publish_failed id=%s error=%s", command.id, exc)
 
 
 async def _wait(changed: asyncio.Event, until: float) -> None:

@@ -71,7 +71,7 @@ class ChainKey:
                 raise RemoteProtocolError("it is deleted, or not signed")
             record = decode_chain(found.info.metadata.get(CHAIN, ""))
         except RemoteProtocolError as error:
-            logger.warning("chain.unreadable bucket=%s error=%s", self.bucket, error)
+            logger.warning("chain.decode_failed bucket=%s error=%s", self.bucket, error)
             # Each epoch was a message of its own, so that none was above the number of this one.
             return StoredChain(ChainRecord(model=self._model, epoch=found.sequence), found.sequence, math.inf)
         now = (await self.bucket_state()).now

@@ -266,9 +266,9 @@ class Controller:
                 recording.model, lambda state: desired.set_back(state, recording.before, register, recording.epoch)
             )
         except RollbusError as exc:
-            logger.error("desired.not_set_back model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
+            logger.error("desired.rollback_failed model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
             return f"All workers of {recording.model} failed, and what is desired could not be set back: {exc}."
-        logger.info("desired.set_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
+        logger.info("desired.rolled_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
         return f"All workers of {recording.model} failed: what is desired of them was set back."
 
 

@@ -169,7 +169,7 @@ class Publication:
             try:
                 await self._home.change(lambda record: _withdrawn(record, self.objects, self._reason))
             except RollbusError as error:
-                logger.warning("publication.not_withdrawn objects=%s error=%s", self.objects, error)
+                logger.warning("publication.withdrawal_failed objects=%s error=%s", self.objects, error)
 
     async def announce(self) -> None:
         """Allow other ranks to join.
@@ -229,7 +229,7 @@ class Publication:
             async with asyncio.timeout(FAIL_S):
                 await store_failure(self._home.nats, self._bucket, f"{self._list_prefix}/failed/{rank}", reason)
         except (RollbusError, ApiError, TimeoutError) as error:
-            logger.warning("publication.failure_not_told objects=%s rank=%s error=%s", self.objects, rank, error)
+            logger.warning("publication.failure_publish_failed objects=%s rank=%s error=%s", self.objects, rank, error)
 
     async def collect(self, num_ranks: int, timeout_s: float) -> tuple[RankList, ...]:
         """Wait for the lists of ranks 1 to `num_ranks` - 1, and make their objects part of this publication.
@@ -366,7 +366,7 @@ class Publication:
         try:
             await delete_prefix(self._home.nats, f"{self._bucket}/{self._list_prefix}")
         except RollbusError as error:
-            logger.warning("publication.lists_left objects=%s error=%s", self.objects, error)
+            logger.warning("publication.lists_delete_failed objects=%s error=%s", self.objects, error)
 
     def _check_open(self) -> None:
         if self._is_over:

@@ -79,7 +79,7 @@ async def signs_of_life(nats: Connection, bucket: str, prefix: str, rank: int) -
         try:
             await put(nats, subject, data, {"Nats-Rollup": "sub", **nats.signatures.headers(subject, data)})
         except (RollbusError, ApiError) as error:
-            logger.warning("publication.no_sign_given prefix=%s rank=%s error=%s", prefix, rank, error)
+            logger.warning("publication.sign_publish_failed prefix=%s rank=%s error=%s", prefix, rank, error)
 
     async def go_on() -> None:
         while True:

@@ -53,7 +53,7 @@ class Retries:
         now = time.monotonic()
         if self._ends_at is None:
             self._ends_at = now + ELECTION_S
-            logger.warning("desired.unanswered error=%s", error)
+            logger.warning("desired.request_failed error=%s", error)
         if now >= self._ends_at:
             raise error
         await asyncio.sleep(AGAIN_S)

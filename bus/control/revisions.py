@@ -201,7 +201,7 @@ class Revisions:
             self.refused += 1
             if self.refused.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
                 logger.warning(
-                    "desired.refused model=%s sequence=%s so_far=%s error=%s",
+                    "desired.revision_rejected model=%s sequence=%s so_far=%s error=%s",
                     *(model, revision.sequence, self.refused, error),
                 )
             return found

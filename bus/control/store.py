@@ -175,7 +175,7 @@ class DesiredStore:
                 found = await self._revisions.find(model)
                 before = found.state or _empty(model, found.sequence)
                 if found.problem is not None:
-                    logger.warning("desired.unreadable model=%s error=%s", model, found.problem)
+                    logger.warning("desired.decode_failed model=%s error=%s", model, found.problem)
                 elif not before.registers and not before.workers:
                     return is_sent
                 is_sent = True
@@ -216,7 +216,7 @@ class DesiredStore:
             try:
                 found.append(decode_token(subject.removeprefix(prefix)))
             except ValueError:
-                logger.warning("desired.strange_key subject=%s", subject)
+                logger.warning("desired.key_rejected subject=%s", subject)
         return tuple(sorted(found))
 
     async def read_all(self) -> dict[str, DesiredState]:
@@ -226,7 +226,7 @@ class DesiredStore:
             try:
                 state = await self.read(model)
             except RemoteProtocolError as exc:
-                logger.warning("desired.unreadable model=%s error=%s", model, exc)
+                logger.warning("desired.decode_failed model=%s error=%s", model, exc)
                 continue
             if state is not None:
                 states[model] = state

@@ -140,7 +140,7 @@ class Updates:
         try:
             keep = sources_in(await self._state(model))
         except RollbusError as exc:
-            logger.warning("upload.not_deleted objects=%s error=%s", command.source.objects, exc)
+            logger.warning("upload.delete_failed objects=%s error=%s", command.source.objects, exc)
             return
         await self._uploads.delete_source(model, command, keep)
 
@@ -217,7 +217,7 @@ class Updates:
         try:
             state = await self._state(model)
         except RollbusError as exc:
-            logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
+            logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
             return
         if objects not in sources_in(state) and not desired.may_come_back(state, command):
             await self._uploads.delete(objects)
@@ -228,7 +228,7 @@ class Updates:
         try:
             keep = sources_in(await self._state(model), *befores)
         except RollbusError as exc:
-            logger.warning("upload.not_pruned model=%s error=%s", model, exc)
+            logger.warning("upload.prune_failed model=%s error=%s", model, exc)
             return
         await self._uploads.prune(model, command, keep)
 
@@ -270,7 +270,7 @@ class Updates:
 
     async def _fence(self, workers: tuple[str, ...], roster: Roster, epoch: int) -> frozenset[str]:
         """Have these workers serve nothing, unless weights of after `epoch` are desired; returns who confirmed it."""
-        logger.error("weights.not_verified workers=%s", ",".join(workers))
+        logger.error("weights.mismatch_detected workers=%s", ",".join(workers))
         fence = Fence(
             workers=workers,
             epoch=epoch,

@@ -64,7 +64,7 @@ class Uploads:
             async with self._connected() as nats:
                 await delete_prefix(nats, objects)
         except RollbusError as exc:
-            logger.warning("upload.not_deleted objects=%s error=%s", objects, exc)
+            logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
 
     async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete what was uploaded before the source of `command`, of older versions of the same, but for `keep`.
@@ -85,7 +85,7 @@ class Uploads:
                     if is_older and objects not in keep:
                         await delete_prefix(nats, objects)
         except RollbusError as exc:
-            logger.warning("upload.not_pruned bucket=%s home=%s error=%s", bucket, home, exc)
+            logger.warning("upload.prune_failed bucket=%s home=%s error=%s", bucket, home, exc)
 
     async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete the source of `command` too, which nobody wants any more, if it was uploaded here."""

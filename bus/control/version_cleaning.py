@@ -93,7 +93,7 @@ class Cleaning:
         except (ControlError, RemoteProtocolError) as error:
             if isinstance(error, ControlError) and error.code is not ControlCode.BAD_SOURCE:
                 raise
-            logger.warning("versions.unreadable objects=%s error=%s", objects, error)
+            logger.warning("versions.read_failed objects=%s error=%s", objects, error)
             return set()
         return {link.objects for link in manifest.links}
 

@@ -125,7 +125,7 @@ class VersionStore:
                 if self._epoch is not None and self._lost is None:
                     await self._change(lambda record: replace(record, holder=None, opened=None))
         except (RollbusError, TimeoutError) as error:
-            logger.warning("versions.lease_not_returned model=%s error=%s", self._model, error)
+            logger.warning("versions.lease_release_failed model=%s error=%s", self._model, error)
         finally:
             self._epoch = self._home = None
             await self._stack.aclose()
@@ -253,7 +253,7 @@ class VersionStore:
             await cleaning.delete_folders(kept)
             await cleaning.delete_parts()
         except (RollbusError, ApiError) as error:
-            logger.warning("versions.not_cleaned model=%s error=%s", self._model, error)
+            logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
     def _opened(self) -> PublicationHome:
         if self._home is None:
@@ -285,12 +285,12 @@ class VersionStore:
                 raise
             await self._change(self._taken, is_leasing=True)
         self._epoch = self.record.epoch
-        logger.info("versions.lease_taken model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
+        logger.info("versions.lease_acquired model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
             # No other publisher can commit any more, and this one has stored nothing yet.
             await self._delete_leftovers(key, 0.0)
         except RollbusError as error:
-            logger.warning("versions.not_cleaned model=%s error=%s", self._model, error)
+            logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
     async def _delete_leftovers(self, key: ChainKey, young_s: float) -> int:
         """Delete what killed publications left; return of how many objects.
@@ -322,7 +322,7 @@ class VersionStore:
             try:
                 await self.refresh()
             except RollbusError as error:
-                logger.warning("versions.lease_not_renewed model=%s error=%s", self._model, error)
+                logger.warning("versions.lease_renewal_failed model=%s error=%s", self._model, error)
 
     async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
         """Write what `change` makes of the chain record; called again for what another program has written.

@@ -206,7 +206,7 @@ class Connection(PatchedNatsClient):
             self._dropped_msgs += 1
             if self._dropped_msgs.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
                 logger.warning(
-                    "nats.dropped name=%s subject=%s so_far=%s", self._name, error.subject, self._dropped_msgs
+                    "nats.messages_dropped name=%s subject=%s so_far=%s", self._name, error.subject, self._dropped_msgs
                 )
             self._on_error(error)
         elif not isinstance(error, (nats_errors.Error, OSError)):
@@ -223,7 +223,7 @@ class Connection(PatchedNatsClient):
             # Attempts to reconnect repeat their errors, of several servers in turn.
             if str(error) not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(str(error))
-                logger.warning("nats.error name=%s error=%s", self._name, error)
+                logger.warning("nats.error_received name=%s error=%s", self._name, error)
         elif self._is_opening and (failure := self._failed.add(self._address_now(), error)) is not None:
             raise failure from None  # nats-py lets it through, and with it ends `connect`
 
@@ -247,7 +247,7 @@ class Connection(PatchedNatsClient):
     async def _on_nats_close(self) -> None:
         if self._is_open:
             self.lost = BusBroken(f"the NATS server at {self._shown_url()} ended {self._name}: {self.last_error}")
-            logger.error("nats.lost name=%s error=%s", self._name, self.lost)
+            logger.error("nats.connection_lost name=%s error=%s", self._name, self.lost)
             self._on_error(self.lost)
 
     async def _call(self, callback: Callable[[], Awaitable[None]] | None) -> None:
@@ -385,7 +385,7 @@ async def drain(nats: Client, subscription: Subscription, *, timeout_s: float = 
         async with asyncio.timeout(timeout_s):
             await subscription.drain()  # type: ignore[no-untyped-call]
     except (nats_errors.Error, OSError) as error:  # a TimeoutError is an OSError
-        logger.warning("nats.not_drained subject=%s error=%s", subscription.subject, error)
+        logger.warning("nats.drain_failed subject=%s error=%s", subscription.subject, error)
 
 
 def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
@@ -395,6 +395,6 @@ def _unstreamed(nats: Client, handler: Callable[[Msg], Awaitable[None]]) -> Call
         elif isinstance(nats, Connection):
             nats.streamed_msgs += 1
             if nats.streamed_msgs.bit_count() == 1:
-                logger.warning("nats.streamed subject=%s so_far=%s", message.subject, nats.streamed_msgs)
+                logger.warning("nats.stream_delivery_dropped subject=%s so_far=%s", message.subject, nats.streamed_msgs)
 
     return handle

@@ -179,10 +179,12 @@ def _lesser(nats: PatchedNatsClient, config: dict[str, Any], error: ApiError) ->
     name, replicas = config["name"], config["num_replicas"]
     is_full = error.code == NO_STORAGE or (error.code == NO_PEERS and "storage" in str(error))
     if is_full and config.get("max_bytes", -1) != -1:
-        logger.warning("jetstream.not_set_aside stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error)
+        logger.warning(
+            "jetstream.reservation_skipped stream=%s max_bytes=%s error=%s", name, config["max_bytes"], error
+        )
         return {**config, "max_bytes": -1}
     if error.code == NO_PEERS and nats.replicas is None and replicas > 1:
-        logger.warning("jetstream.fewer_replicas stream=%s wanted=%s error=%s", name, replicas, error)
+        logger.warning("jetstream.replicas_reduced stream=%s wanted=%s error=%s", name, replicas, error)
         return {**config, "num_replicas": 1}
     raise error
 

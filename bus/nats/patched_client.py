@@ -247,7 +247,7 @@ class PatchedNatsClient(Client):
             await super()._close(status, do_cbs)
         except OSError as error:
             # The last write met a lost connection. Without unsent bytes, nats-py completes the close.
-            logger.warning("nats.unsent bytes=%s error=%s", self._pending_data_size, error)
+            logger.warning("nats.final_flush_failed bytes=%s error=%s", self._pending_data_size, error)
             self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
             await super()._close(status, do_cbs)

@@ -284,7 +284,7 @@ def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: d
         if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
             raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
     except BadSignature as error:
-        logger.warning("objects.refused bucket=%s object=%s error=%s", bucket, name, error)
+        logger.warning("objects.rejected bucket=%s object=%s error=%s", bucket, name, error)
         return False
     return True
 

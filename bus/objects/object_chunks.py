@@ -72,7 +72,9 @@ async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerat
                 raise ControlError(
                     ControlCode.STORAGE, f"{progress.shown} stopped for {STALL_S:g} s after {progress.so_far}: {error}"
                 ) from error
-            logger.warning("objects.retry object=%s so_far=%r error=%s", progress.shown, progress.so_far, error)
+            logger.warning(
+                "objects.transfer_retried object=%s so_far=%r error=%s", progress.shown, progress.so_far, error
+            )
             await asyncio.sleep(RETRY_S)
 
 

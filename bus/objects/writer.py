@@ -84,7 +84,7 @@ async def put_folder(
         if not is_stored:
             await delete_stored(nats, bucket, tuple(infos))
     size, seconds = sum(info.size for info in infos), time.monotonic() - started
-    logger.info("objects.put objects=%s files=%s bytes=%s seconds=%.3f", objects, len(infos), size, seconds)
+    logger.info("objects.uploaded objects=%s files=%s bytes=%s seconds=%.3f", objects, len(infos), size, seconds)
     return objects
 
 
@@ -143,4 +143,4 @@ async def delete_stored(nats: Client, bucket: str, infos: tuple[ObjectInfo, ...]
                 except BusBroken:
                     await asyncio.sleep(RETRY_S)
     except (TimeoutError, ControlError) as error:
-        logger.warning("objects.left_behind bucket=%s objects=%s error=%s", bucket, len(infos), error)
+        logger.warning("objects.cleanup_failed bucket=%s objects=%s error=%s", bucket, len(infos), error)

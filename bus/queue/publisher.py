@@ -302,7 +302,7 @@ class QueuePublisher:
             result = _decode_publish_ack(message)
         except msgspec.MsgspecError as error:
             self.stats.bad_answers += 1
-            logger.warning("queue.bad_answer client=%s error=%s", self._client, error)
+            logger.warning("queue.publish_ack_rejected client=%s error=%s", self._client, error)
             return
         if result is None:
             return

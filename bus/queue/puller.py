@@ -228,7 +228,7 @@ class QueuePuller:
         try:
             await ensure_queue(self._nats, self._subjects, self._model, self._limits)
         except BusBroken as error:
-            logger.warning("queue.not_ensured model=%s error=%s", self._model, error)
+            logger.warning("queue.ensure_failed model=%s error=%s", self._model, error)
             return False
         self._is_ensured = True
         self._ensured_at = time.monotonic()
@@ -281,5 +281,5 @@ class QueuePuller:
         if answer is PullStatus.MISSING:
             self._is_ensured = False
         elif answer is PullStatus.REFUSED:
-            logger.warning("queue.pull_refused model=%s status=%s", self._model, headers)
+            logger.warning("queue.pull_rejected model=%s status=%s", self._model, headers)
         self._plan.end_pull(int(message.subject.rpartition(".")[2]), answer, time.monotonic())

@@ -89,7 +89,7 @@ class OtelTracer:
                 state = result.trace_state.to_header() if result.trace_state else ""
                 is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
         except ForeignError as exc:
-            logger.warning("spans.not_sampled error=%s", exc)
+            logger.warning("spans.sampling_failed error=%s", exc)
             state, is_sampled = "", False
         return SpanContext(trace_id, new_span_id(), is_sampled, state or None)
 
@@ -128,7 +128,7 @@ class OtelTracer:
         except ForeignError as exc:
             # A provider of the caller has processors of other authors.
             self.stats.spans_dropped += len(spans)
-            logger.warning("spans.not_made error=%s", exc)
+            logger.warning("spans.creation_failed error=%s", exc)
         else:
             if not self._own:
                 self.stats.spans_exported += len(spans)

@@ -125,7 +125,7 @@ class _Endpoint:
             except ClientDisconnect:
                 has_stalled = request.state.delivery.has_stalled
                 seen.status = CLIENT_STALLED if has_stalled else CLIENT_GONE
-                logger.info("client.%s path=%s", "stalled" if has_stalled else "gone", request.url.path)
+                logger.info("client.%s path=%s", "stalled" if has_stalled else "disconnected", request.url.path)
 
     async def _answer(self, request: Request) -> Response:
         try:

@@ -66,7 +66,7 @@ class FleetCollector(Collector):
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._rb.fleet.state()
         except (RollbusError, TimeoutError) as error:
-            logger.warning("metrics.no_fleet error=%r", error)
+            logger.warning("metrics.fleet_read_failed error=%r", error)
             return None
 
     def collect(self) -> Iterator[Metric]:

@@ -340,7 +340,7 @@ async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.Lo
             await store.open()
         await store.clean(set())
         await store.close()
-    assert "versions.not_cleaned model=m" in caplog.text
+    assert "versions.cleanup_failed model=m" in caplog.text
 
 
 async def test_a_record_that_nobody_can_read_does_not_end_publishing(nats_url: str) -> None:

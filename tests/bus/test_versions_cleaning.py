@@ -62,7 +62,7 @@ async def test_what_cannot_be_cleaned_for_a_lease_is_a_typed_error(
     monkeypatch.setattr(Cleaning, "look", refused)
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet):
-            assert "versions.not_cleaned model=m" in caplog.text
+            assert "versions.cleanup_failed model=m" in caplog.text
         real, tries = ChainKey.write, []
 
         async def full(key: ChainKey, record: ChainRecord, sequence: int) -> int | None:

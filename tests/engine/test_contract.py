@@ -395,4 +395,4 @@ def test_releases_outside_of_the_contract(
             contract_check.check()
     else:
         contract_check.check()
-    assert ("engine.release_not_proven" in caplog.text) == (outcome == "logged")
+    assert ("engine.unverified_release_detected" in caplog.text) == (outcome == "logged")

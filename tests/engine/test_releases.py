@@ -101,7 +101,7 @@ def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(launch, "cpu_refusal", lambda: REASON)
 
     assert launch._chosen_routing({}, has_experts=True) is False
-    assert [record.getMessage() for record in caplog.records] == [f"engine.routing_turned_off reason={REASON}"]
+    assert [record.getMessage() for record in caplog.records] == [f"engine.routed_experts_disabled reason={REASON}"]
     assert launch._chosen_routing({}, has_experts=False) is False
     assert len(caplog.records) == 1
     with pytest.raises(EngineDead, match=f"'enable_return_routed_experts' is true, but {REASON}; allowed here: false"):

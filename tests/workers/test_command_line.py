@@ -66,7 +66,7 @@ async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str
             rest = await stderr_of(process).read()
             assert await process.wait() == 0
 
-    assert f"worker.waits_for_server error=no NATS server at {proxy.url}" in line.decode()
+    assert f"worker.server_awaited error=no NATS server at {proxy.url}" in line.decode()
     assert b"waits_for_server" not in rest
 
 

@@ -110,7 +110,7 @@ class AckPublisher:
         subject, max_bytes = self._subjects.ack(controller, self._config.worker_id), self._nats.max_payload
         data = encode_json(ack)
         if len(data) > max_bytes:
-            logger.warning("ack.cut id=%s bytes=%s allowed=%s", ack.id, len(data), max_bytes)
+            logger.warning("ack.truncated id=%s bytes=%s allowed=%s", ack.id, len(data), max_bytes)
             data = cut_ack(ack, max_bytes)
         self._publisher.enqueue_acks([partial(publish, self._nats, subject, data)])
 

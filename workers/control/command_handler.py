@@ -134,7 +134,9 @@ class CommandHandler:
             self.bad_messages += 1
             # Log at 1, 2, 4, 8 and so on: a flood of messages must not cause a flood of log events.
             if self.bad_messages.bit_count() == 1:
-                logger.warning("command.bad subject=%s so_far=%s error=%s", message.subject, self.bad_messages, exc)
+                logger.warning(
+                    "command.rejected subject=%s so_far=%s error=%s", message.subject, self.bad_messages, exc
+                )
 
     def _receive(self, controller: str, data: bytes, signed: Signed | None) -> None:
         try:
@@ -234,7 +236,7 @@ class CommandHandler:
             except PermissionDenied as exc:
                 error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record it before it is published")
             except (BusBroken, BusClosed) as exc:
-                logger.warning("command.unrecorded id=%s error=%s", received.command.id, exc)
+                logger.warning("command.record_failed id=%s error=%s", received.command.id, exc)
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             except RemoteProtocolError as exc:

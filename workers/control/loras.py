@@ -180,7 +180,7 @@ class Loras:
                     path = await self._sources.adapter(loaded.source, report, is_reload=True)
                 await self._replace(name, loaded, path, deadline)
             except ControlError as exc:
-                logger.error("lora.gone name=%s version=%s error=%s", name, loaded.version, exc)
+                logger.error("lora.reload_failed name=%s version=%s error=%s", name, loaded.version, exc)
                 self._record(name, None, "its adapter could not be brought back after new weights")
                 self.lost[name] = exc.message
 

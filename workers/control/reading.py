@@ -140,7 +140,7 @@ class DesiredReader:
             except (BusBroken, BusClosed, RemoteProtocolError) as exc:
                 wait_s = RETRY_S
                 if self.problem is None:
-                    logger.warning("desired.unread model=%s error=%s", self._model, exc)
+                    logger.warning("desired.read_failed model=%s error=%s", self._model, exc)
                 self.problem = str(exc)
             else:
                 self.problem = None

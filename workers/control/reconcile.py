@@ -129,7 +129,7 @@ class Reconciler:
         In a network partition the rest of the fleet may have continued without this worker.
         """
         if self._lifecycle.state is WorkerState.SERVING and not self.reader.is_fresh:
-            logger.warning("desired.unknown epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
+            logger.warning("desired.state_expired epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
             self._stop_serving()
 
     def on_read(self) -> None:
@@ -245,7 +245,7 @@ class Reconciler:
             self._handled.by_name.pop(due.register)
             return
         command, epoch = due.recorded.command, due.recorded.epoch
-        logger.info("command.begun command=%s epoch=%s", command.command, epoch)
+        logger.info("command.started command=%s epoch=%s", command.command, epoch)
 
         def report(stage: str) -> None:
             if stage == "loading" and self._waiting is not None:
@@ -303,7 +303,7 @@ class Reconciler:
         return RegisterOutcome(canary=canary, verified=verified, frames=self._in_flight.links.outbound.frame_counts())
 
     def _failed(self, due: PendingRegister, error: ControlError) -> RegisterOutcome:
-        logger.error("command.not_applied register=%s error=%s", due.register, error)
+        logger.error("command.apply_failed register=%s error=%s", due.register, error)
         return failure(error)
 
     async def _flush_outputs(self) -> None:
@@ -313,7 +313,7 @@ class Reconciler:
                 self._in_flight.flush()
                 await self._publisher.wait_sent()
         except TimeoutError:
-            logger.warning("command.frames_wait links=%r", self._in_flight.links)
+            logger.warning("command.frame_publish_timed_out links=%r", self._in_flight.links)
 
     @asynccontextmanager
     async def exclusive(self, *, halts: bool) -> AsyncIterator[None]:

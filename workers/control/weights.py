@@ -116,7 +116,7 @@ class WeightManager:
             await self._load(own, deadline, _ignore)
         except ControlError as exc:
             raise EngineDead(f"the engine cannot reload its own checkpoint {own}: {exc.message}") from exc
-        logger.info("weights.proven version=%s path=%s", self.version, own)
+        logger.info("weights.verified version=%s path=%s", self.version, own)
 
     async def update(self, command: UpdateWeights, report: Report) -> Canary | None:
         """Replace the weights by those of a checkpoint. Later tokens have the new version.

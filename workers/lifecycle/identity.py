@@ -53,7 +53,7 @@ class IdGuard:
             presence = decode_presence(message.data)
         except RemoteProtocolError as exc:
             self.bad_messages += 1
-            logger.warning("message.bad subject=%s error=%s", message.subject, exc)
+            logger.warning("message.rejected subject=%s error=%s", message.subject, exc)
             return
         if (
             presence.worker != self._worker_id
@@ -62,7 +62,7 @@ class IdGuard:
         ):
             return
         self.duplicate = DuplicateWorker(_text(presence))
-        logger.error("worker.gave_way worker=%s error=%s", self._worker_id, self.duplicate)
+        logger.error("worker.superseded worker=%s error=%s", self._worker_id, self.duplicate)
         self._lifecycle.give_way()
         self._on_duplicate(self.duplicate)
 

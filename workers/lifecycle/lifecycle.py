@@ -97,7 +97,7 @@ class WorkerLifecycle:
         gives_way = self._duplicates.receive(presence, Standing(self._incarnations, self.held_s), time.monotonic())
         if is_new and self._duplicates.is_known(presence):
             logger.warning(
-                "worker.duplicate_heard worker=%s host=%s pid=%s incarnation=%s uptime_s=%s",
+                "worker.duplicate_detected worker=%s host=%s pid=%s incarnation=%s uptime_s=%s",
                 self._worker_id,
                 presence.host,
                 presence.pid,
@@ -156,7 +156,9 @@ class WorkerLifecycle:
     def fence(self, reason: str) -> None:
         """End this incarnation; the next one may publish once its presence is confirmed."""
         self.times_fenced += 1
-        logger.warning("worker.gives_up worker=%s incarnation=%s reason=%s", self._worker_id, self.incarnation, reason)
+        logger.warning(
+            "worker.incarnation_ended worker=%s incarnation=%s reason=%s", self._worker_id, self.incarnation, reason
+        )
         self._incarnations.append(new_incarnation())
         self._held_since = None
         if self.state in SPEAKING:
@@ -192,7 +194,7 @@ class WorkerLifecycle:
         try:
             await publish(self._nats, self._subject, encode_json(presence))
         except BusBroken as exc:
-            logger.warning("presence.lost error=%s", exc)
+            logger.warning("presence.publish_failed error=%s", exc)
             return
         if not await self._nats.confirm(timeout_s=self._lease_left_s()):
             return

@@ -164,7 +164,7 @@ class RequestIntake:
 
     def _drop_bad(self, client: str, message: QueuedRequest | None, error: RemoteProtocolError) -> None:
         self.stats.bad += 1
-        logger.warning("request.bad client=%s error=%s", client, error)
+        logger.warning("request.rejected client=%s error=%s", client, error)
         self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:
@@ -391,7 +391,7 @@ class RequestIntake:
             instructions = self._links.fail([name], not_for_kv(exc, kv))
         except EngineDead as exc:
             # The engine's task raises this error too; it stops this worker and fails its requests.
-            logger.warning("request.not_submitted name=%s error=%s", name, exc)
+            logger.warning("request.submit_failed name=%s error=%s", name, exc)
         except Exception as exc:
             # Boundary of one request: any other error of an engine fails this request only.
             logger.exception("request.failed name=%s", name)

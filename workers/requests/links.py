@@ -266,7 +266,7 @@ class WorkerLinks:
             progress = link.sender.receive(message)
         except RemoteProtocolError as exc:
             self.stats.bad_messages += 1
-            logger.warning("link.bad_message client=%s error=%s", client, exc)
+            logger.warning("link.message_rejected client=%s error=%s", client, exc)
             return
         if progress.needs_new_link:
             self.break_link(link, instructions)
@@ -301,7 +301,12 @@ class WorkerLinks:
     def _remove_ended(self, incarnations: list[EndedIncarnation], instructions: Instructions) -> None:
         """Remove incarnations of clients that have ended for good."""
         for ended in incarnations:
-            logger.info("client.gone client=%s incarnation=%s reason=%s", ended.client, ended.incarnation, ended.reason)
+            logger.info(
+                "client.incarnation_ended client=%s incarnation=%s reason=%s",
+                ended.client,
+                ended.incarnation,
+                ended.reason,
+            )
             self.stats.clients_gone += 1
             link = self.outbound.find(ended.client, ended.incarnation)
             if link is not None:

@@ -115,11 +115,11 @@ class OutboundPublisher:
             await publish(self._nats, outgoing.subject, outgoing.data)
         except BusBroken as exc:
             self.frames_lost += 1
-            logger.warning("frame.lost subject=%s error=%s", outgoing.subject, exc)
+            logger.warning("frame.publish_failed subject=%s error=%s", outgoing.subject, exc)
             return
         except LocalProtocolError as exc:
             self.frames_lost += 1
-            logger.error("frame.refused subject=%s error=%s", outgoing.subject, exc)
+            logger.error("frame.rejected subject=%s error=%s", outgoing.subject, exc)
             self._on_broken(outbound)
             return
         self.frames += 1

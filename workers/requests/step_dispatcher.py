@@ -169,7 +169,7 @@ class StepDispatcher:
 
     def _fail_invalid_output(self, request: WorkerRequest, exc: LocalProtocolError, instructions: Instructions) -> None:
         """Fail and abort a request with invalid engine output."""
-        logger.error("request.broken name=%s error=%s", request.name, exc)
+        logger.error("request.output_rejected name=%s error=%s", request.name, exc)
         self._terminator.fail(request, RequestError(code=ErrorCode.PROTOCOL_ERROR, message=str(exc)))
         instructions.abort.append(request.name)
 

@@ -88,7 +88,9 @@ class Builder:
                 if error.code is not ControlCode.BAD_SOURCE:
                     raise
                 problems.append(error.message)
-                logger.warning("version.way_failed objects=%s way=%s error=%s", newest.own.objects, _shown(plan), error)
+                logger.warning(
+                    "version.build_failed objects=%s way=%s error=%s", newest.own.objects, _shown(plan), error
+                )
         shown = "; ".join(dict.fromkeys(problems)) if len(problems) <= _MAX_PROBLEMS else problems[-1]
         nothing = f"objects:{newest.own.objects} has no anchor, and no chain that begins with a folder on this machine"
         raise bad_source(shown or nothing)

@@ -124,7 +124,7 @@ class Fetcher:
                 try:
                     await self._verify(folder, manifest, hold.folder, progress)
                 except (ControlError, OSError) as error:
-                    logger.warning("folders.damaged folder=%s error=%s", hold.folder, error)
+                    logger.warning("folders.damage_detected folder=%s error=%s", hold.folder, error)
                     await asyncio.to_thread(hold.retire)
                     return False
                 hold.confirm(files)

@@ -294,7 +294,7 @@ async def _try_to_clean(clean: Callable[[], None]) -> None:
     try:
         await asyncio.to_thread(clean)
     except OSError as error:
-        logger.warning("sources.not_cleaned error=%s", error)
+        logger.warning("sources.cleanup_failed error=%s", error)
 
 
 def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> tuple[Path, FileNotes]:

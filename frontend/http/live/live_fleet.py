@@ -115,7 +115,7 @@ class LiveFleet:
             try:
                 await self._keep_point(number)
             except RollbusError as error:
-                logger.warning("live.no_point error=%r", error)
+                logger.warning("live.point_failed error=%r", error)
 
     async def _keep_point(self, number: int) -> None:
         if self._watch.problem is not None:
@@ -143,7 +143,7 @@ class LiveFleet:
             try:
                 self.viewers.offer(SNAPSHOT, encode_event(SNAPSHOT, await self._event()))
             except RollbusError as error:
-                logger.warning("live.no_event error=%r", error)
+                logger.warning("live.event_failed error=%r", error)
             if begun - pinged_at >= PING_S:
                 pinged_at = begun
                 self.viewers.offer("ping", PING)
@@ -157,7 +157,7 @@ class LiveFleet:
             try:
                 await self._recorded.read(self._watch)
             except RollbusError as error:
-                logger.warning("live.not_read error=%r", error)
+                logger.warning("live.read_failed error=%r", error)
             self._has_read.set()
             await asyncio.sleep(PERIOD_S)
 
@@ -169,7 +169,7 @@ class LiveFleet:
                 await self._watch.listen()
             except RollbusError as error:
                 self._deaf = f"commands cannot be heard: {error}"
-                logger.warning("live.no_commands error=%r", error)
+                logger.warning("live.commands_read_failed error=%r", error)
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
             self._deaf = None

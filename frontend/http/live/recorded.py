@@ -88,7 +88,7 @@ class RecordedReader:
             return await watch.clients(sorted(models))
         except PermissionDenied as error:
             self._list_at = time.monotonic() + DENIED_S
-            logger.info("live.no_clients error=%s", error)
+            logger.info("live.clients_read_failed error=%s", error)
         except RollbusError as error:
-            logger.warning("live.no_clients error=%r", error)
+            logger.warning("live.clients_read_failed error=%r", error)
         return None

@@ -71,7 +71,7 @@ def check() -> None:
     if _numbers(release) < FIRST:
         raise EngineDead(f"vLLM {release} is too old for the rollbus worker; {_allowed()}")
     if _numbers(release) >= PAST:
-        logger.warning("engine.release_not_proven release=%s proven=%r", release, _proven())
+        logger.warning("engine.unverified_release_detected release=%s proven=%r", release, _proven())
     gaps = find_gaps(folder) or check_loaded(needs_of(release))
     if gaps:
         named = "; ".join(gaps[:MAX_NAMED])

@@ -237,7 +237,7 @@ class VllmEngine:
             if exc.code is ControlCode.UNSUPPORTED:
                 raise
             # vLLM raises this although it has preempted every request that used the cache.
-            logger.warning("engine.cache_not_reset reason=%s", exc.message)
+            logger.warning("engine.cache_reset_failed reason=%s", exc.message)
             return False
 
     async def load_weights(self, path: Path) -> Verified | None:
@@ -324,7 +324,7 @@ class VllmEngine:
                 # Only step outputs have the sampling mask together with its tokens.
                 if self._read == "core" or self.capabilities.sampling_mask:
                     raise
-                logger.warning("engine.falls_back_to_generate reason=%s", exc)
+                logger.warning("engine.generate_fallback_used reason=%s", exc)
             else:
                 return
         await self._use(GenerateFeed(llm, maker))
@@ -368,7 +368,7 @@ class VllmEngine:
             raise
         steps, broken = self._requests.read(outputs)
         if broken:
-            logger.error("engine.output_refused requests=%d", len(broken))
+            logger.error("engine.output_rejected requests=%d", len(broken))
             await feed.abort(broken)
         return steps
 

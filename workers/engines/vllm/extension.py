@@ -69,7 +69,7 @@ class WorkerExtension:
                 clear_nan(worker.model_runner.kv_caches)
         except ForeignError as exc:
             # A release that keeps its cache in another way.
-            logger.exception("cache.nan_not_cleared")
+            logger.exception("cache.nan_clear_failed")
             return failed(ControlCode.ENGINE_ERROR, exc)
         return done()
 

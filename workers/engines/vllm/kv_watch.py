@@ -31,7 +31,7 @@ class KvWatch:
         try:
             await self._calls.on_cores(WATCH)
         except ControlError as exc:
-            logger.warning("engine.kv_not_watched reason=%s", exc.message)
+            logger.warning("engine.kv_watch_failed reason=%s", exc.message)
         else:
             self.is_on = True
 

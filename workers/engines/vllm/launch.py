@@ -264,7 +264,7 @@ def _chosen_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
     chosen = given.get(ROUTING)
     if chosen is None:
         if has_experts and refusal is not None:
-            logger.warning("engine.routing_turned_off reason=%s", refusal)
+            logger.warning("engine.routed_experts_disabled reason=%s", refusal)
         return has_experts and refusal is None
     if chosen and refusal is not None:
         raise EngineDead(f"engine argument '{ROUTING}' is true, but {refusal}; allowed here: false")

@@ -180,7 +180,7 @@ class Probing:
                     raw, absent = arrange(layer, info)
             except ForeignError as exc:
                 # A loader of vLLM was given other memory than it was made for.
-                logger.warning("weights.not_arranged module=%s", name, exc_info=True)
+                logger.warning("weights.arrange_failed module=%s", name, exc_info=True)
                 self._load.unprobed[name] = _in_short(exc)
             self._load.loaded.add(layer)
             self._load.covered.update((layer, *self._sharing.get(layer, ()), *self._latent.get(layer, ())))

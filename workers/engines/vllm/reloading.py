@@ -122,7 +122,7 @@ class Reload:
             # It may be gone, or hold other weights by now.
             self._copied = frozenset(self._equal_in(folder)) if _find_unreadable(folder) is None else frozenset()
             if not self._copied:
-                logger.warning("weights.none_comparable model=%s", folder)
+                logger.warning("weights.comparison_skipped model=%s", folder)
         self.give_up()
         self._experts = [_CpuExperts(layer) for layer in self._model().modules() if _CpuExperts.fits(layer)]
         self._probing.watch()

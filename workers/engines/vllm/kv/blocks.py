@@ -52,7 +52,7 @@ class KvBlocks:
                 unfinished.replace(file)
         except ForeignError:
             # The disk may be full. The engine must not die of it.
-            logger.exception("kv.not_stored blocks=%d", len(job.block_ids))
+            logger.exception("kv.store_failed blocks=%d", len(job.block_ids))
             self._folder.drop(job.kv_id)
 
     def load(self, job: BlockTransfer) -> bool:
@@ -68,7 +68,7 @@ class KvBlocks:
                     cache[self._index(cache, job.block_ids)] = found[name].to(cache.device)
         except ForeignError:
             # Anything may be wrong with a file from elsewhere. The engine must not die of it.
-            logger.exception("kv.not_loaded blocks=%d", len(job.block_ids))
+            logger.exception("kv.load_failed blocks=%d", len(job.block_ids))
             return False
         return True
 

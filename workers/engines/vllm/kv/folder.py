@@ -103,7 +103,7 @@ class Sweeper:
             try:
                 num_swept = self._folder.sweep()
             except OSError:
-                logger.exception("kv.not_swept folder=%r", self._folder)
+                logger.exception("kv.sweep_failed folder=%r", self._folder)
                 continue
             if num_swept:
                 logger.warning("kv.swept legs=%d older_than_s=%g", num_swept, self._folder.ttl_s)

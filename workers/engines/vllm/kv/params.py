@@ -65,10 +65,10 @@ def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
     try:
         data = msgspec.msgpack.encode(dict(params))
     except (TypeError, ValueError):
-        logger.exception("kv.params_not_encoded names=%s", sorted(params))
+        logger.exception("kv.params_encode_failed names=%s", sorted(params))
         return None
     if len(data) > MAX_KV_PARAMS_BYTES:
-        logger.error("kv.params_too_large bytes=%d allowed=%d", len(data), MAX_KV_PARAMS_BYTES)
+        logger.error("kv.params_rejected bytes=%d allowed=%d", len(data), MAX_KV_PARAMS_BYTES)
         return None
     return data
 
