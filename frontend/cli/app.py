@@ -1,7 +1,7 @@
-"""Parsing of the command line, and the way from an error to an exit code.
+"""Parses the command line, runs the subcommand and maps errors to exit codes.
 
-A subcommand is a module in `frontend/cli/commands`; adding one means adding a file. Those modules import nothing
-heavy at their top, so that `rollbus --help` answers at once and works without the extras.
+Each module in `frontend/cli/commands` is a subcommand, so a new file adds a subcommand. These modules import no heavy
+package at module level. Thus `rollbus --help` is fast and works without the extras.
 """
 
 import argparse
@@ -33,14 +33,14 @@ DEFAULT_FLEET = "default"
 CREDENTIALS_VARIABLE = "ROLLBUS_CREDS"
 LOGIN_OPTIONS = (
     ("creds", CREDENTIALS_VARIABLE, "credentials of the NATS user to connect as", "none"),
-    ("tls-ca", "ROLLBUS_TLS_CA", "certificates to trust", "the system's"),
-    ("tls-cert", "ROLLBUS_TLS_CERT", "certificate to show to the server", "none"),
+    ("tls-ca", "ROLLBUS_TLS_CA", "CA certificates to trust", "those of the system"),
+    ("tls-cert", "ROLLBUS_TLS_CERT", "client certificate", "none"),
     ("tls-key", "ROLLBUS_TLS_KEY", "its key", "none"),
 )
-"""Options that name the login, each with its environment variable, which child processes read, its help and default."""
+"""Login options: option, environment variable, help and default. Child processes read the environment variable."""
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
 EXAMPLES = (
-    "rollbus demo                 # the tour: no GPU, model or server needed",
+    "rollbus demo                 # the tour; needs no GPU, model or server",
     "rollbus up --workers 2       # a fleet on this machine, until Ctrl-C",
     "rollbus status               # in a second terminal",
     "rollbus help generate        # a command's help; the same as rollbus generate --help",
@@ -48,22 +48,22 @@ EXAMPLES = (
 
 
 class CliCommand(Protocol):
-    """What a module in `frontend/cli/commands` has."""
+    """The attributes of a module in `frontend/cli/commands`."""
 
     HELP: str
-    """One line for `rollbus --help`."""
+    """The line for `rollbus --help`."""
     EXAMPLES: Sequence[str]
-    """Two to four command lines with which its help ends; they work as they stand."""
+    """Two to four command lines at the end of its help. Each works as pasted."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the subcommand's own options. With `READS_NO_CREDENTIALS` it sees to `--creds` and `--fleet` itself."""
+        """Add its options. With `READS_NO_CREDENTIALS`, `run` reads `--creds` and `--fleet` itself."""
 
     def run(self, args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-        """Do it and return the exit code; or return the coroutine that does."""
+        """Run the subcommand and return the exit code, or return a coroutine that does so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `rollbus` with `argv`, or the process's own arguments, and return the exit code."""
+    """Run `rollbus` with `argv` (default: the arguments of the process) and return the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = command.run(args)
         return outcome if isinstance(outcome, int) else run_async(outcome)
     except KeyboardInterrupt as exc:
-        # A command that can be continued says how far it is.
+        # A command that can be resumed puts its progress into the exception.
         note(f"rollbus: {exc}" if exc.args else "rollbus: interrupted")
         return INTERRUPTED
     except (RollbusError, OSError) as exc:
@@ -98,10 +98,10 @@ def _set_up_logs(args: argparse.Namespace) -> None:
 
 
 def _apply_login(args: argparse.Namespace) -> None:
-    """Put into the environment what options say of the login, for this process and its children; choose the fleet.
+    """Set the login variables of this process and its children from the options, and set `args.fleet`.
 
     Raises:
-        BusBroken: the credentials cannot be read.
+        BusBroken: the credentials file cannot be read.
     """
     for option, variable, _, _ in LOGIN_OPTIONS:
         path = getattr(args, option.replace("-", "_"))
@@ -122,7 +122,7 @@ def _fleet_of(credentials: str | None) -> str:
 
 
 def run_async(coroutine: Coroutine[object, object, int]) -> int:
-    """Run a command's coroutine to its end; Ctrl-C cancels it and raises `KeyboardInterrupt`."""
+    """Run the coroutine of a command to its end. Ctrl-C cancels it and raises `KeyboardInterrupt`."""
     import asyncio
 
     import uvloop
@@ -133,17 +133,17 @@ def run_async(coroutine: Coroutine[object, object, int]) -> int:
 
 @contextmanager
 def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Run the block until SIGINT or SIGTERM cancels the current task; each further signal cancels what stops it.
+    """Cancel the current task on SIGINT or SIGTERM while the block runs. Each further signal cancels its cleanup.
 
     Args:
-        on_signal: called at each of these signals.
+        on_signal: called on each of these signals.
     """
     import asyncio
     import signal
 
     task = asyncio.current_task()
     if task is None:
-        raise RuntimeError("not called in a task")
+        raise RuntimeError("until_signalled must run in an asyncio task")
 
     def stop() -> None:
         on_signal()
@@ -154,16 +154,16 @@ def until_signalled(on_signal: Callable[[], None] = lambda: None) -> Iterator[No
     try:
         yield
     except asyncio.CancelledError:
-        # Only the signals cancel this task.
+        # Only signals cancel this task.
         note("stopped")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `rollbus` with all subcommands; `args.command` is the module of the chosen one."""
+    """Return the parser of `rollbus` with all subcommands. `args.command` is the module of the chosen subcommand."""
     common = _common_options()
     parser = CliParser(
         prog="rollbus",
-        description="The message bus between RL trainers and a fleet of vLLM workers.",
+        description="rollbus is a message bus between RL trainers and a fleet of vLLM workers.",
         epilog="\n".join([common.format_help(), EXIT_CODES, "", as_section("examples", EXAMPLES)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -188,7 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _NamedServer(argparse.Action):
-    """Stores --nats, and that the user gave it: `up` may take another port than the default one, and no other."""
+    """Stores --nats and the fact that the user gave it: `up` may replace only the default port by another one."""
 
     def __call__(
         self,
@@ -197,7 +197,7 @@ class _NamedServer(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store it."""
+        """Store the value and the fact that the user gave it."""
         namespace.nats, namespace.is_nats_named = values, True
 
 
@@ -209,11 +209,11 @@ def _common_options() -> CliParser:
         metavar="URL",
         action=_NamedServer,
         default=os.environ.get("ROLLBUS_NATS") or DEFAULT_NATS,
-        help="address of the NATS server; several of one cluster, with commas between them (default: $ROLLBUS_NATS or "
+        help="URL of the NATS server, or comma-separated URLs of the servers of a cluster (default: $ROLLBUS_NATS, or "
         f"{DEFAULT_NATS})",
     )
     parser.set_defaults(is_nats_named=bool(os.environ.get("ROLLBUS_NATS")))
-    group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: that of --creds, or default)")
+    group.add_argument("--fleet", metavar="NAME", help="name of the fleet (default: fleet of --creds, or 'default')")
     for option, variable, what, default in LOGIN_OPTIONS:
         group.add_argument(f"--{option}", metavar="FILE", help=f"{what} (default: ${variable}, or {default})")
     group.add_argument(
@@ -221,13 +221,15 @@ def _common_options() -> CliParser:
         metavar="N",
         type=int,
         choices=range(1, 6),
-        help="of queues and buckets that are made (default: $ROLLBUS_REPLICAS, or 3 in a cluster, else 1)",
+        help="replicas of new queues and buckets (default: $ROLLBUS_REPLICAS, or 3 in a cluster, else 1)",
     )
     group.add_argument("--json", action="store_true", help="print the result as one line of JSON on stdout")
     group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="of what is on stderr; json: one object a line"
+        "--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr (default: text)"
     )
-    group.add_argument("-v", "--verbose", action="store_true", help="log more, and show the traceback of an error")
+    group.add_argument(
+        "-v", "--verbose", action="store_true", help="log from debug on, and show the traceback of an error"
+    )
     return parser
 
 
@@ -243,7 +245,7 @@ def _report(cause: RollbusError | OSError, raised: BaseException, args: argparse
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for `sys.excepthook`: an error that nobody expected is one line, too, unless -v is given."""
+    """Replace `sys.excepthook`: report an unexpected error in one line unless -v is given."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     note(f"rollbus: internal error, run again with -v for the traceback: {error!r}", logging.ERROR)

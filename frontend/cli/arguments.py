@@ -1,4 +1,4 @@
-"""Kinds of argument values; each says what is wrong with a bad one. And how an address is shown."""
+"""Types of argument values, whose errors state what is wrong and what is allowed. Also hides passwords in addresses."""
 
 import argparse
 import json
@@ -18,17 +18,17 @@ __all__ = [
 
 
 def positive_int(text: str) -> int:
-    """An integer of at least 1."""
+    """Parse an integer of at least 1."""
     return _int(text, 1)
 
 
 def non_negative_int(text: str) -> int:
-    """An integer of at least 0."""
+    """Parse an integer of at least 0."""
     return _int(text, 0)
 
 
 def positive_float(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -39,7 +39,7 @@ def positive_float(text: str) -> float:
 
 
 def json_object(text: str) -> str:
-    """A JSON object, returned as it was written."""
+    """Check that `text` is a JSON object and return it unchanged."""
     try:
         value = json.loads(text)
     except ValueError as exc:
@@ -50,24 +50,24 @@ def json_object(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """The name of a host, in lower case, without a port."""
+    """Parse a host name without a port and return it in lower case."""
     if not re.fullmatch(r"[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a host, such as fleet.example.com")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host name such as fleet.example.com")
     return text.lower()
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Add --tokenizer."""
+    """Add the option --tokenizer."""
     parser.add_argument(
         "--tokenizer",
         metavar="DIR",
         type=Path,
-        help="folder of the tokenizer (default: that of a worker on this machine)",
+        help="folder of the tokenizer (default: model folder of a worker on this machine)",
     )
 
 
 def without_password(text: str) -> str:
-    """NATS addresses as they may be shown: users, passwords and tokens are left out."""
+    """Return NATS addresses without user names, passwords and tokens."""
     return ",".join(re.sub(r"//.*@", "//", url) for url in re.split(r",(?=\w+://)", text))
 
 
@@ -82,9 +82,9 @@ def _int(text: str, low: int) -> int:
 
 
 def add_otel(parser: argparse.ArgumentParser) -> None:
-    """Add the option that switches tracing on."""
+    """Add the option that enables tracing."""
     parser.add_argument(
         "--otel",
         action="store_true",
-        help="export spans of requests as the variables OTEL_* say; needs rollbus[otel]",
+        help="export spans of requests, configured by the variables OTEL_*; needs rollbus[otel]",
     )

@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Formats numbers of bytes."""
 
 from ...schemas.weights import Staging
 
@@ -6,12 +6,12 @@ __all__ = ["gib", "size", "staging_text"]
 
 
 def gib(num_bytes: float) -> str:
-    """A size for people."""
+    """Return a size in GiB as text."""
     return f"{num_bytes / 1024**3:.1f} GiB"
 
 
 def size(num_bytes: float) -> str:
-    """A size for people, small ones too."""
+    """Return a size in GiB, MiB or KiB as text."""
     if num_bytes >= 1024**3:
         return gib(num_bytes)
     if num_bytes >= 1024**2:
@@ -20,7 +20,7 @@ def size(num_bytes: float) -> str:
 
 
 def staging_text(staging: Staging) -> str:
-    """`fetching 45 % of 1.2 GiB`; only the stage where its bytes are not known."""
+    """Return for example `fetching 45 % of 1.2 GiB`, or only the stage if its bytes are unknown."""
     if not staging.total_bytes:
         return staging.stage
     share = 100 * min(staging.done_bytes, staging.total_bytes) // staging.total_bytes

@@ -1,6 +1,6 @@
-"""What commands print: results on stdout, everything else on stderr.
+"""Prints the output of commands: results on stdout, everything else on stderr.
 
-On a terminal, tables have borders and long work shows a bar; into pipes and files goes plain text of any width.
+On a terminal, tables have borders and long work shows a progress bar. Pipes and files get plain text of any width.
 """
 
 import logging
@@ -29,22 +29,23 @@ __all__ = [
     "write",
 ]
 
-# Above all: notes are no log until `log_notes` says so. None of `getLogger`, which would be above our modules' loggers.
+# The level is above all others: notes are log lines only after `log_notes`. This logger does not come from `getLogger`,
+# which would make it the parent of the loggers of our modules.
 _notes = logging.Logger("rollbus", logging.CRITICAL + 1)  # noqa: LOG001
 _notes.parent = logging.getLogger()
 
 
 def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> bool:
-    """Write a line on `out`, by default stdout, at once; nothing when its reader has had enough, as `head` has.
+    """Write a line to `out` (default: stdout) and flush it, unless the reader closed the pipe, as `head` does.
 
-    Returns False in that case, for commands that would write for ever.
+    Returns False in that case, so that commands without an end can stop.
     """
     out = out or sys.stdout
     try:
         out.write(text + end)
         out.flush()
     except BrokenPipeError:
-        # How the command ends says its exit code still. Also for what is written at the interpreter's end.
+        # The command still ends with its own exit code. The redirect also covers what the interpreter flushes at exit.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), out.fileno())
         return False
@@ -52,7 +53,7 @@ def write(text: str = "", *, end: str = "\n", out: IO[str] | None = None) -> boo
 
 
 def note(text: str, level: int = logging.INFO) -> None:
-    """Write a line on stderr; after `log_notes` as a line of the log, of this level."""
+    """Write a line to stderr. After `log_notes`, log it with this level instead."""
     if _notes.isEnabledFor(level):
         _notes.log(level, "%s", text)
     else:
@@ -60,19 +61,19 @@ def note(text: str, level: int = logging.INFO) -> None:
 
 
 def log_notes() -> None:
-    """Make what `note` is given lines of the log from here on, since something is to read them there."""
+    """Make `note` log its lines from now on, because a program reads the log."""
     _notes.setLevel(logging.INFO)
 
 
 def print_json(value: object) -> bool:
-    """Print `value` as one line of JSON on stdout; return False if nobody reads it."""
+    """Print `value` as one line of JSON on stdout. Return False if the reader closed the pipe."""
     import msgspec
 
     return write(msgspec.json.encode(value).decode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: IO[str] | None = None) -> None:
-    """Print a table on `out`, by default stdout."""
+    """Print a table to `out` (default: stdout)."""
     out = out or sys.stdout
     if not out.isatty():
         write(plain_table(columns, rows), out=out)
@@ -83,19 +84,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
 
 
 def printable(text: str) -> str:
-    """Return `text` as it may go to a terminal, which would obey control characters: a peer has written it."""
+    """Return text of a peer with control characters escaped, because a terminal would obey them."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """The table as it is shown on a terminal, for a console without markup."""
+    """Return the table for a terminal, for a console without markup."""
     from rich.table import Table
 
     table = Table()
     for column in columns:
-        # A narrow terminal breaks long names over lines; cut off, they could not be copied.
+        # On a narrow terminal, long names wrap. A cut name could not be copied.
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(printable, row))
@@ -103,7 +104,7 @@ def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table"
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as lines of text, columns two spaces apart."""
+    """Return the table as lines of text, with two spaces between columns."""
     lines = [columns, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
@@ -112,7 +113,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def program() -> str:
-    """How this program is called where the user is, for commands to copy."""
+    """Return how the user calls this program from the current folder, for commands to copy."""
     script = Path(sys.argv[0])
     if script.name != "rollbus":
         return "python -m rollbus.frontend.cli"
@@ -121,9 +122,9 @@ def program() -> str:
 
 @contextmanager
 def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr while the body runs; it calls what this yields once for each step done.
+    """Show a progress bar on stderr while the body runs. The body calls the yielded function after each step.
 
-    Nothing is shown unless `shown` is set and stderr is a terminal.
+    The bar appears only if `shown` is set and stderr is a terminal.
     """
     if not shown or not sys.stderr.isatty():
         yield lambda: None
@@ -139,9 +140,9 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal that something goes on, and for how many seconds; what this yields shows another text.
+    """Show on a terminal that work is in progress, with its seconds. The yielded function changes the text.
 
-    It may be called on any thread.
+    The yielded function may be called on any thread.
     """
     if not sys.stderr.isatty():
         yield lambda _what: None

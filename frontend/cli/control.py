@@ -1,4 +1,4 @@
-"""What the commands to workers have in common: their options, their progress, and how their answers are shown."""
+"""Shared parts of the subcommands that send commands to workers: options, progress and printed command results."""
 
 import argparse
 import functools
@@ -31,88 +31,91 @@ __all__ = [
 
 
 EXPECT_WITHIN_S = 5.0
-"""For expected workers to be heard; live ones announce themselves every second."""
+"""Seconds to wait for the presence of expected workers. Workers publish presence every second."""
 
 Send = Callable[[argparse.Namespace, "Fleet", "SendOptions"], Awaitable["CommandResult"]]
-"""Sends a command to a fleet, as the arguments say."""
+"""Sends the command that the arguments describe to a fleet."""
 
 
 def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True) -> None:
-    """Add the options that say whom a command concerns, and how long each may take.
+    """Add the options that select the workers of a command and its timeout.
 
     Args:
-        has_worker: add --worker; not where workers are arguments already.
+        has_worker: add --worker; False if the workers are positional arguments.
     """
-    group = parser.add_argument_group("whom it concerns")
-    group.add_argument("--model", metavar="NAME", help="workers that serve this model (default: of every model)")
+    group = parser.add_argument_group("workers of the command")
+    group.add_argument("--model", metavar="NAME", help="only workers that serve this model (default: all models)")
     if has_worker:
         group.add_argument(
             "--worker",
             dest="only_workers",
             metavar="ID",
             action="append",
-            help="this worker; may be given several times (default: all, also those that start later)",
+            help="only this worker; may be repeated (default: all workers, including those that start later)",
         )
     group.add_argument(
         "--expect",
         metavar="N",
         type=positive_int,
-        help="how many workers there are of the model, or of all: where fewer are heard, nothing is sent",
+        help="expected number of workers of the model or fleet (with fewer live workers, the command is not sent)",
     )
     group.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, help="for each worker (default: 60, or 600 to load something)"
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        help="seconds for each worker (default: 60, or 600 for weights and adapters)",
     )
 
 
 def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add PATH and the options that say where it is.
+    """Add PATH and the options that state where PATH is.
 
     Args:
-        what: is in the folder, for the help.
+        what: content of the folder, for the help.
     """
     parser.add_argument(
         "path", metavar="PATH", help=f"folder of the {what} on the workers' machines, below one of their --weight-root"
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--upload", action="store_true", help="PATH is on this machine: send it through NATS, for workers without it"
+        "--upload", action="store_true", help="PATH is on this machine: upload it through NATS for the workers"
     )
     where.add_argument(
-        "--objects", action="store_true", help="PATH is BUCKET/PREFIX in NATS's object store, as an upload made it"
+        "--objects", action="store_true", help="PATH is BUCKET/PREFIX of an upload in the NATS object store"
     )
 
 
 def add_switch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how workers go over to new weights."""
+    """Add the options that state how workers switch to new weights."""
     parser.add_argument(
-        "--mode", choices=get_args(PauseMode), default="keep", help="what becomes of requests in flight (default: keep)"
+        "--mode", choices=get_args(PauseMode), default="keep", help="handling of requests in flight (default: keep)"
     )
-    parser.add_argument("--allow-rollback", action="store_true", help="N may be lower than the present version")
+    parser.add_argument("--allow-rollback", action="store_true", help="allow N to be lower than the current version")
     parser.add_argument(
         "--min-staged",
         metavar="N",
         type=positive_int,
-        help="switch as soon as N workers have the weights on their machines; the others serve nothing until they have "
-        "them, and are not waited for (default: all)",
+        help="number of workers that must have the weights on their machines before the switch; the command does not "
+        "wait for the others, which serve no requests until they have the weights (default: all)",
     )
 
 
 def source_of(args: argparse.Namespace) -> WeightSource:
-    """Where PATH is. A path is made absolute and nothing more, as links may differ elsewhere.
+    """Return the weight source of PATH. Make a path absolute, but keep its links: they may differ on other machines.
 
     Raises:
-        CommandFailed: there is nothing to upload.
+        CommandFailed: the path to upload is not a folder.
     """
     if args.objects:
         return WeightSource(objects=args.path)
     path = str(Path(args.path).absolute())
     if args.upload and not Path(path).is_dir():
-        raise CommandFailed(f"--upload {args.path}: not a folder on this machine", ExitCode.USAGE)
+        raise CommandFailed(f"--upload {args.path}: PATH is not a folder on this machine", ExitCode.USAGE)
     return WeightSource(path=path)
 
 
 def command(send: Send) -> Callable[[argparse.Namespace], Coroutine[object, object, int]]:
-    """Make a subcommand's `run`: it sends one command, waits for all answers, shows them, and returns the exit code."""
+    """Return the `run` of a subcommand. It sends one command, waits for all acks and prints them."""
     return functools.partial(_control, send)
 
 
@@ -133,17 +136,17 @@ async def _control(send: Send, args: argparse.Namespace) -> int:
                 incomplete, ledger = error, error.ledger
     show_ledger(args, ledger)
     if incomplete is not None:
-        # Where one reader sees both, the table above has each worker's reason.
+        # If stdout and stderr are the same terminal, the table above shows the reason of each worker.
         has_table = not args.json and sys.stdout.isatty() and sys.stderr.isatty()
         note(f"rollbus: {incomplete.headline if has_table else incomplete}")
     return exit_code_of_ledger(ledger)
 
 
 async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
-    """Wait until that many workers have been heard.
+    """Wait for the presence of `count` workers.
 
     Raises:
-        CommandFailed: fewer were in time.
+        CommandFailed: fewer workers published presence within `EXPECT_WITHIN_S`.
     """
     deadline = time.monotonic() + EXPECT_WITHIN_S
     while True:
@@ -153,7 +156,7 @@ async def _expect(count: int, model: str | None, fleet: "Fleet") -> None:
             return
         if time.monotonic() >= deadline:
             names = f": {', '.join(present)}" if present else ""
-            problem = f"only {len(present)} of {count} expected workers were heard, so nothing was sent{names}"
+            problem = f"only {len(present)} of {count} expected workers are live, so the command was not sent{names}"
             raise CommandFailed(problem, ExitCode.NO_WORKERS)
 
 
@@ -167,7 +170,7 @@ def _send_options(args: argparse.Namespace) -> "SendOptions":
 
 
 def show_ledger(args: argparse.Namespace, ledger: "CommandResult") -> None:
-    """Show what each worker answered."""
+    """Print the ack of each worker."""
     from ..ledger import ledger_as_json
     from .console import print_json, print_table, write
     from .ledger import COLUMNS, ledger_rows, summary
@@ -184,10 +187,10 @@ def _name(args: argparse.Namespace) -> str:
 
 
 class AckCounter:
-    """Sums up the answers that have come so far in one line.
+    """Summarizes the received command acks in one line.
 
     Args:
-        show: takes that line; called on the thread on which answers arrive.
+        show: called with that line, on the thread that receives acks.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -197,9 +200,9 @@ class AckCounter:
         self._progress: dict[str, Staging] = {}
 
     def add(self, ack: "Ack") -> None:
-        """Count a worker's answer and show the new sum."""
+        """Count the ack of a worker and show the new summary."""
         if ack.id != self._command:
-            # An update asks twice: whether it can be done, then to do it.
+            # An update sends two commands: a dry run, then the update.
             self._command, self._stages, self._progress = ack.id, {}, {}
         self._stages[ack.worker] = ack.stage if ack.stage and not ack.status.is_final else ack.status
         self._progress.pop(ack.worker, None)
@@ -211,7 +214,7 @@ class AckCounter:
         self._show(f"{ack.command}: {', '.join(f'{count} {self._text(stage)}' for stage, count in counts.items())}")
 
     def _text(self, stage: str) -> str:
-        """A stage, with how far all workers together are that are in it."""
+        """Return the name of a stage, with the total progress of all workers in that stage."""
         moving = [progress for progress in self._progress.values() if progress.stage == stage]
         done = sum(progress.done_bytes for progress in moving)
         total = sum(progress.total_bytes for progress in moving)

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code and the one line on stderr that says why."""
+"""The exit code of a command and its error line on stderr."""
 
 import enum
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["INTERRUPTED", "CommandFailed", "ExitCode", "cause_of", "exit_code_of", "exit_code_of_ledger"]
 
 INTERRUPTED = 130
-"""Ended by Ctrl-C: 128 + SIGINT, as shells count."""
+"""Exit code after Ctrl-C: 128 + SIGINT, the convention of shells."""
 
 
 class ExitCode(enum.IntEnum):
@@ -22,14 +22,14 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     USAGE = 2
     PARTIAL = 3
-    """Some workers acknowledged a command and some did not."""
+    """Some workers applied a command and some did not."""
     TIMEOUT = 4
-    """No worker said in time that it did, or did not, carry out a command; or something else took too long."""
+    """No worker answered a command in time, or another operation timed out."""
     NO_WORKERS = 5
 
 
 class CommandFailed(RollbusError):
-    """A command cannot go on; the message is the line that its user reads."""
+    """A command cannot continue. The user reads the message as one line."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
         self.exit_code = exit_code
@@ -37,7 +37,7 @@ class CommandFailed(RollbusError):
 
 
 def exit_code_of(error: RollbusError | OSError) -> ExitCode:
-    """The exit code that fits an error which ended a command."""
+    """Return the exit code for an error that ended a command."""
     match error:
         case CommandFailed():
             return error.exit_code
@@ -52,9 +52,10 @@ def exit_code_of(error: RollbusError | OSError) -> ExitCode:
 
 
 def exit_code_of_ledger(ledger: "CommandResult") -> ExitCode:
-    """The exit code that fits what the workers answered to a command.
+    """Return the exit code for the result of a command.
 
-    Some applied it and some did not: partial. None did, and none said why: timeout. Else: failed.
+    If some workers applied the command and some did not, it is `PARTIAL`. If no worker applied it and none gave a
+    reason, it is `TIMEOUT`. Otherwise it is `FAILED`.
     """
     if ledger.is_complete:
         return ExitCode.OK
@@ -65,7 +66,7 @@ def exit_code_of_ledger(ledger: "CommandResult") -> ExitCode:
 
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError | None:
-    """The error in `group` to show: a `CommandFailed` before others, as those may be its consequences."""
+    """Return the error of `group` to report. A `CommandFailed` comes first, because it may have caused the others."""
     leaves = list(_leaves(group))
     shown = [leaf for leaf in leaves if isinstance(leaf, (RollbusError, OSError))]
     if len(shown) < len(leaves):

@@ -1,4 +1,4 @@
-"""Figures that are measured in several rounds, and how tables and JSON show them; all benches use these."""
+"""Figures measured in several rounds, and their format in tables and JSON. All benchmarks use them."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What the rounds of one measurement gave."""
+    """Median and range of one figure over all rounds."""
 
     median: float
     low: float
@@ -25,22 +25,22 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The median of `values`, at least one, and their range."""
+        """Return the median and range of `values`, which must not be empty."""
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self) -> str:
-        """As a table has it: `median (low to high)`, or the median alone where all are the same."""
+        """Return `median (low to high)` for a table, or only the median if all values are equal."""
         shown = _digits(self.median)
         median = f"{self.median:,.{shown}f}"
         return median if self.low == self.high else f"{median} ({self.low:,.{shown}f} to {self.high:,.{shown}f})"
 
 
 Value = Spread | float | int | str
-"""Content of a table's cell."""
+"""Content of a table cell."""
 
 
 def in_turns(rounds: int, sides: Iterable[T]) -> Iterator[T]:
-    """Yield every side once in each round: what slows the machine down slows all sides."""
+    """Yield every side once in each round, so that a slow phase of the machine affects all sides."""
     every = list(sides)
     for _ in range(rounds):
         yield from every
@@ -53,7 +53,7 @@ def spreads(rounds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 def cell(value: Value) -> str:
-    """Return a value as text, with as many digits as it is worth."""
+    """Return a value as text with its significant digits."""
     if isinstance(value, Spread):
         return value.text()
     if isinstance(value, float):
@@ -62,20 +62,20 @@ def cell(value: Value) -> str:
 
 
 def as_json(value: Value) -> object:
-    """Return a value in JSON's types: a spread is an object."""
+    """Return a value in JSON types. A spread becomes an object."""
     return asdict(value) if isinstance(value, Spread) else value
 
 
 def _digits(value: float) -> int:
-    """How many are worth showing behind the point: three figures at least."""
+    """Return the number of decimals to show, so that at least three significant digits appear."""
     return next((shown for shown, limit in enumerate((100, 10, 1)) if abs(value) >= limit), 3)
 
 
 def machine() -> str:
-    """What figures were measured on."""
+    """Return a description of the machine on which figures are measured."""
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def percentile(values: "Sequence[float] | array[float]", percent: float) -> float:
-    """The smallest of `values`, of which there must be some, that so many percent of them do not exceed."""
+    """Return the smallest of `values` that `percent` percent of them do not exceed. `values` must not be empty."""
     return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))

@@ -1,4 +1,4 @@
-"""The state of a fleet as tables for people, and as JSON for programs."""
+"""Formats the state of a fleet as tables and as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -59,12 +59,12 @@ PREFIX_COLUMNS = (
 )
 ERROR_COLUMNS = ("worker", "last error")
 NUM_NAMED: Final = 3
-"""Workers of one kind that are named; of the others only the number."""
+"""Maximum number of workers listed by name. The table shows only the number of the others."""
 NONE = "-"
 
 
 def worker_row(worker: WorkerPresence) -> list[str]:
-    """What one worker does: the cells of `WORKER_COLUMNS`."""
+    """Return the cells of `WORKER_COLUMNS` for one worker."""
     return [
         worker.worker,
         worker.model,
@@ -83,14 +83,14 @@ def worker_row(worker: WorkerPresence) -> list[str]:
 
 
 def state_cell(worker: WorkerPresence) -> str:
-    """What a worker is doing, and how it is paused."""
+    """Return the state of a worker and its pause mode."""
     return str(worker.state) if worker.pause_mode is None else f"{worker.state} ({worker.pause_mode})"
 
 
 def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
-    """What waits in each lane, and what workers were handed: the cells of `QUEUE_COLUMNS` for each model.
+    """Return the cells of `QUEUE_COLUMNS` for each model: requests that wait in each lane, and requests in hand.
 
-    A request is in a worker's hand until its client has heard of it.
+    A request is in hand from its delivery to a worker until the worker acks the queue message.
     """
     waiting: dict[tuple[str, str], int] = {(depth.model, depth.lane): depth.waiting for depth in depths}
     in_hand = {model: sum(depth.in_hand for depth in depths if depth.model == model) for model, _ in waiting}
@@ -106,21 +106,21 @@ def queue_rows(depths: Sequence[QueueDepth]) -> list[list[str]]:
 
 
 def problem_rows(problems: Mapping[str, str]) -> list[list[str]]:
-    """Which queues do not answer, and why: the cells of `PROBLEM_COLUMNS`."""
+    """Return the cells of `PROBLEM_COLUMNS` for each queue that does not answer: queue and reason."""
     return [[model, problem] for model, problem in sorted(problems.items())]
 
 
 def _replicas(lanes: Sequence[QueueDepth]) -> str:
-    """Return the replicas of a model's lanes, and the servers that are behind; of no cluster nothing."""
+    """Return the replicas of the lanes of a model and the servers that are behind. Return a dash without a cluster."""
     if not any(lane.leader for lane in lanes):
         return NONE
-    # Lanes lag by different numbers, which --json has.
+    # The lag differs by lane. --json shows it.
     behind = sorted({server.partition(" ")[0] for lane in lanes for server in lane.behind})
     return str(min(lane.replicas for lane in lanes)) + (f", behind: {', '.join(behind)}" if behind else "")
 
 
 def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
-    """What workers should be doing: the cells of `DESIRED_COLUMNS` for each model, and for workers told otherwise."""
+    """Return the cells of `DESIRED_COLUMNS` for each model, and for each worker with a desired state of its own."""
     rows = []
     for model, state in sorted(desired.items()):
         rows.append([model, str(state.epoch), *told_cells(state.registers)])
@@ -130,7 +130,7 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
 
 
 def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
-    """Version, source, state and adapters, as far as something lasting was recorded of them."""
+    """Return version, source, state and adapters from the recorded registers."""
     version = source = NONE
     states, loras = [], []
     for register, recorded in sorted(registers.items()):
@@ -150,15 +150,15 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
             case LoadLora() as load:
                 loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
             case _:
-                # Wake, flush and unload leave nothing to be seen.
+                # Wake, flush and unload have no cell.
                 pass
     return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
 
 
 def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """What engines can do: the cells of `ENGINE_COLUMNS`, one row for all workers that can do the same.
+    """Return the cells of `ENGINE_COLUMNS`, one row for all workers with equal capabilities.
 
-    Prefill and decode workers differ in what they are there for, which the table of the workers says.
+    The role is not compared, because the table of the workers shows it.
     """
     alike: dict[Capabilities, list[str]] = {}
     for worker in workers:
@@ -168,12 +168,12 @@ def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 
 
 def staging_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """Which weights are on their way to which worker: the cells of `STAGING_COLUMNS` for each worker that stages."""
+    """Return the cells of `STAGING_COLUMNS` for each worker that stages weights."""
     return [[one.worker, one.staging.source, staging_text(one.staging)] for one in workers if one.staging is not None]
 
 
 def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """Return the newest published version of each model that its workers staged: the cells of `PUBLISHED_COLUMNS`."""
+    """Return the cells of `PUBLISHED_COLUMNS`: the newest published version that workers of each model staged."""
     newest: dict[str, PublishedVersion] = {}
     for worker in workers:
         found, known = worker.published, newest.get(worker.model)
@@ -194,7 +194,7 @@ def published_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 
 
 def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """What prefix caches saved, and what was placed: the cells of `PREFIX_COLUMNS` for workers that had a request."""
+    """Return the cells of `PREFIX_COLUMNS` for each worker that had a request: cache hits and placed requests."""
     rows = []
     for worker in workers:
         counters, stats = worker.counters, worker.engine_stats
@@ -220,12 +220,12 @@ def prefix_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
 
 
 def error_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
-    """What went wrong last: the cells of `ERROR_COLUMNS` for each worker to which something happened."""
+    """Return the cells of `ERROR_COLUMNS` for each worker that reported an error."""
     return [[worker.worker, worker.last_error] for worker in workers if worker.last_error]
 
 
 def state_as_json(state: FleetState) -> dict[str, Any]:
-    """What `rollbus status --json` prints; its names are documented in docs/operate/commands.md and do not change."""
+    """Return the output of `rollbus status --json`. docs/operate/commands.md lists its names, which do not change."""
     return {
         "fleet": state.fleet,
         "workers": [_without(worker, "v") for worker in state.workers],

@@ -1,6 +1,7 @@
-"""Models by their ids on Hugging Face: what is a folder and what an id, and how an id becomes a folder.
+"""Distinguishes model folders from Hugging Face model ids, and downloads a model id into a folder.
 
-Workers, tokenizers and weight roots know folders alone. So an id is looked up once, before any worker starts.
+Workers, tokenizers and weight roots accept only folders. So a command resolves a model id once, before it starts a
+worker.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from .exits import CommandFailed, ExitCode
 __all__ = ["fetch_model", "is_hub_id", "use_model"]
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""OWNER/NAME. A path that begins with `/`, `.` or `~` is none, and neither is a single word."""
+"""Pattern of OWNER/NAME. A path that begins with `/`, `.` or `~`, and a single word, are not model ids."""
 OTHER_WEIGHTS: Final = (
     "*.bin",
     "*.pt",
@@ -28,31 +29,31 @@ OTHER_WEIGHTS: Final = (
     "*.ot",
     "*.tflite",
 )
-"""The same weights again, beside `*.safetensors`, and in forms that vLLM does not load from a folder."""
+"""Files not to download: copies of the weights in formats that vLLM does not load from a folder."""
 OTHER_FOLDERS: Final = ("original/*", "onnx/*", "openvino/*", "coreml/*")
 
 
 def is_hub_id(model: str) -> bool:
-    """True if --model is an id; False if it is a folder, which wins.
+    """True if --model is a model id and not a folder. A folder takes precedence.
 
     Raises:
-        CommandFailed: it is neither.
+        CommandFailed: `model` is neither a folder nor a model id.
     """
     if model and Path(model).is_dir():
         return False
     if HUB_ID.fullmatch(model):
         return True
     raise CommandFailed(
-        f"--model {model} is not a folder; allowed: a folder, or an id of Hugging Face such as Qwen/Qwen3-0.6B",
+        f"--model {model} is not a folder; allowed: a folder, or a Hugging Face model id such as Qwen/Qwen3-0.6B",
         ExitCode.USAGE,
     )
 
 
 def use_model(args: argparse.Namespace) -> None:
-    """Make `args.model` a folder if it is an id, which then is the served name unless the user chose another.
+    """Replace a model id in `args.model` by its folder. The id becomes the served name unless the user chose one.
 
     Raises:
-        CommandFailed: it is neither, or the id cannot be fetched.
+        CommandFailed: `args.model` is neither a folder nor a model id, or the download failed.
     """
     if args.model is None or not is_hub_id(args.model):
         return
@@ -62,22 +63,22 @@ def use_model(args: argparse.Namespace) -> None:
 
 
 def fetch_model(hub_id: str) -> Path:
-    """Return the folder of a model in the cache of Hugging Face, downloaded as far as that is necessary and possible.
+    """Return the folder of a model in the cache of Hugging Face. Download the files that are missing there.
 
     Raises:
-        CommandFailed: it is not in the cache, and cannot be fetched.
+        CommandFailed: the model is not in the cache and cannot be downloaded.
     """
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as exc:
         raise CommandFailed(
-            f"--model {hub_id} is no folder here, and {exc.name} is not installed: pip install 'rollbus[worker]', or "
+            f"--model {hub_id} is not a folder, and {exc.name} is not installed: pip install 'rollbus[worker]', or "
             "name the folder of the model"
         ) from exc
     if not sys.stderr.isatty():
         disable_progress_bars()
-    note(f"--model {hub_id}: no folder here, so from Hugging Face; kept in {constants.HF_HUB_CACHE}")
+    note(f"--model {hub_id}: not a folder; reading the model from Hugging Face, cache: {constants.HF_HUB_CACHE}")
     try:
         folder = Path(snapshot_download(hub_id, ignore_patterns=[*OTHER_WEIGHTS, *OTHER_FOLDERS]))
         if not any(folder.glob("*.safetensors")):
@@ -93,9 +94,9 @@ def fetch_model(hub_id: str) -> Path:
 
 
 def _fetch_errors() -> tuple[type[Exception], ...]:
-    """What downloads raise: OSError and ValueError, RuntimeError by the part in Rust, and errors of the HTTP client.
+    """Return the exceptions of downloads: OSError, ValueError, RuntimeError of the Rust code, HTTP client errors.
 
-    The client changes with the releases of huggingface_hub: requests, httpx, httpx2.
+    The HTTP client depends on the release of huggingface_hub: requests, httpx or httpx2.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -107,18 +108,18 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "its owner gives access on request: accept the terms there and set $HF_TOKEN"
+        return "the model is gated: accept its terms on the model page and set $HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{constants.ENDPOINT} has no such model, or shows it only to users with access ($HF_TOKEN)"
+        return f"{constants.ENDPOINT} has no model of this id, or the model needs a token with access ($HF_TOKEN)"
     if constants.HF_HUB_OFFLINE:
-        return f"$HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have it"
+        return f"$HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not contain the model"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{constants.ENDPOINT} cannot be reached, and {constants.HF_HUB_CACHE} does not have it"
+        return f"{constants.ENDPOINT} cannot be reached, and {constants.HF_HUB_CACHE} does not contain the model"
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _failure(hub_id: str, reason: str) -> CommandFailed:
     return CommandFailed(
-        f"--model {hub_id} is no folder here, and cannot be had from Hugging Face: {reason}. Name the folder of the "
-        "model with --model DIR, or set $HF_HOME to a cache that has it"
+        f"--model {hub_id} is not a folder, and cannot be downloaded from Hugging Face: {reason}. Name the folder of "
+        "the model with --model DIR, or set $HF_HOME to a cache that contains the model"
     )

@@ -1,4 +1,4 @@
-"""A ledger for people: what each worker answered to a command."""
+"""Formats a command result: the ack of each worker."""
 
 from collections.abc import Mapping
 
@@ -11,12 +11,12 @@ from .byte_counts import size
 __all__ = ["COLUMNS", "ledger_rows", "summary"]
 
 MAX_NAMED = 3
-"""Modules that a line names; `--json` has more."""
+"""Maximum number of modules named in a line. `--json` lists more."""
 COLUMNS = ("worker", "result", "version", "seconds", "why")
 
 
 def ledger_rows(ledger: CommandResult) -> list[list[str]]:
-    """The cells of `COLUMNS` for each worker, those that applied the command first."""
+    """Return the cells of `COLUMNS` for each worker. Workers that applied the command come first."""
     return [
         [
             line.worker,
@@ -30,7 +30,7 @@ def ledger_rows(ledger: CommandResult) -> list[list[str]]:
 
 
 def summary(ledger: CommandResult) -> str:
-    """The ledger in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
+    """Return the result in one line: `pause: applied by 1 of 2 workers in 0.31 s, epoch 7; 1 missing`."""
     applied, total = len(ledger.applied), sum(1 for _ in ledger_lines(ledger))
     share = f"all {total} workers" if applied == total > 1 else f"{applied} of {total} worker{'s' * (total > 1)}"
     others = [f"{len(getattr(ledger, result))} {result}" for result in RESULTS[1:] if getattr(ledger, result)]
@@ -43,7 +43,7 @@ def summary(ledger: CommandResult) -> str:
 
 
 def _what(ledger: CommandResult, ack: Ack | None) -> str:
-    """What the command did at a worker, where it depends on what was there."""
+    """Return details of the command at a worker, if they depend on the state of the worker."""
     if ack is None:
         return ""
     if ledger.command != "abort":
@@ -53,7 +53,7 @@ def _what(ledger: CommandResult, ack: Ack | None) -> str:
 
 
 def _where_time_went(timing: UpdateTiming) -> str:
-    """`staged 2.1 s (34 MiB fetched), waited 0.1 s, paused 0.9 s (loaded 0.6 s, canary 0.2 s)`."""
+    """Return for example `staged 2.1 s (34 MiB fetched), waited 0.1 s, paused 0.9 s (loaded 0.6 s, canary 0.2 s)`."""
     fetched = f" ({size(timing.fetched_bytes)} fetched)" if timing.fetched_bytes else ""
     staged = f"staged {timing.staged_s:.1f} s{fetched}"
     if not timing.paused_s:

@@ -1,4 +1,4 @@
-"""The log file of a fleet on this machine: of bounded size, and only the newest files are kept."""
+"""The log file of a fleet on this machine. Its size is bounded, and only the newest files are kept."""
 
 import contextlib
 import logging
@@ -17,42 +17,42 @@ from .console import note
 __all__ = ["LogFile"]
 
 MAX_BYTES: Final = 8 * 1024**2
-"""Of the file and of the part before it, `NAME.1`: days of a fleet that says what is unusual, an hour with -v."""
+"""Maximum bytes of the file, and of the previous file `NAME.1`. This is days of logs, or an hour with -v."""
 MAX_FILES: Final = 10
-"""Kept by later runs. All together take 160 MiB at most."""
+"""Number of log files that later runs keep. Together they take 160 MiB at most."""
 PREFIX: Final = "up-"
 
 
 class LogFile:
-    """One run's log file.
+    """The log file of one run.
 
     Args:
-        folder: is made; files of earlier runs in it beyond the newest `MAX_FILES` are removed.
+        folder: created if missing. Older files beyond the newest `MAX_FILES` are deleted.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob(f"{PREFIX}*.log"))[: -(MAX_FILES - 1)]:
             for path in (old, old.with_name(f"{old.name}.1")):
-                # Another `up` may remove it at the same time.
+                # Another `up` may delete the file at the same time.
                 path.unlink(missing_ok=True)
         self.path = folder / f"{PREFIX}{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.log"
         self._file = _File(self.path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="replace")
 
     def write(self, process: str, line: str) -> None:
-        """Append a line that a process printed."""
+        """Append a line of the output of a process."""
         if not self._file.is_broken:
             self._file.emit(logging.makeLogRecord({"msg": f"[{process}] {line}"}))
 
     @contextmanager
     def own_logs(self, *, also_stderr: bool) -> Iterator[None]:
-        """Write what this process logs to the file while the body runs, and close the file at the end.
+        """Write the logs of this process to the file while the body runs, then close the file.
 
         Args:
-            also_stderr: it goes to stderr as well.
+            also_stderr: write the logs to stderr as well.
         """
         root = logging.getLogger()
         before = root.handlers[:]
@@ -61,7 +61,7 @@ class LogFile:
             yield
         finally:
             root.handlers[:] = before
-            with contextlib.suppress(OSError):  # a full disk has been reported
+            with contextlib.suppress(OSError):  # `handleError` has already reported a full disk
                 self._file.close()
 
 
@@ -69,10 +69,10 @@ class _File(RotatingFileHandler):
     is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
-        """Say once that the file cannot be written, for example as its disk is full. The fleet goes on without it."""
+        """Report once that the file cannot be written, for example because the disk is full. The fleet runs on."""
         del record
         self.is_broken = True
-        note(f"no log from here on: {sys.exception()}")
+        note(f"the log file cannot be written, logging to it stops: {sys.exception()}")
 
 
 class _Forward(logging.Handler):
@@ -82,5 +82,5 @@ class _Forward(logging.Handler):
         self.setFormatter(TextFormatter(TEXT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it."""
+        """Write the record to the log file."""
         self._log.write("rollbus", self.format(record))

@@ -1,4 +1,4 @@
-"""Where this process found rollbus."""
+"""The folder from which this process imported rollbus."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -7,5 +7,5 @@ from typing import Final
 __all__ = ["EXAMPLES_DIR", "PACKAGE"]
 
 PACKAGE: Final = Path(str(files(__name__.partition(".")[0])))
-"""The folder `rollbus`, unresolved: its parts are links in a checkout, and behind them nothing is called `rollbus`."""
+"""The folder `rollbus`, with links unresolved: in a checkout its entries are links to folders outside of `rollbus`."""
 EXAMPLES_DIR: Final = PACKAGE / "examples"

@@ -1,4 +1,4 @@
-"""The parser of the command line, with errors of one line, and the parts of a help text."""
+"""The parser of the command line, whose errors have one line, and the sections of a help text."""
 
 import argparse
 import difflib
@@ -13,16 +13,16 @@ from .exits import ExitCode
 __all__ = ["CliParser", "as_section", "did_you_mean", "option_names"]
 
 MISSING = "the following arguments are required"
-"""How argparse begins that error."""
+"""The start of that error in argparse."""
 
 
 class CliParser(argparse.ArgumentParser):
-    """An `argparse` parser whose errors are one line, which names the nearest command, option or value."""
+    """An `argparse` parser whose errors have one line and suggest the nearest command, option or value."""
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads for other kinds of namespaces
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments; one that is not known is an error, and is reported before one that is missing."""
+        """Parse all arguments. Report an unknown argument as an error, before a missing one."""
         given = list(sys.argv[1:] if args is None else args)
         self._check_options(given)
         parsed, rest = super().parse_known_args(given, namespace)
@@ -31,7 +31,7 @@ class CliParser(argparse.ArgumentParser):
         return parsed, []
 
     def error(self, message: str) -> NoReturn:
-        """Write the error, and exit."""
+        """Write the error to stderr and exit with code 2."""
         text = message.removeprefix("argument ")
         if text.startswith(MISSING):
             text += f"; {self.prog} --help has examples"
@@ -39,16 +39,16 @@ class CliParser(argparse.ArgumentParser):
         sys.exit(ExitCode.USAGE)
 
     def _check_options(self, given: list[str]) -> None:
-        """Refuse a long option that is none of this parser's and begins none of them."""
+        """Report a long option as an error unless it is an option of this parser or a prefix of one."""
         known = self._option_string_actions
         for name in self._long_options(given):
             if not any(option.startswith(name) for option in known):
-                # Parsers with commands have hardly any options, and those of a command follow it.
+                # A parser with subcommands has few options. The options of a subcommand follow it.
                 place = f"{self.prog} --help lists them" if self._subparsers is None else "options follow the command"
                 self.error(f'no option "{name}"; {did_you_mean(name, known) or place}')
 
     def _long_options(self, given: list[str]) -> Iterator[str]:
-        """What argparse would take for a long option of this parser, without its value."""
+        """Yield the long options that argparse would assign to this parser, without their values."""
         if self._subparsers is not None:
             given = list(itertools.takewhile(lambda text: text.startswith("-"), given))
         for text in itertools.takewhile(lambda text: text != "--", given):
@@ -70,20 +70,20 @@ class CliParser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Ask for the one of `known` that is nearest to `word`; empty where none is near."""
+    """Return a question with the entry of `known` that is nearest to `word`, or an empty string without a near one."""
     near = difflib.get_close_matches(word, list(known), n=3)
     if not near:
         return ""
-    # --modle: two letters that changed places are likelier than one too many, which would be --mode.
+    # For --modle prefer two swapped letters (--model) to one extra letter (--mode).
     best = max(near, key=lambda name: sorted(name) == sorted(word))
     return f'did you mean "{best}"?'
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a parser, the short name of each where it has one."""
+    """Return the options of a parser, each by its short name if it has one."""
     return [action.option_strings[0] for action in parser._actions if action.option_strings]
 
 
 def as_section(title: str, lines: Collection[str]) -> str:
-    """A part of a help text, as argparse lays them out."""
+    """Return a section of a help text in the layout of argparse."""
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])

@@ -186,7 +186,7 @@ async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet
         enough = await run_rollbus(nats_url, fleet, "pause", "--expect", "2")
 
     assert (few.code, few.stdout, enough.code) == (ExitCode.NO_WORKERS, "", ExitCode.OK)
-    assert few.stderr.endswith("only 2 of 3 expected workers were heard, so nothing was sent: w0, w1\n")
+    assert few.stderr.endswith("only 2 of 3 expected workers are live, so the command was not sent: w0, w1\n")
     assert (others.code, others.stdout) == (ExitCode.NO_WORKERS, "")
 
 

@@ -109,7 +109,9 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
         for _ in range(3):
             log.write("local-0", "line")
 
-    assert capsys.readouterr().err.splitlines() == ["no log from here on: [Errno 28] No space left on device"]
+    assert capsys.readouterr().err.splitlines() == [
+        "the log file cannot be written, logging to it stops: [Errno 28] No space left on device"
+    ]
 
 
 @pytest.mark.slow

@@ -100,7 +100,9 @@ def test_a_folder_wins_and_a_path_is_never_an_id(tmp_path: Path, monkeypatch: py
     assert not is_hub_id("Qwen/Qwen3-0.6B")
     assert not is_hub_id("Qwen")
     for wrong in ("./Qwen/x", "../x", "/Qwen/x", "/x", "~/x", "~x/y", "gpt2", "a/b/c", "a/", "a/.b", "a b/c", ""):
-        with pytest.raises(CommandFailed, match="is not a folder; allowed: a folder, or an id") as caught:
+        with pytest.raises(
+            CommandFailed, match="is not a folder; allowed: a folder, or a Hugging Face model id"
+        ) as caught:
             is_hub_id(wrong)
         assert caught.value.exit_code is ExitCode.USAGE
 
@@ -119,7 +121,7 @@ def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
     [worker] = status["workers"]
     assert (worker["model"], worker["model_path"]) == (ID, str(snapshot))
     assert refused.returncode == ExitCode.FAILED
-    assert f"--model {ID}: no folder here, so from Hugging Face" in (tmp_path / "log").read_text()
+    assert f"--model {ID}: not a folder; reading the model from Hugging Face" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow
@@ -164,7 +166,9 @@ def test_what_cannot_be_fetched_says_how_to_go_on(
 
     assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
     _, error = done.stderr.splitlines()
-    assert error.startswith(f"rollbus: --model {ID} is no folder here, and cannot be had from Hugging Face: {reason}")
+    assert error.startswith(
+        f"rollbus: --model {ID} is not a folder, and cannot be downloaded from Hugging Face: {reason}"
+    )
     assert "--model DIR" in error
     assert "$HF_HOME" in error
 
@@ -180,5 +184,5 @@ def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> No
     partial = rollbus(*UP, env=hub_env(tmp_path / "hf", HF_HUB_OFFLINE="1"))
 
     assert (unknown.returncode, partial.returncode) == (ExitCode.FAILED, ExitCode.FAILED)
-    assert f"{url} has no such model, or shows it only to users with access" in unknown.stderr
+    assert f"{url} has no model of this id, or the model needs a token with access" in unknown.stderr
     assert f"{snapshot} has no weights" in partial.stderr

@@ -203,7 +203,7 @@ def test_a_body_of_unknown_length_is_a_body() -> None:
 @pytest.mark.parametrize("name", ["http://a", "a:80", "*", "", "a b", "a.", "::1"])
 def test_an_allowed_host_is_a_name(name: str) -> None:
     """Anything else is a wrong option."""
-    with pytest.raises(argparse.ArgumentTypeError, match="is not the name of a host"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a host name"):
         host_name(name)
     assert host_name("Fleet.example.com") == "fleet.example.com"
 
