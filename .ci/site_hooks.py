@@ -132,23 +132,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Leave pages that do not exist yet out of the navigation, and check the public names."""
-    config.nav = existing(config.nav)
+    """Check the public names."""
     for problem in undocumented():
         log.warning(problem)
     return config
-
-
-def existing(nav: list[Any]) -> list[Any]:
-    """Return the navigation without pages that docs/ lacks."""
-    kept: list[Any] = []
-    for item in nav:
-        title, target = next(iter(item.items())) if isinstance(item, dict) else (None, item)
-        if isinstance(target, list):
-            kept.append({title: existing(target)})
-        elif target == "changelog.md" or (DOCS / target).is_file():
-            kept.append(item)
-    return kept
 
 
 def undocumented() -> list[str]:

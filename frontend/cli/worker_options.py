@@ -15,27 +15,40 @@ __all__ = ["add_worker_options", "flags_of", "python_env", "python_module", "wor
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `worker_flags` passes on."""
     parser.add_argument(
-        "--engine", choices=("vllm", "synthetic"), default="vllm", help="synthetic: made-up tokens, for load tests"
+        "--engine",
+        choices=("vllm", "synthetic"),
+        default="vllm",
+        help="synthetic: generated tokens without a model, for load tests (default: %(default)s)",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="name that requests use (default: the model's id, or its folder's name)",
+        help="name of the model in requests (default: the model's id, or the name of its folder)",
     )
     parser.add_argument(
-        "--engine-args", metavar="JSON", type=json_object, help='what the engine takes, such as {"dtype": "bfloat16"}'
+        "--engine-args",
+        metavar="JSON",
+        type=json_object,
+        help='arguments of the engine, such as {"dtype": "bfloat16"} (default: none)',
     )
     parser.add_argument(
         "--kv-transfer-config",
         metavar="JSON",
         type=json_object,
-        help="vLLM's KV connector, through which prefill and decode workers share KV",
+        help="configuration of vLLM's KV connector, through which prefill and decode workers share KV",
     )
     parser.add_argument(
-        "--weight-version", metavar="N", type=non_negative_int, default=0, help="version of the weights in --model"
+        "--weight-version",
+        metavar="N",
+        type=non_negative_int,
+        default=0,
+        help="version of the weights in --model (default: 0)",
     )
     parser.add_argument(
-        "--engine-timeout-s", metavar="S", type=float, help="an engine busy for so long without a step is dead (300)"
+        "--engine-timeout-s",
+        metavar="S",
+        type=float,
+        help="seconds without a step after which an engine with open requests counts as dead (default: 300)",
     )
     parser.add_argument(
         "--weight-root",
@@ -43,35 +56,35 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         action="append",
         default=[],
-        help="weights and LoRA adapters are loaded from below this folder; may be given several times (default: none)",
+        help="folder with weights and LoRA adapters that commands may name; may be repeated (default: none)",
     )
     parser.add_argument(
         "--cache-dir",
         metavar="DIR",
-        help="where fetched weights are kept, one copy for all workers of the fleet here (default: ~/.cache/rollbus)",
+        help="folder of fetched weights, one copy for all workers on this machine (default: ~/.cache/rollbus)",
     )
     parser.add_argument(
         "--stage-bytes",
         metavar="N",
         type=positive_int,
-        help="bytes that fetched weights may take there, of all workers of the fleet (default: no limit)",
+        help="bytes of fetched weights on this machine, for all workers of the fleet (default: no limit)",
     )
     parser.add_argument(
         "--fetch-rate",
         metavar="BYTES_PER_S",
         type=positive_int,
-        help="bytes in a second at which a worker fetches weights (default: no limit)",
+        help="bytes per second at which a worker fetches weights (default: no limit)",
     )
     add_otel(parser)
     parser.add_argument(
         "--no-prove-reload",
         action="store_true",
-        help="do not load the weights twice at the start to prove that updates of them work",
+        help="skip the second load of the weights at the start, which verifies that weight updates work",
     )
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
-    """The chosen options as flags of `python -m rollbus.workers`."""
+    """Return the options as flags of `python -m rollbus.workers`."""
     names = ("engine", "weight_version", "served_model_name", "engine_args", "kv_transfer_config", "engine_timeout_s")
     flags = flags_of(args, names)
     for root in args.weight_roots:
@@ -89,15 +102,15 @@ def worker_flags(args: argparse.Namespace) -> list[str]:
 
 
 def flags_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Those of the options `names` that have a value, as flags."""
+    """Return the options `names` that have a value, as flags."""
     given = ((name, getattr(args, name)) for name in names)
     return [text for name, value in given if value is not None for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def python_module(module: str) -> list[str]:
-    """The command that runs one of our modules.
+    """Return the command that runs a module of rollbus.
 
-    -P: a folder named `rollbus` where the user happens to stand must not be taken for ours.
+    -P: Python must not import a folder `rollbus` in the working directory of the user.
     """
     return [sys.executable, "-P", "-m", module]
 
