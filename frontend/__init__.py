@@ -1,1 +1,1 @@
-"""The `rollbus` command line, and text to token ids."""
+"""The `rollbus` command line, the HTTP service, and the tokenizer that both use."""

@@ -1,4 +1,4 @@
-"""A ledger as JSON: what each worker answered to a command, as `--json` prints it and HTTP answers it."""
+"""The JSON form of a command result: each worker's ack, for `--json` of the command line and for HTTP answers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,18 +14,21 @@ __all__ = ["WorkerLine", "ledger_as_json", "ledger_lines"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """One worker of a ledger."""
+    """One worker of a command result."""
 
     worker: str
     result: str
     ack: Ack | None
-    """Its last answer; None where it is missing."""
+    """The worker's last ack; None if no ack arrived."""
     why: str | None
-    """Why it did not apply the command, for people."""
+    """The reason why the worker did not apply the command, as text for people; None if it applied the command."""
 
 
 def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
-    """The ledger for programs; its names are documented in docs/operate/commands.md and do not change."""
+    """Return the command result as JSON for programs.
+
+    docs/operate/commands.md documents the names. They never change.
+    """
     return {
         "command": ledger.command,
         "id": ledger.id,
@@ -64,14 +67,14 @@ def _line_as_json(line: WorkerLine) -> dict[str, Any]:
         "stage": ack.stage,
         "canary": msgspec.to_builtins(ack.canary),
         "request_ids": ack.request_ids,
-        # With the zeros and empty lists that the wire leaves out.
+        # Includes the zeros and empty lists that the wire format omits.
         "verified": None if ack.verified is None else msgspec.structs.asdict(ack.verified),
         "timing": None if ack.timing is None else msgspec.structs.asdict(ack.timing),
     }
 
 
 def ledger_lines(ledger: CommandResult) -> Iterator[WorkerLine]:
-    """Each worker of a ledger once, those that applied the command first."""
+    """Yield each worker of a command result once. Workers that applied the command come first."""
     for result in RESULTS[:-1]:
         acks: Mapping[str, Ack] = getattr(ledger, result)
         for worker, ack in sorted(acks.items()):
@@ -84,5 +87,5 @@ def _why(result: str, ack: Ack) -> str | None:
     if ack.error is not None:
         return ack.error.message
     if result == "late":
-        return f"still at it when the time was up: {ack.stage or ack.status}"
+        return f"still in progress at the timeout: {ack.stage or ack.status}"
     return None

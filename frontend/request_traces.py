@@ -1,4 +1,4 @@
-"""What became of a request, as the command line and the HTTP service answer it."""
+"""The recorded history of a request, as the command line prints it and the HTTP service answers it."""
 
 import msgspec
 
@@ -9,31 +9,32 @@ from ..schemas.control import READ_TIMEOUT_S
 __all__ = ["RequestAnswer", "answer_of", "find_timelines", "unknown_request", "without_prefix"]
 
 MAX_NAMED = 8
-"""Silent workers that a message names."""
+"""Largest number of silent workers that a message names."""
 
 
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers tell of a request."""
+    """The timelines that the workers recorded for a request."""
 
     request_id: str
-    """As its client named it."""
+    """The request id that the client chose."""
     timelines: tuple[bus.WorkerTimeline, ...]
-    """One for each attempt of each sample at each worker, in the order of attempts."""
+    """One timeline for each attempt of each sample on each worker, in the order of the attempts."""
     workers_asked: int
-    """Live workers."""
+    """Number of live workers."""
     workers_answered: int
-    """Of these, those that did in time."""
+    """Number of live workers that answered within the timeout."""
     silent: tuple[str, ...]
-    """The others, by id: what they had to do with the request is not known."""
+    """Ids of the live workers that did not answer. Their part in the request is unknown."""
     left_out: int
-    """Earlier timelines, for which the answers had no room."""
+    """Number of earlier timelines that did not fit into the answers."""
     clock_skews: dict[str, float]
-    """By worker, where its times show it: by how many seconds its clock is at least ahead of the server's; below 0:
-    behind it."""
+    """By worker: the number of seconds by which its clock is at least ahead of the server's clock. A negative value
+    means behind. A worker is missing if its times do not show a difference.
+    """
 
 
 def answer_of(trace: bus.RequestTrace) -> RequestAnswer:
-    """Return what is told of a trace."""
+    """Return a trace in the form that the command line and HTTP answer."""
     return RequestAnswer(
         request_id=trace.request_id,
         timelines=trace.timelines,
@@ -46,27 +47,27 @@ def answer_of(trace: bus.RequestTrace) -> RequestAnswer:
 
 
 def unknown_request(trace: bus.RequestTrace) -> str:
-    """Say for people that no worker knows a request, and how long workers remember."""
+    """Return the text for people that no worker knows a request, with the number of requests that workers remember."""
     text = (
         f"request {trace.request_id!r} is unknown to {trace.workers_answered} of {trace.workers_asked} workers; each "
-        "remembers its requests in flight and the last 1,000 that ended, until it is stopped"
+        "worker remembers its open requests and the last 1,000 that ended, until the worker exits"
     )
     if trace.silent:
         names = list(trace.silent)
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        text += f". No answer came from {', '.join(names[:MAX_NAMED])}{more}"
+        text += f". No answer from {', '.join(names[:MAX_NAMED])}{more}"
     return text
 
 
 def without_prefix(request_id: str) -> str:
-    """Return an id without `chatcmpl-` or `cmpl-`, which OpenAI's routes put before the id in their answers."""
+    """Return an id without the prefix `chatcmpl-` or `cmpl-`, which OpenAI's routes add to the id in their answers."""
     return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 async def find_timelines(
     fleet: bus.Fleet, request_id: str, *, model: str | None = None, timeout_s: float = READ_TIMEOUT_S
 ) -> bus.RequestTrace:
-    """Ask what became of a request, by its id as it is or, if no worker knows that, without its prefix.
+    """Ask the workers for the history of a request by its id. If no worker knows the id, ask again without its prefix.
 
     Raises:
         RollbusError: as `Fleet.timelines`.

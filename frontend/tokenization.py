@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a model's own tokenizer."""
+"""Conversion between text and token ids with the model's own tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +11,18 @@ __all__ = ["Encoder", "Tokenizer", "TokenizerUnavailable", "load_tokenizer", "to
 
 
 class TokenizerUnavailable(RollbusError):
-    """A tokenizer cannot be loaded, or lacks what it takes; the message says what is missing."""
+    """A tokenizer cannot be loaded, or one of its dependencies is missing. The message names the missing part."""
 
 
 class Encoder(Protocol):
-    """Turns a prompt into token ids."""
+    """Converts a prompt into token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a prompt, with the special tokens that the model expects around it."""
+        """Return the token ids of a prompt, with the special tokens that the model expects around it."""
 
 
 def token_text(data: bytes) -> str:
-    r"""How one token's bytes are shown: as text, or like `bytes:\xe2\x82` where they are only a part of a character."""
+    r"""Return the display form of one token's bytes: text, or `bytes:\xe2\x82` if they are only part of a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -50,13 +50,15 @@ RESERVED: Final = frozenset(
         "truncation",
     }
 )
-"""What `chat_template_kwargs` may not set: requests have fields of their own for it, or it is not theirs to choose."""
+"""Names that `chat_template_kwargs` must not set. Requests have separate fields for some of them. The service sets the
+others.
+"""
 
 TEMPLATE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a chat template raises, besides errors of its own, for messages that its author did not think of."""
+"""Errors, besides jinja2's own, that a chat template raises for messages that its author did not expect."""
 
 ANCHOR: Final = "a"
-"""Any token that is plain text, put before another one: what begins a text may be decoded differently."""
+"""A plain-text token that is put before another token. Tokenizers may decode the first token of a text differently."""
 
 
 class _HuggingFace(Protocol):
@@ -76,47 +78,54 @@ class _HuggingFace(Protocol):
 
 
 class Tokenizer:
-    """Turns text into token ids and back; may be used from several threads at a time.
+    """Converts text into token ids and back. Several threads may use one object at the same time.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
 
     Attributes:
-        wrapped: as given.
-        special_ids: the ids of special tokens, which are not part of the text that people read.
+        wrapped: the tokenizer that was passed in.
+        special_ids: the ids of special tokens. They are not part of the text that people read.
     """
 
     def __init__(self, tokenizer: _HuggingFace) -> None:
         self.wrapped = tokenizer
-        # The first call sets up truncation and padding, where the tokenizer's file has any: later ones only read.
+        # The first call sets up truncation and padding if the tokenizer's file defines them. Later calls only read
+        # them.
         tokenizer.encode(ANCHOR, add_special_tokens=True, verbose=False)
         self._anchor = len(tokenizer.convert_tokens_to_string([ANCHOR]))
         self._bytes: dict[int, bytes] = {}
-        # More than those with a role, such as the end of a text.
+        # Includes special tokens without a role attribute, such as an end-of-text token.
         self.special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, by default with the special tokens that the model expects around a prompt."""
-        # Verbose, it warns of lengths, which are checked against the engine's.
+        """Return the token ids of a text, by default with the special tokens that the model expects around a prompt."""
+        # `verbose=True` warns about long texts. The length is checked against the engine's limit elsewhere.
         return self.wrapped.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens; an id without a token adds nothing."""
+        """Return the text of tokens. An id without a token adds no text."""
         return self.wrapped.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
-            # It takes away spaces that the model has written.
+            # The cleanup would remove spaces that the model generated.
             clean_up_tokenization_spaces=False,
         )
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary spells them, for instance `Ġthe`; empty for an id without a token."""
+        """Return the tokens as the vocabulary spells them, for example `Ġthe`.
+
+        An id without a token gives an empty string.
+        """
         return [token or "" for token in self.wrapped.convert_ids_to_tokens(list(token_ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text, maybe a part of a character; empty for an id without a token."""
+        """Return the bytes that a token adds to a text, possibly part of a character.
+
+        An id without a token gives no bytes.
+        """
         found = self._bytes.get(token_id)
         if found is None:
             (token,) = self.tokens([token_id])
@@ -135,11 +144,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat's prompt; it contains its special tokens, so encode it with `add_special_tokens=False`.
+        """Return the text of a chat's prompt.
+
+        It contains its special tokens: encode it with `add_special_tokens=False`.
 
         Raises:
-            InvalidRequest: both flags are set, a reserved name is among `chat_template_kwargs`, or the model's template
-                does not take these messages.
+            InvalidRequest: both flags are set, `chat_template_kwargs` contains a reserved name, or the model's template
+                does not accept these messages.
             TokenizerUnavailable: the model has no chat template, or jinja2 is not installed.
         """
         if add_generation_prompt and continue_final_message:
@@ -175,15 +186,15 @@ class Tokenizer:
             raise InvalidRequest(
                 field="messages",
                 problem=f"cannot be rendered: {exc}",
-                allowed="what the model's chat template takes",
+                allowed="messages that the model's chat template accepts",
             ) from exc
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint as vLLM does, with transformers; nothing is downloaded.
+    """Load the tokenizer of a checkpoint with transformers, as vLLM does. This downloads nothing.
 
     Raises:
-        TokenizerUnavailable: no such folder, no tokenizer in it that can be read, or transformers is not installed.
+        TokenizerUnavailable: the folder does not exist, it has no readable tokenizer, or transformers is not installed.
     """
     try:
         with foreign_code(TokenizerUnavailable):
@@ -205,7 +216,7 @@ def _load(folder: Path) -> Tokenizer:
 
 
 def _spelled_bytes(token: str) -> bytes:
-    """The bytes of a token that is not whole characters, from how vocabularies spell such tokens."""
+    """Return the bytes of a token that is not whole characters. Decode them from the spelling in the vocabulary."""
     if len(token) == len("<0xFF>") and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
     if all(char in BYTE_OF for char in token):
@@ -214,7 +225,7 @@ def _spelled_bytes(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character that byte-level vocabularies, since GPT-2, write instead of it."""
+    """Return the byte that each character of a byte-level vocabulary (GPT-2 and later) represents."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

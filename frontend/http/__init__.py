@@ -1,4 +1,4 @@
-"""The HTTP service: existing clients of vLLM, OpenAI and Dynamo in front of the same fleet.
+"""The HTTP service: it serves existing clients of vLLM, OpenAI and Dynamo from the same fleet.
 
-It holds no state of its own: any number of them can run side by side.
+The service stores no state of its own. Any number of instances can run side by side.
 """

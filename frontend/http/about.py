@@ -1,4 +1,4 @@
-"""What a service says of itself and of its engines under vLLM's names: versions, settings, load."""
+"""Routes that describe the service and its engines under vLLM's names: versions, settings and load."""
 
 import platform
 from typing import Any, Literal
@@ -18,49 +18,49 @@ __all__ = ["ROUTES"]
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """The releases that run."""
+    """The releases that are in use."""
 
     version: str
-    """Of the engines, as vLLM's server says its own; where workers differ, the first of `engines`."""
+    """Release of the engines, in the format of vLLM's server. If workers differ, this is the first of `engines`."""
     engines: tuple[str, ...]
-    """Of all workers: the engine and its release."""
+    """Engine and release of all workers, without duplicates."""
     rollbus: str
-    """Of this service."""
+    """Release of rollbus that this service runs."""
 
 
 class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How much this service has to do."""
+    """Current load of this service."""
 
     server_load: int
-    """Requests for tokens that are under way here, those that wait included."""
+    """Number of open token requests at this service, including those that wait."""
 
 
 class InfoQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the settings are written."""
+    """Format of the settings."""
 
     config_format: Literal["text", "json"] = "text"
-    """`text`: a line for each worker; `json`: an object for each."""
+    """`text`: one line for each worker. `json`: one object for each worker."""
 
 
 async def version(service: Service, _request: Request) -> Response:
-    """vLLM's: the release of the engines; and that of rollbus."""
+    """Return the release of the engines, as vLLM does, and the release of rollbus."""
     known = [worker.capabilities for worker in service.rb.fleet.workers if worker.capabilities is not None]
     if not known:
-        raise HttpError(503, "no workers are there whose engine has a release", code=ErrorCode.NO_WORKERS)
+        raise HttpError(503, "no worker reports the release of its engine", code=ErrorCode.NO_WORKERS)
     engines = sorted({(each.engine, each.engine_version) for each in known})
     named = tuple(" ".join(each) for each in engines)
     return json_response(Version(version=engines[0][1], engines=named, rollbus=__version__))
 
 
 async def load(service: Service, _request: Request) -> Response:
-    """vLLM's: requests for tokens that are under way at this service."""
+    """Return the number of open token requests at this service, as vLLM does."""
     return json_response(ServiceLoad(server_load=service.admission.in_flight))
 
 
 async def server_info(service: Service, request: Request) -> Response:
-    """vLLM's: what workers announce of their engines, by worker, and where this service runs.
+    """Return the engine settings that each worker announces and the system of this service. The route is vLLM's.
 
-    `vllm_env` is empty: workers do not announce their environment.
+    `vllm_env` is empty, because workers do not announce their environment.
     """
     query = read_query(request, InfoQuery)
     config: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Who calls, and which routes they may call: bearer tokens, compared in constant time."""
+"""Access control by bearer token. The comparison takes constant time."""
 
 import hmac
 
@@ -10,10 +10,10 @@ __all__ = ["check_access", "has_access", "user_of"]
 
 
 def check_access(request: Request, *tokens: str | None) -> None:
-    """Let in who has one of `tokens`; everybody, if the first is None.
+    """Check that a request has one of `tokens`. If the first token is None, accept every request.
 
     Raises:
-        HttpError: 401.
+        HttpError: 401, the token is missing or wrong.
     """
     if has_access(request, *tokens):
         return
@@ -27,12 +27,12 @@ def check_access(request: Request, *tokens: str | None) -> None:
 
 
 def has_access(request: Request, *tokens: str | None) -> bool:
-    """True if `check_access` lets this request in."""
+    """True if `check_access` accepts this request."""
     return tokens[0] is None or _place_of_token(request, *tokens) is not None
 
 
 def user_of(request: Request, *tokens: str | None) -> str:
-    """Return what tells the user of a request from others: which of `tokens` it has, and its address."""
+    """Return a key for a request's user: the position of its token in `tokens`, and the client's address."""
     return f"{_place_of_token(request, *tokens)} {request.client.host if request.client else None}"
 
 

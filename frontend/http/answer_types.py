@@ -1,7 +1,7 @@
-"""What the routes for tokens answer, for the OpenAPI document.
+"""Answer types of the token routes, for the OpenAPI document.
 
-Small parts of answers are made of these structs. Long answers are written piece by piece: the tests hold them against
-these structs.
+The code builds small parts of answers from these structs. It writes long answers piece by piece. Tests compare these
+answers with the structs.
 """
 
 from typing import Literal
@@ -22,24 +22,24 @@ __all__ = [
 
 
 class CachedTokens(msgspec.Struct):
-    """Of which `prompt_tokens` consist."""
+    """Composition of `prompt_tokens`."""
 
     cached_tokens: int
-    """Found in the engine's prefix cache."""
+    """Number of prompt tokens that the engine found in its prefix cache."""
 
 
 class Usage(msgspec.Struct):
-    """How many tokens there were."""
+    """Token counts of the request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None
-    """Null where the engine does not say."""
+    """Null if the engine does not report it."""
 
 
 class RoutedExpertsJson(msgspec.Struct):
-    """Which experts the router chose: `shape[0]` rows of positions, of `shape[1]` layers, of `shape[2]` experts."""
+    """Routed experts: an array of `shape[0]` positions, `shape[1]` layers and `shape[2]` experts."""
 
     data: str
     """base64 of the raw rows, little-endian."""
@@ -50,7 +50,7 @@ class RoutedExpertsJson(msgspec.Struct):
 
 
 class OfPrompt(msgspec.Struct, gc=False):
-    """A token of the prompt, or one that was likely in its place."""
+    """Log probability of a prompt token, or of a likely alternative at the same position."""
 
     logprob: float
     rank: int | None
@@ -58,11 +58,11 @@ class OfPrompt(msgspec.Struct, gc=False):
 
 
 PromptLogprobs = list[dict[str, OfPrompt] | None] | None
-"""By position, and there by token id; null for the first one."""
+"""By position, then by token id. The first position is null."""
 
 
 class TopToken(msgspec.Struct, gc=False):
-    """A token that was likely."""
+    """A likely token at a position, with its log probability."""
 
     token: str
     logprob: float
@@ -70,17 +70,17 @@ class TopToken(msgspec.Struct, gc=False):
 
 
 class SampledToken(TopToken):
-    """A token of the answer."""
+    """A token of the answer, with its log probability."""
 
     top_logprobs: list[TopToken]
 
 
 class ContentLogprobs(msgspec.Struct):
-    """Of the tokens of an answer."""
+    """Log probabilities of the answer's tokens."""
 
     content: list[SampledToken]
     refusal: msgspec.UnsetType | None = msgspec.UNSET
-    """OpenAI's; always null."""
+    """OpenAI's field; always null."""
 
 
 class GenerateChoice(msgspec.Struct):
@@ -90,10 +90,10 @@ class GenerateChoice(msgspec.Struct):
     finish_reason: str
     token_ids: list[int]
     weight_versions: list[int]
-    """Of the weights that made each of the tokens."""
+    """The weight version that generated each token."""
     logprobs: ContentLogprobs | None
     routed_experts: RoutedExpertsJson | None
-    """Null from a model without experts."""
+    """Null if the model has no experts."""
     sampling_mask: list[list[int]] | None
 
 
@@ -107,14 +107,14 @@ class GenerateAnswer(msgspec.Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs
     prompt_token_ids: list[int] | None
-    """With `return_token_ids`."""
+    """Set if the request has `return_token_ids`."""
     mm_placeholders: None
     kv_transfer_params: None
     ec_transfer_params: None
 
 
 class EngineData(msgspec.Struct):
-    """What the engine made, as it made it."""
+    """Token ids and related data exactly as the engine generated them."""
 
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
@@ -124,13 +124,13 @@ class EngineData(msgspec.Struct):
 
 
 class NvExtAnswer(msgspec.Struct):
-    """What `nvext.extra_fields` asked for."""
+    """The fields that `nvext.extra_fields` requested."""
 
     engine_data: EngineData | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     completion_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """The same."""
+    """Same value as the token ids above."""
     routed_experts: RoutedExpertsJson | msgspec.UnsetType = msgspec.UNSET
     worker_id: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     timing: dict[str, float | None] | msgspec.UnsetType = msgspec.UNSET
@@ -138,15 +138,15 @@ class NvExtAnswer(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """Which function, and with what."""
+    """Function of a tool call, with its arguments."""
 
     name: str
     arguments: str
-    """JSON, as the model wrote it."""
+    """JSON text as the model generated it."""
 
 
 class ToolCall(msgspec.Struct):
-    """A call that the model asks for."""
+    """A tool call that the model requests."""
 
     id: str
     type: Literal["function"]
@@ -154,18 +154,18 @@ class ToolCall(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """What the model says."""
+    """A message of the model."""
 
     role: Literal["assistant"]
     content: str | None
-    """Null where there are other parts and no content."""
+    """Null if the message has other parts and no content."""
     refusal: None
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """With `--reasoning-parser`, where there is some."""
+    """Set if the service runs with `--reasoning-parser` and the model generated reasoning."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """The same."""
+    """Same value as `reasoning`."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
-    """With `--tool-call-parser`, where there are some."""
+    """Set if the service runs with `--tool-call-parser` and the model generated tool calls."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -178,7 +178,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ContentLogprobs | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
-    """With `return_routed_experts`."""
+    """Set if the request has `return_routed_experts`."""
 
 
 class ChatAnswer(msgspec.Struct):
@@ -196,12 +196,12 @@ class ChatAnswer(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """Of the tokens of an answer, in columns."""
+    """Log probabilities of the answer's tokens, as parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    """Both are null for the first token of a prompt, which stands there with `echo`."""
+    """`token_logprobs` and `top_logprobs` are null for the first token of a prompt, which `echo` includes."""
     text_offset: list[int]
 
 
@@ -217,7 +217,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: RoutedExpertsJson | msgspec.UnsetType | None = msgspec.UNSET
-    """With `return_routed_experts`."""
+    """Set if the request has `return_routed_experts`."""
 
 
 class CompletionAnswer(msgspec.Struct):

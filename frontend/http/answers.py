@@ -1,4 +1,4 @@
-"""The answers to one HTTP request, as they grow of chunks, and end where a stop string is found."""
+"""The answers to one HTTP request: they grow with each chunk and end at a stop string."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -20,27 +20,27 @@ __all__ = ["AnswerChoice", "Update", "collect_answers", "updates", "usage_of"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What some more tokens add to an answer."""
+    """The text and tokens that a chunk adds to an answer."""
 
     text: str
     tokens: Tokens
-    """Those of them that belong to the answer."""
+    """The new tokens that belong to the answer."""
 
 
 class AnswerChoice:
-    """One answer, as it grows.
+    """One answer of an HTTP request, which grows with each chunk.
 
     Args:
-        index: among the answers to one HTTP request.
-        request: what it answers.
-        text: of it, where stop strings are found; None: nobody asks for text.
-        keep: all of it is asked for at the end.
+        index: position among the answers to the HTTP request.
+        request: the request that this answers.
+        text: detokenizer that also finds stop strings. None if the client needs no text.
+        keep: True if the caller reads the whole answer at the end.
 
     Attributes:
-        num_tokens: so far.
-        finish_reason: OpenAI's word for why it has ended; None while it grows.
-        stop_reason: the stop string or the id of the stop token that ended it.
-        cached_tokens: prompt tokens that were found in the engine's prefix cache; None while that is not known.
+        num_tokens: number of tokens so far.
+        finish_reason: OpenAI's finish reason; None while the answer grows.
+        stop_reason: the stop string or the id of the stop token that ended the answer.
+        cached_tokens: prompt tokens that the engine found in its prefix cache; None while unknown.
     """
 
     def __init__(self, index: int, request: bus.GenerateRequest, text: AnswerText | None, *, keep: bool) -> None:
@@ -51,16 +51,16 @@ class AnswerChoice:
         self.stop_reason: int | str | None = None
         self.cached_tokens: int | None = None
         self.text_offset = 0
-        """Of the next token, in the text of all tokens; counted by who shows them."""
+        """Offset of the next token in the text of all tokens. The code that formats the tokens advances it."""
         self._text = text
         self._keep = keep
         self._updates: list[Update] = []
 
     def add(self, tokens: Tokens) -> Update:
-        """Take the next tokens of an answer that has not ended.
+        """Add the next tokens to an answer that has not ended.
 
         Raises:
-            HttpError: 502, their logprobs are not those of the tokens.
+            HttpError: 502, the log probabilities do not belong to these tokens.
         """
         sampling = self.request.sampling
         if sampling.logprobs is not None and len(tokens.ids):
@@ -74,7 +74,7 @@ class AnswerChoice:
             )
             text, kept, stop = delta.text, delta.kept, delta.stop
         self.num_tokens += kept
-        # The last token has not been through the model: it has no row.
+        # The last token has no row, because no later engine step processed it.
         update = Update(text, tokens.cut(kept, self.request.prompt_len + self.num_tokens - 1))
         self.cached_tokens = tokens.cached_tokens
         if stop is not None:
@@ -86,7 +86,7 @@ class AnswerChoice:
         return update
 
     def pop_update(self) -> Update:
-        """All of it, which is not kept here any more."""
+        """Return the whole answer so far and remove it from this object."""
         parts, self._updates = self._updates, []
         return Update("".join(part.text for part in parts), Tokens.joined([part.tokens for part in parts]))
 
@@ -94,10 +94,10 @@ class AnswerChoice:
 async def updates(
     service: Service, user: str, requests: Sequence[bus.GenerateRequest], choices: Sequence[AnswerChoice]
 ) -> AsyncGenerator[tuple[AnswerChoice, Update], None]:
-    """What chunks add to the answers, until all have ended; closing aborts the others.
+    """Yield the updates that chunks add to the answers, until all answers have ended. Closing aborts the open requests.
 
     Args:
-        choices: by request, and then by child.
+        choices: ordered by request, then by child.
     """
     open_choices = len(choices)
     n = requests[0].sampling.n
@@ -105,7 +105,7 @@ async def updates(
         async for at, chunk in chunks:
             choice = choices[at * n + chunk.child]
             if choice.finish_reason is not None:
-                # A stop string has ended it; the fleet goes on for the sake of the others.
+                # A stop string has ended this answer. The fleet continues, because other answers are still open.
                 continue
             yield choice, choice.add(Tokens.of_chunk(chunk, choice.request))
             open_choices -= choice.finish_reason is not None
@@ -121,10 +121,11 @@ async def collect_answers(
     *,
     may_stop: bool,
 ) -> None:
-    """Bring the answers to their ends; a client that leaves aborts them.
+    """Wait until all answers have ended. If the client disconnects, abort the requests.
 
     Args:
-        may_stop: there are stop strings: looked for as chunks come, or tokens would be made for nobody.
+        may_stop: True if the request has stop strings. The text of each chunk is then searched, so that the engine does
+            not generate tokens after a stop string.
     """
     if may_stop:
         await until_disconnect(http_request.receive, _read_updates(service, http_request, requests, choices))
@@ -146,10 +147,10 @@ async def _read_updates(
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached: Sequence[int | None] = ()) -> Usage:
-    """The usage, in OpenAI's shape.
+    """Return the token counts as OpenAI's usage object.
 
     Args:
-        cached: tokens of each prompt that were found in a prefix cache, where that is known.
+        cached: for each prompt, the tokens that the engine found in its prefix cache, if known.
     """
     known = [each for each in cached if each is not None]
     details = CachedTokens(sum(known)) if known else None

@@ -1,4 +1,4 @@
-"""The application: which routes there are, who may call them, and how their errors are answered."""
+"""The ASGI application: its routes, access to them, and the format of errors."""
 
 import logging
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ __all__ = ["ADMIN", "DATA", "OPEN", "make_app"]
 logger = logging.getLogger(__name__)
 
 OPEN: RouteTable = {**status.OPEN_ROUTES, **openapi.ROUTES, **reference_page.ROUTES, **page.ROUTES}
-"""For everybody: whether the service lives, what it serves, and the page without what it shows."""
+"""Routes without a token: health, the served models, the API description, and the page without its data."""
 DATA: RouteTable = {
     **status.ROUTES,
     **about.ROUTES,
@@ -43,26 +43,26 @@ DATA: RouteTable = {
     **control.ROUTES,
     **live.ROUTES,
 }
-"""With the data token, or that of admins."""
+"""Routes that require the data token or the admin token."""
 ADMIN: RouteTable = {**control.ADMIN_ROUTES, **timelines.ROUTES}
-"""With the admin token: they change the fleet, or tell about the requests of others."""
+"""Routes that require the admin token: they change the fleet or show other clients' requests."""
 CLIENT_GONE = 499
-"""nginx's status: the client left before it had the answer."""
+"""nginx's status: the client disconnected before it had the answer."""
 CLIENT_STALLED = 408
 """The client did not read its answer in time."""
 NO_ROUTE = "none"
-"""Stands for the path of a request that none of the routes takes, in metrics."""
+"""Value of the `route` label in metrics if no route matches the path."""
 
 
 def make_app(rb: bus.Client, settings: Settings, parsers: Parsers | None = None) -> Starlette:
-    """Make the application on top of a client that is connected, and stays so while it serves."""
+    """Create the application for a connected client, which must stay connected while the application serves."""
     service = Service(rb, settings, Admission(settings.max_in_flight), parsers)
     routes: list[BaseRoute] = [
         *_routes(service, OPEN, None),
         *_routes(service, DATA, settings.token, settings.admin_token),
         *_routes(service, ADMIN, settings.admin_token),
     ]
-    # A web page does not know a token. Where one is missing, other things must tell a page from a client.
+    # A web page does not know the token. If a token is missing, the origin check separates pages from clients.
     is_open = settings.token is None or settings.admin_token is None
     app = Starlette(
         routes=routes,
@@ -84,7 +84,7 @@ def _routes(service: Service, table: RouteTable, *tokens: str | None) -> list[Ba
 
 
 class _OriginCheck:
-    """The application for requests that do not come from web pages of others; the others are answered with 403."""
+    """Wraps the application and rejects requests from web pages of other origins with 403."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -101,7 +101,7 @@ class _OriginCheck:
 
 
 class _Endpoint:
-    """A handler as Starlette calls it: counted, with access checked, and with errors as answers."""
+    """Wraps a handler for Starlette: counts requests, checks access, and converts errors to answers."""
 
     def __init__(self, service: Service, path: str, handler: Handler, tokens: tuple[str | None, ...]) -> None:
         self._service = service
@@ -157,12 +157,12 @@ async def _no_route(request: Request, exc: Exception) -> Response:
 
 
 def _refused(service: Service, error: HttpError) -> Response:
-    """Count and answer a request that no route takes."""
+    """Count and answer a request that matches no route."""
     with service.metrics.request("any", NO_ROUTE) as seen:
         seen.status = error.status
     return error_response(error)
 
 
 async def _bug(_request: Request, _exc: Exception) -> Response:
-    # The server logs the traceback; who asked is told no more than that it was not their fault.
+    # The server logs the traceback. The client learns only that the service failed.
     return error_response(HttpError(500, "the service has failed", code="internal_error"))

@@ -1,4 +1,4 @@
-"""Words that an answer must not have: the bus carries token ids, so they are turned into these here."""
+"""Conversion of `bad_words` into token ids, because the bus carries only token ids."""
 
 from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias
@@ -14,11 +14,13 @@ __all__ = ["BadWords", "bad_words_ids"]
 MAX_BAD_WORDS: Final = 1024
 
 BadWords: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None
-"""As bodies have them."""
+"""The type of the field in request bodies."""
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer, field: str) -> list[list[int]]:
-    """As vLLM: each word at the beginning of a text, and behind a blank where that is another single token.
+    """Return the token ids of each word, as vLLM does.
+
+    Each word is encoded as at the start of a text. It is also encoded after a blank if that gives another single token.
 
     Raises:
         HttpError: 400, a word has no tokens.
@@ -28,7 +30,7 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer, field: str) -> lis
         plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         if not plain:
-            raise invalid(field, "has one without tokens", "words that the tokenizer knows")
+            raise invalid(field, "contains a word without tokens", "words that the tokenizer knows")
         found.append(plain)
         if spaced[0] != plain[0] and len(spaced) == len(plain):
             found.append(spaced)

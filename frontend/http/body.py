@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded, and with the name of the field that is wrong."""
+"""Reading and decoding of request bodies, with a size limit and with the name of the invalid field."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ __all__ = ["decode_body", "read_body"]
 T = TypeVar("T")
 
 AT_PATH = re.compile(r"(?P<problem>.*?) - at `(?:key` in `)?\$(?P<path>.*)`", re.DOTALL)
-"""How msgspec says where in a document something is wrong."""
+"""The format in which msgspec reports the path of an error in a document."""
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
 
 CLOSE = {"Connection": "close"}
-"""Where the rest of a body is not read: the connection cannot be used again."""
+"""Header for answers sent before the whole body is read: the connection cannot be reused."""
 NUMBERS_AND_SPACE = b"0123456789+-., \t\r\n"
 MAX_SKELETON_BYTES = 64 << 10
 FIELD_NAME = re.compile(r"[^.\[\]]+")
@@ -32,17 +32,18 @@ STRING = re.compile(rb'"[^"]*":?')
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
-    """All of the body.
+    """Return the whole body.
 
     Raises:
-        HttpError: 413, as soon as more than is allowed has come or is announced; 408, it does not come.
-        ClientDisconnect: the client went away meanwhile.
+        HttpError: 413, as soon as the received or announced size exceeds the limit; 408, the body does not arrive in
+            time.
+        ClientDisconnect: the client disconnected meanwhile.
     """
     try:
         async with asyncio.timeout(settings.client_timeout_s):
             return await _read(request, settings.max_body_bytes)
     except TimeoutError:
-        message = f"the body did not come; allowed: {settings.client_timeout_s:g} s"
+        message = f"the body did not arrive in time; allowed: {settings.client_timeout_s:g} s"
         raise HttpError(408, message, code="body_timeout", headers=CLOSE) from None
 
 
@@ -67,7 +68,7 @@ def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
     """Decode JSON into a struct that forbids unknown fields.
 
     Args:
-        strict: not so, strings stand for numbers and booleans too, as in a query.
+        strict: if False, strings may represent numbers and booleans, as in a query.
 
     Raises:
         HttpError: 400, naming the field that is unknown, missing, or of another type.
@@ -83,7 +84,7 @@ def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
 
 
 def _refuse_duplicates(data: bytes) -> None:
-    """Refuse an object with two values of one name: of which programs take the first, the last, or neither.
+    """Reject an object that has a name twice. Some programs use the first value and some the last.
 
     Raises:
         HttpError: 400, naming it.
@@ -94,11 +95,14 @@ def _refuse_duplicates(data: bytes) -> None:
     try:
         json.loads(data.decode(), object_pairs_hook=_only_once)
     except ValueError:
-        return  # it is no JSON either, or has a number that is too long: decoding says so better
+        return  # not JSON, or a number is too long: the decoder reports it with a better message
 
 
 def _has_no_duplicates(data: bytes) -> bool:
-    """Look without parsing: a body is mostly token ids, and what is left without them is short."""
+    """True if the body has no duplicate names.
+
+    The check does not parse the body: a body is mostly token ids, and the rest is short.
+    """
     skeleton = data.translate(None, NUMBERS_AND_SPACE)
     if len(skeleton) > MAX_SKELETON_BYTES or b"\\" in skeleton:
         return False
@@ -115,7 +119,10 @@ def _only_once(pairs: list[tuple[str, object]]) -> None:
 
 
 def _explain(text: str, kind: object) -> tuple[str, str | None]:
-    """A message that begins with the field's name, and the name; None where it is the whole body that is wrong."""
+    """Return a message that begins with the field's name, and the name.
+
+    The name is None if the whole body is invalid.
+    """
     at = AT_PATH.fullmatch(text)
     problem, path = (text, "") if at is None else (at["problem"], at["path"].lstrip("."))
     here = _kinds_at(kind, path)
@@ -133,10 +140,10 @@ def _explain(text: str, kind: object) -> tuple[str, str | None]:
 
 
 def _kinds_at(kind: object, path: str) -> list[object]:
-    """Return the types that a body of type `kind` has at a path such as `nvext.agent_hints`, or `modalities[0]`."""
+    """Return the types that a body of type `kind` has at a path such as `nvext.agent_hints` or `modalities[0]`."""
     kinds = [kind]
     for name in FIELD_NAME.findall(path):
-        # Indices lead to what a list's type has in it already.
+        # The index of a list item needs no step of its own: `_parts` already yields the types of list items.
         found = [
             each.type for part in _parts(kinds) if _is_struct(part) for each in fields(part) if each.encode_name == name
         ]
@@ -145,7 +152,7 @@ def _kinds_at(kind: object, path: str) -> list[object]:
 
 
 def _parts(kinds: list[object]) -> Iterator[Any]:
-    """Yield types with what they are made of: the members of unions, and the items of lists."""
+    """Yield types and their parts: the members of unions and the items of lists."""
     for kind in kinds:
         yield kind
         yield from _parts([part for part in get_args(kind) if get_origin(kind) is not Literal])

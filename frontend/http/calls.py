@@ -1,4 +1,4 @@
-"""What is done for HTTP clients: no more at a time than allowed, nothing for one that has left, and piece by piece."""
+"""Execution of HTTP requests: a limit on open requests, cancellation after a disconnect, and answers in pieces."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Mapping
@@ -18,16 +18,16 @@ __all__ = ["Admission", "EventStream", "JsonPieces", "first_error", "until_disco
 T = TypeVar("T")
 
 END = b"data: [DONE]\n\n"
-"""The last event of a stream that has not failed, as OpenAI's clients expect it."""
+"""The last event of a successful stream, as OpenAI's clients expect it."""
 
 
 class Admission:
-    """Counts the requests for tokens that are under way, and bounds them.
+    """Counts and limits the open token requests.
 
-    Each user may have an equal part of them, however many the other users have.
+    Each user may have an equal share of the limit, independent of the load by other users.
 
     Attributes:
-        in_flight: how many there are.
+        in_flight: number of open requests.
     """
 
     def __init__(self, max_in_flight: int) -> None:
@@ -37,17 +37,17 @@ class Admission:
 
     @contextmanager
     def admitted(self, count: int = 1, user: str = "") -> Iterator[None]:
-        """Count so many more while the block lasts.
+        """Count `count` more requests while the block runs.
 
         Raises:
-            HttpError: 429, with them there were more than may be.
+            HttpError: 429, the new requests would exceed the limit.
         """
         own = self._by_user.get(user, 0)
         share = max(self._max_in_flight // len({user, *self._by_user}), 1)
         if self.in_flight + count > self._max_in_flight and own + count > share:
-            more = f", and this is {count} more" if count > 1 else ""
-            problem = f"{self.in_flight} requests are under way, {own} of them this user's{more}"
-            raise HttpError(429, f"{problem}; allowed: {self._max_in_flight}, {share} of each user", code="busy")
+            more = f", and this request needs {count} more" if count > 1 else ""
+            problem = f"{self.in_flight} requests are open, {own} of them from this user{more}"
+            raise HttpError(429, f"{problem}; allowed: {self._max_in_flight}, {share} for each user", code="busy")
         self._by_user[user] = own + count
         self.in_flight += count
         try:
@@ -61,7 +61,7 @@ class Admission:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Raise the first error of several tasks that failed: the others were cancelled because of it."""
+    """Raise the first error of several failed tasks. The task group cancelled the other tasks because of it."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -69,10 +69,10 @@ def first_error() -> Iterator[None]:
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Do `work`; a client that leaves meanwhile cancels it. The body must have been read.
+    """Await `work` and return its result. If the client disconnects, cancel `work`. The body must be read before.
 
     Raises:
-        ClientDisconnect: it left. And what `work` raises.
+        ClientDisconnect: the client disconnected. Errors of `work` are raised unchanged.
     """
     with first_error():
         async with asyncio.TaskGroup() as tasks:
@@ -89,10 +89,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class JsonPieces(Response):
-    """A JSON answer that is made while it is sent, no faster than the client reads it.
+    """A JSON answer that is created while it is sent, at the speed at which the client reads.
 
     Args:
-        pieces: of the document; making them must not fail, as the status has been sent by then.
+        pieces: of the document. The iterator must not fail, because the status is already sent.
     """
 
     media_type = "application/json"
@@ -103,26 +103,26 @@ class JsonPieces(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the pieces."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         gathered = bytearray()
         for piece in self._pieces:
             gathered += piece
-            # Small pieces are put together: each send is a system call.
+            # Small pieces are joined, because each send is a system call.
             if len(gathered) >= SEND_BYTES:
                 await send({"type": "http.response.body", "body": bytes(gathered), "more_body": True})
                 gathered.clear()
-                # Others' turn, also when this client reads as fast as it is sent to.
+                # Let other tasks run, even if this client reads as fast as the service sends.
                 await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": bytes(gathered)})
 
 
 class EventStream(Response):
-    """Server-sent events; a client that leaves ends them, and with them what makes them.
+    """Server-sent events. If the client disconnects, the stream ends and its source is closed.
 
     Args:
-        first: the first event, which has come already: whatever fails before it still has a status of its own.
-        events: the others, as JSON; an error among them is an event, and the last one.
+        first: the first event, already received. An error before it still has an HTTP status of its own.
+        events: the other events, as JSON. An error among them becomes the last event.
     """
 
     media_type = "text/event-stream"
@@ -134,7 +134,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         async with aclosing(self._events):
             await until_disconnect(receive, self._send(send))
 

@@ -1,4 +1,4 @@
-"""From a chat to token ids: the same prompt that vLLM makes of the same messages."""
+"""Conversion of a chat into token ids, with the same result as vLLM for the same messages."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,37 +14,38 @@ from .errors import HttpError
 __all__ = ["Chat", "encode_chat", "encode_text"]
 
 SHORT_TEXT: Final = 4096
-"""Characters that take less time to tokenize than to hand over to a thread and back, about."""
+"""Characters up to which tokenizing takes about as long as a switch to a thread and back, or less."""
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
-"""Kinds of content parts whose field `text` is what they say."""
+"""Types of content parts with their text in the field `text`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a chat's prompt is made of; the names and defaults are vLLM's."""
+    """The inputs of a chat's prompt. Names and defaults are vLLM's."""
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool | None = None
-    """None: unless the final message is to be continued."""
+    """None: True unless the final message is to be continued."""
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    """Besides those that the template writes."""
+    """Adds special tokens besides those in the template."""
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 async def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text; a long one does not hold up other requests."""
+    """Return the token ids of a text. A long text does not block other requests."""
     if len(text) <= SHORT_TEXT:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 async def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    """The token ids of a chat's prompt, without holding up other requests.
+    """Return the token ids of a chat's prompt without blocking other requests.
 
     Raises:
-        InvalidRequest: a message is not one, or the model's template does not take it; reserved names or both flags.
+        InvalidRequest: a message is invalid, the model's template rejects the messages, a reserved name is set, or both
+            flags are set.
         HttpError: 501, the model has no chat template.
     """
     try:
@@ -66,7 +67,10 @@ def _encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 
 
 def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it; what is not known to vLLM, such as `annotations`, is left out as there."""
+    """Return a message in the form that templates expect.
+
+    Fields unknown to vLLM, such as `annotations`, are omitted, as in vLLM.
+    """
     role = given.get("role")
     if not isinstance(role, str):
         raise InvalidRequest(field=f"{field}.role", problem="is no text", allowed="system, user, assistant or tool")
@@ -80,7 +84,7 @@ def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
             message["tool_calls"] = _tool_calls(f"{field}.tool_calls", given["tool_calls"])
         reasoning = given.get("reasoning", given.get("reasoning_content"))
         if reasoning is not None:
-            # Templates know it under either name.
+            # Templates use either name.
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return message
 
@@ -91,7 +95,7 @@ def _content(field: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(field=field, problem="is neither text nor a list", allowed="text, or parts of text")
+        raise InvalidRequest(field=field, problem="is neither text nor a list", allowed="text, or a list of text parts")
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(content))
 
 
@@ -104,14 +108,14 @@ def _part(field: str, part: object) -> str:
 
 
 def _tool_calls(field: str, calls: object) -> list[dict[str, Any]]:
-    """With the arguments as objects, which is what templates expect; in requests they are JSON in a string."""
+    """Return tool calls with the arguments as objects, as templates expect. In requests, they are JSON in a string."""
     if not isinstance(calls, list):
-        raise InvalidRequest(field=field, problem="is not a list", allowed="a list of calls")
+        raise InvalidRequest(field=field, problem="is not a list", allowed="a list of function calls")
     found = []
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             raise InvalidRequest(
-                field=f"{field}[{index}]", problem="is not a call of a function", allowed='{"function": {...}, ...}'
+                field=f"{field}[{index}]", problem="is not a function call", allowed='{"function": {...}, ...}'
             )
         function = call["function"]
         found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
@@ -123,6 +127,7 @@ def _arguments(given: object) -> dict[str, Any]:
         try:
             given = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError):
-            # The model wrote it, in an earlier turn: refusing it would end every conversation with a bad call in it.
+            # The model generated these arguments in an earlier turn. An error would end every conversation that has an
+            # invalid call.
             return {}
     return given if isinstance(given, dict) else {}

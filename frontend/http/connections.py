@@ -1,7 +1,7 @@
-"""The HTTP service's connections: how many may be open, and how long each may wait for its client.
+"""The HTTP service's connections: the limit on their number, and the deadlines for their clients.
 
 uvicorn has a deadline for idle connections only. `HttpConnection` adds a deadline and a size limit for request heads.
-`ConnectionTable` decides which connection to close when there are as many as the service may have.
+`ConnectionTable` selects the connection to close when the limit is reached.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from .errors import HttpError, error_body
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
 else:
-    # The faster one of the two, if it is installed.
+    # This is the faster of uvicorn's two implementations if it is installed.
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 __all__ = [
@@ -38,23 +38,25 @@ __all__ = [
 C = TypeVar("C")
 
 HEAD_TIMEOUT_S: Final = 30.0
-"""From a connection's opening, or from the first byte of a later request, until the request's head is there."""
+"""Seconds from the opening of a connection, or from the first byte of a later request, until the request head is
+complete.
+"""
 KEEP_ALIVE_S: Final = 75
-"""Longer than clients keep idle connections: else they meet one that closes as they send."""
+"""Seconds, longer than clients keep idle connections. Otherwise a client could send while the service closes."""
 LINGER_S: Final = 5.0
-"""For a client to read why its connection is closed."""
+"""Seconds for a client to read the reason before its connection closes."""
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Of a request's head; h11, which uvicorn uses without httptools, has a smaller limit of its own."""
+"""Limit for a request head. h11, which uvicorn uses without httptools, has a smaller limit of its own."""
 MIN_CONNECTIONS: Final = 8
 MAX_CONNECTIONS: Final = 4096
-"""Without a larger `max_in_flight`."""
+"""Default limit, unless `max_in_flight` is larger."""
 SPARE_DESCRIPTORS: Final = 32
-"""For everything but HTTP connections: NATS, files, a tokenizer that is loaded."""
+"""File descriptors for other uses than HTTP: NATS, files, and loading a tokenizer."""
 WANTED_DESCRIPTORS: Final = 16_384
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's soft limit of file descriptors as far as the hard limit allows: each connection is one."""
+    """Raise this process's soft limit of file descriptors to the hard limit. Each connection needs one descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(WANTED_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -62,7 +64,7 @@ def raise_descriptor_limit() -> None:
 
 
 def max_connections(max_in_flight: int) -> int:
-    """Return how many connections the service may have: all requests in flight and others, as descriptors allow."""
+    """Return the connection limit: all requests in flight plus other connections, within the descriptor limit."""
     wanted = max(MAX_CONNECTIONS, 2 * max_in_flight)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -72,33 +74,37 @@ def max_connections(max_in_flight: int) -> int:
 
 
 class Stage(enum.Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     HEAD = enum.auto()
-    """The client has not sent a whole request head."""
+    """The client has not sent a complete request head."""
     IDLE = enum.auto()
-    """The last request is answered, and no byte of the next one has come."""
+    """The last request is answered, and no byte of the next request has arrived."""
     WATCHING = enum.auto()
-    """Its client watches the fleet, which is streamed to it without end."""
+    """The client watches the fleet through an endless event stream."""
     BODY = enum.auto()
-    """A request is being answered, and its body is not complete."""
+    """The service answers a request whose body is not complete."""
     ANSWER = enum.auto()
-    """A whole request is being answered."""
+    """The service answers a complete request."""
 
 
 EXPENDABLE: Final = (Stage.HEAD, Stage.IDLE, Stage.WATCHING, Stage.BODY)
-"""Without a whole request for an answer, in the order in which they are closed when there are too many connections."""
+"""Stages that may be closed if there are too many connections, in this order. None has a complete request that awaits
+its answer.
+"""
 WATCHING_BUFFER_BYTES: Final = 64 << 10
-"""That the system keeps for a client that watches: what waits there is older than what the client should get next."""
+"""Send buffer of the system for a watching client. Data in this buffer is older than the next event, so it is kept
+small.
+"""
 WATCHING_TIMEOUT_S: Final = 60
-"""For a client that watches to confirm what was sent to it: a machine that was switched off never does."""
+"""Seconds for a watching client to confirm received data. A machine that was switched off never confirms it."""
 
 
 class ConnectionTable(Generic[C]):
-    """The open connections by stage, in the order in which they reached it.
+    """The open connections by stage, in the order in which they reached the stage.
 
     Args:
-        limit: of connections.
+        limit: largest number of connections.
     """
 
     def __init__(self, limit: int) -> None:
@@ -107,47 +113,50 @@ class ConnectionTable(Generic[C]):
         self._stages: dict[C, Stage] = {}
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Return the number of open connections."""
         return len(self._stages)
 
     def move(self, connection: C, stage: Stage) -> None:
-        """Note that a connection, which may be new, has reached a stage."""
+        """Record that a new or known connection has reached a stage."""
         self.remove(connection)
         self._stages[connection] = stage
         self._by_stage[stage][connection] = None
 
     def remove(self, connection: C) -> None:
-        """Forget a connection; safe to repeat."""
+        """Remove a connection. Repeated calls are safe."""
         stage = self._stages.pop(connection, None)
         if stage is not None:
             del self._by_stage[stage][connection]
 
     def stage(self, connection: C) -> Stage | None:
-        """Return the stage of a connection; None if it is not open."""
+        """Return the stage of a connection; None if the connection is not open."""
         return self._stages.get(connection)
 
     @property
     def is_full(self) -> bool:
-        """True if one of the connections must be closed before another one is taken."""
+        """True if a connection must be closed before the service accepts another."""
         return len(self._stages) >= self.limit
 
     @property
     def has_too_many_requests(self) -> bool:
-        """True if requests have more than seven eighths: the rest is left for new connections and health checks."""
+        """True if requests use more than seven eighths of the limit.
+
+        The rest is reserved for new connections and health checks.
+        """
         return len(self._by_stage[Stage.BODY]) + len(self._by_stage[Stage.ANSWER]) > self.limit - self.limit // 8
 
     def victim(self, *stages: Stage) -> C | None:
-        """Return the oldest connection of the first of these stages that has one; None if none has."""
+        """Return the oldest connection of the first of these stages that has any; None if all stages are empty."""
         return next((connection for stage in stages for connection in self._by_stage[stage]), None)
 
 
 class OpenConnections:
-    """Closes connections that are too slow, or too many.
+    """Closes connections that are too slow or exceed the limit.
 
     Args:
-        limit: of connections.
-        client_timeout_s: of the service's settings; request heads have as long, but at most `HEAD_TIMEOUT_S`.
-        on_cut: called with the reason whenever a connection is closed.
+        limit: largest number of connections.
+        client_timeout_s: from the service's settings. Request heads have the same time, but at most `HEAD_TIMEOUT_S`.
+        on_cut: called with the reason each time a connection is closed.
     """
 
     def __init__(self, limit: int, client_timeout_s: float, on_cut: Callable[[str], None]) -> None:
@@ -156,12 +165,15 @@ class OpenConnections:
         self.on_cut = on_cut
 
     def make_room(self) -> None:
-        """Close the oldest connection that is expendable, if the next connection would be one too many."""
+        """Close the oldest expendable connection if the next connection would exceed the limit."""
         if self.table.is_full:
             self.cut_oldest(*EXPENDABLE)
 
     def cut_oldest(self, *stages: Stage) -> bool:
-        """Close the oldest connection of the first of these stages that has one; False if none has."""
+        """Close the oldest connection of the first of these stages that has any.
+
+        Return False if all stages are empty.
+        """
         victim = self.table.victim(*stages)
         if victim is None:
             return False
@@ -170,7 +182,7 @@ class OpenConnections:
         return True
 
     def has_room_for(self, connection: "HttpConnection") -> bool:
-        """Return True if a request that has begun may be answered; a slower one makes room for it."""
+        """Return True if the service may answer a new request. A slower request is closed to make room for it."""
         while self.table.has_too_many_requests:
             if self.table.victim(Stage.BODY) in (None, connection):
                 return False
@@ -179,10 +191,10 @@ class OpenConnections:
 
 
 class HttpConnection(HttpProtocol):
-    """uvicorn's connection, which tells `OpenConnections` what it waits for.
+    """uvicorn's connection, which reports its stage to `OpenConnections`.
 
-    Of uvicorn this uses the constructor, the methods of `asyncio.Protocol`, `send_400_response`, `on_body`, `parser`
-    and `cycle` with its `more_body`. pyproject.toml has the releases in which these are the same.
+    It uses these parts of uvicorn: the constructor, the methods of `asyncio.Protocol`, `send_400_response`, `on_body`,
+    `parser` and `cycle` with its `more_body`. pyproject.toml lists the releases in which these are the same.
     """
 
     def __init__(
@@ -191,19 +203,19 @@ class HttpConnection(HttpProtocol):
         super().__init__(config, server_state, {"connection": self}, loop)
         self._connections = connections
         self._num_requests = 0
-        # Of the request that has come last, behind its head; and of the next one.
+        # Counts the body bytes of the latest request, and the bytes outside bodies since then.
         self._num_body_bytes = 0
         self._num_other_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Wait for the first request's head."""
+        """Wait for the first request head."""
         super().connection_made(transport)
         self._connections.table.move(self, Stage.HEAD)
         self._move(Stage.HEAD)
 
     def data_received(self, data: bytes) -> None:
-        """Note how far the request has come."""
+        """Record the progress of the request."""
         cycle, num_body_bytes = self.cycle, self._num_body_bytes
         super().data_received(data)
         if self.transport.is_closing():
@@ -217,47 +229,47 @@ class HttpConnection(HttpProtocol):
         elif self._stage is Stage.BODY and not self.cycle.more_body:
             self._move(Stage.ANSWER)
         self._num_other_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
-        # h11 has a limit of its own; httptools keeps a head, or what stands between and behind a body's chunks.
+        # h11 has a limit of its own. httptools buffers a head, and the bytes between and after the chunks of a body.
         if hasattr(self, "parser") and self._num_other_bytes > MAX_HEAD_BYTES + self._num_body_bytes:
             message = f"the request's head or trailers are too large; allowed: {MAX_HEAD_BYTES} bytes"
             self._refuse(HttpError(431, message, code="head_too_large"))
 
     def on_body(self, body: bytes) -> None:
-        """Count a part of a body; httptools calls this."""
+        """Count the bytes of a body part. httptools calls this."""
         self._num_body_bytes += len(body)
         super().on_body(body)  # type: ignore[misc]  # h11's has no such method, and does not call it
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Remove the connection from the table."""
         super().connection_lost(exc)
         self._forget()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, with an error in the shape of all others."""
+        """Answer invalid HTTP with an error in the common error format."""
         self._refuse(HttpError(400, msg.rstrip("."), code="invalid_http"))
 
     def begin_request(self) -> None:
-        """Note that the application has been called."""
+        """Record that uvicorn has called the application."""
         self._num_requests += 1
         self._move_to_request()
 
     def begin_watching(self) -> None:
-        """Note that the answer is a stream without end, of which old pieces are worth nothing."""
+        """Record that the answer is an endless stream whose old events have no value."""
         self._move(Stage.WATCHING)
         socket_: socket.socket = self.transport.get_extra_info("socket")
         socket_.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WATCHING_BUFFER_BYTES)
         socket_.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, WATCHING_TIMEOUT_S * 1000)
 
     def end_request(self) -> None:
-        """Note that the application has returned; another request may have begun (pipelining)."""
+        """Record that the application has returned. With pipelining, another request may have begun."""
         self._num_requests -= 1
         if not self._num_requests:
             self._move(Stage.IDLE)
 
     def cut(self) -> None:
-        """Close the connection at once, whatever waits to be sent."""
+        """Close the connection immediately and discard unsent data."""
         self._forget()
-        # Closing would wait for the client to read.
+        # `close()` would wait for the client to read.
         self.transport.abort()
 
     @property
@@ -269,13 +281,13 @@ class HttpConnection(HttpProtocol):
 
     def _move(self, stage: Stage) -> None:
         if self._stage is None:
-            # Closed meanwhile.
+            # The connection was closed meanwhile.
             return
         self._connections.table.move(self, stage)
         if stage is Stage.HEAD:
             self._set_deadline(self._connections.head_timeout_s, self._end_wait_for_head)
         elif stage is Stage.IDLE:
-            # uvicorn closes it at this time, which waits for a client that does not read the last bytes.
+            # uvicorn closes the connection at this time but waits for a client that does not read the last bytes.
             self._set_deadline(KEEP_ALIVE_S + LINGER_S, self.cut)
         else:
             self._set_deadline(None, self.cut)
@@ -287,13 +299,13 @@ class HttpConnection(HttpProtocol):
 
     def _end_wait_for_head(self) -> None:
         self._connections.on_cut("head_timeout")
-        message = f"the request's head did not come; allowed: {self._connections.head_timeout_s:g} s"
+        message = f"the request's head did not arrive in time; allowed: {self._connections.head_timeout_s:g} s"
         self._refuse(HttpError(408, message, code="head_timeout"))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer what is no request, and close the connection."""
+        """Answer an invalid request and close the connection."""
         if self._num_requests:
-            # An answer to an earlier request is under way.
+            # The connection is still sending the answer to an earlier request.
             self.cut()
             return
         body = error_body(error)

@@ -1,4 +1,4 @@
-"""What holds for every answer, whichever part of the application gives it: a request id, and clients that take it."""
+"""The outermost ASGI layer: it adds a request id to every answer, and deadlines for clients that read slowly."""
 
 import asyncio
 import uuid
@@ -18,13 +18,13 @@ __all__ = ["REQUEST_ID_HEADER", "SEND_BYTES", "Edge", "ResponseSender", "given_r
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 SEND_BYTES: Final = 64 << 10
-"""Handed to the connection at a time: not much more waits there for a client that does not read."""
+"""Bytes that are handed to the connection at a time. This bounds the unsent data of a client that does not read."""
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
-    """The client's id of its request; None if there is none that can be used.
+    """Return the client's id of its request; None if the header is missing or invalid.
 
-    Proxies set the header as they like: it is no reason to refuse what somebody asks for.
+    An invalid id is no error, because proxies may set this header to any value.
     """
     given = headers.get(REQUEST_ID_HEADER)
     try:
@@ -34,12 +34,12 @@ def given_request_id(headers: Mapping[str, str]) -> str | None:
 
 
 class Edge:
-    """The application as the server calls it.
+    """The application that the server calls.
 
     Args:
-        connections: all that are open.
-        client_timeout_s: what a client has to take each piece of an answer; then its connection is cut.
-        health_paths: answered also when requests have all the connections that they may have.
+        connections: the open connections.
+        client_timeout_s: seconds for a client to receive each piece of an answer. After that, its connection is closed.
+        health_paths: paths that are answered even if requests use all connections that they may have.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Edge:
         self._client_timeout_s = client_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; `request.state.delivery` says how its client takes that."""
-        # Put there by itself.
+        """Answer one request. `request.state.delivery` is its `ResponseSender`."""
+        # `HttpConnection` puts itself there.
         connection: HttpConnection = scope["state"]["connection"]
         delivery = ResponseSender(scope, send, connection.transport, self._client_timeout_s)
         scope["state"]["delivery"] = delivery
@@ -65,22 +65,23 @@ class Edge:
                 busy = HttpError(503, "all connections are in use", code="busy", headers={"Connection": "close"})
                 await error_response(busy)(scope, receive, delivery.send)
         except asyncio.CancelledError:
-            # The server stops, and has waited long enough; nobody else cancels it, and it ends here.
+            # The server stops and its grace period is over. Only the server cancels this task, so the cancellation ends
+            # here.
             if delivery.has_begun:
                 await delivery.cut()
             else:
-                refusal = error_response(HttpError(503, "the service stops", code="stopping"))
+                refusal = error_response(HttpError(503, "the service is stopping", code="stopping"))
                 await refusal(scope, receive, delivery.send)
         finally:
             connection.end_request()
 
 
 class ResponseSender:
-    """Sends one answer, no faster than its client reads.
+    """Sends one answer at the speed at which its client reads.
 
     Attributes:
-        has_begun: the answer's status has been sent.
-        has_stalled: the client has not read for so long that its connection was cut.
+        has_begun: True if the answer's status has been sent.
+        has_stalled: True if the client did not read in time, so that its connection was closed.
     """
 
     def __init__(self, scope: Scope, send: Send, transport: asyncio.Transport, timeout_s: float) -> None:
@@ -92,10 +93,10 @@ class ResponseSender:
         self._timeout_s = timeout_s
 
     async def send(self, message: Message) -> None:
-        """As ASGI's; an answer's end comes back when the system has all of it.
+        """Send an ASGI message. For the last message, return when the system has received all data.
 
         Raises:
-            ClientDisconnect: the client does not read, or left before the end.
+            ClientDisconnect: the client does not read, or disconnected before the end.
         """
         if message["type"] == "http.response.start":
             self.has_begun = True
@@ -112,11 +113,14 @@ class ResponseSender:
             await self._end()
 
     def limit_wait(self, timeout_s: float) -> None:
-        """Give the client no more than so long to take each further piece."""
+        """Limit the time for the client to receive each further piece. A shorter existing limit stays."""
         self._timeout_s = min(self._timeout_s, timeout_s)
 
     async def _end(self) -> None:
-        """Wait until all is on its way: a large answer's last piece must not be left to a client that does not read."""
+        """Wait until all data is sent.
+
+        A client that does not read must not delay a large last piece without a deadline.
+        """
         if not self._transport.is_closing():
             self._transport.set_write_buffer_limits(high=0)
         await self._in_time({"type": "http.response.body"})
@@ -124,7 +128,7 @@ class ResponseSender:
             self._transport.set_write_buffer_limits()
 
     async def _in_time(self, message: Message) -> None:
-        # The server waits while more than a little of what was sent before is not on its way.
+        # The server waits here until most of the earlier data is sent.
         timer = asyncio.get_running_loop().call_later(self._timeout_s, self._stall)
         try:
             await self._send(message)
@@ -135,11 +139,11 @@ class ResponseSender:
 
     def _stall(self) -> None:
         self.has_stalled = True
-        # Closing would wait for the client to read.
+        # `close()` would wait for the client to read.
         self._transport.abort()
 
     async def cut(self) -> None:
-        """End the connection, whatever waits to be sent."""
+        """Close the connection and discard unsent data."""
         self._transport.abort()
-        # The server hears of it before the request ends.
+        # Let the server process the closed connection before the request ends.
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""From an error to an HTTP answer, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Conversion of errors to HTTP answers in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,11 @@ from ...schemas.errors import (
 __all__ = ["STATUS", "HttpError", "error_body", "error_response", "http_error", "invalid", "nearest", "unsupported"]
 
 RETRY_AFTER_S = 1
-"""What is busy may be free a second later."""
+"""Seconds after which a client may retry a busy service."""
 
 MAX_COMPARED_CHARS: Final = 200
-"""Of a name that is none: a client may send megabytes, which hold up the event loop for a second."""
+"""Longest unknown name that is compared with known names. A name of megabytes would block the event loop for a second.
+"""
 
 STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_REQUEST: 400,
@@ -51,7 +52,7 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.PERMISSION_DENIED: 502,
     ErrorCode.UNKNOWN: 502,
 }
-"""Of each way in which a request for tokens can fail."""
+"""HTTP status of each error code of a token request."""
 
 CONTROL_STATUS: Final[dict[ControlCode, int]] = {
     ControlCode.INVALID_COMMAND: 400,
@@ -63,18 +64,18 @@ CONTROL_STATUS: Final[dict[ControlCode, int]] = {
     ControlCode.NOT_FOUND: 404,
     ControlCode.UNSUPPORTED: 400,
 }
-"""Of a command that was refused before any worker heard of it; 502 for all others."""
+"""HTTP status of a command that was rejected before any worker received it. All other command errors are 502."""
 
 
 class HttpError(Exception):
-    """A request is answered with an error.
+    """An error that becomes the answer to a request.
 
     Attributes:
-        status: of the answer.
+        status: HTTP status of the answer.
         message: one sentence for people, without prompts or tokens.
-        code: for programs.
-        param: the field that is wrong, if one is.
-        headers: of the answer.
+        code: error code for programs.
+        param: the invalid field, if there is one.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class HttpError(Exception):
 
 
 def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> HttpError:
-    """What an error of the bus is over HTTP.
+    """Convert an error of the bus to an HTTP error.
 
     Args:
-        names: what a route calls the fields of `GenerateRequest` and its `sampling`, where it has names of its own.
+        names: the route's names for fields of `GenerateRequest` and its `sampling`, if they differ.
     """
     if isinstance(error, InvalidRequest):
         field = (names or {}).get(error.field, error.field)
@@ -116,9 +117,9 @@ def http_error(error: RollbusError, names: Mapping[str, str] | None = None) -> H
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the question whether another name was meant, to follow a problem; empty if no name is near.
+    """Return a "did you mean" question, to follow a problem; an empty string if no name is similar.
 
-    It is empty for a name above `MAX_COMPARED_CHARS` too.
+    A name longer than `MAX_COMPARED_CHARS` also gives an empty string.
     """
     if len(name) > MAX_COMPARED_CHARS:
         return ""
@@ -127,18 +128,18 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def invalid(field: str, problem: str, allowed: str) -> HttpError:
-    """A field is wrong."""
+    """Return the error for an invalid field."""
     return HttpError(400, f"{field} {problem}; allowed: {allowed}", code=ErrorCode.INVALID_REQUEST, param=field)
 
 
 def unsupported(field: str, reason: str, *, allowed: str = "null") -> HttpError:
-    """A field that is known and not served, and why."""
+    """Return the error for a known field that the service does not support, with the reason."""
     message = f"{field} is not supported: {reason}; allowed: {allowed}"
     return HttpError(400, message, code=ErrorCode.UNSUPPORTED, param=field)
 
 
 def error_body(error: HttpError) -> bytes:
-    """The answer's JSON."""
+    """Return the JSON body of the answer."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return msgspec.json.encode(
         {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
@@ -146,5 +147,5 @@ def error_body(error: HttpError) -> bytes:
 
 
 def error_response(error: HttpError) -> Response:
-    """The answer."""
+    """Return the answer for an error."""
     return Response(error_body(error), error.status, headers=error.headers, media_type="application/json")

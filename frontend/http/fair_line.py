@@ -1,6 +1,6 @@
-"""Which request for tokens is next: the users' requests share the room that the fleet has.
+"""Fair scheduling of token requests: users share the fleet's capacity equally.
 
-Nothing here waits; `turns.py` is the asyncio around it.
+This module has no asyncio. `turns.py` waits and wakes requests.
 """
 
 import heapq
@@ -11,57 +11,59 @@ __all__ = ["FairLine", "Ticket"]
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place in the line.
+    """One queued request.
 
     Args:
-        size: how many samples it asks for.
-        priority: within its user's requests; lower is more urgent.
+        user: the user that sent the request.
+        size: number of samples.
+        priority: compared with the same user's requests only. Lower is more urgent.
     """
 
     user: str
     size: int = 1
     priority: int = 0
     serial: int = 0
-    """In the order in which requests came."""
+    """Position in the order of arrival."""
     is_due: bool = False
-    """It has had its turn, and counts as under way."""
+    """True if the request was scheduled. It then counts as open."""
     has_ended: bool = False
 
     def __lt__(self, other: "Ticket") -> bool:
-        """Return True if this one comes first among its user's requests."""
+        """Return True if this request comes before another request of the same user."""
         return (self.priority, self.serial) < (other.priority, other.serial)
 
 
 class FairLine:
-    """The requests for one model: those that wait, by user, and how many samples of each user are under way.
+    """The requests for one model: the waiting requests by user, and the number of open samples of each user.
 
-    Next is the user with the fewest samples under way; among equals, the one whose last turn was longest ago.
+    The next request belongs to the user with the fewest open samples. Among equal users, it belongs to the user that
+    was scheduled least recently.
     """
 
     def __init__(self) -> None:
-        # Heaps, of which none is empty.
+        # Heaps. A user without waiting requests has no entry.
         self._waiting: dict[str, list[Ticket]] = {}
-        # Of users with requests that wait or are under way; so are the others.
+        # Entries exist for users with waiting or open requests. `_last_turns` has the same users.
         self._under_way: dict[str, int] = {}
         self._last_turns: dict[str, int] = {}
         self._serial = 0
 
     def __bool__(self) -> bool:
-        """Return True if a request waits or is under way."""
+        """Return True if a request waits or is open."""
         return bool(self._under_way)
 
     def add(self, ticket: Ticket) -> None:
-        """Have a request wait."""
+        """Add a request to the line."""
         self._serial += 1
         ticket.serial = self._serial
         self._under_way.setdefault(ticket.user, 0)
         heapq.heappush(self._waiting.setdefault(ticket.user, []), ticket)
 
     def next(self, room: int) -> Ticket | None:
-        """Return the request whose turn it is, which counts as under way from now on; None if it has to wait.
+        """Return the next request and count it as open; None if all waiting requests must still wait.
 
         Args:
-            room: for samples under way. The last request may ask for more than is left.
+            room: limit on open samples. The last request may exceed it.
         """
         if not self._waiting or sum(self._under_way.values()) >= room:
             return None
@@ -75,7 +77,7 @@ class FairLine:
         return ticket
 
     def end(self, ticket: Ticket) -> None:
-        """Forget a request that waits or is under way; safe to repeat."""
+        """Remove a waiting or open request. Repeated calls are safe."""
         if ticket.has_ended:
             return
         ticket.has_ended = True

@@ -1,7 +1,7 @@
-"""The fleet as Prometheus reads it: its workers as they announce themselves, its queues, and this service's link to it.
+"""Prometheus metrics of the fleet: the workers by their presence, the queues, and this service's link to the bus.
 
-Nothing is kept between scrapes: a worker that is gone has no series any more, and the counters of one that was started
-anew begin at 0, which is what Prometheus expects of counters.
+Nothing is stored between scrapes. A lost worker has no series. The counters of a restarted worker begin at 0, as
+Prometheus expects of counters.
 """
 
 import asyncio
@@ -24,44 +24,44 @@ __all__ = ["FleetCollector"]
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 3.0
-"""A scrape does not wait longer for the fleet: Prometheus gives up after ten seconds."""
+"""Seconds that a scrape waits for the fleet. Prometheus cancels a scrape after ten seconds."""
 WAITING: Final = "vllm:num_requests_waiting"
 QUEUE_ENGINE: Final = "queue."
-"""The label `engine` of what waits in a queue: no worker may have a name with a dot."""
+"""Label `engine` of requests that wait in a queue. A worker's name cannot contain a dot."""
 CLIENT_COUNTERS: Final = {
-    "requests": "Requests published: one for each attempt, or leg of an attempt, of each sample",
-    "direct": "Requests that went straight to the worker at which they were placed",
-    "placements_refused": "Placed requests that their worker did not take; they went to the queue",
-    "expected_cached_tokens": "Of placed requests that have ended: prompt tokens expected in their workers' caches",
-    "placed_cached_tokens": "Of the same requests: prompt tokens that their workers found there",
-    "prefill_legs": "Requests that went to a prefill worker first, to be gone on with by a decode worker",
-    "republished": "Publishes repeated for want of the queue's answer",
-    "orphans": "Requests that had left the queue without a worker's offer, and were published again",
-    "attempts_lost": "Attempts given up because of their worker or of what was under way",
-    "frames": "Frames taken in, heartbeats included",
-    "duplicate_frames": "Frames that were there already",
-    "missing_frames": "Frames dropped because one before them was missing; all of them were asked for again",
-    "stale_frames": "Frames of a link, or of a life of either side, that was over",
-    "resends_asked": "How often missing frames were asked for",
-    "late_chunks": "Chunks of calls and attempts that had ended",
-    "bad_messages": "Frames that did not decode",
-    "spans_exported": "Spans of requests that the collector has taken",
-    "spans_failed": "Spans that were sent, and that the collector did not take",
-    "spans_dropped": "Spans that were not sent: too many in a second, or no room in the exporter's queue",
-    "dropped_msgs": "Messages that the connection dropped unread; frames among them were asked for again",
+    "requests": "Published requests, counted for each attempt and phase of each sample",
+    "direct": "Requests published directly to the worker that the client selected",
+    "placements_refused": "Directly published requests that the worker rejected; they went to the queue",
+    "expected_cached_tokens": "Prompt tokens of ended direct requests that the client expected in the workers' caches",
+    "placed_cached_tokens": "Prompt tokens of the same requests that the workers found in their caches",
+    "prefill_legs": "Requests that went to a prefill worker first; a decode worker continues them",
+    "republished": "Publishes repeated because the queue did not acknowledge the first one",
+    "orphans": "Requests that left the queue without an offer and were published again",
+    "attempts_lost": "Attempts ended by the client because their worker or their data was lost",
+    "frames": "Received frames, including heartbeats",
+    "duplicate_frames": "Received frames that the client already had",
+    "missing_frames": "Frames discarded because an earlier frame was missing; the client requested all of them again",
+    "stale_frames": "Frames of an ended link, or of an ended incarnation of the worker or client",
+    "resends_asked": "Requests for retransmission of missing frames",
+    "late_chunks": "Chunks of ended calls and ended attempts",
+    "bad_messages": "Frames that could not be decoded",
+    "spans_exported": "Request spans that the collector accepted",
+    "spans_failed": "Request spans that were sent and that the collector did not accept",
+    "spans_dropped": "Spans that were not sent: too many in a second, or the exporter's queue was full",
+    "dropped_msgs": "Messages that the connection discarded unread; frames among them were requested again",
 }
-"""Fields of `ClientStats` that only grow, and what they are."""
+"""Monotonic fields of `ClientStats`, with their help texts."""
 
 
 class FleetCollector(Collector):
-    """Collects what was last asked for: set `latest` to what `ask` returned."""
+    """Collects the last fleet state: set `latest` to the result of `ask`."""
 
     def __init__(self, rb: bus.Client) -> None:
         self._rb = rb
         self.latest: bus.FleetState | None = None
 
     async def ask(self) -> bus.FleetState | None:
-        """The state of the fleet now; None if the bus does not answer."""
+        """Return the current state of the fleet; None if the bus does not answer."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._rb.fleet.state()
@@ -70,7 +70,7 @@ class FleetCollector(Collector):
             return None
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families."""
         state = self.latest
         yield GaugeMetricFamily("rollbus_bus_up", "1 if the bus answered this scrape", 0 if state is None else 1)
         queues = () if state is None else state.queues
@@ -84,33 +84,33 @@ class FleetCollector(Collector):
         except RollbusError:
             return
         yield GaugeMetricFamily(
-            "rollbus_client_unread_bytes", "Results that HTTP clients have not taken yet", stats.unread_bytes
+            "rollbus_client_unread_bytes", "Bytes of results that HTTP clients have not read yet", stats.unread_bytes
         )
         for name, text in CLIENT_COUNTERS.items():
             yield CounterMetricFamily(f"rollbus_client_{name}", text, getattr(stats, name))
         yield _counter(
             "rollbus_client_retries",
-            "Attempts that followed one that was given up: a worker was lost, and another went on",
+            "Attempts that followed a lost attempt of the same request",
             "model",
             stats.retries,
         )
         yield _counter(
             "rollbus_client_placed",
-            "Where requests went when it was decided, by reason: to the queue (queued), or to the worker that has a"
-            " beginning of their prompt (placed_prefix), their group (placed_group) or their session (placed_session),"
-            " or that can serve them where others cannot (placed_able)",
+            "Requests by destination and reason: the queue (queued), or the worker that has a prefix of the prompt"
+            " cached (placed_prefix), serves the same group (placed_group) or session (placed_session), or is able to"
+            " serve a request that others cannot (placed_able)",
             "reason",
             stats.placed,
         )
         yield _counter(
             "rollbus_client_prefill_fallbacks",
-            "Attempts that a decode worker served alone in a fleet with prefill workers",
+            "Attempts that a decode worker served alone although the fleet has prefill workers",
             "reason",
             stats.prefill_fallbacks,
         )
         waits = HistogramMetricFamily(
             "rollbus_client_queue_wait_seconds",
-            "From the publishing of a request to a worker's offer to run it, again for each attempt",
+            "Seconds from the publication of a request to a worker's offer, for each attempt",
             labels=("model",),
         )
         for model, durations in stats.queue_waits.items():
@@ -132,7 +132,7 @@ def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]
         for sample in family.samples:
             metric.add_sample(family.name + sample.suffix, dict(sample.labels), sample.value)
         if family.name == WAITING:
-            # For programs that ask for more work while none waits at an engine.
+            # For programs that add requests as long as none waits at an engine.
             for model in sorted({queue.model for queue in queues}):
                 waiting = sum(queue.waiting for queue in queues if queue.model == model)
                 metric.add_sample(WAITING, dict(zip(VLLM_LABELS, (model, QUEUE_ENGINE, ""), strict=True)), waiting)
@@ -141,8 +141,14 @@ def _workers(workers: Sequence[WorkerPresence], queues: Sequence[bus.QueueDepth]
 
 def _queues(queues: Sequence[bus.QueueDepth]) -> Iterator[Metric]:
     labels = ("model", "lane")
-    waiting = GaugeMetricFamily("rollbus_queue_waiting", "Requests that no worker has been handed", labels=labels)
-    in_hand = GaugeMetricFamily("rollbus_queue_in_hand", "Requests handed to a worker and not yet acked", labels=labels)
+    waiting = GaugeMetricFamily(
+        "rollbus_queue_waiting", "Requests that the queue has not delivered to a worker", labels=labels
+    )
+    in_hand = GaugeMetricFamily(
+        "rollbus_queue_in_hand",
+        "Requests that the queue delivered to a worker and that have no queue ack yet",
+        labels=labels,
+    )
     for queue in queues:
         waiting.add_metric((queue.model, queue.lane), queue.waiting)
         in_hand.add_metric((queue.model, queue.lane), queue.in_hand)

@@ -1,4 +1,4 @@
-"""`POST /inference/v1/generate`: tokens in, tokens out, as vLLM 0.30 serves it."""
+"""`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM 0.30."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -32,7 +32,7 @@ __all__ = ["ROUTES"]
 
 
 async def generate(service: Service, request: Request) -> Response:
-    """Continue token ids; the answer is a stream if the body says so."""
+    """Continue token ids. The answer is an event stream if the body sets `stream`."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
@@ -58,10 +58,10 @@ async def generate(service: Service, request: Request) -> Response:
 
 
 async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBody) -> Tokenizer | None:
-    """The model's tokenizer, for fields that are text; None where there are none.
+    """Return the model's tokenizer if a field contains text; None if no field does.
 
     Raises:
-        HttpError: 400, naming the field: it is not on this machine.
+        HttpError: 400, the tokenizer is not on this machine. The error names the field.
     """
     name = "stop" if params.stop else "bad_words"
     if not getattr(params, name):
@@ -73,7 +73,7 @@ async def _tokenizer(service: Service, target: RequestTarget, params: SamplingBo
 
 
 def _text(request: bus.GenerateRequest, params: SamplingBody, tokenizer: Tokenizer | None) -> AnswerText | None:
-    """The text in which stop strings are looked for; None where there are none."""
+    """Return the text in which stop strings are searched; None if the request has none."""
     if tokenizer is None or not params.stop:
         return None
     return text_of(
@@ -93,7 +93,7 @@ async def _events(
     choices: Sequence[AnswerChoice],
     names: Mapping[str, str],
 ) -> AsyncGenerator[bytes, None]:
-    """One event for each chunk, with its routing, and at last the usage if it is asked for."""
+    """Yield one event for each chunk, with its routed experts. If the body asks for it, a last event has the usage."""
     options = body.stream_options or GenerateStreamOptions()
     with_prompt = service.settings.returns_tokens or body.return_token_ids
     prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None

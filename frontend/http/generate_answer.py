@@ -1,4 +1,4 @@
-"""The answers of `POST /inference/v1/generate`, as vLLM 0.30 defines them, except that routing is a JSON object."""
+"""The answers of `POST /inference/v1/generate`, as in vLLM 0.30, except that routed experts are a JSON object."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ __all__ = ["answer_json", "event_json"]
 def answer_json(
     request: bus.GenerateRequest, target: RequestTarget, choices: Sequence[AnswerChoice], *, with_prompt: bool
 ) -> Iterator[bytes]:
-    """The answer that is no stream, in pieces; what can be wrong with it is found before the first of them.
+    """Return the complete answer in pieces. All checks run before the first piece.
 
     Raises:
-        HttpError: 502, rows of routing or logprobs of the prompt are missing.
+        HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
     """
     tokens = [choice.pop_update().tokens for choice in choices]
     rows = [whole_rows(request, target, each) for each in tokens]
@@ -60,7 +60,7 @@ def event_json(
     usage: Usage | None = None,
     prompt_token_ids: list[int] | None = None,
 ) -> bytes:
-    """One event of a stream; without an `update` of a choice it is the last event, which has the usage only."""
+    """Return one event of a stream. Without an `update` of a choice, it is the last event, with the usage only."""
     small: dict[str, Any] = {"request_id": request.request_id, "usage": usage}
     if prompt_token_ids is not None:
         small["prompt_token_ids"] = prompt_token_ids
@@ -84,7 +84,7 @@ def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None) -> Ite
     if tokens.masks is None:
         yield b"null"
     else:
-        # Block by block: those of a long answer are millions of ids.
+        # Block by block, because the masks of a long answer are millions of ids.
         masks = tokens.masks.split()
         blocks = (masks[at : at + BLOCK] for at in range(0, len(masks), BLOCK))
         yield from list_json([ids.tolist() for ids in block] for block in blocks)
@@ -97,7 +97,7 @@ def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None) -> Ite
 
 
 def _logprobs_json(scores: Scores, width: int | None) -> Iterator[bytes]:
-    """The object `logprobs`: of each token, and of as many as were asked for, of which it is the first."""
+    """Yield the object `logprobs`: each sampled token first, then its most likely alternatives."""
     if width is None:
         yield b"null"
         return

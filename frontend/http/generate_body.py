@@ -1,4 +1,4 @@
-"""The body of `POST /inference/v1/generate`, as vLLM 0.30 defines it, and what it means on the bus."""
+"""The body of `POST /inference/v1/generate`, as in vLLM 0.30, and its conversion to a request of the bus."""
 
 from typing import Annotated, Any, Final
 
@@ -21,21 +21,21 @@ __all__ = [
 
 
 class GenerateStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What a stream tells beside the tokens."""
+    """Additional data in a stream."""
 
     include_usage: bool | None = False
-    """One more event, before the last, with the whole usage."""
+    """Add one event with the total usage before the end of the stream."""
     continuous_usage_stats: bool | None = False
-    """With `include_usage`: the usage so far in every event."""
+    """With `include_usage`: every event has the usage so far."""
 
 
 class SamplingBody(SamplingFields, kw_only=True, frozen=True):
-    """How to sample; without `max_tokens`, the rest of the model's context."""
+    """Sampling parameters. Without `max_tokens`, the limit is the rest of the model's context."""
 
     logprobs: int | None = None
-    """0: the log probability of each sampled token. k: those of the k most likely ones too. Null: none."""
+    """0: the log probability of each sampled token. k: also those of the k most likely tokens. Null: none."""
 
-    # What trainers' clients give for vLLM's other routes, among the rest: without effect.
+    # Trainers' clients send these fields of vLLM's other routes too. They have no effect.
     reasoning_effort: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -45,33 +45,33 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Token ids to continue."""
 
     token_ids: Annotated[list[int], Meta(min_length=1)]
-    """Of the prompt."""
+    """Token ids of the prompt."""
     sampling_params: SamplingBody
-    """How to sample."""
+    """Sampling parameters."""
     request_id: str | None = None
-    """Drawn at random when left out; the header `X-Request-Id` comes first."""
+    """Random if omitted. The header `X-Request-Id` has precedence."""
     model: str | None = None
-    """Of a model or of an adapter; None: the fleet's only model."""
+    """Name of a model or adapter. None: the fleet's only model."""
     stream: bool | None = False
-    """Server-sent events, as tokens come."""
+    """Stream server-sent events while tokens are generated."""
     stream_options: GenerateStreamOptions | None = None
-    """What a stream tells beside the tokens."""
+    """Additional data in a stream."""
     return_token_ids: bool | None = None
-    """The prompt's token ids stand in the answer, too."""
+    """Include the prompt's token ids in the answer."""
     cache_salt: str | None = None
-    """Prefix-cache entries are shared only between requests of the same salt."""
+    """Requests share prefix-cache entries only with requests of the same salt."""
     priority: int = 0
     """Lower is more urgent."""
     kv_hints: dict[str, Any] | None = None
-    """For the engine's KV connector; refused unless the engine has it."""
+    """Hints for the engine's KV connector. The field is rejected if the engine has no connector."""
     timeout_s: float | None = None
-    """Seconds until the request fails with 504; it comes before the header `X-Request-Timeout`."""
+    """Seconds until the request fails with 504. The field has precedence over the header `X-Request-Timeout`."""
 
-    # What vLLM's own renderer adds, which changes nothing here.
+    # vLLM's own renderer adds these fields. They have no effect here.
     assistant_tokens_mask: list[int] | None = None
     token_offsets: list[tuple[int, int]] | None = None
 
-    # Refused: other inputs than tokens, and caches that travel between engines.
+    # Rejected fields: inputs other than tokens, and KV transfers between engines by clients.
     features: dict[str, Any] | None = None
     content_parts: list[dict[str, Any]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -79,17 +79,17 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
 
 NOT_SERVED: Final = {
-    "features": "this service takes tokens only, no images, audio or video",
-    "content_parts": "this service takes tokens only, no images, audio or video",
-    "kv_transfer_params": "caches are not handed from engine to engine by clients",
-    "ec_transfer_params": "caches are not handed from engine to engine by clients",
+    "features": "this service accepts tokens only, no images, audio or video",
+    "content_parts": "this service accepts tokens only, no images, audio or video",
+    "kv_transfer_params": "clients cannot transfer caches between engines",
+    "ec_transfer_params": "clients cannot transfer caches between engines",
 }
-"""Fields that are known and not served, and why."""
+"""Known fields that the service does not support, with the reason."""
 PREFIX: Final = "sampling_params."
 
 
 def check_supported(body: GenerateBody) -> None:
-    """Refuse what vLLM may do and this service does not.
+    """Reject fields that vLLM supports and this service does not.
 
     Raises:
         HttpError: 400, naming the field.
@@ -103,13 +103,15 @@ def check_supported(body: GenerateBody) -> None:
 def request_fields(
     body: GenerateBody, tokenizer: Tokenizer | None, room: int, *, returns_tokens: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `rollbus.SamplingParams`, and the others of `rollbus.GenerateRequest`, by their names there.
+    """Return the sampling fields and the other fields of a request, by their names on the bus.
+
+    The first mapping has fields of `rollbus.SamplingParams`, the second those of `rollbus.GenerateRequest`.
 
     Args:
         tokenizer: needed for `bad_words` only.
-        room: tokens that fit behind the prompt. A larger `max_tokens` ends there, as with vLLM: a client of several
-            turns asks for the same number in each.
-        returns_tokens: logprobs, also if the body does not ask for them.
+        room: tokens that fit after the prompt. A larger `max_tokens` is reduced to it, as in vLLM: a client of several
+            turns sends the same number in each turn.
+        returns_tokens: if True, return log probabilities even if the body does not ask for them.
 
     Raises:
         HttpError: 400, a bad word has no tokens.
@@ -132,7 +134,7 @@ def request_fields(
 
 
 def body_names(body: GenerateBody) -> dict[str, str]:
-    """What this route calls the bus's fields, for `named_errors`."""
+    """Return this route's names for the bus's fields, for `named_errors`."""
     return {
         **sampling_names(body.sampling_params, PREFIX),
         "prompt_token_ids": "token_ids",

@@ -1,4 +1,4 @@
-"""Log probabilities as JSON, in pieces: of a long answer they are many objects, and never there all at once."""
+"""Log probabilities as JSON, in pieces, so that the many objects of a long answer never exist at the same time."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ __all__ = ["list_json", "prompt_logprobs_json"]
 
 
 def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
-    """A JSON array, block by block."""
+    """Yield a JSON array, block by block."""
     before = b"["
     for block in blocks:
         yield before + msgspec.json.encode(block)[1:-1]
@@ -22,10 +22,12 @@ def list_json(blocks: Iterable[list[Any]]) -> Iterator[bytes]:
 
 
 def prompt_logprobs_json(scores: Scores | None, text_of: Callable[[int], str] | None = None) -> Iterator[bytes]:
-    """The list `prompt_logprobs` of vLLM: null for the first token, then objects by token id; null: there are none.
+    """Yield vLLM's list `prompt_logprobs`: null for the first token, then objects by token id.
+
+    Without scores, the result is null.
 
     Args:
-        text_of: a token's text, if there is any.
+        text_of: returns a token's text, if the answer includes it.
     """
     if scores is None:
         yield b"null"

@@ -1,4 +1,4 @@
-"""Several sources of chunks as one."""
+"""Merging of several chunk streams into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -15,11 +15,14 @@ __all__ = ["merged"]
 _Waiting: TypeAlias = "asyncio.Queue[tuple[int, bus.Chunk | Exception | None]]"
 
 MAX_WAITING: Final = 64
-"""Chunks that were taken and not yet handed on; the others wait where they are."""
+"""Limit on received chunks that the caller has not read. Further chunks wait in their sources."""
 
 
 async def merged(sources: Sequence[AsyncGenerator[bus.Chunk, None]]) -> AsyncGenerator[tuple[int, bus.Chunk], None]:
-    """The chunks of all sources, each with its source's place; closing closes them, and so does an error of one."""
+    """Yield the chunks of all sources, each with its source's index.
+
+    Closing the generator closes the sources. An error of one source closes the others too.
+    """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for chunk in source:
@@ -48,6 +51,6 @@ async def _pump(at: int, source: AsyncGenerator[bus.Chunk, None], waiting: _Wait
             async for chunk in chunks:
                 await waiting.put((at, chunk))
         except (HttpError, RollbusError) as error:
-            # Not raised here: that would cancel who reads, wherever that is at this moment.
+            # The error is not raised here: it would cancel the reading task at an arbitrary point.
             end = error
     await waiting.put((at, end))

@@ -1,7 +1,7 @@
-"""What the service counts and times, and what its workers say of themselves, as Prometheus reads it.
+"""Prometheus metrics: the counters and timers of the service, and the metrics of its workers.
 
-Labels are few: routes come from the tables, models and workers are those of the fleet, and only the newest weight
-versions of a model have series of their own.
+The number of labels is bounded. Routes come from the route tables, and models and workers from the fleet. Only the
+newest weight versions of a model have their own series.
 """
 
 import asyncio
@@ -33,29 +33,29 @@ from .fleet_metrics import FleetCollector
 __all__ = ["GenerationTimer", "HttpRequestRecord", "Metrics"]
 
 MAX_VERSIONS: Final = 8
-"""Weight versions of a model that have series: a training run makes one in each step."""
+"""Number of weight versions of a model that have series. A training run creates a version in each step."""
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 
 
 @dataclass(slots=True)
 class HttpRequestRecord:
-    """What is known of one HTTP request."""
+    """The labels of one HTTP request."""
 
     status: int = 500
-    """Until it has an answer: what fails unexpectedly has no other."""
+    """500 until the request has an answer. An unexpected failure keeps this value."""
     model: str = ""
-    """Which it is for; empty where it is for none, or for one that nobody serves."""
+    """The requested model; empty if the request needs no model, or if no worker serves the model."""
 
 
 _seen: ContextVar[HttpRequestRecord | None] = ContextVar("seen", default=None)
 
 
 class Metrics:
-    """The counters of one service, in a registry of their own."""
+    """The metrics of one service, in their own registry."""
 
     def __init__(self, rb: bus.Client) -> None:
-        # When each series began is of use to few, and would double their number.
+        # Few users need the creation time of each series, and it would double the number of series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._fleet = FleetCollector(rb)
@@ -66,65 +66,69 @@ class Metrics:
         histogram = partial(Histogram, registry=registry)
         self._requests = counter(
             "rollbus_http_requests",
-            "HTTP requests that were answered; 499: the client left before",
+            "Answered HTTP requests; status 499: the client disconnected before the answer",
             ("method", "route", "status", "model"),
         )
         self._request_seconds = histogram(
             "rollbus_http_request_seconds",
-            "From a request's head to the end of its answer",
+            "Seconds from a request's head to the end of its answer",
             ("method", "route"),
             buckets=SECONDS,
         )
         self._connections_cut = counter(
             "rollbus_http_connections_cut",
-            "Connections closed without what their clients asked for: head_timeout, and too_many, without a whole"
-            " request; busy, answered 503 as requests had all connections that they may have",
+            "Connections closed before an answer: head_timeout and too_many, without a complete request; busy,"
+            " answered 503 because requests used all connections that they may have",
             ("reason",),
         )
-        self.in_flight = gauge("rollbus_http_generations_in_flight", "Requests for tokens under way", ("model",))
+        self.in_flight = gauge("rollbus_http_generations_in_flight", "Open token requests", ("model",))
         self.waiting = gauge(
             "rollbus_http_generations_waiting",
-            "Requests for tokens that wait in the service while the workers have enough of them",
+            "Token requests that wait in the service until the workers have capacity",
             ("model",),
         )
         self.ended = counter(
             "rollbus_http_generations",
-            "Requests for tokens by how they ended: done; left (a client went away, or a stop string was found before"
-            " the engine's end); the bus's error code",
+            "Ended token requests by outcome: done; left (the client disconnected, or a stop string ended the answer"
+            " before the engine did); or the bus's error code",
             ("model", "outcome"),
         )
         self.prompt_tokens = counter(
-            "rollbus_http_prompt_tokens", "Prompt tokens of all requests, whatever came of them", ("model",)
+            "rollbus_http_prompt_tokens", "Prompt tokens of all requests, with any outcome", ("model",)
         )
         self.tokens = counter(
             "rollbus_http_generated_tokens",
-            "Generated tokens by the weights that made them",
+            "Generated tokens by the weight version that generated them",
             ("model", "weight_version"),
         )
         self.routing_bytes = counter(
             "rollbus_http_routing_bytes",
-            "Routed experts, raw, by the weights that made them; of what came whole, by those of the last token",
+            "Raw bytes of routed experts by weight version; a result that was not streamed counts for the version of"
+            " its last token",
             ("model", "weight_version"),
         )
         self.seconds = histogram(
-            "rollbus_http_generation_seconds", "From a request for tokens to its last one", ("model",), buckets=SECONDS
+            "rollbus_http_generation_seconds",
+            "Seconds from a token request to its last token",
+            ("model",),
+            buckets=SECONDS,
         )
         self.first_token = histogram(
             "rollbus_http_time_to_first_token_seconds",
-            "Of streams: from the request to the first token, with the time in the queue",
+            "For streams: seconds from the request to the first token, including the time in the queue",
             ("model", "weight_version"),
             buckets=SECONDS,
         )
         self.inter_token = histogram(
             "rollbus_http_inter_token_seconds",
-            "Of streams: time between chunks over the tokens of the later one",
+            "For streams: seconds between two chunks, divided by the tokens of the later chunk",
             ("model", "weight_version"),
             buckets=TOKEN_SECONDS,
         )
 
     @contextmanager
     def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
-        """Count one HTTP request, whatever comes of it."""
+        """Count one HTTP request with any outcome."""
         seen = HttpRequestRecord()
         token = _seen.set(seen)
         begun = time.perf_counter()
@@ -136,18 +140,18 @@ class Metrics:
             self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
 
     def connection_cut(self, reason: str) -> None:
-        """Count a connection that was closed without what its client asked for."""
+        """Count a connection that was closed before its answer."""
         self._connections_cut.labels(reason).inc()
 
     def is_for(self, model: str) -> None:
-        """The request under way is for this model, which live workers serve."""
+        """Set the model of the current request. Live workers serve this model."""
         seen = _seen.get()
         if seen is not None:
             seen.model = model
 
     @contextmanager
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
-        """Count one request for tokens while it is under way, and how it ended."""
+        """Count one token request while it is open, and then its outcome."""
         self.is_for(model)
         self.prompt_tokens.labels(model).inc(prompt_len)
         progress = GenerationTimer(self, model)
@@ -168,7 +172,10 @@ class Metrics:
             self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
 
     def version(self, model: str, weight_version: int) -> str:
-        """The label of a version; the series of the one that was longest not seen end when there are too many."""
+        """Return the label of a version.
+
+        If there are too many versions, remove the series of the least recently used one.
+        """
         label = str(weight_version)
         known = self._versions.setdefault(model, OrderedDict())
         known[label] = None
@@ -180,16 +187,16 @@ class Metrics:
         return label
 
     async def text(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         found = await self._fleet.ask()
-        # Nothing is awaited from here on: several scrapes do not mix.
+        # No `await` from here on, so that concurrent scrapes do not mix.
         self._fleet.latest = found
         return generate_latest(self._registry)
 
 
 @dataclass(slots=True)
 class GenerationTimer:
-    """One request for tokens."""
+    """The metrics of one token request."""
 
     metrics: Metrics
     model: str
@@ -197,7 +204,7 @@ class GenerationTimer:
     _last: dict[int, float] = field(default_factory=dict)
 
     def add(self, chunk: bus.Chunk) -> None:
-        """Count a chunk as it comes."""
+        """Count a received chunk."""
         metrics, child = self.metrics, chunk.child
         labels = self.model, metrics.version(self.model, chunk.weight_version)
         if chunk.routed_experts is not None:
@@ -214,7 +221,7 @@ class GenerationTimer:
         metrics.tokens.labels(*labels).inc(chunk.num_tokens)
 
     def finished(self, generation: bus.Generation) -> None:
-        """Count a result that came whole."""
+        """Count a result that was not streamed."""
         for sample in (generation, *generation.siblings):
             for version, count in zip(*np.unique(sample.weight_versions, return_counts=True), strict=True):
                 labels = self.model, self.metrics.version(self.model, int(version))

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the tables that are served and of the structs that are decoded."""
+"""The OpenAPI document, generated from the route tables and from the structs that decode the bodies."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,26 +22,26 @@ PATH_PARAMETER: Final = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong, in OpenAI's shape."""
+    """The error in OpenAI's format."""
 
     message: str
-    """For people."""
+    """Text for people."""
     type: str
-    """`invalid_request_error` where the request was at fault, else `server_error`."""
+    """`invalid_request_error` if the request is invalid, else `server_error`."""
     param: str | None
-    """The field that is wrong, if one is."""
+    """The invalid field, if there is one."""
     code: str
-    """For programs."""
+    """Error code for programs."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Every answer of status 400 and above."""
+    """Every answer with status 400 or above."""
 
     error: ErrorDetail
 
 
 async def openapi(_service: Service, request: Request) -> Response:
-    """This document."""
+    """Return this document."""
     made: bytes = request.app.state.openapi
     return Response(made, media_type="application/json")
 
@@ -50,12 +50,12 @@ ROUTES: RouteTable = {("GET", "/openapi.json"): HttpRoute(openapi)}
 
 
 def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: Settings) -> dict[str, Any]:
-    """The document, as JSON's types.
+    """Return the document as JSON types.
 
     Args:
-        public: routes that need no token.
-        data: routes that need the data token or the admin token, where these are set.
-        admin: routes that need the admin token, where it is set.
+        public: routes without a token.
+        data: routes that need the data token or the admin token, if these are set.
+        admin: routes that need the admin token, if it is set.
     """
     routes = {**public, **data, **admin}
     kinds: list[object] = [route.body for route in routes.values()]
@@ -63,7 +63,7 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
     kinds += [kind for route in routes.values() for _, kind in _by_status(route.answer)]
     kinds = [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
     made, components = msgspec.json.schema_components(kinds, schema_hook=_schema_of, ref_template=REF)
-    # Types are told apart by what they are: unions cannot all be hashed.
+    # Types are compared by identity, because not every union can be hashed.
     schemas = {id(kind): schema for kind, schema in zip(kinds, made, strict=True)}
 
     def schema(kind: object) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def document(public: RouteTable, data: RouteTable, admin: RouteTable, settings: 
         "info": {
             "title": "rollbus",
             "version": __version__,
-            "description": "A fleet of vLLM workers behind a message bus, for clients that speak HTTP.",
+            "description": "A fleet of vLLM workers behind a message bus, for HTTP clients.",
         },
         "paths": paths,
         "components": {
@@ -140,10 +140,11 @@ def _response(status: str, kind: object, schema: Callable[[object], dict[str, An
 
 
 def _query_parameters(query: type, *, is_all: bool) -> list[dict[str, Any]]:
-    """Of a struct's fields; each is a string on the way, which the route reads as what stands here.
+    """Return the parameters of a struct's fields. Each parameter is a string in the query, which the route converts.
 
     Args:
-        is_all: there is no body in which the same fields may stand, and those that are objects only there.
+        is_all: True if the route has no body for these fields. Otherwise fields that are objects may only be in the
+            body.
     """
     (_,), components = msgspec.json.schema_components([query], schema_hook=_schema_of)
     described = components[query.__name__]
@@ -156,7 +157,7 @@ def _query_parameters(query: type, *, is_all: bool) -> list[dict[str, Any]]:
 
 
 def _has_objects(schema: Mapping[str, Any]) -> bool:
-    """Some value of it is no text of one line."""
+    """True if the schema allows an object."""
     kinds = schema.get("anyOf", [schema])
     return any("$ref" in kind or kind.get("type") == "object" for kind in kinds)
 
@@ -167,7 +168,7 @@ def _structs(body: object) -> list[type[msgspec.Struct]]:
 
 
 def _needs_fields(body: object) -> bool:
-    """An empty body counts as `{}`."""
+    """True if the body has required fields. An empty body counts as `{}`."""
     structs = _structs(body)
     return bool(structs) and all(any(field.required for field in msgspec.structs.fields(kind)) for kind in structs)
 
@@ -177,5 +178,5 @@ def _streams(body: object) -> bool:
 
 
 def _schema_of(_kind: type) -> dict[str, Any]:
-    """Of types that msgspec does not know: anything."""
+    """Return the schema of a type that msgspec does not know: any value."""
     return {}

@@ -1,8 +1,8 @@
-"""Which requests may come from web pages: where a token is missing, only those of pages that this service has served.
+"""Protection against requests from web pages of other origins, for services without a token.
 
-A browser on a machine that reaches the service sends requests for any page that it shows. Headers tell such a request
-apart. `Origin` and `Sec-Fetch-Site` say that the page is from another site. `Host` is the name of the page's own site
-if that site had its name resolved to this service's address (DNS rebinding).
+A browser that can reach the service sends requests for any page that it shows. Headers identify these requests.
+`Origin` and `Sec-Fetch-Site` show that the page is from another site. `Host` is the name of the page's own site if that
+name resolves to this service's address (DNS rebinding).
 """
 
 import re
@@ -18,21 +18,21 @@ __all__ = ["check_media_type", "check_origin"]
 
 JSON: Final = "application/json"
 OWN_SITES: Final = ("same-origin", "none")
-"""`Sec-Fetch-Site` of a page that this service has served, and of an address that the user typed."""
+"""Values of `Sec-Fetch-Site` for a page of this service, and for an address that the user typed."""
 DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
 AUTHORITY: Final = re.compile(r"(?:\[(?P<v6>[\da-f:.%\w]+)\]|(?P<name>[\w.-]+))(?::(?P<port>\d*))?", re.IGNORECASE)
 MAX_SHOWN_CHARS: Final = 200
 
 
 def check_origin(headers: Headers, allowed_hosts: Collection[str], *, allows_links: bool = False) -> None:
-    """Refuse a request that a browser sends for a page of another origin, or under a name that is not this service's.
+    """Reject a request that a browser sends for a page of another origin, or under a name that is not this service's.
 
     Args:
-        allowed_hosts: names, in lower case, beside `localhost` and addresses.
-        allows_links: a page of another site may link to what is asked for, as it does nothing and shows no secret.
+        allowed_hosts: lower-case names that are allowed besides `localhost` and addresses.
+        allows_links: True if other sites may link to this path, because it changes nothing and shows no secret.
 
     Raises:
-        HttpError: 403, naming the header, its value and what is allowed.
+        HttpError: 403, naming the header, its value and the allowed values.
     """
     hosts = headers.getlist("host")
     for host in hosts:
@@ -50,10 +50,10 @@ def check_origin(headers: Headers, allowed_hosts: Collection[str], *, allows_lin
 
 
 def check_media_type(headers: Headers) -> None:
-    """Refuse a body that is not declared as JSON: web pages may send others to any service without asking it first.
+    """Reject a body that is not declared as JSON. Browsers let web pages send other types without asking the service.
 
     Raises:
-        HttpError: 415, naming what is declared.
+        HttpError: 415, naming the declared type.
     """
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     given = headers.getlist("content-type")
@@ -64,7 +64,7 @@ def check_media_type(headers: Headers) -> None:
 
 
 def _is_link(headers: Headers) -> bool:
-    """Return True if a browser opens an address in a tab: the page that has the link reads nothing of the answer."""
+    """Return True if a browser opens an address in a tab. The page with the link cannot read the answer."""
     return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
 
 
@@ -76,12 +76,12 @@ def _is_allowed(name: str, allowed_hosts: Collection[str]) -> bool:
         ip_address(name)
     except ValueError:
         return False
-    # No name was resolved to come here.
+    # An address needs no name resolution.
     return True
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return True if a page of this origin was served under this `Host`; a proxy may have served it over TLS."""
+    """Return True if a page of this origin was served under this `Host`, also behind a TLS proxy."""
     scheme, _, authority = origin.partition("://")
     default = DEFAULT_PORTS.get(scheme)
     (name, port), (own_name, own_port) = _name_and_port(authority), _name_and_port(host)
@@ -89,7 +89,7 @@ def _is_same(origin: str, host: str) -> bool:
 
 
 def _name_and_port(authority: str) -> tuple[str, str]:
-    """Split what `Host` has; without a name, the whole is malformed."""
+    """Return the name and port of a `Host` value. Both are empty if the value is malformed."""
     found = AUTHORITY.fullmatch(authority)
     if found is None:
         return "", ""

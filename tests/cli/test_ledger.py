@@ -33,7 +33,7 @@ def test_a_ledger_has_a_row_for_each_worker() -> None:
     assert ledger_rows(MIXED) == [
         ["a", "applied", "2", "0.12", "-"],
         ["b", "failed", "2", "0.12", "3 in flight"],
-        ["c", "late", "2", "0.12", "still at it when the time was up: loading"],
+        ["c", "late", "2", "0.12", "still in progress at the timeout: loading"],
         ["d", "missing", "-", "-", "its lease expired"],
     ]
 
@@ -129,7 +129,7 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
             "weight_version": 2, "in_flight": 0, "seconds": 0.125, **none,
         },
         {
-            "worker": "c", "result": "late", "code": None, "why": "still at it when the time was up: loading",
+            "worker": "c", "result": "late", "code": None, "why": "still in progress at the timeout: loading",
             "model": "m", "weight_version": 2, "in_flight": 0, "seconds": 0.125, **none, "stage": "loading",
         },
         {

@@ -165,8 +165,8 @@ async def test_what_nobody_knows_is_said_so(one_worker: StartServed, nats_url: s
 
     assert (unknown.code, unknown.stdout) == (ExitCode.FAILED, "")
     assert unknown.stderr.strip() == (
-        "rollbus: request 'nothing' is unknown to 1 of 1 workers; each remembers its requests in flight and the last "
-        "1,000 that ended, until it is stopped"
+        "rollbus: request 'nothing' is unknown to 1 of 1 workers; each worker remembers its open requests and the last "
+        "1,000 that ended, until the worker exits"
     )
     assert (wrong.code, wrong.stdout) == (ExitCode.USAGE, "")
     assert "request_id is 'a b'" in wrong.stderr
@@ -192,4 +192,4 @@ async def test_a_silent_worker_makes_the_answer_partial(nats_url: str, fleet: st
     assert (partial.code, partial.stderr) == (ExitCode.PARTIAL, "")
     assert partial.stdout.splitlines()[-1].startswith("No answer from b: it did not answer within")
     assert (late.code, late.stdout) == (ExitCode.TIMEOUT, "")
-    assert late.stderr.strip().endswith("No answer came from a, b")
+    assert late.stderr.strip().endswith("No answer from a, b")

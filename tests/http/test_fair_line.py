@@ -131,7 +131,7 @@ def test_a_user_who_comes_later_has_a_share() -> None:
             with pytest.raises(HttpError, match="429 busy"), admission.admitted(count, user):
                 pass
         stack.enter_context(admission.admitted(2, user="b"))
-        with pytest.raises(HttpError, match=r"6 requests are under way, 2 of them this user's; allowed: 4, 2 of each"):
+        with pytest.raises(HttpError, match=r"6 requests are open, 2 of them from this user; allowed: 4, 2 for each"):
             stack.enter_context(admission.admitted(user="b"))
         stack.enter_context(admission.admitted(user="c"))
     assert admission.in_flight == 0
