@@ -144,7 +144,9 @@ def test_what_has_ended_or_is_anothers_is_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match="generation ended normally"):
             asked.continuing(generation)
-    with pytest.raises(InvalidRequest, match="generation has a prompt of 2 tokens and rows from 0 on; allowed: one of"):
+    with pytest.raises(
+        InvalidRequest, match="generation has a prompt of 2 tokens and rows from 0 on; allowed: a generation of"
+    ):
         GenerateRequest(prompt_token_ids=[1]).continuing(ended(asked, 5))
     failed = ended(asked, 5, reason=FinishReason.ERROR)
     assert asked.continuing(failed).prompt_len == 3

@@ -155,7 +155,7 @@ async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) ->
     async with disaggregated(nats_url, fleet, workers=("p",)) as both:
         with pytest.raises(NoWorkers, match="p is serving prefill phases only"):
             await both.rb.complete(long("r"))
-        with pytest.raises(NoWorkers, match="0 of 1 workers came up"):
+        with pytest.raises(NoWorkers, match="0 of 1 workers served within"):
             await both.rb.fleet.wait_for_workers(timeout_s=0.1)
         state = await both.rb.fleet.state()
         assert [worker.worker for worker in state.workers] == ["p"]

@@ -268,6 +268,6 @@ def test_a_publisher_shares_a_blocking_client(nats_url: str, fleet: str) -> None
         tensors = {"weight": np.ones(8, np.float32)}
         with rollbus.WeightPublisher(rb, model="policy") as publisher:
             assert publisher.publish_blocking(tensors.items(), version=1, update=False).is_anchor
-        with pytest.raises(InvalidRequest, match=r"client is one of `rollbus\.sync`"):
+        with pytest.raises(InvalidRequest, match=r"client is of `rollbus\.sync`"):
             asyncio.run(rollbus.WeightPublisher(rb, model="policy").__aenter__())
         assert rb.fleet.state().workers == ()

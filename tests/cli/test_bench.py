@@ -90,7 +90,7 @@ def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> 
         (["--requests", "5", "--concurrency", "2", "6"], "--requests 5; allowed: 6 or more"),
         (["--concurrency", "65537"], "--concurrency 65537; allowed: 65536"),
         (["--concurrency", "4096", "--output-tokens", "4096"], "allowed: 50000000, with fewer"),
-        (["--synthetic", "--model", "m"], "--synthetic has a model of its own"),
+        (["--synthetic", "--model", "m"], "--synthetic uses its own model"),
     ],
 )
 def test_numbers_that_do_not_go_together_are_refused(

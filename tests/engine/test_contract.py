@@ -216,13 +216,13 @@ DOCTORED = [
         "v1/engine/__init__.py",
         "    new_token_ids: list[int]\n",
         "    step: int\n    new_token_ids: list[int]\n",
-        "EngineCoreOutput has the positional parameters (request_id, step), but the adapter passes (request_id, new",
+        "EngineCoreOutput has the positional parameters (request_id, step) but the adapter passes (request_id, new",
     ),
     (
         "inputs/engine.py",
         "def tokens_input(\n",
         "def tokens_input(\n    model: str,\n",
-        "engine.tokens_input has the positional parameters (model), but the adapter passes (prompt_token_ids)",
+        "engine.tokens_input has the positional parameters (model) but the adapter passes (prompt_token_ids)",
     ),
     (
         "v1/engine/core_client.py",
@@ -318,7 +318,7 @@ def test_what_is_changed_after_it_was_imported_is_named(monkeypatch: pytest.Monk
         contract_check.check()
     message = str(refused.value)
     assert "vllm.v1.core.sched.output has no 'NewRequestData'" in message
-    assert "vllm.inputs.engine.tokens_input takes (prompt) by position" in message
+    assert "vllm.inputs.engine.tokens_input has the positional parameters (prompt)" in message
 
 
 def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
             """Find nothing."""
             return []
 
-    monkeypatch.setattr(contract_check, "Sources", Slow)
+    monkeypatch.setattr(contract_check, "ModuleSources", Slow)
     contract_check._find_gaps.cache_clear()
     folder = installed_vllm()
     threads = [threading.Thread(target=find_gaps, args=(folder,)) for _ in range(2)]
