@@ -103,8 +103,7 @@ class Metrics:
         )
         self.routing_bytes = counter(
             "rollbus_http_routing_bytes",
-            "Raw bytes of routed experts by weight version; a result that was not streamed counts for the version of"
-            " its last token",
+            "Raw bytes of routed experts by weight version; of an unstreamed result, by that of its last token",
             ("model", "weight_version"),
         )
         self.seconds = histogram(

@@ -119,7 +119,7 @@ async def test_a_folder_that_was_put_without_a_signature_can_be_signed(tmp_path:
         boss.signatures = own
         with pytest.raises(ControlError, match="has no signed objects below 'm/one'"):
             await fetch_folder(guard.login("w0"), objects, tmp_path / "cache")
-        with pytest.raises(ControlError, match="takes the credentials of an admin"):
+        with pytest.raises(ControlError, match="use the credentials of an admin"):
             await sign_folder(worker, objects)
         assert await sign_folder(boss, objects) == 2
         fetched = await fetch_folder(guard.login("w0"), objects, tmp_path / "cache")

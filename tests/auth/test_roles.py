@@ -176,7 +176,7 @@ async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_p
             ended = await run_rollbus(guard.url, FLEET, "sign", "--json", "--creds", str(guard.path("boss")))
             await until_worker(rb, "w0", WorkerState.PAUSED)
 
-        assert (refused.code, "takes the credentials of an admin" in refused.stderr) == (1, True)
+        assert (refused.code, "use the credentials of an admin" in refused.stderr) == (1, True)
         assert (ended.code, json.loads(ended.stdout)) == (0, {"signed": {MODEL: 1}, "objects": []})
 
 

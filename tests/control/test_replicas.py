@@ -90,4 +90,4 @@ def test_numbers_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.delenv("ROLLBUS_REPLICAS")
     assert main(["nats", "replicas", "6", "--nats", "nats://127.0.0.1:9"]) == 2
     assert main(["nats", "replicas"]) == 2
-    assert "how many?" in capsys.readouterr().err
+    assert "replicas requires a number" in capsys.readouterr().err

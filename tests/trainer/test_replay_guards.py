@@ -42,7 +42,7 @@ def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> No
     """A router whose class has a known name and another formula is refused, not replayed with wrong weights."""
     import transformers
 
-    message = rf"layers.1.mlp.gate weighs .* Qwen3MoeTopKRouter should \(transformers is {transformers.__version__}\)"
+    message = rf"layers.1.mlp.gate weighs .* of Qwen3MoeTopKRouter \(transformers is {transformers.__version__}\)"
     with (
         pytest.raises(ReplayError, match=message),
         torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),

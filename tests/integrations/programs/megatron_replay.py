@@ -90,7 +90,7 @@ for wrong, says in (
 try:
     feed(dataclasses.replace(batch, routed_experts=None), layers=[0, 1, 2])
 except ReplayError as error:
-    assert "no routing" in str(error)
+    assert "no routed experts" in str(error)
 else:
     raise AssertionError("a batch without routing was not refused")
 print("ok")
