@@ -159,5 +159,5 @@ async def test_adapters_for_experts_on_a_cpu_are_refused(models: dict[str, Path]
     """An engine that its first request would kill is not started."""
     engine = VllmEngine(models["moe"], engine_args={"enable_lora": True})
 
-    with pytest.raises(EngineDead, match="no adapters for models with experts"):
+    with pytest.raises(EngineDead, match="does not support adapters for models with experts"):
         await engine.start()
