@@ -109,7 +109,7 @@ def test_load_that_fails_changes_nothing(
     assert is_as_expected(dense.generate(replace(BASE, lora="mine"))[0], models["dense"], adapters["a"])
 
     dense.call(engine.load_lora("other", adapters["b"], 1))
-    with pytest.raises(ControlError, match="2 adapters are loaded, as many as the engine holds"):
+    with pytest.raises(ControlError, match="2 adapters are loaded, the maximum of this engine"):
         dense.call(engine.load_lora("third", adapters["c"], 1))
     assert engine.capabilities.max_loras == 2
     requests = (replace(BASE, lora="mine"), replace(BASE, lora="other"), replace(BASE, cache_salt="none"))

@@ -1,4 +1,4 @@
-"""LoRA adapters in a vLLM engine: load, swap in place, unload; each answer of the engine is checked."""
+"""Loads, replaces and unloads the LoRA adapters of a vLLM engine, and checks each answer of the engine."""
 
 import itertools
 from pathlib import Path
@@ -11,14 +11,14 @@ __all__ = ["Adapters"]
 
 
 class Adapters:
-    """Brings adapters into the engine and out of it; what requests may name is in `LoadSerials.adapters`.
+    """Loads adapters into the engine and unloads them; `LoadSerials.adapters` has the adapters that requests may name.
 
-    An adapter keeps its number in vLLM for as long as its name is known here, also when the engine has lost it with
-    the weights that it was made for: requests in flight refer to the number.
+    Each adapter name has a number in vLLM. The name keeps its number until the adapter is unloaded or its load
+    fails. It keeps the number even if new weights have unloaded all adapters: requests in flight refer to the number.
 
     Args:
-        max_loras: how many the engine holds; beyond it vLLM would drop the oldest without a word.
-        refusal: why there can be none; None: there can.
+        max_loras: maximum number of adapters in the engine; vLLM would silently unload the oldest adapter beyond it.
+        refusal: reason why the engine supports no adapters; None: it supports them.
     """
 
     def __init__(self, calls: Calls, loaded: LoadSerials, *, max_loras: int, refusal: str | None) -> None:
@@ -30,13 +30,13 @@ class Adapters:
         self._numbers: dict[str, int] = {}
 
     async def load(self, name: str, path: Path, version: int) -> None:
-        """Load an adapter, or replace the one of this name; see `Engine.load_lora`."""
+        """Load an adapter, or replace the adapter of this name; see `Engine.load_lora`."""
         from vllm.lora.request import LoRARequest
 
         check_supported(self._refusal)
         adapters = self._loaded.adapters
         if name not in adapters and len(adapters) >= self._max_loras:
-            problem = f"{len(adapters)} adapters are loaded, as many as the engine holds; unload one of them first"
+            problem = f"{len(adapters)} adapters are loaded, the maximum of this engine; unload an adapter first"
             raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not loaded: {problem}")
         serial = self._loaded.new_serial()
         number = self._numbers.setdefault(name, next(self._next_number))
@@ -44,23 +44,23 @@ class Adapters:
             await self._calls.on_workers("rollbus_load_lora", name=name, number=number, path=str(path))
         except ControlError as exc:
             if exc.code is ControlCode.HALF_WRITTEN:
-                # Some of vLLM's processes may have the new one and some the old one.
+                # Some vLLM worker processes may have the new adapter and others the old adapter.
                 await self._calls.on_replicas("remove_lora", number)
             if not all(number in listed for listed in await self._calls.on_replicas("list_loras")):
                 self._remove(name)
             raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not loaded: {exc.message}") from exc
-        # Not in place any more: each request would load it again.
+        # No `load_inplace` here: vLLM would load the adapter again for each request.
         lora_request = LoRARequest(name, number, str(path))
         adapters[name] = VllmAdapter(version=version, serial=serial, lora_request=lora_request)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter, if it is there; see `Engine.unload_lora`."""
+        """Unload an adapter; ignore a name without a number. See `Engine.unload_lora`."""
         number = self._numbers.get(name)
         if number is None:
             return
         removed = all(await self._calls.on_replicas("remove_lora", number))
         if not removed and any(number in listed for listed in await self._calls.on_replicas("list_loras")):
-            raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not unloaded: vLLM still has it")
+            raise ControlError(ControlCode.ENGINE_ERROR, f"adapter {name!r} was not unloaded: vLLM still lists it")
         self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's worker processes answer to the calls that `extension` adds: plain maps, which vLLM can carry."""
+"""Answers of vLLM worker processes to the calls that `extension` adds. They are plain maps, which vLLM can transfer."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ __all__ = ["done", "failed"]
 
 
 def done(**facts: Any) -> dict[str, Any]:
-    """It was done; with what there is to say about it."""
+    """Return the answer of a successful call, with `facts` as additional fields."""
     return {"code": None, "error": None, **facts}
 
 
 def failed(code: ControlCode, error: object) -> dict[str, Any]:
-    """It was not done; `error` says why."""
+    """Return the answer of a failed call; `error` states the reason."""
     return {"code": str(code), "error": str(error)}

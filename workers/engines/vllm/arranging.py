@@ -1,6 +1,7 @@
-"""Arrange the tensors that came for a module as its parameters, beside vLLM, which does it in memory of the module.
+"""Arranges the tensors that were received for a module as its parameters, in memory separate from vLLM's.
 
-Both call the loaders of the parameters. What vLLM does with its own copy afterwards does not reach what is here.
+vLLM arranges the same tensors in the module's own memory. Both call the loaders of the parameters. Later changes by
+vLLM to its copy do not affect the parameters that `arrange` returns.
 """
 
 import copy
@@ -17,10 +18,11 @@ __all__ = ["arrange"]
 
 
 def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the raw parameters of `layer` with the tensors that have come for it; not to be written to.
+    """Return the raw parameters of `layer`, and the number of elements without a value, both by parameter name.
 
-    A parameter that is one of these tensors, unchanged, is that tensor itself; others have memory of their own.
-    Beside them, by parameter, how many of its elements got no value; they are 0 then.
+    The parameters contain the tensors that were received for `layer`. Do not write to them: a parameter that equals one
+    received tensor without a change is that tensor itself. Other parameters have separate memory. Elements without a
+    value are 0. The second map has only parameters with at least one such element.
     """
     given: dict[str, list[Any]] = {}
     for name, arguments in info.loaded_weights:
@@ -36,7 +38,7 @@ def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
                 continue
             raw[name] = _filled(like, loads, info.restore_device)
             tensors = [value for load in loads for value in load.arguments.values() if isinstance(value, Tensor)]
-            # Where NaN came, it says nothing.
+            # NaN marks an element without a value only if no received tensor contains NaN.
             if _has_nan(raw[name]) and not any(_has_nan(tensor) for tensor in tensors if not tensor.is_meta):
                 absent[name] = int(raw[name].isnan().sum())
                 raw[name].nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
@@ -44,7 +46,10 @@ def arrange(layer: Any, info: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 def _filled(like: Any, loads: list[Any], device: Any) -> Tensor:
-    """Return a parameter like `like` in new memory, with what its loader puts there; the rest is NaN if it can be."""
+    """Return a parameter like `like` in new memory, filled by its loader.
+
+    Elements that the loader does not write are NaN, or 0 if the dtype has no NaN.
+    """
     fill = math.nan if _can_be_nan(like) else 0
     parameter = _as(like, torch.full(tuple(like.shape), fill, dtype=like.dtype, device=device))
     for arguments in loads:
@@ -54,7 +59,7 @@ def _filled(like: Any, loads: list[Any], device: Any) -> Tensor:
 
 
 def _whole(like: Any, loads: list[Any], device: Any) -> Tensor | None:
-    """Return the one tensor that is the parameter, as it is; None: there are several, or its loader changes it."""
+    """Return the received tensor that equals the whole parameter; None: several tensors, or the loader changes it."""
     if len(loads) != 1:
         return None
     parameter = _as(like, torch.empty(tuple(like.shape), dtype=like.dtype, device="meta"))
@@ -71,19 +76,19 @@ def _whole(like: Any, loads: list[Any], device: Any) -> Tensor | None:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is written into tensors without memory."""
+    """Records the writes into tensors without memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[Tensor, Tensor]] = []
-        """Targets and sources."""
+        """Target and source of each copy."""
         self.has_others = False
-        """Something was written that is no copy."""
+        """True if an operation other than a copy wrote to a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Stand in for all functions of torch."""
+        """Record the write of a torch function, then call the function. torch calls this for each of its functions."""
         target = args[0] if args else None
-        # Loaders also fill what is beyond the end of a tensor, which may be nothing.
+        # Loaders also fill the part beyond the end of a tensor. That part may be empty; ignore writes to it.
         is_nothing = isinstance(target, Tensor) and not target.numel()
         if func._schema.is_mutable and not is_nothing:
             if func is torch.ops.aten.copy_.default:
@@ -94,21 +99,22 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _as(like: Any, tensor: Any) -> Any:
-    """Make `tensor` a parameter like `like`, which loaders look at."""
+    """Give `tensor` the class and the attributes of the parameter `like`, because loaders read them."""
     tensor.__class__ = like.__class__
     tensor.__dict__ = like.__dict__.copy()
     return tensor
 
 
 def _load(like: Any, parameter: Any, arguments: Any) -> None:
-    """Have the loader of `like` load into `parameter` what it was called with."""
+    """Call the loader of `like` with the recorded `arguments`, but with `parameter` as its target."""
     bound = copy.copy(arguments)
     bound.arguments = {**arguments.arguments, "param": parameter}
     loader_of(like)(*bound.args, **bound.kwargs)
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    # A sum, which is NaN if any element is, takes a twentieth of the time that looking at each element takes.
+    # The sum is NaN if any element is NaN. It takes a twentieth of the time of a check of each element. A sum of
+    # infinities can be NaN too, so confirm it.
     return _can_be_nan(tensor) and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 

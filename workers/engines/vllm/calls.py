@@ -1,4 +1,4 @@
-"""Calls into the engine besides requests. Each ends at the latest when the engine does, and says what was refused."""
+"""Calls into the engine other than requests. A call fails when the engine ends, and its error states the cause."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["Calls", "check_supported"]
 
 WORKERS_TIMEOUT_S = 3600.0
-"""For what all of vLLM's worker processes do together: above any load of weights. Beyond it their answers would be
-taken for those to later calls (v1/executor/multiproc_executor.py: collective_rpc), and nothing can be relied on."""
+"""Timeout of a call to all vLLM worker processes; longer than any load of weights. After a timeout, vLLM would use the
+late answers for the next calls (v1/executor/multiproc_executor.py: collective_rpc), so no answer would be reliable."""
 
 
 def check_supported(refusal: str | None) -> None:
-    """Raise `unsupported` with the reason why the engine cannot do something; None: it can."""
+    """Raise `unsupported` with the reason `refusal`; None: the engine supports the operation."""
     if refusal is not None:
         raise ControlError(ControlCode.UNSUPPORTED, refusal)
 
@@ -34,7 +34,7 @@ class Calls:
         self._waits: set[asyncio.Timeout] = set()
 
     def end(self, reason: str) -> None:
-        """The engine is gone: whoever waits for it hears so now. vLLM leaves callers waiting for ever."""
+        """Record that the engine has ended, and fail all calls that wait for it. vLLM would let them wait forever."""
         self._death = reason
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
@@ -42,10 +42,10 @@ class Calls:
 
     @contextlib.asynccontextmanager
     async def until_death(self) -> AsyncIterator[None]:
-        """Run the block, but no longer than the engine lives.
+        """Run the block, and cancel it when the engine ends.
 
         Raises:
-            EngineDead: the engine was gone, or went under way.
+            EngineDead: the engine has ended, before the block or during it.
         """
         if self._death is not None:
             raise EngineDead(self._death)
@@ -62,13 +62,13 @@ class Calls:
             self._waits.discard(wait)
 
     async def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method of vLLM's `AsyncLLM`, or with a dotted name of a part of it.
+        """Call a method of vLLM's `AsyncLLM`, or of one of its attributes if `name` is dotted.
 
-        Cancellation: the engine goes on with what was asked of it.
+        Cancellation: the engine continues the operation.
 
         Raises:
-            ControlError: `unsupported`, this release has no such method; `engine_error`, it raised something.
-            EngineDead: the engine is gone.
+            ControlError: `unsupported`: this release lacks the method; `engine_error`: the method raised an error.
+            EngineDead: the engine has ended.
         """
         import zmq
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -82,20 +82,21 @@ class Calls:
                 with foreign_code(EngineDeadError, zmq.ZMQError):
                     return await method(*args, **options)
             except (EngineDeadError, zmq.ZMQError) as exc:
-                raise EngineDead(f"the engine is gone: {type(exc).__name__}: {exc}") from exc
+                raise EngineDead(f"the engine has ended: {type(exc).__name__}: {exc}") from exc
             except ForeignError as exc:
-                # What the engine core raised comes back as a bare Exception (core_client.py: _process_utility_output).
-                raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM says: {exc.cause}") from exc
+                # vLLM raises errors of the engine core as plain Exceptions (core_client.py: _process_utility_output).
+                raise ControlError(ControlCode.ENGINE_ERROR, f"vLLM failed the call: {exc.cause}") from exc
 
     async def on_workers(self, method: str, **options: Any) -> list[dict[str, Any]]:
-        """Call a method of `WorkerExtension` in every worker process; returns their answers, see `answers`.
+        """Call a method of `WorkerExtension` in every vLLM worker process, and return their answers; see `answers`.
 
-        Not vLLM's own methods: when one of them raises in one of several processes, vLLM leaves the answers of the
-        others unread and takes them for those to the next call; and its engine core may not end when it is told to.
+        Do not call vLLM's own methods this way. If such a method raises in one of several processes, vLLM leaves the
+        answers of the other processes unread and uses them for the next call. Its engine core may then not shut down.
 
         Raises:
-            ControlError: what all of them answered; `half_written` where they differ, or vLLM did not get so far.
-            EngineDead: the engine is gone.
+            ControlError: the error that all processes answered; `half_written` if their answers differ or vLLM failed
+                the call.
+            EngineDead: the engine has ended.
         """
         try:
             found = await self._ask_workers(method, options)
@@ -109,25 +110,25 @@ class Calls:
         return found
 
     async def on_replicas(self, name: str, *args: Any) -> list[Any]:
-        """Call a method that `AsyncLLM` and the engine core have in every replica; returns their answers.
+        """Call a method that both `AsyncLLM` and the engine core have, in every replica; return all answers.
 
-        Of several, `AsyncLLM` returns the first one's answer only, and not in every release all that count
-        (v1/engine/core_client.py: DPLBAsyncMPClient).
+        With several replicas, `AsyncLLM` itself returns only the answer of the first replica; not every release returns
+        all the answers that matter (v1/engine/core_client.py: DPLBAsyncMPClient).
 
-        Cancellation: the engine goes on with what was asked of it.
+        Cancellation: the engine continues the operation.
 
         Raises:
-            ControlError: as `call`, when each replica has answered.
-            EngineDead: the engine is gone.
+            ControlError: as in `call`, after each replica has answered.
+            EngineDead: the engine has ended.
         """
         return await self._on_all(name, args) or [await self.call(name, *args)]
 
     async def on_cores(self, name: str, *args: Any) -> list[Any]:
-        """Call a method that only the engine core has, in every replica; as `on_replicas`."""
+        """Call a method that only the engine core has, in every replica; see `on_replicas`."""
         return await self._on_all(name, args) or [await self.call("engine_core.call_utility_async", name, *args)]
 
     async def _on_all(self, name: str, args: tuple[Any, ...]) -> list[Any]:
-        """Call it in each of several replicas; returns nothing where there is only one."""
+        """Call the method in each replica and return the answers; return an empty list if there is only one replica."""
         engines = getattr(self._llm.engine_core, "core_engines", ())
         if len(engines) < 2:
             return []
@@ -141,7 +142,7 @@ class Calls:
         return found
 
     async def _on_replica(self, engine: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Return what one answers, or its error: the others are waited for nevertheless."""
+        """Return the answer of one replica, or its error, so that the caller still waits for the other replicas."""
         try:
             return await self.call("engine_core._call_utility_async", name, *args, engine=engine)
         except (EngineDead, ControlError) as exc:

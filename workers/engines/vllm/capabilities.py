@@ -1,4 +1,4 @@
-"""What a started vLLM engine can do, read from its own configuration."""
+"""Capabilities of a started vLLM engine, read from its own configuration."""
 
 import platform
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(slots=True)
 class Refusals:
-    """Why an engine cannot do what some can, for people; None: it can."""
+    """Readable reasons why an engine does not support an operation; None: the engine supports it."""
 
     weight_updates: str | None = None
     weight_transfer: str | None = None
@@ -39,7 +39,7 @@ class Refusals:
 
 
 def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
-    """The capabilities of an engine with this configuration, as it stands after the engine has started."""
+    """Return the capabilities of an engine; `config` is its configuration after the start."""
     import vllm
 
     model = config.model_config
@@ -49,9 +49,9 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
     return Capabilities(
         engine="vllm",
         engine_version=vllm.__version__,
-        # Start-up may have lowered it to what the KV cache holds.
+        # The start of the engine may have lowered this to the capacity of the KV cache.
         max_model_len=model.max_model_len,
-        # Of the model: an id that only the tokenizer knows would index outside the embedding.
+        # The model's size, not the tokenizer's: an id that only the tokenizer has would index outside the embedding.
         vocab_size=vocab_size,
         max_num_seqs=(config.scheduler_config.max_num_seqs - OWN_SLOTS) * data_parallel_size,
         max_logprobs=min(vocab_size if model.max_logprobs == -1 else model.max_logprobs, MAX_LOGPROBS),
@@ -72,72 +72,69 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
         world_size=config.parallel_config.world_size_across_dp,
         version_labels=True,
-        # vLLM itself refuses it where it cannot (config/vllm.py: _verify_sampling_replay_config).
+        # If vLLM cannot return it, vLLM rejects the option (config/vllm.py: _verify_sampling_replay_config).
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
         weight_deltas=not _may_span_machines(config),
     )
 
 
 def find_refusals(config: "VllmConfig") -> Refusals:
-    """What an engine with this configuration cannot do, and why."""
+    """Return the operations that an engine with this configuration does not support, with reasons."""
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.platforms import current_platform
 
     refusals = Refusals()
     if not Path(config.model_config.model).is_dir():
-        refusals.weight_updates = "weights can be loaded again only into a model that was started from a local folder"
+        refusals.weight_updates = "weights can be reloaded only if the model was started from a local folder"
     elif not hasattr(get_model_loader(config.load_config), "get_all_weights"):
-        refusals.weight_updates = (
-            f"weights of the load format {config.load_config.load_format!r} cannot be loaded again"
-        )
+        refusals.weight_updates = f"weights of the load format {config.load_config.load_format!r} cannot be reloaded"
     elif not getattr(config.parallel_config, "worker_extension_cls", ""):
-        refusals.weight_updates = "this release of vLLM does not let its workers be extended"
+        refusals.weight_updates = "this release of vLLM does not support an extension of its workers"
     if getattr(config, "weight_transfer_config", None) is None:
-        refusals.weight_transfer = (
-            "the engine has no transfer engine; engine argument 'weight_transfer_config' gives it one"
-        )
+        refusals.weight_transfer = "the engine has no transfer engine; set the engine argument 'weight_transfer_config'"
     if config.lora_config is None:
         refusals.loras = (
-            "the engine takes no adapters; engine argument 'enable_lora' lets it, except for experts on a CPU"
+            "the engine loads no adapters; set the engine argument 'enable_lora' (not supported for experts on a CPU)"
         )
     elif "load_inplace" not in LoRARequest.__struct_fields__:
         refusals.loras = "this release of vLLM cannot replace an adapter in place"
     if current_platform.is_cpu():
-        refusals.sleep = "on a CPU vLLM's sleep frees nothing"
+        refusals.sleep = "on a CPU, vLLM's sleep frees no memory"
         if config.lora_config is not None:
             # lora/punica_wrapper/punica_cpu.py: add_lora_logits expects one position of each request.
-            refusals.prompt_logprobs = "kills an engine with 'enable_lora' on a CPU"
+            refusals.prompt_logprobs = "would kill an engine with 'enable_lora' on a CPU"
     elif not config.model_config.enable_sleep_mode:
-        refusals.sleep = "the engine cannot sleep; engine argument 'enable_sleep_mode' lets it"
+        refusals.sleep = "the engine cannot sleep; set the engine argument 'enable_sleep_mode'"
     return refusals
 
 
 def prefix_age_of(config: "VllmConfig") -> PrefixAge | None:
-    """Return what counts how old the prefixes of an engine with this configuration are, once it has started.
+    """Return the estimator of the age of prefixes in the cache of a started engine with this configuration.
 
-    None: it keeps none, or has several prefix caches, which turn over apart from each other.
+    None: the engine caches no prefixes, or it has several prefix caches, which evict prefixes independently.
     """
     cache, parallel = config.cache_config, config.parallel_config
     if not cache.enable_prefix_caching or not cache.num_gpu_blocks or parallel.data_parallel_size > 1:
         return None
-    # A block has that many tokens on each of the workers that share a context.
+    # The context is divided between several vLLM workers, and a block has `block_size` tokens on each of them.
     block_tokens = cache.block_size * parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return PrefixAge(cache.num_gpu_blocks * block_tokens, block_tokens)
 
 
 def kv_cache_tokens_of(config: "VllmConfig") -> int | None:
-    """Return how many tokens the KV caches of an engine with this configuration hold, once it has started.
+    """Return the number of tokens that fit into the KV caches of a started engine with this configuration.
 
-    None: it does not say. vLLM counts them itself: groups of layers may share blocks, which blocks alone do not tell.
+    None: the engine does not report the number. Only vLLM can count it: groups of layers may share blocks, so the
+    number of blocks is not sufficient.
     """
     return getattr(config.cache_config, "kv_cache_size_tokens", None) or None
 
 
 def _may_span_machines(config: "VllmConfig") -> bool:
-    """Return True if processes of the engine may run on other machines, which do not have what this one fetches.
+    """Return True if processes of the engine may run on other machines, which lack the files that this one fetches.
 
-    Ray places processes after this configuration is made, so several of them count as processes on several machines.
+    Ray places processes after this configuration is made, so several processes with Ray count as several machines.
     """
     parallel = config.parallel_config
     return bool(parallel.nnodes > 1 or (parallel.use_ray and parallel.world_size_across_dp > 1))
@@ -148,12 +145,12 @@ def _max_loras(lora: "LoRAConfig") -> int:
 
     if current_platform.is_cpu():
         return int(lora.max_loras) - CPU_UNUSED_LORAS
-    # As many as vLLM keeps at hand, some of them outside of the device; more, and it drops the oldest.
+    # The adapters that vLLM keeps in memory, some outside of the device. Beyond it, vLLM unloads the oldest adapter.
     return int(lora.max_cpu_loras or lora.max_loras)
 
 
 def _signature(config: "VllmConfig", version: str) -> str:
-    """What two engines must have in common to compute the same from the same weights, up to rounding."""
+    """Return the properties with which two engines compute equal results, up to rounding, from equal weights."""
     from vllm.platforms import current_platform
 
     model, parallel = config.model_config, config.parallel_config
@@ -169,9 +166,9 @@ def _signature(config: "VllmConfig", version: str) -> str:
 
 
 def describe_routing(model: "ModelConfig") -> RoutedExpertsInfo | None:
-    """The shape of the model's routing; None when it has no experts.
+    """Return the shape of the model's routed experts; None: the model has no experts.
 
-    vLLM's rows have all hidden layers; those without experts are zeros
+    vLLM's rows contain all hidden layers; layers without experts are zeros
     (model_executor/layers/fused_moe/routed_experts_capturer.py: _get_routed_experts_shape).
     """
     num_experts = model.get_num_experts()

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 Reading = Literal["auto", "core", "generate"]
 SHUTDOWN_S = 30.0
-"""Seconds for an orderly exit of the engine's processes before they are killed."""
+"""Seconds in which the engine's processes may exit by themselves before they are killed."""
 
 
 class _Unfit(EngineDead):
@@ -281,7 +281,7 @@ class VllmEngine:
         await self._running().weights.init_transfer(info)
 
     async def start_weight_update(self) -> None:
-        """Begin to receive weights; from here on the weights are half written."""
+        """Begin to receive weights; after this call the weights are half written until `finish_weight_update`."""
         await self._running().weights.start_transfer()
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
