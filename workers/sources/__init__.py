@@ -1,4 +1,4 @@
-"""Where weights and adapters come from: checked folders below allowed roots, or fetched from the object store."""
+"""Sources of weights and adapters: validated folders below allowed roots, or folders fetched from the object store."""
 
 from .sources import Report, Staged, WeightSources
 

@@ -1,4 +1,4 @@
-"""Whether a folder is a LoRA adapter, in PEFT's layout, for the worker's own model."""
+"""Validation of a LoRA adapter: a folder in PEFT's layout that fits the worker's own model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +16,19 @@ __all__ = ["adapter_files", "check_adapter"]
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 512
-"""The largest that vLLM can be set up for; engines may allow less, and say so."""
+"""The largest rank that vLLM can be configured for. An engine may allow less and then states its limit."""
 _PREFIX: Final = "base_model.model."
-"""PEFT's, before the names of the base's modules."""
+"""The prefix that PEFT puts before the module names of the base model."""
 _SIDES: Final = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What counts of adapter_config.json."""
+    """The fields of adapter_config.json that the worker validates."""
 
     peft_type: str
     r: Annotated[int, Meta(ge=1, le=MAX_RANK)]
     target_modules: str | list[str]
-    """A pattern, or the last parts of module names."""
+    """A pattern, or a list with the last parts of module names."""
     bias: str = "none"
     modules_to_save: list[str] | None = None
     use_dora: bool = False
@@ -37,23 +37,26 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def adapter_files(folder: Path) -> set[Path]:
-    """Name the files that an engine reads of an adapter, as far as they are there. Blocks."""
+    """Return the existing files of an adapter that an engine reads. Blocks."""
     return {path for name in (CONFIG, TENSORS) if (path := folder / name).exists()}
 
 
 def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:
-    """Check that `folder` is a LoRA adapter whose every pair of matrices fits a weight of the base. Blocks.
+    """Check that `folder` is a LoRA adapter and that each pair of matrices fits a weight of the base model. Blocks.
 
     Args:
-        own_tensors: of the worker's checkpoint; None: not known, so names and shapes are checked among themselves only.
-        max_rank: the largest that the worker's engine takes; None: it says nothing of ranks.
+        own_tensors: tensors of the worker's checkpoint. None if they are unknown: names and shapes are then only
+            checked against each other.
+        max_rank: the largest rank that the worker's engine accepts, or None if the engine states no limit.
 
     Raises:
-        ControlError: `bad_source`, naming file and module, what was expected and what was found.
+        ControlError: `bad_source`. The message names the file, the module, the expected and the actual value.
     """
     for name in (CONFIG, TENSORS):
         if not (folder / name).exists():
-            raise bad_source(folder / name, "is missing: an adapter is this file and another")
+            raise bad_source(
+                folder / name, "is missing: an adapter needs adapter_config.json and adapter_model.safetensors"
+            )
     config = read_json(folder / CONFIG, _Config)
     _check_config(folder / CONFIG, config)
     if max_rank is not None and config.r > max_rank:
@@ -68,13 +71,13 @@ def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_ra
         if a.shape[0] != b.shape[1]:
             raise bad_source(file, f"has {module!r} with lora_A {a} and lora_B {b}: their ranks differ")
         if a.shape[0] != config.r:
-            raise bad_source(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as {CONFIG} says")
+            raise bad_source(file, f"has {module!r} with the rank {a.shape[0]}; expected: {config.r}, as in {CONFIG}")
         if own_tensors is not None:
             _check_base(file, module, (a, b), own_tensors)
 
 
 def _check_config(path: Path, config: _Config) -> None:
-    """Refuse adapters that engines do not serve, or would serve wrongly."""
+    """Reject an adapter that engines cannot serve, or would serve with wrong results."""
     if config.peft_type != "LORA":
         raise bad_source(path, f"has peft_type={config.peft_type[:40]!r}; expected: 'LORA'")
     if not config.target_modules:
@@ -87,7 +90,7 @@ def _check_config(path: Path, config: _Config) -> None:
 
 
 def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return lora_A and lora_B of each module, by the base's name of it."""
+    """Return lora_A and lora_B of each module, by the name of the module in the base model."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_header(file).items():
         ending = next((ending for ending in _SIDES if name.endswith(ending)), None)
@@ -111,7 +114,7 @@ def _read_pairs(file: Path, config: _Config) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def _check_base(file: Path, module: str, pair: tuple[Tensor, Tensor], own_tensors: Mapping[str, Tensor]) -> None:
-    """Check that the pair's product has the shape of the base's weight."""
+    """Check that the product of the two matrices has the shape of the base model's weight."""
     weight = own_tensors.get(f"{module}.weight")
     if weight is None:
         raise bad_source(file, f"is for another base: it has {module[:200]!r}, which the worker's model does not have")

@@ -1,7 +1,8 @@
-"""Builds the folder of a published version: fetched whole, or made of a folder that is at hand and what has changed.
+"""Builds the folder of a published version: from a complete download, or from a local folder and the fetched deltas.
 
-There are several ways to a version. One on which anything is missing or wrong is left for the next, which fetches more;
-the last one is an anchor. Whatever the way was, each tensor has the hash that the version's manifest says.
+A version can be built by several plans. If anything of a plan is missing or wrong, the builder tries the next plan,
+which fetches more; the last plan uses an anchor. With every plan, each tensor is verified against the hash in the
+version's manifest.
 """
 
 import asyncio
@@ -30,24 +31,24 @@ __all__ = ["Builder", "fetch_files", "verify_version"]
 logger = logging.getLogger(__name__)
 
 _MAX_PROBLEMS: Final = 3
-"""In an error message."""
+"""How many failed plans an error message lists; if more failed, it shows only the last."""
 _BUILT: Final = "folder"
-"""Of a partial folder: what it becomes."""
+"""The subfolder of a partial folder in which the version is built."""
 
 
 class _Part(NamedTuple):
-    """What is fetched of one version."""
+    """The objects of one version that a plan fetches."""
 
     link: Link
     folder: FolderReader
     is_anchor: bool
     files: Mapping[str, int]
-    """Objects and their sizes."""
+    """The size in bytes of each object, by name."""
     changes: Mapping[str, TensorDelta]
-    """Of a delta, by the name of the tensor; the rest of the manifest is not kept."""
+    """The changes of a delta, by tensor name. The rest of the manifest is not kept, which saves memory."""
 
     def path(self, partial: PartialFolder) -> Path:
-        """Return where they go: the same at each try, so that it goes on with what is there."""
+        """Return the target folder. The path is the same in each try, so a retry resumes the download."""
         name = hashlib.sha256(self.link.objects.encode()).hexdigest()[:16]
         return partial.path / f"{'anchor' if self.is_anchor else 'delta'}-{name}"
 
@@ -57,7 +58,7 @@ class Builder:
 
     Args:
         objects: reads the object store.
-        store: has the folders that are at hand.
+        store: contains the local folders.
     """
 
     def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
@@ -69,16 +70,16 @@ class Builder:
         return f"<Builder {self._store}>"
 
     async def build(self, newest: Manifest, folder: FolderReader, partial: PartialFolder, progress: Progress) -> Path:
-        """Build a version; return the complete folder, which lies below `partial`.
+        """Build a version and return its complete folder, which lies below `partial`.
 
         Args:
-            newest: its manifest, checked.
-            folder: its objects.
+            newest: the validated manifest of the version.
+            folder: the objects of the version.
 
-        Cancellation: what was fetched stays in `partial`.
+        Cancellation: the fetched files stay in `partial`.
 
         Raises:
-            ControlError: `bad_source`: no way leads to it, and nothing of the tries is worth keeping; `storage`.
+            ControlError: `bad_source`: every plan failed, so the caller can delete `partial`; `storage`.
         """
         problems: list[str] = []
         for plan in fetch_plans(newest.links, await asyncio.to_thread(self._store.digests)):
@@ -107,7 +108,7 @@ class Builder:
             deltas = [part for part in parts if not part.is_anchor]
             needed = sum(sum(part.files.values()) for part in parts)
             is_written = anchor is None or bool(deltas)
-            # Each `run_quietly` waits for its threads even if it is cancelled: nothing writes after the lock has gone.
+            # `run_quietly` waits for its threads even if it is cancelled, so no thread writes after the lock is freed.
             await run_quietly([lambda _: _make_room(partial, needed, newest, is_written=is_written)])
             progress.begin("fetching", needed)
             for part in parts:
@@ -124,7 +125,7 @@ class Builder:
     async def _open_parts(
         self, stack: contextlib.AsyncExitStack, plan: FetchPlan, newest: Manifest, folder: FolderReader
     ) -> list[_Part]:
-        """Open the versions that a plan needs, and check all that is known before anything is fetched."""
+        """Open the versions that a plan needs, and validate their manifests before any object is fetched."""
         entries = await asyncio.to_thread(lambda: {entry.name: entry for entry in newest.tensors})
         parts: list[_Part] = []
         for link in (*(() if plan.anchor is None else (plan.anchor,)), *plan.deltas):
@@ -141,7 +142,7 @@ class Builder:
 def _check_part(
     link: Link, folder: FolderReader, manifest: Manifest, newest: Mapping[str, TensorEntry], *, is_anchor: bool
 ) -> _Part:
-    """Check a version against the newest one, and keep what the plan needs of its manifest; blocks."""
+    """Check a version against the newest one, and return the data of its manifest that the plan needs. Blocks."""
     check_same_tensors(manifest, newest)
     if is_anchor:
         return _Part(link, folder, is_anchor, anchor_files(folder, manifest), {})
@@ -150,7 +151,7 @@ def _check_part(
 
 
 async def fetch_files(folder: FolderReader, files: Mapping[str, int], into: Path, progress: Progress) -> None:
-    """Fetch files below `into`, but for what an earlier try has fetched.
+    """Fetch files below `into`, except for the bytes that an earlier try has fetched.
 
     Raises:
         ControlError: `bad_source`, `storage`.
@@ -165,7 +166,7 @@ async def verify_version(manifest: Manifest, folder: Path, progress: Progress) -
     """Compare each tensor and each other file of a folder with a manifest.
 
     Raises:
-        ControlError: `bad_source`, naming the first that differs.
+        ControlError: `bad_source`. The message names the first tensor or file that differs.
     """
     progress.begin("checking", await asyncio.to_thread(_bytes_of, manifest))
     await run_quietly(verify_jobs(manifest, folder, progress.add))
@@ -174,7 +175,7 @@ async def verify_version(manifest: Manifest, folder: Path, progress: Progress) -
 
 
 async def _apply(base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder, progress: Progress) -> Path:
-    """Build the newest version of a base and the changes since."""
+    """Apply the deltas to a base folder, which builds the newest version."""
     progress.begin("building", await asyncio.to_thread(_bytes_of, newest))
     folder = partial.path / _BUILT
     changes, tensors = await asyncio.to_thread(_inputs, base, deltas, newest, partial)
@@ -187,7 +188,7 @@ async def _apply(base: Path, deltas: list[_Part], newest: Manifest, partial: Par
 def _inputs(
     base: Path, deltas: list[_Part], newest: Manifest, partial: PartialFolder
 ) -> tuple[dict[str, list[Change]], Mapping[str, Tensor]]:
-    """Return the changes of each tensor, in the order of the chain, and the checked tensors of the base; blocks."""
+    """Return the changes of each tensor in the order of the chain, and the validated tensors of the base. Blocks."""
     changes: dict[str, list[Change]] = {}
     for part in deltas:
         path = part.path(partial)
@@ -197,7 +198,7 @@ def _inputs(
     for entry in newest.tensors:
         found = tensors.get(entry.name)
         if found is None or (found.dtype, found.shape) != (entry.dtype, entry.shape):
-            raise bad_source(f"{base} has not the tensor {entry.name[:200]!r} as {entry.dtype}{list(entry.shape)}")
+            raise bad_source(f"{base} has no tensor {entry.name[:200]!r} of {entry.dtype}{list(entry.shape)}")
     return changes, tensors
 
 
@@ -206,7 +207,7 @@ def _bytes_of(manifest: Manifest) -> int:
 
 
 def _make_room(partial: PartialFolder, fetched: int, newest: Manifest, *, is_written: bool) -> None:
-    """Have room for what is fetched, and for what is written with it; blocks."""
+    """Reserve disk space for the fetched objects and for the folder that is built from them. Blocks."""
     written = 0
     if is_written:
         written = _bytes_of(newest)
@@ -221,9 +222,9 @@ def _shown(plan: FetchPlan) -> str:
 
 @contextlib.contextmanager
 def _holding(store: FolderStore, digest: str) -> Iterator[Hold]:
-    """Hold a folder that was at hand a moment ago."""
+    """Hold a local folder that may have been deleted since the plan was made."""
     if (hold := store.hold(digest)) is None:
-        raise bad_source(f"{store.folder(digest)} is not at hand any more")
+        raise bad_source(f"{store.folder(digest)} was deleted meanwhile")
     try:
         yield hold
     finally:

@@ -1,4 +1,4 @@
-"""Whether a folder is a complete checkpoint of the worker's own model: the same tensors, shapes and dtypes."""
+"""Validation of a complete checkpoint of the worker's own model: the same tensors, shapes and dtypes."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ T = TypeVar("T")
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 MAX_JSON_BYTES: Final = 64 * 1024 * 1024
-"""Of an index: hundreds of thousands of tensors."""
+"""Enough for an index with hundreds of thousands of tensors."""
 MAX_SHARDS: Final = 4096
 """Far more than the largest checkpoints have."""
 _SAME: Final = (
@@ -38,8 +38,9 @@ _SAME: Final = (
     "sliding_window",
     "tie_word_embeddings",
 )
-"""What config.json says of how a model computes, which shapes do not show. An engine that reloads its weights keeps
-what it has read at its start, so a worker would differ from one that starts on the new checkpoint."""
+"""Fields of config.json that change how a model computes, but not the shapes of its tensors. An engine that reloads its
+weights keeps the fields that it read at its start. If they differed, a worker would compute differently from a worker
+that starts on the new checkpoint."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -47,15 +48,15 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there are safetensors in `folder` at all; False too where it is no folder. Blocks."""
+    """Return True if `folder` is a folder with at least one safetensors file. Blocks."""
     return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
 def read_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Read the headers of a checkpoint: the one safetensors file of the folder, or all shards of its index. Blocks.
+    """Read the headers of a checkpoint: of its only safetensors file, or of all shards of its index. Blocks.
 
     Raises:
-        ControlError: `bad_source`: there is none, or it is incomplete or damaged, naming file and tensor.
+        ControlError: `bad_source`: the checkpoint is missing, incomplete or damaged. The message names file and tensor.
     """
     index_path = folder / INDEX
     if index_path.exists():
@@ -73,7 +74,8 @@ def check_model(
     """Compare a checkpoint with the worker's own. Blocks.
 
     Raises:
-        ControlError: `bad_source`: tensors are missing, besides or different, or config.json differs in what counts.
+        ControlError: `bad_source`: tensors are missing, additional or different, or config.json differs in a field of
+            `_SAME`.
     """
     check_tensors(folder, tensors, own_tensors)
     config = read_config(folder)
@@ -89,10 +91,10 @@ def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Map
     """Compare tensors with those of the worker's own checkpoint.
 
     Args:
-        where: what errors say has them.
+        where: the owner of the tensors, for error messages.
 
     Raises:
-        ControlError: `bad_source`: some are missing, besides or different.
+        ControlError: `bad_source`: tensors are missing, additional or different.
     """
     missing = own_tensors.keys() - tensors.keys()
     if missing:
@@ -109,7 +111,7 @@ def check_tensors(where: object, tensors: Mapping[str, Tensor], own_tensors: Map
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; empty where there is none. Blocks.
+    """Read config.json; return an empty dict if the file does not exist. Blocks.
 
     Raises:
         ControlError: `bad_source`.
@@ -139,19 +141,19 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read which file each tensor is in."""
+    """Return the name of the file that contains each tensor."""
     files = read_json(path, _Index).weight_map
     if len(set(files.values())) > MAX_SHARDS:
         raise bad_source(f"{path} names more than {MAX_SHARDS} files")
     for name, file in files.items():
-        # A path could lead past what was checked of the folder.
+        # A path could name a file outside of the folder, which was not validated.
         if "/" in file or not file.endswith(".safetensors") or not file.isprintable():
             raise bad_source(f"{path} has {name[:200]!r} in {file[:200]!r}; expected: the name of a safetensors file")
     return files
 
 
 def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read all shards; they must have what the index says, each tensor once."""
+    """Read all shards, and check that each contains exactly the tensors that the index places in it."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         if not (folder / file).exists():
@@ -163,7 +165,7 @@ def _read_shards(folder: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
             tensors[name] = tensor
     for name, file in files.items():
         if name not in tensors:
-            raise bad_source(f"{folder / file} lacks the tensor {name[:200]!r}, which the index says is in it")
+            raise bad_source(f"{folder / file} lacks the tensor {name[:200]!r}, which the index places there")
     return _checked(folder, tensors)
 
 
@@ -174,7 +176,7 @@ def _checked(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Show one of several tensors."""
+    """Format the first name, and the number of the others."""
     first, *others = sorted(names)
     return f"the tensor {first[:200]!r}" + (f" and {len(others)} others" if others else "")
 

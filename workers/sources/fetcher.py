@@ -1,4 +1,4 @@
-"""Stages one source of the object store: finds it in the folder store, or has it built there."""
+"""Stages one source of the object store: finds its folder in the folder store, or builds it there."""
 
 import asyncio
 import contextlib
@@ -27,35 +27,36 @@ __all__ = ["Checks", "Fetched", "Fetcher"]
 logger = logging.getLogger(__name__)
 
 _UPLOAD: Final = "upload"
-"""Of a partial folder: what a plain upload becomes."""
+"""The subfolder of a partial folder into which a plain upload is fetched."""
 MAX_LOOKS: Final = 4
-"""At a folder that was found: it is damaged once at most, unless its disk is, and other processes delete it seldom."""
+"""Attempts to use or build a folder. A folder is damaged at most once, unless its disk is damaged, and other processes
+rarely delete it."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Checks(NamedTuple):
-    """What a source must be. Both block, and raise ControlError (`bad_source`)."""
+    """The checks of a source. Both functions block, and raise ControlError (`bad_source`) for an invalid source."""
 
     folder: Callable[[Path], None]
-    """Called with the folder before it is used."""
+    """Called with the folder before the folder is used."""
     manifest: Callable[[Manifest], None]
-    """Called with the manifest, if there is one, before anything else is fetched."""
+    """Called with the manifest, if the source has one, before anything else is fetched."""
 
 
 class Fetched(NamedTuple):
-    """A source that is staged."""
+    """A staged source."""
 
     hold: Hold
     published: PublishedVersion | None
-    """None: it is a plain upload, under whose name other content may come."""
+    """None for a plain upload, whose name may get other content later."""
 
 
 class Fetcher:
-    """Brings folders of the object store to this machine.
+    """Fetches folders of the object store to this machine.
 
     Args:
         objects: reads the object store.
-        store: where the folders go.
+        store: stores the fetched folders.
     """
 
     def __init__(self, objects: ObjectReader, store: FolderStore) -> None:
@@ -67,9 +68,9 @@ class Fetcher:
         return f"<Fetcher {self._store}>"
 
     async def fetch(self, objects: str, checks: Checks, progress: Progress) -> Fetched:
-        """Return the folder of a source, which is held.
+        """Return the folder of a source, and hold it.
 
-        Cancellation: what was fetched stays for the next try.
+        Cancellation: the fetched bytes stay for the next try.
 
         Raises:
             ControlError: `bad_source`, `storage`.
@@ -89,7 +90,7 @@ class Fetcher:
                 ControlCode.STORAGE, f"objects:{objects} cannot be staged: {error.strerror or error}{where}"
             ) from error
         except asyncio.CancelledError:
-            if hold is not None:  # the connection was being closed
+            if hold is not None:  # cancelled while the object folder was being closed
                 hold.release()
             raise
         return Fetched(hold, published)
@@ -106,17 +107,17 @@ class Fetcher:
                     progress.begin("checking")
                     await asyncio.to_thread(checks.folder, path)
                     opened.complete(path, await asyncio.to_thread(files_stamp, path))
-                # None: another process was quicker, which looks at the folder or has deleted it.
+                # The hold is None if another process locked the folder first, or has deleted it.
                 if (hold := self._store.hold(digest)) is not None:
                     return hold
             elif await self._is_sound(opened, folder, manifest, checks, progress):
                 return opened
-        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} is damaged or deleted again and again")
+        raise ControlError(ControlCode.STORAGE, f"{self._store.folder(digest)} was found damaged or deleted repeatedly")
 
     async def _is_sound(
         self, hold: Hold, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress
     ) -> bool:
-        """Check a folder that was found; False: it was damaged, and is gone."""
+        """Return True if a folder of the store is valid. A damaged folder is deleted."""
         with contextlib.ExitStack() as stack:
             stack.callback(hold.release)
             if not hold.is_of_this_boot or not await asyncio.to_thread(hold.is_unchanged):
@@ -149,7 +150,7 @@ class Fetcher:
 
         Raises:
             ControlError: `bad_source`.
-            OSError: a file was deleted meanwhile.
+            OSError: a file was deleted during the check.
         """
         if manifest is not None:
             await verify_version(manifest, path, progress)
@@ -167,7 +168,7 @@ def _verify_file(file: Path, sha256: str, _scratch: Scratch) -> None:
 
 @contextlib.asynccontextmanager
 async def _building(partial: PartialFolder, progress: Progress) -> AsyncIterator[None]:
-    """Give up the lock if the building fails, and delete what there is if nobody should go on with it."""
+    """Release the lock if the build fails; delete the partial folder if its content is invalid or the disk is full."""
     is_complete = is_useless = False
     progress.on_move = partial.touch
     try:
@@ -186,7 +187,7 @@ async def _building(partial: PartialFolder, progress: Progress) -> AsyncIterator
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Return True if the disk is full: what there is of the folder would keep it so."""
+    """Return True if the disk is full: a partial folder that stayed would keep it full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
