@@ -1,1 +1,1 @@
-"""What the service keeps and streams for people who watch the fleet: see docs/http.md, "Watching the fleet"."""
+"""Live view of the fleet: the history and the event stream for viewers. See docs/http.md, "Watching the fleet"."""

@@ -1,4 +1,4 @@
-"""The boundary of what people look at: its faults end neither the service, nor the view of something else."""
+"""Error boundary of the live view: an error in one part stops neither the service nor another part of the view."""
 
 import logging
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def contained(part: str) -> Iterator[None]:
-    """Log an error of the body, which is this part of the view, and go on behind the body. Cancellation passes."""
+    """Log an error of the body, which is this part of the view, and continue after the body. Cancellation passes."""
     try:
         yield
     except Exception:
-        # Boundary: a fault of what people look at must not end the service that trainers use.
+        # Boundary: an error in the live view must not stop the service that trainers use.
         logger.exception("view.failed part=%s", part)

@@ -1,4 +1,4 @@
-"""The events that viewers get, as JSON has them."""
+"""JSON types of the events that viewers receive."""
 
 from typing import Any, Final, Literal, TypeAlias
 
@@ -29,44 +29,44 @@ HELLO: Final = "hello"
 SNAPSHOT: Final = "fleet"
 EXPERTS: Final = "experts"
 PING: Final = b": ping\n\n"
-"""A comment, so that proxies do not take a stream for idle."""
+"""A comment, which keeps proxies from closing an idle stream."""
 
 
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The first event of a stream."""
 
     v: Literal[1] = 1
-    """Of the events' form."""
+    """Version of the event format."""
     fleet: str
     version: str
-    """Of this service's rollbus."""
+    """Release of rollbus that this service runs."""
     started_at: float
-    """Unix time at which this service began; another value is another service, with another history."""
+    """Unix time at which this service started. A different value means a different service with a different history."""
     may_act: bool
-    """This viewer's token opens the admin routes that change the fleet."""
+    """True if this viewer's token is valid for the admin routes, which change the fleet."""
     may_trace: bool
-    """And that which tells what became of a request."""
+    """True if this viewer's token is valid for the route that returns a request's timelines."""
     period_s: float
     """Seconds between two `fleet` events."""
     history_step_s: int
     """Seconds between two points of the history."""
     worker_fields: tuple[str, ...]
-    """What stands in each row of `workers`."""
+    """Names of the values in each row of `workers`."""
 
 
 class StagingCell(msgspec.Struct, frozen=True):
-    """How far a worker is with bringing weights to its machine."""
+    """Progress of a worker that stages weights on its machine."""
 
     stage: str
     done_bytes: int
     total_bytes: int
-    """0: not known."""
+    """0 if unknown."""
     version: int | None
-    """Of the weights that the worker should have."""
+    """Target version of the worker."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
-    """One live worker, as it announces itself."""
+    """One live worker, from its presence."""
 
     worker: str
     incarnation: str
@@ -74,30 +74,30 @@ class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
     state: str
     weight_version: int
     epoch: int
-    """Of the desired state that the worker has brought itself to, or failed to."""
+    """Epoch of the desired state that the worker has applied, or failed to apply."""
     in_flight: int
     slots: int
-    """Requests that it runs at once."""
+    """Number of requests that the worker can run at the same time."""
     waiting: int
-    """Requests that the worker has and its engine has not begun."""
+    """Number of requests that the worker has accepted and its engine has not started."""
     kv_use: float | None
-    """Share of the KV cache that requests hold, 0 to 1; None: the engine does not say."""
+    """Share of the KV cache that requests use, 0 to 1; None if the engine does not report it."""
     tokens_per_s: float
-    """Tokens that its engine made, over the last ten seconds; so are the next three."""
+    """Tokens per second that its engine generated. This and the next three fields cover the last ten seconds."""
     first_token_s: float | None
-    """Mean seconds from the offer of a request to its first token; None: there was none."""
+    """Mean seconds from the offer of a request to its first token; None without a first token."""
     between_tokens_s: float | None
-    """Mean seconds for each token after the first; None: there was none."""
+    """Mean seconds for each token after the first; None without a later token."""
     prefix_hit: float | None
-    """Share of looked-up prompt tokens that were in the prefix cache, 0 to 1; None: none were looked up."""
+    """Share of looked-up prompt tokens that the prefix cache had, 0 to 1; None without a lookup."""
     role: str | None
-    """None while the engine starts."""
+    """Role of the worker; None while its engine starts."""
     last_error: str | None
     staging: StagingCell | None
-    """None: the worker stages nothing."""
+    """None if the worker stages no weights."""
     uptime_s: float
     seen_s_ago: float
-    """Seconds since the worker was last heard."""
+    """Seconds since the last presence of the worker."""
 
 
 class QueueLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,34 +106,34 @@ class QueueLine(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     lane: str
     waiting: int
-    """Requests that no worker has been handed."""
+    """Number of requests that the queue has delivered to no worker."""
     in_hand: int
-    """Requests that a worker was handed and has not acked."""
+    """Number of requests that the queue has delivered to a worker and that the worker has not acked."""
     clients: dict[str, int] | None = None
-    """How many of them each client has there; None: this service may not or cannot list them."""
+    """Number of these requests by client; None if this service has no permission to list them, or if that failed."""
 
 
 class Behind(msgspec.Struct, frozen=True):
-    """A worker that has not done what it was told."""
+    """A worker that has not reached the desired state."""
 
     worker: str
     why: str
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of a model were told."""
+    """Desired state of a model's workers."""
 
     model: str
     epoch: int
-    """Commands recorded so far."""
+    """Number of recorded commands."""
     pause: str | None
-    """`keep`, `wait`, `abort` or `drain`; None: all of its workers should serve."""
+    """`keep`, `wait`, `abort` or `drain`; None if all workers of the model should serve."""
     paused_since: float | None
-    """Unix time of that command; None: not paused, or not known any more."""
+    """Unix time of the command that set `pause`; None if the model is not paused, or if the time is unknown."""
     weight_version: int | None
-    """That all of its workers should have; None: nothing is recorded."""
+    """Target version of all workers of the model; None if no version is recorded."""
     label: str | None
-    """What the trainer calls that version."""
+    """The trainer's label of that version."""
     behind: tuple[Behind, ...]
 
 
@@ -143,35 +143,35 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Unix time."""
     bus_up: bool
-    """NATS is connected; else workers and queues are as they were last heard."""
+    """True if the service is connected to NATS. Otherwise, workers and queues have their last known values."""
     problem: str | None
-    """Why something of this is old or missing."""
+    """Reason why a part of this event is old or missing."""
     workers: tuple[WorkerRow, ...]
     queues: tuple[QueueLine, ...]
     queue_problems: dict[str, str]
-    """By model: why its queue does not answer."""
+    """By model: the reason why its queue could not be read."""
     models: tuple[ModelLine, ...]
     commands: tuple[CommandLine, ...]
-    """The last twenty that were heard while somebody watched, the newest first."""
+    """The last twenty commands that the service received while there were viewers, newest first."""
     history_number: int
-    """Of the last point of the history: what is after another number can be asked for."""
+    """Number of the history's last point. `GET /v1/rl/history?since=` returns the points after a number."""
 
 
 class HistoryAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The last hour, or what is new of it."""
+    """The points of the last hour, or those after `since`."""
 
     number: int
-    """Of the last point; the next `since`."""
+    """Number of the last point, for the next `since`."""
     step_s: int
     """Seconds between points."""
     end: float
-    """Unix time of the last point, near enough for an axis."""
+    """Unix time of the last point, exact enough for the axis of a chart."""
     fleet: Series
     models: dict[str, Series]
     workers: dict[str, Series]
-    """The worker that was asked for."""
+    """The requested worker."""
 
 
 def encode_event(name: EventName, value: Any) -> bytes:
-    """Encode one server-sent event. JSON has no line break, so that nothing in it can end the event."""
+    """Encode one server-sent event. The JSON has no line break, so no value can end the event early."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))

@@ -1,4 +1,4 @@
-"""The `experts` event: how often workers' routers chose each expert in the last minute, and how uneven that is."""
+"""The `experts` event: how often the routers chose each expert in the last minute, and how uneven the load is."""
 
 import base64
 from collections.abc import Iterable
@@ -13,89 +13,89 @@ from ....bus.protocol.telemetry.expert_window import ExpertWindow, PlaneLoad, im
 __all__ = ["ExpertsEvent", "ExpertsPoint", "experts_event", "experts_point"]
 
 MAX_NAMED: Final = 5
-"""Workers whose problem is told; of the others the number."""
+"""Limit on workers whose problem the event names. It counts the others."""
 MAX_COUNT: Final = 2**32 - 1
-"""Of one expert in a picture: more than a minute of any fleet."""
+"""Limit on the count of one expert in the event. No fleet reaches it within a minute."""
 
 
 class PlaneEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of prompt positions, or of generated tokens."""
+    """Load from prompt positions, or from generated tokens."""
 
     counts: str | None = None
-    """Base64 of <u4[num_layers, num_experts]; left out of versions."""
+    """Base64 of <u4[num_layers, num_experts]; absent from `versions`."""
     computed: int = msgspec.field()
-    """Positions that engines computed."""
+    """Number of positions that engines computed."""
     seen: int = msgspec.field()
-    """Of these, the positions that were counted."""
+    """Number of these positions that were counted."""
     max_over_mean: list[float] = msgspec.field()
-    """By layer: the busiest expert next to an even share; 1: even."""
+    """By layer: the load of the busiest expert divided by the mean load. 1 means even."""
     entropy: list[float] = msgspec.field()
-    """By layer; 1: even."""
+    """Entropy by layer. 1 means even."""
     unused: list[int] = msgspec.field()
-    """By layer: experts without a choice."""
+    """By layer: number of experts that were never chosen."""
 
 
 class VersionEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was counted under one version of the weights."""
+    """All counts of one weight version."""
 
     weight_version: int
     seconds: float | None = None
-    """Not known."""
+    """Always null: unknown."""
     prompt: PlaneEvent
     generated: PlaneEvent
 
 
 class PlanePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """All layers that route, of one plane."""
+    """Summary of all layers with a router, of one plane."""
 
     max_over_mean: float
-    """Mean of the layers."""
+    """Mean over the layers."""
     worst: float
-    """The largest of a layer."""
+    """Largest `max_over_mean` of a layer."""
     entropy: float
-    """Mean of the layers."""
+    """Mean over the layers."""
     unused: int
-    """Of all layers."""
+    """Sum over the layers."""
 
 
 class ExpertsPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The last minute before a time."""
+    """Summary of the minute before a time."""
 
     at: float
     """Unix time."""
     weight_version: int
-    """The newest that was counted."""
+    """Newest weight version that was counted."""
     prompt: PlanePoint | None
-    """None: no prompt position was counted."""
+    """None if no prompt position was counted."""
     generated: PlanePoint | None
-    """None: no generated token was counted."""
+    """None if no generated token was counted."""
 
 
 class ExpertsEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of a model's experts, of sampled workers or of one."""
+    """Load of a model's experts, from sampled workers or from one worker."""
 
     model: str
     worker: str | None
-    """None: of at most 64 sampled workers."""
+    """None if the event covers up to 64 sampled workers."""
     at: float
     """Unix time."""
     seconds: float = 0.0
-    """How long the intervals are together."""
+    """Total length of the counted intervals."""
     workers_asked: int = 0
     workers_answered: int = 0
-    """Those whose counts are in the sum."""
+    """Number of workers whose counts are in the sum."""
     workers_total: int = 0
-    """Live workers of the model."""
+    """Number of live workers of the model."""
     problem: str | None = None
-    """Which workers are left out, and why; or why there is nothing."""
+    """Which workers are left out and why, or why there are no counts."""
     num_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
     planes: dict[str, PlaneEvent] | None = None
-    """`prompt` and `generated`; None: no worker answered."""
+    """`prompt` and `generated`; None if no worker answered."""
     versions: tuple[VersionEvent, ...] = ()
     over_time: tuple[ExpertsPoint, ...] = ()
-    """While somebody has watched, the last hour at most."""
+    """Points of up to the last hour, recorded only while there were viewers."""
 
 
 def experts_event(
@@ -106,11 +106,11 @@ def experts_event(
     worker: str | None,
     at: float,
 ) -> ExpertsEvent:
-    """Make the event.
+    """Build the event.
 
     Args:
-        answers: of the last minute.
-        versions: everything that was counted; None: not asked for yet.
+        answers: the counts of the last minute.
+        versions: all counts by weight version; None if the workers were not asked yet.
     """
     window = answers.window
     common = ExpertsEvent(
@@ -149,7 +149,7 @@ def experts_event(
 
 
 def experts_point(window: ExpertWindow | None, at: float) -> ExpertsPoint | None:
-    """Make the point of a window; None: no token was counted."""
+    """Return the point of a window; None if no token was counted."""
     if window is None or not window.versions:
         return None
     top_k = window.shape.top_k

@@ -1,4 +1,4 @@
-"""Asks workers for the load of their experts while somebody looks: once for all who look at the same."""
+"""Asks workers for the load of their experts while there are viewers. All viewers of a model share the answers."""
 
 import asyncio
 import contextlib
@@ -19,21 +19,21 @@ from .viewers import Viewer
 __all__ = ["MAX_FEEDS", "ExpertFeeds"]
 
 PERIOD_S: Final = 5.0
-"""Between two questions: workers count in intervals as long."""
+"""Seconds between two rounds. Workers count in intervals of the same length."""
 WINDOW_S: Final = 60.0
 VERSIONS_EVERY: Final = 6
-"""Questions between two for everything that was counted by version of the weights, which changes slowly."""
+"""Every sixth round also asks for all counts by weight version, which change slowly."""
 MAX_FEEDS: Final = 8
-"""Pairs of a model and a worker that are looked at: each asks at most 64 workers."""
+"""Limit on watched pairs of a model and a worker. Each pair asks at most 64 workers."""
 HISTORY_S: Final = 3600.0
 NUM_POINTS: Final = 720
-"""As many as `HISTORY_S` has."""
+"""`HISTORY_S / PERIOD_S`."""
 KEPT_FOR_ADMINS: Final = 2
-"""Of `MAX_FEEDS`: holders of the other token cannot take all."""
+"""Number of `MAX_FEEDS` that are reserved for admins, so that viewers with the other token cannot use all of them."""
 
 
 class _ExpertFeed:
-    """The load of one model's experts, of sampled workers or of one worker, and those who look at it."""
+    """The load of one model's experts, from sampled workers or from one worker, and its viewers."""
 
     def __init__(self, model: str, worker: str | None) -> None:
         self.model = model
@@ -47,9 +47,9 @@ class _ExpertFeed:
         self._over_time: deque[ExpertsPoint] = deque(maxlen=NUM_POINTS)
 
     async def ask(self, rb: bus.Client) -> None:
-        """Ask the workers, and tell those who look."""
+        """Ask the workers and send the event to the viewers."""
         self.is_asking = True
-        event = self.failed("the service has failed to add up the answers; its log says why")
+        event = self.failed("the service failed to add up the answers of the workers; its log has the reason")
         try:
             with contained("experts"):
                 try:
@@ -63,7 +63,7 @@ class _ExpertFeed:
             viewer.offer(EXPERTS, self.latest)
 
     def failed(self, problem: str) -> ExpertsEvent:
-        """Return the event that says why there are no counts."""
+        """Return the event that states why there are no counts."""
         over_time = tuple(self._over_time)
         return ExpertsEvent(
             model=self.model, worker=self.worker, at=round(time.time(), 3), problem=problem, over_time=over_time
@@ -73,7 +73,7 @@ class _ExpertFeed:
         workers = None if self.worker is None else (self.worker,)
         answers = await rb.fleet.experts(self.model, workers=workers, last_s=WINDOW_S)
         if self._round % VERSIONS_EVERY == 0:
-            # The last minute is told all the same.
+            # If this fails, the event still has the last minute.
             with contextlib.suppress(RollbusError):
                 self._versions = await rb.fleet.experts(self.model, workers=workers, last_s=None)
         self._round += 1
@@ -83,33 +83,33 @@ class _ExpertFeed:
             self._over_time.append(point)
         while self._over_time and self._over_time[0].at < at - HISTORY_S:
             self._over_time.popleft()
-        # The arithmetic of eight versions of a large model takes a hundredth of a second.
+        # For eight versions of a large model, this computation takes about 10 ms.
         return await asyncio.to_thread(
             experts_event, answers, self._versions, tuple(self._over_time), worker=self.worker, at=at
         )
 
 
 class ExpertFeeds:
-    """All that is looked at, at most `MAX_FEEDS`. `run` it while the service serves."""
+    """The watched feeds, at most `MAX_FEEDS`. Call `run` while the service serves."""
 
     def __init__(self, rb: bus.Client) -> None:
         self._rb = rb
-        # The one that was looked at last comes last.
+        # In the order of the last access, most recent last.
         self._feeds: dict[tuple[str, str | None], _ExpertFeed] = {}
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        """One line with what is looked at."""
+        """Return one line with the watched feeds."""
         return f"<ExpertFeeds {list(self._feeds)}>"
 
     @contextmanager
     def joined(self, viewer: Viewer, model: str, worker: str | None, *, is_admin: bool) -> Iterator[None]:
-        """Have the experts of a model, or of one worker, told to a viewer while the block lasts.
+        """Send the load of a model's experts, or of one worker's, to a viewer while the block lasts.
 
-        If too many others are looked at, the viewer is told so in an event: it sees the fleet all the same.
+        If too many feeds are watched, the viewer receives an event with this problem. It still receives the fleet.
 
         Args:
-            is_admin: the viewer may take what is kept for admins.
+            is_admin: the viewer may use the feeds that are reserved for admins.
         """
         key = model, worker
         feed = self._feeds.pop(key, None)
@@ -135,7 +135,7 @@ class ExpertFeeds:
             feed.viewers.discard(viewer)
 
     async def run(self) -> None:
-        """Ask again and again for what is looked at, until cancelled."""
+        """Ask periodically for the watched feeds, until cancelled."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -144,14 +144,14 @@ class ExpertFeeds:
                     if feed.due_at > loop.time():
                         continue
                     feed.due_at = loop.time() + PERIOD_S
-                    # One that still waits for a slow worker does not hold up the others.
+                    # A feed that still waits for a slow worker does not delay the others.
                     if not feed.is_asking:
                         tasks.create_task(feed.ask(self._rb))
                 next_at = min((feed.due_at for feed in watched), default=None)
                 await self._wait(None if next_at is None else next_at - loop.time())
 
     async def _wait(self, timeout_s: float | None) -> None:
-        """Wait until a question is due, or somebody else looks."""
+        """Wait until a feed is due or a viewer joins."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -1,4 +1,4 @@
-"""The `fleet` event, made of what is known of the fleet."""
+"""Parts of the `fleet` event, from presence, queues and desired states."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,18 +20,18 @@ from .points import waiting_at
 __all__ = ["model_lines", "pause_epoch", "queue_lines", "worker_row"]
 
 PAUSE: Final = "pause"
-"""The register that says whether workers should serve."""
+"""Register that states whether workers should serve."""
 MAX_CLIENTS: Final = 50
-"""Listed of each lane."""
+"""Limit on listed clients of a lane."""
 MAX_ERROR_CHARS: Final = 300
-"""Of a worker's last error in each event: a fleet whose thousand workers all failed stays readable."""
+"""Limit for a worker's last error, so that the event stays small if a thousand workers have failed."""
 
 
 def worker_row(heard: HeardWorker, rates: FleetRates, now: float) -> WorkerRow:
-    """Make the row of a worker.
+    """Return the row of a worker.
 
     Args:
-        now: on the clock by which the worker was heard.
+        now: time on the clock of `heard.heard_at`.
     """
     worker = heard.presence
     capabilities, stats, known = worker.capabilities, worker.engine_stats, rates.of(worker.worker)
@@ -73,10 +73,11 @@ def _staging_cell(worker: WorkerPresence) -> StagingCell | None:
 def queue_lines(
     depths: Iterable[QueueDepth], clients: Mapping[tuple[str, Lane, str], int] | None
 ) -> Iterator[QueueLine]:
-    """Make a line for each lane.
+    """Yield a line for each lane.
 
     Args:
-        clients: requests by model, lane and client; None: not known. A lane lists the `MAX_CLIENTS` with the most.
+        clients: number of requests by model, lane and client; None if unknown. A lane lists the `MAX_CLIENTS` clients
+            with the most requests.
     """
     by_lane: dict[tuple[str, Lane], Counter[str]] = {}
     for (model, lane, client), count in (clients or {}).items():
@@ -97,10 +98,10 @@ def model_lines(
     desired: Mapping[str, DesiredState],
     recorded_at: Callable[[str, int], float | None],
 ) -> Iterator[ModelLine]:
-    """Make a line for each model that has live workers or a desired state, by name.
+    """Yield a line for each model that has live workers or a desired state, sorted by name.
 
     Args:
-        recorded_at: Unix time at which a model's command of an epoch was recorded; None: not known.
+        recorded_at: returns the Unix time at which a model's command of an epoch was recorded; None if unknown.
     """
     by_model: dict[str, list[WorkerPresence]] = {model: [] for model in desired}
     for worker in workers:
@@ -122,7 +123,7 @@ def model_lines(
 
 
 def pause_epoch(state: DesiredState) -> int | None:
-    """Return the epoch of the command that keeps all workers of a model from serving; None: none does."""
+    """Return the epoch of the command that paused or drained all workers of a model; None without such a command."""
     return None if _pause(state) is None else state.registers[PAUSE].epoch
 
 

@@ -1,4 +1,4 @@
-"""What workers have announced, and what follows from one announcement to the next."""
+"""The last presence of each worker, and rates from the differences between two presences."""
 
 from ....bus.client.fleet_watch import FleetWatch, HeardWorker
 from ....bus.protocol.telemetry.fleet_rates import FleetRates
@@ -7,11 +7,11 @@ __all__ = ["Heard"]
 
 
 class Heard:
-    """The live workers as they were last heard, and their rates.
+    """The live workers with their last presence, and their rates.
 
     Attributes:
-        workers: by id.
-        rates: of them.
+        workers: the live workers by id.
+        rates: the rates of these workers.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,11 @@ class Heard:
         self.rates = FleetRates()
 
     def __repr__(self) -> str:
-        """One line with their number."""
+        """Return one line with the number of workers."""
         return f"<Heard {len(self.workers)}>"
 
     async def update(self, watch: FleetWatch) -> None:
-        """Take in what was announced since the last time.
+        """Read the presence that arrived since the last call.
 
         Raises:
             BusClosed: the client was closed.

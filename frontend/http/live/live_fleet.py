@@ -1,4 +1,4 @@
-"""Follows the fleet: keeps its last hour, and tells all viewers of it once a second."""
+"""Watches the fleet: records its last hour, and sends an event to all viewers once a second."""
 
 import asyncio
 import contextlib
@@ -25,27 +25,27 @@ __all__ = ["PERIOD_S", "LiveFleet"]
 logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
-"""Between two `fleet` events: workers announce themselves as often."""
+"""Seconds between two `fleet` events. Workers publish presence equally often."""
 READ_WAIT_S: Final = 0.5
-"""For NATS to answer before an event is made of what it said last: a healthy server takes milliseconds."""
+"""Seconds for NATS to answer. Then the event uses the previous answers. A healthy server answers in milliseconds."""
 PING_S: Final = 15.0
 QUEUES_WAIT_S: Final = 2.0
-"""For NATS to say how much waits, while nobody watches; well below `STEP_S`."""
+"""Seconds for NATS to return the queue depths while there are no viewers; well below `STEP_S`."""
 LISTEN_AGAIN_S: Final = 60.0
-"""Until it is tried again to listen to commands, where that failed."""
+"""Seconds until the next attempt to subscribe to commands after a failure."""
 RESTART_S: Final = 5.0
-"""After a fault, until the fleet is followed again: a fault that lasts makes no flood of events in the log."""
+"""Seconds between an unexpected error and the restart, so that a lasting error does not flood the log."""
 LINGER_S: Final = 10.0
-"""For which commands are heard on when the last viewer has left: a page that is loaded again is back in a second."""
+"""Seconds for which the subscription to commands outlives the last viewer. A page that reloads returns in a second."""
 
 
 class LiveFleet:
-    """The fleet as one service shows it. `run` it while the service serves, and `end` the streams before that ends.
+    """The live view of the fleet. Call `run` while the service serves. Call `end` before the service stops.
 
     Attributes:
-        viewers: all who watch.
+        viewers: the viewers of the fleet.
         history: the last hour.
-        experts: the load of experts, for those who look at it.
+        experts: the load of experts, for the viewers that requested it.
     """
 
     def __init__(self, rb: bus.Client) -> None:
@@ -57,18 +57,18 @@ class LiveFleet:
         self._heard = Heard()
         self._queue_waits = QueueWaits()
         self._recorded = RecordedReader()
-        # Cleared while it is read.
+        # Cleared while `_recorded` is read.
         self._has_read = asyncio.Event()
-        # Why commands are not heard.
+        # The reason why commands are not received.
         self._deaf: str | None = None
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<LiveFleet {self._heard!r} {self.viewers!r} {self.history!r}>"
 
     @cached_property
     def _watch(self) -> FleetWatch:
-        # The client is connected when the service runs, not yet when it is made.
+        # Created late: the client is not connected yet when this object is built.
         return watch_fleet(self._rb)
 
     def time_of(self, number: int) -> float:
@@ -90,7 +90,7 @@ class LiveFleet:
         return encode_event(HELLO, hello)
 
     async def run(self) -> None:
-        """Keep the history and tell viewers of the fleet, until cancelled."""
+        """Record the history and send events to the viewers, until cancelled."""
         begun = asyncio.get_running_loop().time()
         while True:
             with contained("fleet"):
@@ -106,7 +106,7 @@ class LiveFleet:
             tasks.create_task(self.experts.run())
 
     async def _keep(self, begun: float) -> None:
-        """Keep a point of each step, also while nobody watches."""
+        """Record a point in each step, even without viewers."""
         loop = asyncio.get_running_loop()
         number = self.history.number
         while True:
@@ -119,7 +119,7 @@ class LiveFleet:
 
     async def _keep_point(self, number: int) -> None:
         if self._watch.problem is not None:
-            # What was heard last says nothing of now.
+            # Without a connection, the last presence does not describe the present.
             return
         await self._heard.update(self._watch)
         queues = self._recorded.latest.queues
@@ -150,7 +150,7 @@ class LiveFleet:
             await asyncio.sleep(max(begun + PERIOD_S - loop.time(), 0.0))
 
     async def _read(self) -> None:
-        """Read what NATS has of the fleet, again and again while somebody watches."""
+        """Read the queues and desired states from NATS periodically while there are viewers."""
         while True:
             self._has_read.clear()
             await self.viewers.until_some()
@@ -162,13 +162,13 @@ class LiveFleet:
             await asyncio.sleep(PERIOD_S)
 
     async def _listen(self) -> None:
-        """Listen to commands while somebody watches."""
+        """Subscribe to commands while there are viewers."""
         while True:
             await self.viewers.until_some()
             try:
                 await self._watch.listen()
             except RollbusError as error:
-                self._deaf = f"commands cannot be heard: {error}"
+                self._deaf = f"cannot subscribe to commands: {error}"
                 logger.warning("live.commands_read_failed error=%r", error)
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
@@ -180,7 +180,7 @@ class LiveFleet:
                     await self._watch.unlisten()
 
     def end(self) -> None:
-        """End all streams at once."""
+        """End all streams immediately."""
         self.viewers.end()
 
     async def _event(self) -> FleetEvent:

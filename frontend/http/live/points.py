@@ -1,4 +1,4 @@
-"""One point of the history, made of what is known of the fleet."""
+"""One point of the history, from the state of the fleet."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,18 +14,18 @@ __all__ = ["QueueWaits", "waiting_at", "worker_points"]
 
 
 class QueueWaits:
-    """How long this service's requests waited in the queue from one step to the next."""
+    """Mean time that this service's requests waited in the queue, for each step."""
 
     def __init__(self) -> None:
-        # By model: how many, and their seconds together.
+        # By model: number of requests and their total seconds.
         self._before: dict[str, tuple[int, float]] = {}
 
     def __repr__(self) -> str:
-        """One line with the models."""
+        """Return one line with the models."""
         return f"<QueueWaits {sorted(self._before)}>"
 
     def step(self, waits: Mapping[str, Durations]) -> tuple[float, dict[str, float]]:
-        """Return the means since the last step, of all models together and of each; NaN without a request."""
+        """Return the mean seconds since the last step, over all models and for each model; NaN without a request."""
         now = {model: (sum(durations.counts), durations.total_s) for model, durations in waits.items()}
         news = {model: _since(found, self._before.get(model, (0, 0.0))) for model, found in now.items()}
         self._before = now
@@ -42,17 +42,17 @@ def _mean(count: int, seconds: float) -> float:
 
 
 def waiting_at(worker: WorkerPresence) -> int:
-    """Return how many requests a worker has that its engine has not begun."""
+    """Return the number of requests that a worker has accepted and its engine has not started."""
     return worker.queued + (0 if worker.engine_stats is None else worker.engine_stats.waiting or 0)
 
 
 def worker_points(
     heard: Heard, queues: Iterable[QueueDepth], waits: tuple[float, Mapping[str, float]]
 ) -> tuple[Point, dict[str, Point], dict[str, Point]]:
-    """Make the points of one step: of the fleet, of each model, and of each worker.
+    """Return the points of one step: for the fleet, for each model and for each worker.
 
     Args:
-        waits: mean seconds in the queue, of the fleet and by model.
+        waits: mean seconds in the queue, for the fleet and by model.
     """
     presences = [each.presence for each in heard.workers.values()]
     in_queue: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What NATS has of the fleet: queues, whose requests wait in them, and desired states; read while somebody watches."""
+"""Reads from NATS, while there are viewers: the queues, the clients of the queued requests, and the desired states."""
 
 import logging
 import time
@@ -17,51 +17,51 @@ __all__ = ["RecordedReader", "RecordedState"]
 logger = logging.getLogger(__name__)
 
 MAX_TIMES: Final = 256
-"""Pauses of which the time is remembered; of more models than that it is read again."""
+"""Limit on remembered times of pauses. Beyond this number of models, the times are read again."""
 CLIENTS_S: Final = 5.0
-"""Between two lists of whose requests wait: the server walks through the queue for each."""
+"""Seconds between two lists of queued requests by client. For each list, the server walks through the queue."""
 DENIED_S: Final = 300.0
-"""Until they are asked for again, where this user may not list them."""
+"""Seconds until the next list if this NATS user has no permission for it."""
 
 Clients = dict[tuple[str, Lane, str], int]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedState:
-    """What was read last."""
+    """The result of the last read."""
 
     queues: tuple[QueueDepth, ...] = ()
     queue_problems: dict[str, str] = field(default_factory=dict)
     desired: dict[str, DesiredState] = field(default_factory=dict)
     clients: Clients | None = None
-    """Requests in the queues by model, lane and client; None: they cannot be listed."""
+    """Number of requests in the queues by model, lane and client; None if they cannot be listed."""
     problem: str | None = None
-    """Why some of it could not be read."""
+    """Reason why a part could not be read."""
 
 
 class RecordedReader:
-    """Reads it, and remembers what does not change.
+    """Reads the recorded state, and caches the times of pauses, which do not change.
 
     Attributes:
-        latest: what was read last.
+        latest: the result of the last read.
     """
 
     def __init__(self) -> None:
         self.latest = RecordedState()
         self._list_at = 0.0
-        # By model and epoch.
+        # Unix times of pauses by model and epoch.
         self._times: dict[tuple[str, int], float | None] = {}
 
     def __repr__(self) -> str:
-        """One line with the models."""
+        """Return one line with the models."""
         return f"<RecordedReader {sorted(self.latest.desired)}>"
 
     def recorded_at(self, model: str, epoch: int) -> float | None:
-        """Return the Unix time at which the pause of a model's epoch was recorded; None: that is not known."""
+        """Return the Unix time at which the pause of a model's epoch was recorded; None if unknown."""
         return self._times.get((model, epoch))
 
     async def read(self, watch: FleetWatch) -> None:
-        """Read all of it.
+        """Read the state and set `latest`.
 
         Raises:
             BusClosed: the client was closed.
@@ -71,7 +71,7 @@ class RecordedReader:
         try:
             desired = await watch.desired()
         except RollbusError as error:
-            problem = f"what is desired cannot be read: {error}"
+            problem = f"cannot read the desired state: {error}"
         for model, state in desired.items():
             if (epoch := pause_epoch(state)) is not None and (model, epoch) not in self._times:
                 self._times[model, epoch] = await watch.recorded_at(model, epoch)

@@ -1,4 +1,4 @@
-"""The routes for people who watch."""
+"""Routes of the live view."""
 
 from typing import Annotated, Final
 
@@ -22,18 +22,18 @@ __all__ = ["ROUTES"]
 
 
 class EventsQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a viewer wants to see beside the fleet."""
+    """The feed that a viewer requests in addition to the fleet."""
 
     experts: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    """The load of this model's experts, every 5 s."""
+    """Model whose load of experts is sent every 5 s."""
     worker: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
-    """Of this worker alone; None: of at most 64 sampled workers."""
+    """The only worker whose experts are counted; null: up to 64 sampled workers."""
 
 
 async def events(service: Service, request: Request) -> Response:
-    """The fleet as server-sent events, once a second: `hello`, then `fleet`, and `experts`; see docs/http.md.
+    """Stream the fleet as server-sent events once a second: `hello`, then `fleet` and `experts`. See docs/http.md.
 
-    A slow reader gets the newest event of each name, and not those before it.
+    A slow reader receives only the newest event of each name.
     """
     query = read_query(request, EventsQuery)
     if query.worker is not None and query.experts is None:
@@ -53,16 +53,16 @@ async def events(service: Service, request: Request) -> Response:
 
 
 class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which points are asked for."""
+    """The requested points."""
 
     since: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    """Points after this number; 0: all of the last hour."""
+    """Return the points after this number; 0: all points of the last hour."""
     worker: str | None = None
-    """Those of this worker, too."""
+    """Return the points of this worker too."""
 
 
 async def history(service: Service, request: Request) -> Response:
-    """The last hour of the fleet and of each model, a point every 5 s; with `worker`, of that worker too."""
+    """Return the last hour of the fleet and of each model, a point every 5 s; with `worker`, that worker's too."""
     query = read_query(request, HistoryQuery)
     kept = service.live.history
     workers = {}

@@ -1,4 +1,4 @@
-"""Those who watch, and what waits to be sent to each: of every kind of event the newest, and nothing older."""
+"""The viewers, and the events that wait to be sent to each of them: only the newest event of each name."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -16,20 +16,20 @@ from .events import EventName
 __all__ = ["KEPT_FOR_ADMINS", "MAX_VIEWERS", "VIEWER_TIMEOUT_S", "Viewer", "ViewerStream", "Viewers"]
 
 MAX_VIEWERS: Final = 200
-"""Far more people than look at one fleet. At a megabyte a second each they would fill a network."""
+"""Limit on viewers, far more than people who watch one fleet. At 1 MB/s each, more viewers would fill a network."""
 KEPT_FOR_ADMINS: Final = 20
-"""Of these places: holders of the other token cannot fill all of them, and keep an admin out."""
+"""Number of these places that are reserved for admins, so that viewers with the other token cannot lock them out."""
 VIEWER_TIMEOUT_S: Final = 30.0
-"""For a viewer to read a piece of an event. One that does not has thirty newer ones to come back for."""
+"""Seconds for a viewer to read a piece of an event. A slower viewer loses its connection: it is 30 events behind."""
 
 
 class Viewer:
     """One stream of events.
 
-    A viewer that reads slowly gets fewer events: each that was not sent yet is replaced by the next of its name.
+    A viewer that reads slowly receives fewer events: a new event replaces an unsent event of the same name.
 
     Args:
-        cut: closes its connection at once.
+        cut: closes the viewer's connection immediately.
     """
 
     def __init__(self, cut: Callable[[], None]) -> None:
@@ -40,23 +40,23 @@ class Viewer:
         self.has_ended = False
 
     def __repr__(self) -> str:
-        """One line with what waits."""
+        """Return one line with the unsent events."""
         return f"<Viewer pending={list(self._pending)} sending={self._is_sending}>"
 
     def offer(self, name: EventName, event: bytes) -> None:
-        """Have an event sent as soon as those before it are, unless a newer one of its name comes first."""
+        """Send an event after the earlier ones, unless a newer event of the same name replaces it first."""
         self._pending[name] = event
         self._changed.set()
 
     def end(self) -> None:
-        """End the stream at once: one whose viewer does not read, by closing its connection."""
+        """End the stream immediately. If the viewer does not read, close its connection."""
         self.has_ended = True
         self._changed.set()
         if self._is_sending:
             self._cut()
 
     async def send_to(self, send: Send) -> None:
-        """Send events as they come, until the stream ends."""
+        """Send events as they arrive, until the stream ends."""
         while not self.has_ended:
             await self._changed.wait()
             self._changed.clear()
@@ -69,7 +69,7 @@ class Viewer:
 
 
 class Viewers:
-    """All who watch, at most `MAX_VIEWERS`."""
+    """The viewers, at most `MAX_VIEWERS`."""
 
     def __init__(self) -> None:
         self._viewers: set[Viewer] = set()
@@ -79,15 +79,15 @@ class Viewers:
         self._has_ended = False
 
     def __repr__(self) -> str:
-        """One line with their number."""
+        """Return one line with the number of viewers."""
         return f"<Viewers {len(self)}>"
 
     def __len__(self) -> int:
-        """How many watch."""
+        """Return the number of viewers."""
         return len(self._viewers)
 
     def __iter__(self) -> Iterator[Viewer]:
-        """Each of them; one may leave meanwhile."""
+        """Iterate over a copy, so that viewers may leave meanwhile."""
         return iter(tuple(self._viewers))
 
     @contextmanager
@@ -95,10 +95,10 @@ class Viewers:
         """Count a viewer while the block lasts.
 
         Args:
-            is_admin: the viewer may change the fleet, and use the places that are kept for admins.
+            is_admin: the viewer may change the fleet, and use the places that are reserved for admins.
 
         Raises:
-            HttpError: 503, so many watch already, or the service stops.
+            HttpError: 503, there are too many viewers, or the service stops.
         """
         if self._has_ended:
             raise HttpError(503, "the service stops", code="stopping")
@@ -120,39 +120,39 @@ class Viewers:
                 self._none.set()
 
     async def until_none(self) -> None:
-        """Wait until nobody watches."""
+        """Wait until there are no viewers."""
         await self._none.wait()
 
     async def until_some(self) -> None:
-        """Wait until somebody watches."""
+        """Wait until there is a viewer."""
         await self._some.wait()
 
     def offer(self, name: EventName, event: bytes) -> None:
-        """Have an event sent to all."""
+        """Send an event to all viewers."""
         for viewer in self._viewers:
             viewer.offer(name, event)
 
     def end(self) -> None:
-        """End all streams, and begin no more."""
+        """End all streams and reject new viewers."""
         self._has_ended = True
         for viewer in self:
             viewer.end()
 
 
 class ViewerStream(Response):
-    """Server-sent events to one viewer, until it leaves or the service stops."""
+    """Response with server-sent events for one viewer, until it leaves or the service stops."""
 
     media_type = "text/event-stream"
 
     def __init__(self, request: Request, viewer: Viewer) -> None:
-        # Proxies that gather an answer's pieces would hold events back: nginx is told not to.
+        # A proxy that buffers the answer would delay events. The second header disables this in nginx.
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._request = request
         self._viewer = viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         self._request.state.delivery.limit_wait(VIEWER_TIMEOUT_S)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await until_disconnect(receive, self._viewer.send_to(send))

@@ -1,6 +1,6 @@
-"""`/`: the page that shows the fleet, and the files that it is made of.
+"""`/`: the page that shows the fleet, and its files.
 
-Nothing in them is secret, so they are open to all. What they show comes from routes that ask for a token.
+The files have no secrets, so they need no token. Their data comes from routes that require a token.
 """
 
 import hashlib
@@ -26,20 +26,21 @@ MEDIA_TYPES: Final = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-"""By the end of a file's name; a file with another end is not served."""
+"""Media type by file name extension. Files with other extensions are not served."""
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""The browser loads nothing from elsewhere, and runs no script that stands inside of the page."""
+"""The browser loads nothing from other sites and runs no inline script."""
 HEADERS: Final = MappingProxyType(
     {
         "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        # A page of another site may link to this one. It gets no hold of the window, to move it behind a person's back.
+        # A page of another site may link to this one, but gets no reference to its window. With a reference, it could
+        # navigate the window without the user's knowledge.
         "Cross-Origin-Opener-Policy": "same-origin",
-        # The browser keeps a file, and asks each time whether it is still the same.
+        # The browser caches a file and revalidates it each time.
         "Cache-Control": "no-cache",
     }
 )
@@ -55,7 +56,7 @@ class Asset(NamedTuple):
 
 @cache
 def assets() -> MappingProxyType[str, Asset]:
-    """All files of the page by name. A name that is asked for is looked up here, and never in a folder."""
+    """Return all files of the page by name. A requested name is looked up in this table, never in a folder."""
     found = {}
     for file in (files(__name__) / "assets").iterdir():
         media_type = MEDIA_TYPES.get(file.name.rpartition(".")[2])
@@ -66,16 +67,16 @@ def assets() -> MappingProxyType[str, Asset]:
 
 
 async def page(_service: Service, request: Request) -> Response:
-    """The page for people: the fleet, its speed, its experts and single requests, as they are now."""
+    """Return the page for people. It shows the fleet, its speed, its experts and single requests live."""
     return _answer(request, assets()[INDEX])
 
 
 async def asset(_service: Service, request: Request) -> Response:
-    """A file of the page."""
+    """Return a file of the page."""
     name = request.path_params["name"]
     found = assets().get(name)
     if found is None:
-        raise HttpError(404, f"the page has no file {name[:64]!r}; `/` names those that it has", code="unknown_route")
+        raise HttpError(404, f"the page has no file {name[:64]!r}; `/` names its files", code="unknown_route")
     return _answer(request, found)
 
 
