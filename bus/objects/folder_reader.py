@@ -14,6 +14,7 @@ from typing import Final, ParamSpec, TypeVar
 from ...schemas.errors import BusBroken, BusClosed, ControlCode, ControlError
 from ..nats.connection import Connection
 from ..nats.jetstream import ApiError
+from ..thread_calls import call_to_end
 from .catalog import BucketState, bucket_state, list_prefix
 from .layout import ObjectInfo, check_path, decode_digest, split_objects
 from .new_file import NewFile, is_whole, reason
@@ -106,16 +107,9 @@ class FolderReader:
                         await self.run(file.write, parts)
                         on_bytes(sum(map(len, parts)))
             finally:
-                await self._close(file)
+                # A cancelled call that the thread had not begun would leave the file open.
+                await call_to_end(file.close, executor=self._disk)
         _check_digest(info, file.digest, expected)
-
-    async def _close(self, file: NewFile) -> None:
-        """Close a file on the disk thread, even if the caller is cancelled before that thread starts."""
-        closing = asyncio.get_running_loop().run_in_executor(self._disk, file.close)
-        try:
-            await asyncio.shield(closing)
-        finally:
-            await asyncio.wait((closing,))
 
     async def bucket_state(self) -> BucketState:
         """Return the state of the bucket.

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +27,7 @@ from ...nats.connection import connected
 from ...objects.folder_reader import open_reader
 from ...protocol.fleet.command_result import CommandIncomplete
 from ...protocol.weights.chain import links_with
+from ...thread_calls import call_to_end
 from ..call_registry import CallRegistry
 from .base import fill
 from .checkpoint import Checkpoint, FolderFile
@@ -238,7 +239,7 @@ class VersionPublisher:
         async with self._drafted(plan, feed) as draft:
             job = _PublicationJob(publication, plan, draft, links, self._files, None, options.ranks_timeout_s)
             published = await self._store(feed, job, started)
-            await _to_end(draft.commit, published.digest)
+            await call_to_end(draft.commit, published.digest)
         self._is_out_of_step = False
         return published
 
@@ -272,7 +273,7 @@ class VersionPublisher:
             await publication.give(self._rank, entries)
             unless_given.pop_all()
             link = await self._versions.until_committed(publication.objects, timeout_s)
-            await _to_end(draft.commit, link.digest)
+            await call_to_end(draft.commit, link.digest)
         return PublishedWeights(
             version=version,
             objects=publication.objects,
@@ -388,13 +389,4 @@ class VersionPublisher:
 async def _take_back(draft: Draft, feed: TensorFeed) -> None:
     """Restore the snapshot, unless the thread may still compare a tensor. Then the next version is an anchor."""
     if await feed.stop():
-        await _to_end(draft.take_back)
-
-
-async def _to_end(function: Callable[..., None], *arguments: str) -> None:
-    """Call a function on a thread. Raise a cancellation of the caller after the function has ended."""
-    call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
-    try:
-        await asyncio.shield(call)
-    finally:
-        await asyncio.wait((call,))
+        await call_to_end(draft.take_back)
