@@ -183,7 +183,7 @@ async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) 
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         worker.engine.faults = SyntheticFaults(unload_lora=True)
-        with pytest.raises(ControlError, match="kept the adapter"):
+        with pytest.raises(ControlError, match="did not unload the adapter"):
             await worker.loras.unload(UnloadLora(name="a"))
         assert worker.links.versions.loras == {"a": 1}
 

@@ -1,9 +1,9 @@
-"""A deterministic engine without a model, for benches and fault tests. Nothing it says is about a real engine.
+"""A deterministic engine without a model, for benchmarks and fault tests. Its speed does not predict a real engine's.
 
-Tokens, logprobs and routing are functions of the weights and of the tokens before them, so that any split of a request
-into attempts, and any exchange of weights, can be checked. Seeded sampling also depends on how many tokens this attempt
-has made, as a real random generator's state does, and penalties on what this attempt has made: a resumed request
-differs exactly where a real one would.
+Tokens, logprobs and routed experts are functions of the weights and of the earlier tokens. A test can therefore check
+every split of a request into attempts and every change of weights. Seeded sampling also depends on the number of tokens
+that this attempt has generated, like the state of a real random generator. Penalties also depend on the tokens of this
+attempt. A resumed request therefore differs exactly where a request of a real engine would differ.
 """
 
 from .config import SyntheticConfig, SyntheticFaults

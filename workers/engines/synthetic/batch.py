@@ -1,4 +1,7 @@
-"""What runs in a synthetic engine, as a table: a step is a few operations on its columns, however many rows it has."""
+"""The running requests of a synthetic engine, as a table.
+
+A step is a few operations on the columns of the table, independent of the number of rows.
+"""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,29 +24,30 @@ Column = npt.NDArray[np.uint64]
 
 _COLUMNS = np.dtype(
     [
-        # A hash of all tokens so far, in order; how many they are; and what the next is multiplied with in the hash.
+        # Hash of all tokens so far, in order; their number; and the factor of the next token in the hash.
         ("context", "u8"),
         ("length", "u8"),
         ("power", "u8"),
-        # Tokens generated so far, how many there may be, and the last one, which is not in the context yet.
+        # Number of generated tokens, their limit, and the last token, which is not in the context yet.
         ("count", "u8"),
         ("limit", "u8"),
         ("last", "u8"),
-        # Number of the first token that may be the end of the sequence.
+        # Index of the first generated token that may be the end-of-sequence token.
         ("may_stop_at", "u8"),
-        # The sampler's own state, and what each step adds to it besides the token: 0 where sampling has no state.
+        # State of the sampler, and the constant that each step adds to it besides the token. 0: sampling has no
+        # state.
         ("sampler", "u8"),
         ("draw", "u8"),
     ]
 )
-"""One row for each request: unsigned, as all arithmetic of hashes is modulo 2**64."""
+"""One row for each request. The columns are unsigned, because hashes are computed modulo 2**64."""
 
 
 class SyntheticBatch:
     """The requests that an engine runs.
 
     Args:
-        weights_of: an adapter's name, or None, to what a request that uses it is computed with now.
+        weights_of: returns the current weights for the name of an adapter, or for None (no adapter).
     """
 
     def __init__(self, model: SyntheticModel, weights_of: Callable[[str | None], SyntheticWeights]) -> None:
@@ -53,36 +57,36 @@ class SyntheticBatch:
         self._running: list[Running] = []
         self._table = np.empty(0, _COLUMNS)
         self._keys: list[str] = []
-        # Rows whose tokens or logprobs need more than the columns say; those that want what all have in common and no
-        # more; and whether any row needs the other two.
+        # `_special`: rows whose tokens or logprobs do not follow from the columns alone. `_is_alike`: mask of the rows
+        # that want only the common output.
         self._special: list[int] = []
         self._is_alike: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
         self._has_loras = self._has_routing = False
-        # Whose KV is computed anew in the next step.
+        # Keys of the requests whose KV the next step recomputes.
         self._preempted: set[str] = set()
         self.preempt_every = 0
         self._num_preemptions = 0
         self.rates = TokenRates()
         self.prefill_s = 0.0
-        """What the last step takes besides, for the prompt tokens that it computed."""
+        """Additional seconds of the last step, for the prompt tokens that it computed."""
 
     def __len__(self) -> int:
-        """Requests."""
+        """Return the number of requests."""
         return len(self._running)
 
     def remove(self, keys: Collection[str]) -> list[str]:
-        """Forget these requests; returns those that are here."""
+        """Remove these requests. Return the keys that were in the batch."""
         dropped = [running.key for running in self._running if running.key in keys]
         if dropped:
             self._keep([running.key not in keys for running in self._running])
         return dropped
 
     def preempt(self) -> None:
-        """Take the KV from all requests; their next step computes it anew."""
+        """Preempt all requests: their next step recomputes their KV."""
         self._preempted.update(self._keys)
 
     def stats(self, num_prefilling: int, num_waiting: int) -> EngineStats:
-        """The load of the engine, which has these requests besides."""
+        """Return the load of the engine, which also has these requests outside of the batch."""
         prefill, decode = self.rates.prefill, self.rates.decode
         return EngineStats(
             kv_cache_use=min(int(self._table["length"].sum()) / self._config.kv_cache_tokens, 1.0),
@@ -95,7 +99,7 @@ class SyntheticBatch:
         )
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Remove all requests."""
         self._keep([False] * len(self._running))
 
     def _keep(self, is_kept: Sequence[bool]) -> None:
@@ -125,7 +129,7 @@ class SyntheticBatch:
         return self._config.sampling_mask and running.request.return_sampling_mask is not False
 
     def step(self, joining: Sequence[Running]) -> list[RequestStep | TokenBatch]:
-        """Take the last tokens through the model, beside the prompts of `joining`; then sample a token of each."""
+        """Compute the last token of each request and the prompts of `joining`, then sample one token for each."""
         self._append_last()
         self.prefill_s = 0.0
         num_old = len(self._running)
@@ -155,7 +159,7 @@ class SyntheticBatch:
         return [batch, *steps] if len(batch) else list(steps)
 
     def _measure(self, joining: Sequence[Running], prefilled: Sequence[Prefilled], num_old: int) -> None:
-        """Measure the step that ends now: prompts of `joining`, and a token of each that was here before."""
+        """Measure the step that ends now: the prompts of `joining`, and one token of each older request."""
         num_computed = 0
         for running, extra in zip(joining, prefilled, strict=True):
             num_computed += running.length - extra.cached_tokens
@@ -164,7 +168,7 @@ class SyntheticBatch:
         self.rates.end_step(time.monotonic() + self.prefill_s, num_old)
 
     def _pop_preempted(self) -> npt.NDArray[np.bool_]:
-        """Which rows have their KV computed anew in this step."""
+        """Return a mask of the rows whose KV this step recomputes, and clear the set of preempted requests."""
         if not self._preempted and not self.preempt_every:
             return np.zeros(len(self._keys), np.bool_)
         preempted, self._preempted = self._preempted, set()
@@ -181,7 +185,7 @@ class SyntheticBatch:
         table["length"] += np.uint64(1)
 
     def _row(self, running: Running) -> tuple[int, ...]:
-        """Of a request whose prompt was taken in."""
+        """Return the row of a request whose prompt was computed."""
         sampling, length = running.request.sampling, running.length
         room = max(self._config.max_model_len - length, 1)
         return (
@@ -197,7 +201,7 @@ class SyntheticBatch:
         )
 
     def _weights(self) -> tuple[Column, Column]:
-        """For tokens and for experts, of each row or of all."""
+        """Return the weights for tokens and for experts: one value for each row, or one value for all rows."""
         if not self._has_loras:
             weights = self._weights_of(None)
             return np.array(weights.tokens, np.uint64), np.array(weights.experts, np.uint64)
@@ -205,7 +209,7 @@ class SyntheticBatch:
         return np.array([row.tokens for row in rows], np.uint64), np.array([row.experts for row in rows], np.uint64)
 
     def _sample(self, choices: Column) -> Column:
-        """The next token of each row."""
+        """Return the next token of each row."""
         table, config = self._table, self._config
         sampled = choices % np.uint64(config.vocab_size)
         sampled += (sampled == config.eos_token_id) & (table["count"] < table["may_stop_at"])
@@ -219,7 +223,7 @@ class SyntheticBatch:
         return sampled
 
     def _made(self, choices: Column, sampled: Column, experts: Column) -> TokenBatch:
-        """What all have in common, whether or not they want it."""
+        """Return the output that all requests have in common, even for requests that do not want it."""
         table = self._table
         return TokenBatch(
             keys=self._keys,
@@ -236,7 +240,7 @@ class SyntheticBatch:
         return is_full
 
     def _add_requested(self, step: RequestStep, running: Running, choice: int) -> None:
-        """Make it what this request wants."""
+        """Add the output that this request wants to its step, and remove the output that it does not want."""
         width = running.request.sampling.logprobs
         if width is None:
             step.logprobs = None
@@ -247,7 +251,7 @@ class SyntheticBatch:
             step.routed_experts, step.routed_experts_start = None, 0
 
     def _end(self, rows: Sequence[int], steps: Sequence[RequestStep]) -> None:
-        """Say which of these steps are the last of their requests, and forget those."""
+        """Set the finish reason of each last step, and remove the requests that ended."""
         table = self._table
         is_kept = [True] * len(self._running)
         for i, step in zip(rows, steps, strict=True):

@@ -1,4 +1,4 @@
-"""How a synthetic engine is set up, and what is to go wrong in it."""
+"""The configuration of a synthetic engine, and the faults that it simulates."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,92 +12,103 @@ from ....schemas.rows import dtype_for
 __all__ = ["SyntheticConfig", "SyntheticFaults"]
 
 LoadFault = Literal["refused", "half_written", "wrong_experts", "hangs"]
-"""What comes of a load: nothing is touched; it fails in the middle; it claims success with wrong routing, as vLLM's
-reload on a CPU does; it never returns."""
+"""Fault of a load of weights.
+
+- `refused`: the load fails and changes nothing.
+- `half_written`: the load fails in the middle.
+- `wrong_experts`: the load reports success, but the routed experts are wrong, as after vLLM's reload on a CPU.
+- `hangs`: the load never returns.
+"""
 
 
 class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong, so that tests can see that it is noticed."""
+    """Faults of the engine. Tests check that rollbus detects them."""
 
     load: LoadFault | None = None
-    """Of loads of weights from a folder."""
+    """Fault of loads of weights from a folder; None: they succeed."""
     good_loads: int = 0
-    """Loads of weights before `load` comes true."""
+    """Number of successful loads of weights before the fault `load` occurs."""
     load_s: float = 0.0
     """Seconds that each load of weights takes."""
     start_transfer: bool = False
-    """Transfers of weights are refused."""
+    """True: the engine rejects the start of a weight transfer."""
     loses_loras: bool = False
-    """Adapters are gone after new weights."""
+    """True: new weights unload all adapters."""
     load_lora: bool = False
-    """Adapters are refused."""
+    """True: the engine rejects adapters."""
     unload_lora: bool = False
-    """Adapters cannot be unloaded."""
+    """True: the engine fails to unload adapters."""
     reset_cache: bool = False
-    """The prefix cache can never be reset."""
+    """True: a reset of the prefix cache always fails."""
     preempt_every: int = 0
-    """Each request is preempted, and its KV computed anew, after each so many tokens; 0: never."""
+    """Number of tokens after which a request is preempted and its KV recomputed, repeatedly; 0: never."""
     kv_loads: int = 0
-    """How many of the next loads of KV fail."""
+    """Number of the next loads of KV that fail."""
     dies_of: int | None = None
-    """A prompt that begins with this token kills the engine in the step that computes it."""
+    """First token of a prompt that kills the engine in the step that completes this prompt; None: no prompt does."""
     dies_silently: bool = False
-    """Where it dies of a prompt, the process is killed, without a word to anyone."""
+    """True: a prompt that begins with `dies_of` kills the whole process with SIGKILL, so nothing reports the death."""
 
 
 class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The make of a synthetic model and the pace of its engine."""
+    """Properties of a synthetic model, and the speed of its engine."""
 
     seed: int = 0
-    """The weights, where no checkpoint is given: another seed is another model."""
+    """Seed of the weights if there is no checkpoint. Another seed is another model."""
     step_s: float = 0.0
-    """Seconds that one step takes; 0: as fast as it goes."""
+    """Seconds of one step; 0: as fast as possible."""
     max_num_seqs: int = 256
-    """Requests in one step."""
+    """Maximum number of requests in one step."""
     prefill_step_tokens: int = 0
-    """Prompt tokens of one request that one step computes; 0: all of them."""
+    """Maximum number of prompt tokens of one request in one step; 0: all."""
     prefill_token_s: float = 0.0
-    """Seconds that a step takes besides for each prompt token that it computed and did not find in the prefix cache."""
+    """Additional seconds of a step for each prompt token that it computed and did not find in the prefix cache."""
     max_model_len: int = 65_536
     vocab_size: int = 32_000
     eos_token_id: int = 2
     num_layers: int = 4
     top_k: int = 4
     num_experts: int = 16
-    """0: a model without experts, which returns no routing."""
+    """Number of experts of each layer; 0: a model without experts, which returns no routed experts."""
     weight_updates: bool = True
-    """Weights can be replaced from a checkpoint."""
+    """True if the weights can be replaced from a checkpoint."""
     weight_transfer: bool = True
-    """Weights can come in pieces."""
+    """True if the weights can be replaced by a weight transfer."""
     max_loras: int = 4
-    """Adapters at once."""
+    """Maximum number of loaded adapters."""
     max_lora_rank: int | None = None
     """Largest rank of an adapter; None: any."""
     world_size: int | None = 1
-    """Processes that it claims to have; None: it does not say, as earlier releases."""
+    """Number of processes that the capabilities report; None: not reported, as in earlier releases."""
     version_labels: bool = True
-    """It announces that it reads labels of versions; False: it does not, as earlier releases."""
+    """True if the capabilities report that commands with a label are decoded; False: as in earlier releases."""
     weight_deltas: bool = True
-    """It stages versions of weights; False: it refuses sources in the object store, as on several machines."""
+    """True if the engine stages weight versions.
+
+    False: it rejects sources in the object store, like an engine on several machines.
+    """
     reports_recomputed_kv: bool = True
-    """It says when it has computed KV anew."""
+    """True if the engine's steps state whether their KV was recomputed."""
     kv_cache_tokens: int = 4_194_304
-    """Room in what it announces as its KV cache. Nothing waits for room: with more tokens than this it is full."""
+    """Tokens that fit into the reported KV cache. Requests never wait for space: with more tokens, it is full."""
     sampling_mask: bool = False
-    """It makes sampling masks, and as vLLM then refuses requests with a temperature of 0 or without `top_k`."""
+    """True if the engine returns sampling masks.
+
+    Like vLLM, it then rejects requests with a temperature of 0 or without `top_k`.
+    """
     prefix_cache: bool = False
-    """Remember prompts, which shows in `cached_tokens`."""
+    """True if the engine caches prompts and reports `cached_tokens`."""
     prefix_cache_tokens: int = 1_048_576
-    """Room in the prefix cache; what was not used for longest goes first, and of one prompt its end."""
+    """Tokens that fit into the prefix cache. It evicts the least recently used blocks first, from a prompt's end."""
     role: Role = "both"
-    """Other than `both` it has the connector `synthetic`."""
+    """Role of the engine. With a role other than `both`, the engine has the KV connector `synthetic`."""
     kv_load_s: float = 0.0
-    """Seconds that KV takes to come from another engine. Whoever aborts the request meanwhile kills this one, as vLLM's
-    dies of it."""
+    """Seconds of a KV transfer from another engine. An abort of the request during the transfer kills the engine, as it
+    kills vLLM's engine."""
     die_after_steps: int | None = None
-    """Let the engine die after so many steps, as a real one may."""
+    """Number of steps after which the engine dies; None: it does not."""
     faults: SyntheticFaults = SyntheticFaults()
-    """What else goes wrong."""
+    """Other faults of the engine."""
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> "SyntheticConfig":
@@ -115,7 +126,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def capabilities(self) -> Capabilities:
-        """What an engine of this configuration can do."""
+        """Capabilities of an engine with this configuration."""
         routing = None
         if self.num_experts:
             routing = RoutedExpertsInfo(

@@ -1,4 +1,4 @@
-"""The engine around a synthetic model: a queue, a batch, a pace, and everything that a controller may ask of it."""
+"""The engine around a synthetic model: queue, batch, speed, and all commands of a controller."""
 
 import asyncio
 import os
@@ -33,10 +33,10 @@ class SyntheticEngine:
     """An `Engine` that computes its output from hashes; see the package.
 
     Args:
-        model: a checkpoint; None or a folder without `*.safetensors`: the weights are those of `config.seed`.
+        model: folder of a checkpoint; None or a folder without `*.safetensors`: the weights are those of `config.seed`.
 
     Attributes:
-        faults: what goes wrong from now on.
+        faults: faults from now on; a test may replace them.
     """
 
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
@@ -53,10 +53,10 @@ class SyntheticEngine:
         self._num_loads = 0
         self._num_lora_loads = 0
         self._waiting: deque[Running] = deque()
-        # Whose prompts are being computed.
+        # Requests whose prompts are being computed.
         self._prefilling: list[Running] = []
         self._running = SyntheticBatch(self._model, self._weights_of)
-        # Whose KV is on its way.
+        # Requests whose KV is being transferred, with the KV transfer parameters.
         self._loading: dict[str, tuple[Running, bytes]] = {}
         self._failed: list[RequestStep] = []
         self._num_failed_loads = 0
@@ -64,7 +64,7 @@ class SyntheticEngine:
         self._wake_up = asyncio.Event()
         self._is_paused = False
         self._sleep_level = 0
-        # Set while all that was sampled is in the hands of whoever reads `steps`.
+        # Set while the reader of `steps` has received all sampled tokens.
         self._all_read = asyncio.Event()
         self._all_read.set()
         self._num_steps = 0
@@ -72,23 +72,23 @@ class SyntheticEngine:
         self._dead: str | None = None
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         waiting = len(self._waiting) + len(self._prefilling) + len(self._loading) + len(self._failed)
         return f"<SyntheticEngine running={len(self._running)} waiting={waiting} steps={self._num_steps}>"
 
     @property
     def stats(self) -> EngineStats:
-        """Its load now; of the prefix cache nothing, where it has none."""
+        """Current load; without the counts of the prefix cache if there is none."""
         stats = self._running.stats(len(self._prefilling), len(self._waiting) + len(self._loading))
         return stats if self._cache is None else replace(stats, **self._cache.counts())
 
     @property
     def oldest_prefix_s(self) -> float | None:
-        """Seconds since the oldest prefix was used that the cache still has; None: it has forgotten none yet."""
+        """Seconds since the last use of the oldest cached prefix; None: the cache has evicted no prefix."""
         return None if self._cache is None else self._cache.oldest_s(time.monotonic())
 
     async def start(self) -> None:
-        """Read the checkpoint, if there is one."""
+        """Load the checkpoint, if there is one."""
         if self._folder is not None and any(self._folder.glob("*.safetensors")):
             try:
                 self._weights = SyntheticWeights.of(await asyncio.to_thread(checksum_of, self._folder))
@@ -96,7 +96,7 @@ class SyntheticEngine:
                 raise EngineDead(exc.message) from exc
 
     async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
-        """Queue a request, before all that are less urgent; where its KV is to come, once that is there."""
+        """Queue a request before all less urgent requests. With KV transfer parameters, do so after the transfer."""
         self._check_alive()
         running = self._make_running(key, request, keeps_kv=kv is not None and kv.is_prefill)
         if kv is not None and kv.params:
@@ -106,7 +106,7 @@ class SyntheticEngine:
             self._enqueue(running)
 
     def _make_running(self, key: str, request: GenerateRequest, *, keeps_kv: bool = False) -> Running:
-        """A request for the weights and the adapter of now."""
+        """Return a running request whose cache salt names the current weights and adapter."""
         adapter = None if request.lora is None else self._loras.get(request.lora)
         if request.lora is not None and adapter is None:
             raise InvalidRequest(
@@ -117,7 +117,7 @@ class SyntheticEngine:
         return Running(key, request, salt, keeps_kv=keeps_kv)
 
     async def restart(self, key: str) -> None:
-        """Queue a request without a token anew; one that runs, or is a leg, is left alone."""
+        """Queue a request again, unless it has a token or is a prefill or decode phase."""
         self._check_alive()
         found = self._find_unbegun(key)
         if found is None or found.keeps_kv or found.kv is not None:
@@ -129,7 +129,7 @@ class SyntheticEngine:
         return next((one for one in [*self._waiting, *self._prefilling] if one.key == key), None)
 
     def _remove_unbegun(self, running: Running) -> None:
-        """Forget a request without a token."""
+        """Remove a request without a token."""
         if running in self._waiting:
             self._waiting.remove(running)
         else:
@@ -143,7 +143,7 @@ class SyntheticEngine:
         self._wake_up.set()
 
     def _load_kv(self, key: str) -> None:
-        """The KV of a request is there, or it is known not to come."""
+        """Finish the KV transfer of a request: queue the request, or let it fail with the next step."""
         if key not in self._loading:
             return
         running, params = self._loading.pop(key)
@@ -151,12 +151,12 @@ class SyntheticEngine:
         try:
             running.kv = SyntheticKv.decode(params)
             if not self._model.fits(running.kv, running.request):
-                problem = "this KV is of another prompt"
+                problem = "the KV belongs to another prompt"
         except MALFORMED as exc:
-            problem = f"these are no parameters of this connector: {exc}"
+            problem = f"the KV transfer parameters are not of this connector: {exc}"
         if self._num_failed_loads < self.faults.kv_loads:
             self._num_failed_loads += 1
-            problem = "the KV did not come, as configured"
+            problem = "the KV transfer failed, as configured"
         if problem is None:
             self._enqueue(running)
             return
@@ -165,17 +165,17 @@ class SyntheticEngine:
         self._wake_up.set()
 
     async def abort(self, keys: Sequence[str]) -> None:
-        """End requests with the next step, or now while paused; unknown keys are ignored.
+        """End requests with the next step, or immediately while paused; ignore unknown keys.
 
-        One whose KV is on its way takes the engine along.
+        An abort of a request whose KV is being transferred kills the engine.
         """
         if not self._loading.keys().isdisjoint(keys):
-            self.kill("a request was aborted while its KV was on its way")
+            self.kill("a request was aborted during its KV transfer")
         self._aborted.extend(keys)
         self._wake_up.set()
 
     async def close(self) -> None:
-        """Forget all requests; `steps` raises."""
+        """Kill the engine and remove all requests; `steps` then raises `EngineDead`."""
         self.kill(self._dead or "the engine was closed")
         self._waiting.clear()
         self._prefilling.clear()
@@ -184,7 +184,7 @@ class SyntheticEngine:
         self._running.clear()
 
     def kill(self, reason: str = "killed") -> None:
-        """Die as a real engine does: at once, with requests open."""
+        """Die like a real engine: immediately, with open requests."""
         self._dead = reason
         self._wake_up.set()
         self._all_read.set()
@@ -196,7 +196,7 @@ class SyntheticEngine:
     # Steps
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
-        """Yield one batch of output a step; waits while there is nothing to do."""
+        """Yield the output of each step; wait while there is no work."""
         while True:
             self._all_read.set()
             while not self._has_work() and self._dead is None:
@@ -204,7 +204,7 @@ class SyntheticEngine:
                 await self._wake_up.wait()
             self._all_read.clear()
             self._began_at = time.monotonic()
-            # The pace of the engine; at 0 still a chance for everyone else.
+            # The duration of a step. Even a sleep of 0 s lets other tasks run.
             await asyncio.sleep(self._config.step_s)
             if self._num_steps == self._config.die_after_steps:
                 self.kill(f"died after {self._num_steps} steps, as configured")
@@ -254,7 +254,7 @@ class SyntheticEngine:
 
     @staticmethod
     def _is_urgent(running: Running) -> bool:
-        """It is the worker's own, and goes before all others."""
+        """True if this is a request of the worker itself, which runs before all others, even beyond `max_num_seqs`."""
         return running.request.priority == -MAX_PRIORITY
 
     def _abort(self, key: str) -> list[RequestStep]:
@@ -272,20 +272,20 @@ class SyntheticEngine:
     # Pause and cache
 
     async def pause(self) -> None:
-        """Make no step until `resume`; aborted requests end meanwhile."""
+        """Run no step until `resume`, except to end aborted requests."""
         self._is_paused = True
         await self._all_read.wait()
         self._check_alive()
         self._running.rates.interrupt(time.monotonic())
 
     async def resume(self) -> None:
-        """Go on."""
+        """Run steps again."""
         self._check_alive()
         self._is_paused = False
         self._wake_up.set()
 
     async def reset_cache(self, *, preempt: bool) -> bool:
-        """Forget the prompts seen; requests that run hold some unless `preempt`."""
+        """Reset the prefix cache. Return False if requests hold parts of it, unless `preempt`, or if a fault is set."""
         self._check_alive()
         if self.faults.reset_cache or (self._running and not preempt):
             return False
@@ -297,12 +297,12 @@ class SyntheticEngine:
     # Weights
 
     async def load_weights(self, path: Path) -> None:
-        """Take the checksum of the files for the weights."""
+        """Use the checksum of the files as the weights."""
         self._check_alive()
         fault = self.faults.load if self._num_loads >= self.faults.good_loads else None
         await asyncio.sleep(self.faults.load_s)
         if fault == "refused":
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to load, as configured")
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the load, as configured")
         weights = SyntheticWeights.of(await asyncio.to_thread(checksum_of, path))
         if fault == "hangs":
             self._weights = DROPPED
@@ -319,24 +319,24 @@ class SyntheticEngine:
             self._loras.clear()
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Nothing to set up; `info` may hold anything."""
+        """Do nothing; `info` may have any content."""
         self._check_alive()
 
     async def start_weight_update(self) -> None:
-        """From here on the weights are half written."""
+        """Begin to receive weights. From here on the weights are half written."""
         self._check_alive()
         if self.faults.start_transfer:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused to take weights, as configured")
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the weight transfer, as configured")
         self._received = ReceivedWeights()
         self._weights = DROPPED
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
-        """Take `{"data": base64}` or `{"seed": n}`, see `ReceivedWeights`."""
+        """Receive `{"data": base64}` or `{"seed": n}`; see `ReceivedWeights`."""
         self._check_alive()
         self._receiver().add(info)
 
     async def finish_weight_update(self) -> None:
-        """Use what came."""
+        """Use the received weights."""
         self._check_alive()
         weights = self._receiver().weights()
         self._received = None
@@ -344,41 +344,41 @@ class SyntheticEngine:
 
     def _receiver(self) -> ReceivedWeights:
         if self._received is None:
-            raise ControlError(ControlCode.ENGINE_ERROR, "no update was started")
+            raise ControlError(ControlCode.ENGINE_ERROR, "no weight update was started")
         return self._received
 
     # Adapters
 
     @property
     def loras(self) -> Mapping[str, int]:
-        """Versions of the adapters by name."""
+        """Versions of the loaded adapters, by name."""
         return {name: adapter.version for name, adapter in self._loras.items()}
 
     async def load_lora(self, name: str, path: Path, version: int) -> None:
-        """Take the checksum of the files for the adapter."""
+        """Use the checksum of the files as the adapter."""
         self._check_alive()
         if self.faults.load_lora:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine refused the adapter, as configured")
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine rejected the adapter, as configured")
         if name not in self._loras and len(self._loras) >= self._config.max_loras:
-            raise ControlError(ControlCode.ENGINE_ERROR, f"there are {self._config.max_loras} adapters already")
+            raise ControlError(ControlCode.ENGINE_ERROR, f"{self._config.max_loras} adapters are loaded, the maximum")
         checksum = await asyncio.to_thread(checksum_of, path)
         self._num_lora_loads += 1
         self._loras[name] = SyntheticAdapter(version, checksum, self._num_lora_loads)
 
     async def unload_lora(self, name: str) -> None:
-        """Forget it."""
+        """Unload the adapter."""
         self._check_alive()
         if self.faults.unload_lora:
-            raise ControlError(ControlCode.ENGINE_ERROR, "the engine kept the adapter, as configured")
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine did not unload the adapter, as configured")
         self._loras.pop(name, None)
 
     # Memory
 
     async def sleep(self, level: int) -> None:
-        """Make no step until `wake`; level 2 drops weights and adapters."""
+        """Run no step until `wake`; level 2 discards weights and adapters."""
         self._check_alive()
         if self._running or self._waiting or self._prefilling or self._loading:
-            raise ControlError(ControlCode.ENGINE_ERROR, "requests are in flight")
+            raise ControlError(ControlCode.ENGINE_ERROR, "the engine cannot sleep: it has requests in flight")
         self._sleep_level = level
         if self._cache is not None:
             self._cache.clear()
@@ -394,5 +394,5 @@ class SyntheticEngine:
 
 
 def _ending(key: str, reason: FinishReason, **fields: Any) -> RequestStep:
-    """A step that ends a request and adds nothing."""
+    """Return a step that ends a request and adds no tokens."""
     return RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=reason, **fields)

@@ -1,7 +1,7 @@
-"""The KV of prompts: which of them an engine has cached, and the KV that it transfers to another synthetic engine.
+"""The KV of prompts: the prefix cache of an engine, and the KV that it transfers to another synthetic engine.
 
-Nothing is kept that was computed. The connector's parameters hold all that a real connector would fetch, so that two
-engines may be in one process or in two.
+No computed data is stored. The KV transfer parameters contain everything that a real connector would fetch, so the two
+engines may run in one process or in two.
 """
 
 import itertools
@@ -14,61 +14,68 @@ import numpy.typing as npt
 __all__ = ["PrefixCache", "SyntheticKv"]
 
 BLOCK_TOKENS = 16
-"""A prefix is found in whole blocks of so many tokens."""
+"""Number of tokens in a block. The cache finds whole blocks only."""
 
 
 class SyntheticKv(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one prompt."""
+    """The KV of one prompt, which is also the content of its KV transfer parameters."""
 
     num_tokens: int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     context: int
-    """A hash of them, in order."""
+    """Hash of these tokens, in order."""
     weights: int
-    """Of the model, with its adapter, that computed it."""
+    """Weights of the model, with its adapter, that computed the KV."""
 
     def num_loaded(self, prompt_len: int) -> int:
-        """How many tokens of a prompt that begins with this one come from it: whole blocks, and never the last."""
+        """Return the number of tokens that a prompt loads from this KV: whole blocks, but never its last token.
+
+        Args:
+            prompt_len: length of a prompt that begins with the prompt of this KV.
+        """
         return min(self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, prompt_len - 1)
 
     def encode(self) -> bytes:
-        """As a connector's parameters."""
+        """Encode this as KV transfer parameters."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, params: bytes) -> "SyntheticKv":
-        """From a connector's parameters.
+        """Decode KV transfer parameters.
 
         Raises:
-            DecodeError, UnicodeDecodeError, RecursionError: they are another connector's; see `MALFORMED`.
+            DecodeError, UnicodeDecodeError, RecursionError: the parameters belong to another connector; see
+                `MALFORMED`.
         """
         return msgspec.msgpack.decode(params, type=cls)
 
 
 class PrefixCache:
-    """The beginnings of prompts, by salt; least use is forgotten first, and of one prompt its end.
+    """The cached prefixes of prompts, by salt.
+
+    The least recently used blocks are evicted first. Of one prompt, the last blocks are evicted first.
 
     Args:
-        max_tokens: that are remembered.
+        max_tokens: number of tokens that fit into the cache.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max_tokens // BLOCK_TOKENS
-        # When each was used last, on the monotonic clock; the oldest first.
+        # For each block, the time of its last use on the monotonic clock; the oldest block first.
         self._blocks: dict[tuple[str, int], float] = {}
         self._has_forgotten = False
         self.num_queried = self.num_hits = 0
-        """Tokens of prompts that were looked up, and of those the tokens that were found."""
+        """Number of prompt tokens that were looked up, and the number of these that were found."""
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """Return the number of cached blocks."""
         return len(self._blocks)
 
     def add_prompt(self, salt: str, contexts: npt.NDArray[np.uint64]) -> int:
-        """Remember a prompt; how many of its tokens were remembered already, of which the last never counts.
+        """Add a prompt. Return the number of its tokens that were cached before; the last token never counts.
 
         Args:
-            contexts: u8[Lp], a hash of the prompt up to each position.
+            contexts: u8[Lp], the hash of the prompt up to each position.
         """
         blocks = [(salt, int(context)) for context in contexts[BLOCK_TOKENS - 1 : -1 : BLOCK_TOKENS]]
         num_known = next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
@@ -82,14 +89,14 @@ class PrefixCache:
         return num_known * BLOCK_TOKENS
 
     def counts(self) -> dict[str, int]:
-        """What was counted, by the names of `EngineStats`."""
+        """Return the counters under their names in `EngineStats`."""
         return {"prefix_cache_queries": self.num_queried, "prefix_cache_hits": self.num_hits}
 
     def oldest_s(self, now: float) -> float | None:
-        """Seconds since the oldest prefix was used that is still here; None: none was forgotten since `clear`."""
+        """Return the seconds since the last use of the oldest cached prefix; None: none was evicted since `clear`."""
         return now - next(iter(self._blocks.values()), now) if self._has_forgotten else None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all prefixes."""
         self._blocks.clear()
         self._has_forgotten = False

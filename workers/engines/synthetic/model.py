@@ -1,4 +1,4 @@
-"""The synthetic model: what it makes of prompts, and of numbers that stand for all that came before."""
+"""The synthetic model: computes its output from prompts and from hashes of all earlier tokens."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -27,48 +27,50 @@ class Running:
     key: str
     request: GenerateRequest
     salt: str
-    """Of its entries in the prefix cache: they are shared only between requests of the same."""
+    """Salt of the request's entries in the prefix cache. Only requests with the same salt share entries."""
     context: int = 0
-    """A hash of its prompt, in order; 0 before the prefill."""
+    """Hash of the prompt tokens, in order; 0 before the prefill."""
     length: int = 0
-    """Tokens of its prompt; 0 before the prefill."""
+    """Number of prompt tokens; 0 before the prefill."""
     keeps_kv: bool = False
-    """It is a prefill leg."""
+    """True for a prefill phase."""
     scheduled_at: float = 0.0
-    """When the engine began with it, by the monotonic clock."""
+    """Time on the monotonic clock at which the engine started the request."""
     kv: SyntheticKv | None = None
-    """Of the beginning of its prompt, computed by another engine; None: there is none."""
+    """KV of the beginning of the prompt, which another engine computed; None: there is none."""
     kv_delta: int = 0
-    """Between the weights of `kv`, or of parts of the prompt, and those that went on from there, which is 0 unless
-    weights were mixed."""
+    """Difference of the weights that computed `kv` or earlier parts of the prompt from the weights of the last part.
+
+    It is 0 unless different weights computed the prompt. It changes the sampled tokens.
+    """
     parts: list[tuple[int, SyntheticWeights]] = field(default_factory=list)
-    """The prompt as far as it was computed: how many tokens one step after the other, with which weights."""
+    """The computed part of the prompt: for each step, the number of tokens and the weights."""
 
     @property
     def num_prefilled(self) -> int:
-        """Prompt tokens that were computed."""
+        """Number of computed prompt tokens."""
         return sum(count for count, _ in self.parts)
 
     @property
     def has_routed_experts(self) -> bool:
-        """Routing is wanted, should the model have experts."""
+        """True if the request wants routed experts; the model may have no experts."""
         return self.request.return_routed_experts is not False
 
     @property
     def is_special(self) -> bool:
-        """Its tokens are not just any, or not each with its logprob alone."""
+        """True if the request restricts its tokens, has stop tokens, or wants other than one logprob for each token."""
         sampling = self.request.sampling
         return bool(sampling.logprobs != 0 or sampling.allowed_token_ids or sampling.stop_token_ids)
 
     @property
     def is_stateful(self) -> bool:
-        """The next token depends on more than the context."""
+        """True if the next token depends on more than the context."""
         sampling = self.request.sampling
         return (sampling.temperature > 0 and sampling.top_k != 1) or not sampling.is_continuable
 
     @property
     def first_sampler_state(self) -> int:
-        """What is added to the context for the choice of the first token, modulo 2**64."""
+        """Number that is added to the context for the choice of the first token, modulo 2**64."""
         if not self.is_stateful:
             return self.kv_delta
         seed = self.request.sampling.seed
@@ -78,7 +80,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What a prompt brings with its request's first step."""
+    """The output of a prompt, which is part of the first step of its request."""
 
     routed_experts: Rows | None
     routed_experts_start: int
@@ -86,16 +88,16 @@ class Prefilled:
     cached_tokens: int
 
     def add_to(self, step: RequestStep) -> None:
-        """Put it in the first step."""
+        """Add this output to the first step of the request."""
         step.routed_experts, step.routed_experts_start = self.routed_experts, self.routed_experts_start
         step.prompt_logprobs, step.cached_tokens = self.prompt_logprobs, self.cached_tokens
 
 
 class SyntheticModel:
-    """Computes from hashes what a model would compute.
+    """Computes the output of a model from hashes.
 
     Args:
-        cache: of prompts; None: nothing is remembered.
+        cache: prefix cache; None: no prompt is cached.
     """
 
     def __init__(self, config: SyntheticConfig, cache: PrefixCache | None) -> None:
@@ -103,10 +105,13 @@ class SyntheticModel:
         self._cache = cache
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse what vLLM refuses where it makes sampling masks, so that it is known of requests of the worker's own.
+        """Validate that the request allows a sampling mask, if the engine returns sampling masks.
+
+        vLLM rejects the same requests. With this check, tests notice a request of the worker itself that vLLM would
+        reject.
 
         Raises:
-            InvalidRequest: it is sampled in another way.
+            InvalidRequest: `temperature` or `top_k` is not above 0.
         """
         sampling = request.sampling
         for name, value in {"temperature": sampling.temperature, "top_k": sampling.top_k}.items():
@@ -114,18 +119,18 @@ class SyntheticModel:
                 raise InvalidRequest(
                     field=f"sampling.{name}",
                     problem=f"is {value:g}",
-                    allowed="above 0 where the engine makes sampling masks",
+                    allowed="above 0, because the engine returns sampling masks",
                 )
 
     def advance(self, running: Running, weights: SyntheticWeights) -> bool:
-        """Take as much of a prompt through the model as one step does; True: that was the rest."""
+        """Compute the part of a prompt that fits into one step. Return True if the whole prompt is computed."""
         left = running.request.prompt_len - running.num_prefilled
         count = min(self.config.prefill_step_tokens or left, left)
         running.parts.append((count, weights))
         return count == left
 
     def prefill(self, running: Running) -> Prefilled:
-        """What comes of a prompt that `advance` has taken through the model."""
+        """Return the output of a prompt that `advance` has computed."""
         request, weights = running.request, running.parts[-1][1]
         num_loaded, start = 0, request.routed_experts_prompt_start
         if running.kv is not None:
@@ -141,7 +146,8 @@ class SyntheticModel:
                 np.array([part.experts for _, part in running.parts], np.uint64), [count for count, _ in running.parts]
             )
             rows = self.rows(contexts[start:], experts[start:])
-            # Nobody has computed these here: what lies in their place is of some other request.
+            # This engine did not compute the loaded positions. In a real engine their rows belong to another
+            # request.
             rows[: max(num_loaded - start, 0)] = 0
         return Prefilled(
             routed_experts=rows,
@@ -151,12 +157,12 @@ class SyntheticModel:
         )
 
     def fits(self, kv: SyntheticKv, request: GenerateRequest) -> bool:
-        """It is of the beginning of this prompt."""
+        """True if this KV belongs to the beginning of the request's prompt."""
         tokens = np.asarray(request.prompt_token_ids)[: kv.num_tokens]
         return len(tokens) > 0 and int(_contexts(tokens)[-1]) == kv.context
 
     def rows(self, contexts: npt.NDArray[np.uint64], weights: npt.NDArray[np.uint64]) -> Rows:
-        """Distinct experts for each position and layer, u1|u2[n, num_layers, top_k]."""
+        """Return distinct experts for each position and layer, u1|u2[n, num_layers, top_k]."""
         config = self.config
         mixed = mix(contexts + weights)
         layers = np.arange(config.num_layers, dtype=np.uint64) * np.array(MULTIPLIER, np.uint64)
@@ -165,7 +171,12 @@ class SyntheticModel:
         return chosen.astype(DTYPES[dtype_for(config.num_experts)])
 
     def finish(self, running: Running, token: int, count: int, length: int) -> tuple[FinishReason | None, int | None]:
-        """Whether a request ends with `token`, its `count`th, sampled behind `length` others; the stop token if so."""
+        """Return the finish reason if the request ends with `token`, and the stop token that ended it, if one did.
+
+        Args:
+            count: number of generated tokens, including `token`.
+            length: number of tokens before `token`, including the prompt.
+        """
         sampling = running.request.sampling
         if count > sampling.min_tokens or count == sampling.max_tokens:
             if token == self.config.eos_token_id and not sampling.ignore_eos:
@@ -178,11 +189,11 @@ class SyntheticModel:
 
     @staticmethod
     def logprobs(choices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-        """The log probability of each choice."""
+        """Return the log probability of each choice."""
         return -((choices >> np.uint64(40)) % np.uint64(1024)).astype(np.float32) / np.float32(256)
 
     def top_logprobs(self, choice: int, width: int | None) -> TopLogprobs | None:
-        """The `width` most likely tokens where `choice` was made."""
+        """Return the `width` most likely tokens at the position of `choice`; None: no tokens are wanted."""
         if not width:
             return None
         ids = [(choice + i) % self.config.vocab_size for i in range(width)]
@@ -190,7 +201,7 @@ class SyntheticModel:
         return TopLogprobs(width, np.array(ids).astype("<i4").tobytes(), logprobs.astype("<f4").tobytes())
 
     def sampling_mask(self, token: int, top_k: int) -> SamplingMask:
-        """What `token` was sampled from: it follows from the token, so that tests know it without the engine."""
+        """Return the mask from which `token` was sampled. It follows from the token, so tests can compute it."""
         count = 1 + mix_one(token) % min(top_k, self.config.vocab_size)
         ids = (token + np.arange(count)) % self.config.vocab_size
         return SamplingMask(np.array([count]).astype("<i4").tobytes(), ids.astype("<i4").tobytes())
@@ -224,6 +235,6 @@ class SyntheticModel:
 
 
 def _contexts(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """A hash of `tokens`, in order, up to each of them."""
+    """Return the hash of `tokens`, in order, up to each position."""
     powers = np.full(len(tokens), MULTIPLIER, np.uint64)
     return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * np.cumprod(powers))

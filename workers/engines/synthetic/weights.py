@@ -1,4 +1,4 @@
-"""The weights of a synthetic model: numbers that its output is mixed with."""
+"""The weights of a synthetic model: numbers that are mixed into its output."""
 
 import base64
 import binascii
@@ -17,52 +17,52 @@ READ_BYTES = 1024**2
 
 
 class SyntheticWeights(NamedTuple):
-    """What a model's output depends on besides the tokens."""
+    """The numbers on which the output of a model depends besides the tokens."""
 
     tokens: int
-    """Mixed into tokens and logprobs."""
+    """Number that is mixed into tokens and logprobs."""
     experts: int
-    """Mixed into the routing; other than `tokens` only in an engine that is broken."""
+    """Number that is mixed into the routed experts. It differs from `tokens` only in an engine with a fault."""
 
     @classmethod
     def of(cls, checksum: int) -> "SyntheticWeights":
-        """Of a checkpoint with this checksum, or of a seed."""
+        """Return the weights of a checkpoint with this checksum, or of a seed."""
         return cls(mix_one(checksum), mix_one(checksum))
 
     def with_wrong_experts(self) -> "SyntheticWeights":
-        """The same tokens and other routing."""
+        """Return weights with the same tokens and other routed experts."""
         return SyntheticWeights(self.tokens, mix_one(self.experts))
 
     def with_adapter(self, checksum: int) -> "SyntheticWeights":
-        """As a LoRA adapter changes them."""
+        """Return the weights after the change by the LoRA adapter with this checksum."""
         delta = mix_one(checksum)
         return SyntheticWeights((self.tokens + delta) & MASK, (self.experts + delta) & MASK)
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAdapter:
-    """A LoRA adapter that is loaded."""
+    """A loaded LoRA adapter."""
 
     version: int
     checksum: int
     salt: int
-    """Another one for each load, so that what was cached before is not found."""
+    """Salt of the prefix cache. Each load has another salt, so requests do not find older entries."""
 
 
 DROPPED = SyntheticWeights.of(-1)
-"""No weights at all: what is made of them is nothing that a checkpoint gives."""
+"""Weights that are missing or incomplete. No checkpoint gives the same output."""
 
 
 def checksum_of(folder: Path) -> int:
-    """A number that depends on the bytes of all `*.safetensors` files in `folder`, in the order of their names.
+    """Return a checksum of the bytes of all `*.safetensors` files in `folder`, in the order of their names.
 
     Raises:
-        ControlError: `engine_error`, there are none or they cannot be read.
+        ControlError: `engine_error`: there are no files, or a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=7)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ControlError(ControlCode.ENGINE_ERROR, f"{folder} holds no *.safetensors")
+        raise ControlError(ControlCode.ENGINE_ERROR, f"folder {folder} has no *.safetensors files")
     try:
         for path in files:
             with path.open("rb") as file:
@@ -74,7 +74,7 @@ def checksum_of(folder: Path) -> int:
 
 
 class ReceivedWeights:
-    """Weights that come piece by piece: `{"data": base64}` appends bytes, `{"seed": n}` names a model.
+    """Weights that arrive in chunks: `{"data": base64}` appends bytes, `{"seed": n}` names a model.
 
     The bytes of a checkpoint's files, in the order of their names, give the same weights as the checkpoint.
     """
@@ -85,17 +85,18 @@ class ReceivedWeights:
         self._seed: int | None = None
 
     def add(self, info: Mapping[str, Any]) -> None:
-        """Take one piece.
+        """Add one chunk.
 
         Raises:
-            ControlError: `engine_error`, it is neither; nothing was taken.
+            ControlError: `engine_error`: the chunk has neither data nor seed, or its data is not base64. Nothing was
+                added.
         """
         data, seed = info.get("data"), info.get("seed")
         if isinstance(data, str):
             try:
                 self._digest.update(base64.b64decode(data, validate=True))
             except binascii.Error as exc:
-                raise ControlError(ControlCode.ENGINE_ERROR, f"info.data is no base64: {exc}") from None
+                raise ControlError(ControlCode.ENGINE_ERROR, f"info.data is not base64: {exc}") from None
             self._has_bytes = True
         elif isinstance(seed, int):
             self._seed = seed
@@ -103,13 +104,13 @@ class ReceivedWeights:
             raise ControlError(ControlCode.ENGINE_ERROR, "info has neither data (base64) nor seed (an integer)")
 
     def weights(self) -> SyntheticWeights:
-        """What came.
+        """Return the received weights.
 
         Raises:
-            ControlError: `half_written`, nothing did.
+            ControlError: `half_written`: no weights were received.
         """
         if self._seed is not None:
             return SyntheticWeights.of(self._seed)
         if not self._has_bytes:
-            raise ControlError(ControlCode.HALF_WRITTEN, "no weights came")
+            raise ControlError(ControlCode.HALF_WRITTEN, "the weight update received no weights")
         return SyntheticWeights.of(int.from_bytes(self._digest.digest(), "little"))
