@@ -1,4 +1,4 @@
-"""How often the router chose each expert."""
+"""Counts how often the router chose each expert."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from ...schemas.rows import Rows
 __all__ = ["COLUMNS", "count_experts", "expert_rows"]
 
 NUM_SHOWN = 3
-"""Experts named at either end."""
+"""Number of experts that the table names as most used, and as least used."""
 COLUMNS = ("layer", "most used experts", "least used experts", "unused")
 
 
@@ -31,7 +31,7 @@ def count_experts(arrays: Iterable[Rows], num_layers: int, num_experts: int) -> 
 
 
 def expert_rows(counts: npt.NDArray[np.int64]) -> list[list[str]]:
-    """For each layer the cells of `COLUMNS`; shares are of all choices in that layer."""
+    """Return the cells of `COLUMNS` for each layer. A share is a fraction of all choices in that layer."""
     rows = []
     for layer, of_layer in enumerate(counts):
         order = np.argsort(-of_layer, kind="stable")

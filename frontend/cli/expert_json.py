@@ -1,4 +1,4 @@
-"""The load of experts as `rollbus experts --json` prints it."""
+"""Builds the JSON object that `rollbus experts --json` prints."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ __all__ = ["answers_as_json"]
 
 
 def answers_as_json(answers: ExpertAnswers) -> dict[str, Any]:
-    """All counts, with the imbalance of each layer; without a usable answer, who was asked and why there is none."""
+    """Return all counts and the imbalance of each layer.
+
+    Without a usable answer, return only the asked workers and the reason why each answer is missing.
+    """
     window = answers.window
     found: dict[str, Any] = {
         "model": answers.model,

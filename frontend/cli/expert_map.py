@@ -1,4 +1,7 @@
-"""The load of experts as lines of text: layers by experts, shaded by the share of choices next to an even share."""
+"""Draws the load of experts as text, with a line for each layer and a column for each expert.
+
+The character of an expert shows the ratio of its share of the choices to an even share.
+"""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["LEGEND", "SHADES", "VERSION_COLUMNS", "map_lines", "share_text", "version_rows"]
 
 SHADES: Final = " .:-=+*#%@"
-"""From an expert without a choice up; one step is twice the load, from an eighth of an even share."""
-LEGEND: Final = "share next to an even one: ' ' none, '-' half, '=' even, '+' 2 times, '*' 4, '#' 8, '%' 16, '@' more"
+"""Characters by load. The first means no choice. The second means an eighth of an even share, and each next one doubles
+the load."""
+LEGEND: Final = "share / even share: ' ' none, '-' half, '=' even, '+' 2 times, '*' 4, '#' 8, '%' 16, '@' more"
 EVEN: Final = SHADES.index("=")
 RIGHT_TITLE: Final = "  max/mean  entropy  unused"
 VERSION_COLUMNS = ("weights", "plane", "tokens", "seen", "max/mean", "worst layer", "entropy", "unused")
 
 
 def map_lines(counts: Counts, top_k: int, width: int) -> list[str]:
-    """Draw a map that fits `width` columns, with the imbalance of each layer at its end.
+    """Draw a map that fits `width` columns, with the imbalance of each layer at the end of its line.
 
-    Where experts outnumber the columns, a character stands for several of them: for the busiest. The first line says
-    how many. A layer that does not route, or has no choice, is drawn as such.
+    If there are more experts than columns, one character shows the busiest of several experts. The first line states
+    how many. The line of a layer without a router or without tokens has a text instead of the imbalance.
     """
     num_layers, num_experts = counts.shape
     digits = len(str(num_layers - 1))
@@ -49,19 +53,19 @@ def map_lines(counts: Counts, top_k: int, width: int) -> list[str]:
 
 
 def _shade(ratio: float) -> str:
-    """The character of one share next to an even one."""
+    """Return the character for the ratio of a share to an even share."""
     if not ratio:
         return SHADES[0]
     return SHADES[min(max(EVEN + round(math.log2(ratio)), 1), len(SHADES) - 1)]
 
 
 def share_text(plane: "PlaneLoad") -> str:
-    """Which part of the computed positions was seen."""
+    """Return the share of the computed positions whose routed experts were seen, or a dash if it is unknown."""
     return "-" if plane.share_seen is None else f"{plane.share_seen:.0%}"
 
 
 def version_rows(versions: "Sequence[VersionLoad]", top_k: int) -> list[list[str]]:
-    """The cells of `VERSION_COLUMNS` for each plane with tokens, the highest version first."""
+    """Return the cells of `VERSION_COLUMNS` for each plane with tokens, the highest version first."""
     rows = []
     for version in versions:
         for name, plane in (("prompt", version.prompt), ("generated", version.generated)):

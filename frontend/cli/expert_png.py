@@ -1,4 +1,4 @@
-"""Draws the load of experts into a picture; needs matplotlib, of the extra `rl`."""
+"""Draws the load of experts into a PNG. This needs matplotlib, which the extra `rl` installs."""
 
 from pathlib import Path
 
@@ -9,11 +9,13 @@ from ...bus.protocol.telemetry.expert_window import ExpertWindow, PlaneLoad, imb
 __all__ = ["draw"]
 
 MAX_RATIO = 8.0
-"""Of the scale of colours, either way; what is beyond has the last colour."""
+"""Largest ratio of a share to an even share on the scale of colours. The smallest is 1 / MAX_RATIO.
+
+A ratio beyond the scale has the last colour."""
 
 
 def draw(path: Path, window: ExpertWindow, plane: PlaneLoad, title: str) -> None:
-    """Write a PNG with a map of the shares next to an even share, and the imbalance of each layer beside it.
+    """Write a PNG with a map of each share divided by an even share. Beside it is the imbalance of each layer.
 
     Raises:
         OSError: the file cannot be written.
@@ -29,7 +31,7 @@ def draw(path: Path, window: ExpertWindow, plane: PlaneLoad, title: str) -> None
     norm = LogNorm(1 / MAX_RATIO, MAX_RATIO)
     image = heat.imshow(ratios, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
     heat.set(title=title, xlabel="expert", ylabel="layer")
-    figure.colorbar(image, ax=heat, label="share next to an even one", location="bottom", shrink=0.4)
+    figure.colorbar(image, ax=heat, label="share / even share", location="bottom", shrink=0.4)
     bars.barh(np.arange(num_layers), imbalance(plane.counts, top_k).max_over_mean, color="0.4")
     bars.set(xlabel="max / mean")
     figure.savefig(path, format="png", dpi=100)

@@ -1,4 +1,4 @@
-"""What is shown of a fleet on this machine: how far its workers are, and where their logs go."""
+"""Shows the states of the workers of a fleet on this machine, and writes their logs."""
 
 import sys
 import time
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["FleetDisplay", "FleetObserver", "WorkerBoard"]
 
 STARTING: Final = "starting"
-"""The process runs and has not announced itself: it imports vLLM."""
+"""The process runs and has not published presence: it imports vLLM."""
 LOADING: Final = "loading"
-"""It has announced itself, and its engine loads or warms up."""
+"""The worker has published presence. Its engine loads or warms up."""
 ENDED: Final = "ended"
 REFRESH_PER_S: Final = 4
-"""Of the lines in place; they count seconds."""
+"""Updates per second of the lines that change in place. These lines count seconds."""
 
 
 class FleetObserver:
-    """Hears what a local fleet does, and shows its logs if asked to.
+    """Receives the events of a local fleet, and can show the logs of its workers.
 
     Args:
-        shows_logs: show what the workers print.
+        shows_logs: show the lines that the workers print.
     """
 
     def __init__(self, *, shows_logs: bool) -> None:
         self._shows_logs = shows_logs
 
     def add_line(self, worker: str, line: str) -> None:
-        """A worker printed a line."""
+        """Show a line that a worker printed, if `shows_logs` is set."""
         if not self._shows_logs:
             return
         if is_json():
@@ -48,30 +48,30 @@ class FleetObserver:
             note(f"[{worker}] {line}")
 
     def add_end(self, worker: str, text: str) -> None:
-        """The process of a worker ended, and this is what becomes of it."""
+        """Show `text`: the process of a worker ended, and `text` states whether it is started again."""
         self.add_line(worker, text)
 
     def set_workers(self, workers: Sequence[WorkerPresence]) -> None:
-        """These are live; called with each announcement of one."""
+        """Receive the live workers. This is called with each presence of a worker."""
 
 
 @dataclass(slots=True)
 class _Row:
     state: str
     since: float
-    """When its process started."""
+    """Time at which the process started."""
     took_s: float | None = None
-    """From there until it served; None: it does not yet."""
+    """Seconds from `since` until the worker served. None: it does not serve yet."""
 
 
 class WorkerBoard:
-    """Which state each worker is in, and for how long it has been starting. Time is passed in."""
+    """The state of each worker and its start time in seconds. Callers pass the current time."""
 
     def __init__(self, names: Sequence[str], now: float) -> None:
         self._rows = {name: _Row(STARTING, now) for name in names}
 
     def set_workers(self, workers: Sequence[WorkerPresence], now: float) -> list[str]:
-        """Take what the workers announce; returns a line for each one that changed its state."""
+        """Add the presences of the workers. Return a line for each worker that changed its state."""
         changed = []
         for presence in workers:
             row = self._rows.get(presence.worker)
@@ -80,7 +80,7 @@ class WorkerBoard:
                 continue
             if row.state == ENDED:
                 if presence.state is not WorkerState.STARTING:
-                    # The last words of the process that ended.
+                    # The process that ended had sent this presence.
                     continue
                 row.since = now - presence.uptime_s
             if state == LOADING:
@@ -92,30 +92,32 @@ class WorkerBoard:
         return changed
 
     def set_ended(self, worker: str) -> None:
-        """The process of a worker ended."""
+        """Record that the process of a worker ended."""
         self._rows[worker].state = ENDED
 
     def line(self, worker: str, now: float) -> str:
-        """Name, state and seconds: until it served, or so far."""
+        """Return name, state and start time of a worker as one line. The start time of a starting worker grows."""
         return "  ".join(self.cells(worker, now))
 
     def cells(self, worker: str, now: float) -> tuple[str, str, str]:
-        """The parts of its line."""
+        """Return the parts of the line of a worker."""
         row = self._rows[worker]
         seconds = now - row.since if row.took_s is None else row.took_s
         return worker, row.state, f"{seconds:.0f} s"
 
     def names(self) -> Sequence[str]:
-        """All workers."""
+        """Return the names of all workers."""
         return tuple(self._rows)
 
 
 class FleetDisplay(FleetObserver):
-    """The lines of `up`: on a terminal one for each worker that changes in place, elsewhere one for each change.
+    """Shows the states of the workers for `up`.
+
+    On a terminal each worker has one line, which changes in place. Elsewhere each change is a line.
 
     Args:
-        log: where the workers' lines go; None: nowhere but to stderr.
-        shows_logs: show them on stderr.
+        log: file for the lines of the workers. None: only stderr.
+        shows_logs: show the lines of the workers on stderr.
     """
 
     def __init__(self, names: Sequence[str], log: LogFile | None, *, shows_logs: bool) -> None:
@@ -127,8 +129,8 @@ class FleetDisplay(FleetObserver):
         self._workers: Sequence[WorkerPresence] = ()
 
     def __enter__(self) -> Self:
-        """Show the lines, from here until `end_start`."""
-        # Lines in place and logs would overwrite each other.
+        """Show the lines that change in place until `end_start`, if stderr is a terminal without logs."""
+        # Logs and lines that change in place would overwrite each other.
         if sys.stderr.isatty() and not self._shows_logs:
             from rich.console import Console
             from rich.live import Live
@@ -141,42 +143,42 @@ class FleetDisplay(FleetObserver):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the lines as they are."""
+        """Stop to update the lines. After an error, name the log file."""
         self.end_start()
         if isinstance(exc, Exception) and self._log is not None:
             note(f"the log of this run: {self._log.path}")
 
     def end_start(self) -> None:
-        """From here on changes are lines of their own."""
+        """Print each further change as a new line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def add_line(self, worker: str, line: str) -> None:
-        """Write it to the log file, and show it if asked to."""
+        """Write the line of a worker to the log file, and show it if `shows_logs` is set."""
         if self._log is not None:
             self._log.write(worker, line)
         super().add_line(worker, line)
 
     def add_end(self, worker: str, text: str) -> None:
-        """Show it, and write it to the log file."""
+        """Show the end of a process, and write it to the log file."""
         self._board.set_ended(worker)
         self.add_line(worker, text)
         if not self._shows_logs:
             self._say(f"[{worker}] {text}")
 
     def set_workers(self, workers: Sequence[WorkerPresence]) -> None:
-        """Show which of them changed."""
+        """Show the workers that changed their state."""
         self._workers = workers
         for line in self._board.set_workers(workers, time.monotonic()):
             if self._live is None:
                 note(line)
 
     def stop(self) -> None:
-        """Say what is waited for, as `up` is told to stop; the second time, that it waits no longer."""
+        """Show that `up` stops and waits for its workers. The second call shows that `up` kills them."""
         self.end_start()
         if self._is_stopping:
-            note("killing what is left")
+            note("killing the remaining workers")
             return
         self._is_stopping = True
         count, requests = len(self._board.names()), sum(worker.in_flight for worker in self._workers)

@@ -1,4 +1,4 @@
-"""What the workers of a local fleet announce, from before they start until after they have ended."""
+"""Watches the presence of the workers of a local fleet, from before their start until after their end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,14 +17,14 @@ from .exits import CommandFailed, ExitCode
 __all__ = ["LocalFleetWatch", "watch_fleet"]
 
 EXPIRE_EVERY_S: Final = 1.0
-"""How often leases are looked at: workers announce themselves as often."""
+"""Seconds between two checks for expired leases. Workers publish presence at the same interval."""
 
 
 class LocalFleetWatch:
-    """The workers that announce themselves.
+    """The workers that publish presence.
 
     Args:
-        changed: is set when one comes, goes or changes its state.
+        changed: event that `watcher` sets when a worker appears, disappears or changes its state.
     """
 
     def __init__(self, watcher: PresenceWatcher, changed: asyncio.Event) -> None:
@@ -32,10 +32,11 @@ class LocalFleetWatch:
         self._changed = changed
 
     async def wait_until_serving(self, workers: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of these serve.
+        """Wait until all of `workers` serve.
 
         Raises:
-            CommandFailed: they did not within `timeout_s` seconds; the message says what they do.
+            CommandFailed: some of them do not serve after `timeout_s` seconds. The message has the states of workers
+                that do not serve.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -58,10 +59,12 @@ class LocalFleetWatch:
 async def watch_fleet(
     server: Server, fleet: str, on_presence: Callable[[Sequence[WorkerPresence]], None]
 ) -> AsyncIterator[LocalFleetWatch]:
-    """Listen to the announcements of a fleet's workers for a block. This is no client: workers take no notice of it.
+    """Watch the presence of a fleet's workers while the body runs.
+
+    The watcher is not a client: it publishes no presence, so workers do not know of it.
 
     Args:
-        on_presence: called with the live workers at each announcement of one.
+        on_presence: called with the live workers at each presence of a worker.
 
     Raises:
         BusBroken: no NATS server answers.

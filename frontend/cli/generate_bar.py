@@ -1,4 +1,4 @@
-"""The bar of `rollbus generate`: what the run does now, then prompts done, tokens per second and time left."""
+"""The progress bar of `rollbus generate`: first the current step, then finished prompts, tokens/s and time left."""
 
 import sys
 import time
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["GenerateBar", "count_text", "pace_text"]
 
 REFRESH_PER_S: Final = 4
-"""It counts seconds."""
+"""Updates per second of the bar, which counts seconds."""
 BAR_WIDTH: Final = 20
-"""Leaves room for the figures in 80 columns."""
+"""Columns of the bar. The figures fit beside it in 80 columns."""
 
 
 class GenerateBar:
-    """One line on stderr that changes in place and is gone in the end. It may be told things on any thread.
+    """One line on stderr that changes in place and disappears at the end. Its methods may be called on any thread.
 
     Args:
-        is_shown: show it, if stderr is a terminal.
+        is_shown: show the bar if stderr is a terminal. False: never show it.
     """
 
     def __init__(self, *, is_shown: bool) -> None:
@@ -35,7 +35,7 @@ class GenerateBar:
         self._tokens = 0
 
     def __enter__(self) -> Self:
-        """Show it."""
+        """Show the bar."""
         if self._is_shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -50,23 +50,23 @@ class GenerateBar:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take it away."""
+        """Remove the bar."""
         if self._live is not None:
             self._live.stop()
 
     def show(self, what: str) -> None:
-        """Say what the run does before it generates."""
+        """Show a step of the run that comes before the generation."""
         self._what = what
         if self._live is not None:
             self._live.refresh()
 
     def start_count(self, total: int, before: int) -> None:
-        """Count prompts from here on, `total` with the `before` that earlier runs finished."""
+        """Start to count prompts. `total` includes the `before` prompts that earlier runs finished."""
         self._what, self._since = "generating", time.monotonic()
         self._total, self._before, self._ended = total, before, before
 
     def set_counts(self, ended: int, tokens: int) -> None:
-        """So many prompts of this run have ended, with so many tokens."""
+        """Set the number of prompts that ended in this run, and the number of their tokens."""
         self._ended, self._tokens = self._before + ended, tokens
 
     def _line(self) -> "Table":
@@ -81,19 +81,22 @@ class GenerateBar:
         line = Table.grid(padding=(0, 1))
         for _ in range(3):
             line.add_column(no_wrap=True)
-        # Of an unknown total it pulses.
+        # Without a total, the bar pulses.
         line.add_row(self._what, ProgressBar(total=self._total, completed=self._ended, width=BAR_WIDTH), text)
         return line
 
 
 def count_text(done: int, failed: int, total: int) -> str:
-    """How far a run is that ends early, and how it goes on."""
+    """Return the counts of a run that ends early, and how the user continues it."""
     text = f"{done:,} of {total:,} done" + (f", {failed:,} failed" if failed else "")
     return f"{text}; the same command continues"
 
 
 def pace_text(total: int, ended: int, *, before: int, tokens: int, seconds: float) -> str:
-    """Prompts done, tokens per second and time left: as this run did on average, without what earlier runs did."""
+    """Return finished prompts, tokens per second and time left.
+
+    Speed and time left come from the average of this run, without the prompts of earlier runs.
+    """
     parts = [f"{ended:,}/{total:,}"]
     if ended == before or seconds <= 0:
         return "  ".join([*parts, f"{seconds:.0f} s"])

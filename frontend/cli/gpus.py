@@ -1,7 +1,7 @@
-"""The GPUs of this machine, and which worker gets which.
+"""Divides the GPUs of this machine among the workers.
 
-CUDA shows a process the GPUs that `CUDA_VISIBLE_DEVICES` lists, in that order, and vLLM computes on the first of them.
-So each worker is started with a list of its own.
+CUDA shows a process the GPUs that `CUDA_VISIBLE_DEVICES` lists, in that order. vLLM computes on the first of them.
+So each worker gets a different list.
 """
 
 import argparse
@@ -23,29 +23,29 @@ __all__ = ["VISIBLE_DEVICES", "Gpus", "computes_on_cpu", "divide_gpus", "find_gp
 VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER: Final = "CUDA_DEVICE_ORDER"
 DRIVER_ORDER: Final = "PCI_BUS_ID"
-"""The order of the driver's list. CUDA's own default is another one on a machine with GPUs of several kinds."""
+"""Order of the driver's list. On a machine with GPUs of several kinds, the default order of CUDA is different."""
 NO_DEVICES: Final = frozenset({"", "-1", "none", "void", "nodevfiles"})
-"""Values that mean none; the words are those of NVIDIA's container runtime and of Slurm."""
+"""Values that mean no GPU. The names come from NVIDIA's container runtime and from Slurm."""
 DEVICE: Final = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z/-]+")
 DRIVER_TIMEOUT_S: Final = 30.0
-"""The driver initializes GPUs that no process uses, which takes some seconds for eight of them."""
+"""Seconds to wait for the driver. It first initializes GPUs that no process uses: some seconds for eight GPUs."""
 SIZES: Final = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
-"""Engine arguments of vLLM; an engine uses as many GPUs as their product."""
+"""Engine arguments of vLLM. The product of their values is the number of GPUs of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """GPUs that workers may have, as entries of `CUDA_VISIBLE_DEVICES`, and where they are listed."""
+    """GPUs for workers, as entries of `CUDA_VISIBLE_DEVICES`, and the name of the source that lists them."""
 
     devices: tuple[str, ...]
     source: str
 
     @classmethod
     def from_variable(cls, value: str) -> "Gpus":
-        """Read a value of `CUDA_VISIBLE_DEVICES`: indices, UUIDs of GPUs or of MIG devices.
+        """Parse a value of `CUDA_VISIBLE_DEVICES`: indices, or UUIDs of GPUs or of MIG devices.
 
         Raises:
-            CommandFailed: an entry is none of these, or stands there twice.
+            CommandFailed: an entry has another form, or occurs twice.
         """
         devices: tuple[str, ...] = ()
         if value.strip().lower() not in NO_DEVICES:
@@ -60,7 +60,7 @@ class Gpus:
 
     @classmethod
     def from_driver(cls, listing: str) -> "Gpus":
-        """Read what `nvidia-smi -L` prints. A GPU that is divided into MIG devices is replaced by these."""
+        """Parse the output of `nvidia-smi -L`. MIG devices replace the GPU that is divided into them."""
         found: dict[str, list[str]] = {}
         for line in listing.splitlines():
             if gpu := re.match(r"GPU (\d+):", line):
@@ -70,16 +70,16 @@ class Gpus:
         return cls(tuple(device for index, parts in found.items() for device in parts or [index]), "nvidia-smi")
 
     def environment(self, share: Sequence[str]) -> dict[str, str]:
-        """Return the variables of a process that is to see these GPUs alone."""
-        # The user's own list means what it means in the user's own order.
+        """Return the environment variables of a process that may see only the GPUs in `share`."""
+        # If the user set the list, its indices count in the order of devices that the user chose.
         order = {} if self.source != "nvidia-smi" else {DEVICE_ORDER: DRIVER_ORDER}
         return {VISIBLE_DEVICES: ",".join(share), **order}
 
 
 def find_gpus(environment: Mapping[str, str]) -> Gpus:
-    """Return the GPUs of `CUDA_VISIBLE_DEVICES` or, where it is not set, those that the driver lists.
+    """Return the GPUs of `CUDA_VISIBLE_DEVICES`. If it is not set, return the GPUs that the driver lists.
 
-    A machine without `nvidia-smi` has none.
+    Without `nvidia-smi` there are no GPUs.
 
     Raises:
         CommandFailed: the variable has a wrong entry, or the driver does not answer.
@@ -102,28 +102,28 @@ def find_gpus(environment: Mapping[str, str]) -> Gpus:
 
 
 def computes_on_cpu() -> bool:
-    """True if the installed vLLM is one for CPUs: then GPUs are none of its business."""
+    """Return True if the installed vLLM is a build for CPUs, which uses no GPU."""
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         return True
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:
-        # As a package of another name, which is how its builds for CPUs are published.
+        # Then vLLM comes from a package with another name, and only builds for CPUs have another name.
         return True
 
 
 def gpus_per_engine(engine_args: str | None) -> int:
-    """Return how many GPUs an engine with these arguments uses.
+    """Return the number of GPUs that an engine with these arguments uses.
 
     Args:
-        engine_args: fields of vLLM's `AsyncEngineArgs` as a JSON object; None: there are none.
+        engine_args: fields of vLLM's `AsyncEngineArgs` as a JSON object. None: no fields.
 
     Raises:
         CommandFailed: one of `SIZES` is not a positive integer.
     """
     given = json.loads(engine_args or "{}")
     sizes = {name: given.get(name, 1) for name in SIZES}
-    # The engine's part on this machine, where it is spread over several.
+    # Count only the part of the engine on this machine, if the engine uses several machines.
     sizes["data_parallel_size"] = given.get("data_parallel_size_local") or sizes["data_parallel_size"]
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -132,49 +132,51 @@ def gpus_per_engine(engine_args: str | None) -> int:
 
 
 def gpu_shares(gpus: Gpus, workers: Sequence[str], each: int) -> dict[str, tuple[str, ...]]:
-    """Return the GPUs of each worker: as many for each, and no GPU twice.
+    """Return the GPUs of each worker. Each worker gets `each` GPUs, and no GPU belongs to two workers.
 
     Raises:
-        CommandFailed: there are too few.
+        CommandFailed: there are too few GPUs.
     """
     devices = gpus.devices
     if not devices:
-        raise CommandFailed(f"--gpus-per-worker {each}: no GPU here, says {gpus.source}", ExitCode.USAGE)
+        raise CommandFailed(f"--gpus-per-worker {each}: no GPU listed by {gpus.source}", ExitCode.USAGE)
     needed = len(workers) * each
     if needed > len(devices):
         plural = "s" * (len(workers) > 1), "s" * (each > 1)
         raise CommandFailed(
-            f"{len(workers)} worker{plural[0]} with {each} GPU{plural[1]} each need {needed} GPUs, and "
+            f"{len(workers)} worker{plural[0]} with {each} GPU{plural[1]} each need {needed} GPUs, but "
             f"{gpus.source} lists {len(devices)} ({', '.join(devices)}); allowed: at most {len(devices) // each} "
-            "workers, those for prefill included, or --gpus-per-worker 0 to let all workers see all GPUs",
+            "workers, including prefill workers, or --gpus-per-worker 0, with which all workers see all GPUs",
             ExitCode.USAGE,
         )
     return {name: devices[i * each : (i + 1) * each] for i, name in enumerate(workers)}
 
 
 def divide_gpus(args: argparse.Namespace, workers: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the variables that give each worker its own GPUs, and note who has which; nothing is divided if empty.
+    """Return the variables that give each worker its own GPUs, and print the GPUs of each worker on stderr.
+
+    The result is empty if the GPUs are not divided.
 
     Args:
         args: the options `gpus_per_worker`, `engine` and `engine_args`.
 
     Raises:
-        CommandFailed: there are too few GPUs, or an engine needs another number than the option says.
+        CommandFailed: there are too few GPUs, or an engine needs a different number of GPUs than the option states.
     """
     each: int | None = args.gpus_per_worker
     needs_gpus = args.engine == "vllm" and not computes_on_cpu()
     if each == 0 or (each is None and not needs_gpus):
         return {}
     if args.engine == "vllm" and not needs_gpus:
-        raise CommandFailed(f"--gpus-per-worker {each}: the installed vLLM computes on the CPU alone", ExitCode.USAGE)
+        raise CommandFailed(f"--gpus-per-worker {each}: the installed vLLM computes only on the CPU", ExitCode.USAGE)
     gpus = find_gpus(os.environ)
     if each is None and not gpus.devices:
         return {}
     needed = gpus_per_engine(args.engine_args) if needs_gpus or each is None else each
     if each not in (None, needed):
         raise CommandFailed(
-            f"--gpus-per-worker {each}, and an engine with these --engine-args uses {needed}, the product of "
-            f"{', '.join(SIZES)}; allowed: the same, or no --gpus-per-worker",
+            f"--gpus-per-worker {each}: an engine with these --engine-args uses {needed} GPUs, the product of "
+            f"{', '.join(SIZES)}; allowed: the same number, or no --gpus-per-worker",
             ExitCode.USAGE,
         )
     shares = gpu_shares(gpus, workers, needed)

@@ -68,7 +68,7 @@ def test_the_end_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines() == [
         "stopping: 2 workers (30 s at most); Ctrl-C again kills",
         "stopping: 2 workers and 12 requests in flight (30 s at most); Ctrl-C again kills",
-        "killing what is left",
+        "killing the remaining workers",
     ]
 
 

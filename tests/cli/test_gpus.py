@@ -122,7 +122,7 @@ def test_no_gpu_is_given_twice() -> None:
     four = Gpus(("GPU-a", "GPU-b", "2", "3", "4"), "here")
 
     assert gpu_shares(four, ("w0", "w1"), 2) == {"w0": ("GPU-a", "GPU-b"), "w1": ("2", "3")}
-    with pytest.raises(CommandFailed, match=r"3 workers with 2 GPUs each need 6 GPUs, and here lists 5 .* at most 2 "):
+    with pytest.raises(CommandFailed, match=r"3 workers with 2 GPUs each need 6 GPUs, but here lists 5 .* at most 2 "):
         gpu_shares(four, ("w0", "w1", "w2"), 2)
 
 
@@ -148,7 +148,7 @@ def test_engines_get_what_they_use(
     assert capsys.readouterr().err == "GPUs of nvidia-smi: a has 0; b has 1; unused: 2, 3\n"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-x,GPU-y")
     assert divide_gpus(options(engine_args=pair, each=2), ("a",)) == {"a": {"CUDA_VISIBLE_DEVICES": "GPU-x,GPU-y"}}
-    with pytest.raises(CommandFailed, match=r"--gpus-per-worker 1, and an engine with these --engine-args uses 2"):
+    with pytest.raises(CommandFailed, match=r"--gpus-per-worker 1: an engine with these --engine-args uses 2"):
         divide_gpus(options(engine_args=pair, each=1), ("a",))
     with pytest.raises(CommandFailed, match=r"2 workers with 2 GPUs each need 4 GPUs"):
         divide_gpus(options(engine_args=pair), ("a", "b"))
@@ -169,14 +169,14 @@ def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
     assert divide_gpus(options(), ("a", "b")) == {}
-    with pytest.raises(CommandFailed, match="--gpus-per-worker 1: the installed vLLM computes on the CPU alone"):
+    with pytest.raises(CommandFailed, match="--gpus-per-worker 1: the installed vLLM computes only on the CPU"):
         divide_gpus(options(each=1), ("a",))
 
 
 def test_the_option_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command says so before it starts anything."""
     driver(tmp_path, monkeypatch, lists("No devices were found\n"))
-    with pytest.raises(CommandFailed, match="--gpus-per-worker 2: no GPU here, says nvidia-smi") as caught:
+    with pytest.raises(CommandFailed, match="--gpus-per-worker 2: no GPU listed by nvidia-smi") as caught:
         divide_gpus(options("synthetic", each=2), ("a",))
     assert caught.value.exit_code == ExitCode.USAGE
 
@@ -219,4 +219,4 @@ def test_up_refuses_more_workers_than_there_are_gpus() -> None:
     done = rollbus("up", "--engine", "synthetic", "--workers", "3", "--gpus-per-worker", "1", env=env)
 
     assert (done.returncode, done.stdout) == (ExitCode.USAGE, "")
-    assert "3 workers with 1 GPU each need 3 GPUs, and $CUDA_VISIBLE_DEVICES lists 2 (0, 1)" in done.stderr
+    assert "3 workers with 1 GPU each need 3 GPUs, but $CUDA_VISIBLE_DEVICES lists 2 (0, 1)" in done.stderr
