@@ -23,7 +23,7 @@ def check_loaded(needs: Iterable[Need]) -> list[str]:
 
 
 def _is_imported(name: str) -> bool:
-    """True if the import of the module is complete: another engine may be importing it in its thread."""
+    """Return True if the module is imported completely; the thread of another engine may still be importing it."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return name in sys.modules and not getattr(spec, "_initializing", False)
 

@@ -51,7 +51,7 @@ class Need:
 
 
 def call_gap(call: str, signature: inspect.Signature) -> str | None:
-    """Return why this call does not fit the signature; None: it fits.
+    """Return why this call does not fit the signature; None: the call fits.
 
     Args:
         call: names of positional arguments, then after `*` names of keyword arguments.
@@ -78,7 +78,7 @@ def call_gap(call: str, signature: inspect.Signature) -> str | None:
 
 
 def override_gap(parameters: str, signature: inspect.Signature) -> str | None:
-    """Return why a method with these parameters does not override vLLM's method; None: it does."""
+    """Return why a method with these parameters does not override vLLM's method; None: the method overrides it."""
     marks: dict[Any, str] = {P.VAR_POSITIONAL: "*", P.VAR_KEYWORD: "**"}
     found = " ".join(marks.get(one.kind, "") + one.name for one in signature.parameters.values())
     return None if found == parameters else f"has the parameters ({found}), but the adapter implements ({parameters})"

@@ -1,4 +1,4 @@
-"""Reads vLLM's sources without importing them, and finds their names, members and signatures. See `contract`."""
+"""Reads vLLM's sources without importing them, and finds names, members and signatures in them. See `contract`."""
 
 import ast
 import functools
@@ -25,7 +25,7 @@ class _Place:
 
 
 class ModuleSources:
-    """The modules below the folder of the package `vllm`; each is read once.
+    """The modules below the folder of the package `vllm`; parses each module once.
 
     Args:
         folder: folder of the package.

@@ -1,4 +1,4 @@
-"""What there is for a started vLLM engine besides its requests."""
+"""Access to a started vLLM engine for everything other than requests."""
 
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,10 @@ __all__ = ["Controls"]
 
 
 class Controls:
-    """The calls to a started engine, and what makes them for weights and adapters.
+    """The calls to a started engine, and the objects that use them for weights, adapters and KV.
 
     Args:
-        loaded: which weights and adapters requests meet.
+        loaded: serials of the loaded weights and adapters.
     """
 
     def __init__(self, llm: "AsyncLLM", loaded: LoadSerials, capabilities: Capabilities) -> None:

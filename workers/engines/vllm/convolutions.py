@@ -1,8 +1,8 @@
-"""Weights of convolutions, which a module reads from copies of its own (layers of Mamba, linear attention).
+"""Updates and compares copies of convolution weights in other modules (layers of Mamba and linear attention).
 
-On a CPU with AVX512-BF16, vLLM packs the weight of a convolution (layers/utils.py: dispatch_cpu_unquantized_gemm). A
-buffer of the mixer that was a view of that weight (layers/mamba/mamba_mixer2.py: conv_weights) then has memory of its
-own, and vLLM leaves it as it was when it loads new weights.
+On a CPU with AVX512-BF16, vLLM packs the weight of a convolution (layers/utils.py: dispatch_cpu_unquantized_gemm). The
+mixer has a buffer that was a view of that weight (layers/mamba/mamba_mixer2.py: conv_weights). After the packing, the
+buffer has separate memory, and vLLM does not update it when it loads new weights.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from typing import Any
 __all__ = ["UNPACKED", "check_convolution", "copy_unpacked", "find_copies"]
 
 UNPACKED = "_cpu_unpacked_conv_weight"
-"""The attribute in which vLLM keeps the weight of a convolution that it has packed."""
+"""The attribute with the original weight of a convolution that vLLM has packed."""
 NUM_DIMENSIONS = 3
-"""Of a convolution's weight: `[channel, 1, width]`."""
+"""Number of dimensions of a convolution's weight: `[channel, 1, width]`."""
 Copies = dict[Any, list[tuple[Any, str]]]
-"""By convolution, the buffers that hold its weight: the module that has the buffer, and its name."""
+"""For each convolution, the buffers with a copy of its weight, as pairs of module and buffer name."""
 
 
 def find_copies(model: Any) -> Copies:
-    """Return the buffers that hold the unpacked weight of a convolution beside them."""
+    """Return the buffers that equal the unpacked weight of a convolution in the same parent module."""
     import torch
 
     copies: Copies = {}
@@ -35,7 +35,7 @@ def find_copies(model: Any) -> Copies:
 
 
 def copy_unpacked(copies: Copies) -> None:
-    """Bring the buffers up to date with their convolutions."""
+    """Copy the unpacked weight of each convolution into its buffers."""
     for convolution, buffers in copies.items():
         for parent, name in buffers:
             parent._buffers[name].data.copy_(getattr(convolution, UNPACKED))
@@ -44,7 +44,10 @@ def copy_unpacked(copies: Copies) -> None:
 def check_convolution(
     module: Any, raw: dict[str, Any], buffers: list[tuple[Any, str]]
 ) -> Callable[[], str | None] | None:
-    """Return the comparison of what kernels read with what was loaded; None: `module` is no convolution."""
+    """Return a function that compares the weights that kernels read with the loaded weights.
+
+    None: `module` is not a convolution. The function returns a description of the first difference, or None.
+    """
     import torch
 
     from .probes import plain_difference
@@ -52,7 +55,7 @@ def check_convolution(
     weight = raw.get("weight")
     if weight is None or weight.dim() != NUM_DIMENSIONS or weight.shape[1] != 1:
         return None
-    # Copies: what was loaded may be memory of the sender, who writes the next weights to it.
+    # Copy: the loaded tensors may be memory of the sender, which writes the next weights to it.
     expected = weight.reshape(weight.shape[0], weight.shape[2]).clone()
     bias = raw["bias"].clone() if isinstance(raw.get("bias"), torch.Tensor) else None
 

@@ -1,9 +1,11 @@
-"""Where a model computes on a CPU: in the engine core's own process, and on which cores.
+"""Selects the process and the cores that compute a model on a CPU: the engine core's process.
 
-Left to itself, vLLM gives it a process of its own (platforms/cpu.py: check_and_update_config), so that its threads can
-be bound to cores by the environment. That process imports vLLM and torch once more, which is a third of the time in
-which a small model starts; both sides wait for each other by polling, which doubles what a token costs; and of several
-engines on one machine each is bound to the same cores, the first ones.
+By default, vLLM starts a separate process for the model (platforms/cpu.py: check_and_update_config), so that the
+environment can bind its threads to cores. This has three disadvantages:
+
+- The process imports vLLM and torch again, which is a third of the start time of a small model.
+- Both processes wait for each other by polling, which doubles the time per token.
+- With several engines on one machine, vLLM binds each of them to the same first cores.
 """
 
 import os
@@ -17,27 +19,27 @@ if TYPE_CHECKING:
 __all__ = ["Cores", "compute_in_core"]
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-"""Which cores an engine computes on, as users say it: a list, `nobind`, or `auto`."""
+"""Environment variable with the cores of an engine: a list, `nobind`, or `auto`."""
 NUM_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What an engine core's process computes on.
+    """The cores of an engine core's process.
 
     Args:
-        num_threads: that compute at a time; None: as OpenMP has it.
-        bound: numbers of the cores that the process stays on; empty: wherever there is room.
+        num_threads: number of threads that compute; None: the default of OpenMP.
+        bound: numbers of the cores to which the process is bound; empty: any core.
     """
 
     num_threads: int | None
     bound: tuple[int, ...]
 
     def apply(self) -> None:
-        """Use these cores in this process; called in the engine core before it loads the model."""
+        """Use these cores in this process. Call this in the engine core before it loads the model."""
         import torch
 
-        # The configuration is completed again in this process, and would ask for another one.
+        # vLLM completes the configuration again in this process. By default it would select a separate process again.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if self.bound:
             os.sched_setaffinity(0, self.bound)
@@ -46,10 +48,11 @@ class Cores:
 
 
 def compute_in_core(args: "AsyncEngineArgs", config: "VllmConfig") -> Cores | None:
-    """Change `config` so that the model computes in the engine core's process, and say on which cores.
+    """Change `config` so that the engine core's process computes the model, and return its cores.
 
     Returns:
-        None where that is not for us to choose: not on a CPU, in several processes, or as the arguments say.
+        None, with `config` unchanged: the engine does not run on a CPU, it needs several processes, the arguments
+        select an executor, or this release of vLLM is not supported.
     """
     from vllm.platforms import current_platform
 
@@ -60,7 +63,7 @@ def compute_in_core(args: "AsyncEngineArgs", config: "VllmConfig") -> Cores | No
     try:
         from vllm.utils.ompmultiprocessing import OMPProcessManager
     except ImportError:
-        # Another release, which may have other reasons too.
+        # Another release of vLLM, which may need the separate process for other reasons too.
         return None
     chosen = OMPProcessManager(config).cpu_lists
     parallel.distributed_executor_backend = "uni"

@@ -1,9 +1,9 @@
-"""Tensors that a model copies into its parameters by itself, and not with the loaders of these parameters.
+"""Loads the tensors that a model copies into its parameters directly, without the loaders of these parameters.
 
-While vLLM loads a model again, its parameters have no memory, and their loaders keep the tensors until all those of a
-module have come (model_loader/reload/layerwise.py). What gpt-oss copies by itself, its experts and attention sinks
-(models/gpt_oss.py: _load_weights_other), is lost: vLLM says that all is loaded, and the module keeps the weights of
-before. `DirectCopies` turns this copy into a call of a loader, so that vLLM treats it like any other.
+During a reload, the parameters of a vLLM model have no memory. Their loaders collect the tensors of a module until they
+are complete (model_loader/reload/layerwise.py). gpt-oss copies its experts and attention sinks directly
+(models/gpt_oss.py: _load_weights_other), so a reload loses them: vLLM reports success, but the module has the old
+weights. `DirectCopies` turns each direct copy into a call of a loader, so that vLLM collects its tensor too.
 """
 
 from collections.abc import Callable
@@ -18,40 +18,40 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 __all__ = ["DirectCopies", "loader_of"]
 
 LOADER = "online_process_loader"
-"""The name of what vLLM puts around the loaders of parameters while it loads again."""
+"""Name of the function in which vLLM wraps the loaders of parameters during a reload."""
 
 
 class DirectCopies(TorchFunctionMode):
-    """Hands copies into parameters without memory to vLLM's loaders, as long as it is entered.
+    """Inside `with`, passes copies into parameters without memory to vLLM's loaders.
 
     Args:
-        model: of vLLM.
+        model: a model of vLLM.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._model = model
         self._owners: dict[int, tuple[Any, str]] | None = None
-        """The module and the name of each parameter without memory, by what stands for that memory."""
+        """Module and name of each parameter without memory, by the address of its placeholder storage."""
         self._num_counting = 0
         self._count: Any = None
 
     def __enter__(self) -> "DirectCopies":
-        """Begin; vLLM's own copies, by which it counts what a loader loads, stay as they are."""
+        """Begin to pass on copies, except those with which vLLM counts the elements that a loader loads."""
         self._count = layerwise.get_numel_loaded
         layerwise.get_numel_loaded = self._count_numbers
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End."""
+        """Stop to pass on copies."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         layerwise.get_numel_loaded = self._count
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Stand in for all functions of torch; only `target.copy_(source)` may be different."""
+        """Pass on a `target.copy_(source)`, and call every other function. torch calls this for every function."""
         if func is Tensor.copy_ and args[0].is_meta and not self._num_counting:
             target, source = args[0], args[1] if len(args) > 1 else (kwargs or {})["src"]
             if not source.is_meta and self._hand_over(target, source):
@@ -66,7 +66,7 @@ class DirectCopies(TorchFunctionMode):
             self._num_counting -= 1
 
     def _hand_over(self, target: Tensor, source: Tensor) -> bool:
-        """Give `source` to vLLM, if `target` is a parameter that waits for tensors, or a part of one."""
+        """Pass `source` to vLLM and return True if `target` is (a part of) a parameter that needs tensors."""
         layer, name = self._owner(target)
         if layer is None:
             return False
@@ -75,7 +75,7 @@ class DirectCopies(TorchFunctionMode):
             return False
         if loader_of(parameter) is not _copy_part:
             if not parameter.is_contiguous() or any(loaded == name for loaded, _ in info.loaded_weights):
-                # The parameter's own loader would be asked for what has come before.
+                # vLLM would load the earlier tensors with the new loader, but they need the parameter's own loader.
                 return False
             parameter.weight_loader = _copy_part
             parameter.weight_loader = make_online_process_loader(layer, name)
@@ -92,14 +92,14 @@ class DirectCopies(TorchFunctionMode):
             }
         layer, name = self._owners.get(_memory(target), (None, ""))
         parameter = None if layer is None else layer._parameters.get(name)
-        # A module that has its tensors has other parameters, and what stood for their memory may stand for another's.
+        # A module with all its tensors has new parameters, and another parameter may reuse the old placeholder.
         if parameter is None or not parameter.is_meta or _memory(parameter) != _memory(target):
             return None, ""
         return layer, name
 
 
 def loader_of(parameter: Any) -> Callable[..., Any]:
-    """Return the loader of a parameter, without what vLLM puts around it."""
+    """Return the loader of a parameter without vLLM's wrappers."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader: Any = getattr(parameter, "weight_loader", default_weight_loader)
@@ -109,7 +109,7 @@ def loader_of(parameter: Any) -> Callable[..., Any]:
 
 
 def _copy_part(param: Tensor, loaded_weight: Tensor, part: tuple[torch.Size, tuple[int, ...], int]) -> None:
-    """Copy into a part of `param`, as a loader; vLLM calls it with other memory than `part` was found in."""
+    """Copy into a part of `param`. This is a loader; vLLM calls it with a `param` in other memory than the target."""
     size, stride, offset = part
     param.data.as_strided(size, stride, offset).copy_(loaded_weight.expand(size))
 

@@ -1,7 +1,8 @@
-"""What is added to vLLM's worker class, which lives in the engine's processes: methods that `Calls.on_workers` calls.
+"""Methods for the vLLM worker class in the engine's processes; `Calls.on_workers` calls them.
 
-vLLM takes the name of one class for that (`worker_extension_cls`). Where the user gives one too, vLLM gets the name of
-a class that is both, which this module makes up when it is asked for: `extension_name` says how it is called.
+vLLM accepts the name of one extension class (`worker_extension_cls`). If the user also has an extension class, vLLM
+gets the name of a class that inherits from both. `extension_name` returns that name. This module creates the class when
+vLLM imports it.
 """
 
 import logging
@@ -20,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 AND = "+"
 DOT = ":"
-"""Stands for the dots of the user's class, as vLLM takes what is behind the last dot for the name of a class."""
+"""Replaces the dots in the name of the user's class, because vLLM uses the part after the last dot as class name."""
 
 
 class WorkerExtension:
-    """The methods. They never raise, see `Calls.on_workers`; their names clash with none of vLLM's."""
+    """The added methods. They never raise; see `Calls.on_workers`. Their names differ from all names of vLLM."""
 
     def rollbus_correct(self) -> dict[str, Any]:
-        """Correct what vLLM does wrong on a CPU; called once, before the first request.
+        """Correct faults of vLLM on a CPU. Call this once, before the first request.
 
         See `keep_seeded_draws` and `rotate_all_heads`.
         """
@@ -36,7 +37,7 @@ class WorkerExtension:
             try:
                 correct(worker.model_runner)
             except AttributeError as exc:
-                return failed(ControlCode.ENGINE_ERROR, f"{what} would not be right: {exc}")
+                return failed(ControlCode.ENGINE_ERROR, f"cannot correct vLLM's {what}: {exc}")
         return done()
 
     def rollbus_load_weights(self, path: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class WorkerExtension:
         return self._rollbus_reload().transfer(step, info)
 
     def rollbus_load_lora(self, name: str, number: int, path: str) -> dict[str, Any]:
-        """Load an adapter, or replace the one of this number; an error says nothing about what is left of that."""
+        """Load an adapter, or replace the adapter of this number. After an error, the adapter's state is unknown."""
         from vllm.lora.request import LoRARequest
 
         worker: Any = self
@@ -59,7 +60,7 @@ class WorkerExtension:
         except ForeignError as exc:
             logger.exception("lora.load_failed name=%s", name)
             return failed(ControlCode.ENGINE_ERROR, exc)
-        return failed(ControlCode.ENGINE_ERROR, "vLLM did not take it and says nothing more")
+        return failed(ControlCode.ENGINE_ERROR, "vLLM did not load the adapter and gave no reason")
 
     def rollbus_clear_nan(self) -> dict[str, Any]:
         """Replace NaN and infinities in the KV cache by zeros; see `clear_nan`."""
@@ -68,13 +69,13 @@ class WorkerExtension:
             with foreign_code():
                 clear_nan(worker.model_runner.kv_caches)
         except ForeignError as exc:
-            # A release that keeps its cache in another way.
+            # This release of vLLM may have another kind of KV cache.
             logger.exception("cache.nan_clear_failed")
             return failed(ControlCode.ENGINE_ERROR, exc)
         return done()
 
     def _rollbus_reload(self) -> Reload:
-        """The one object for this worker; a mixed-in class has no constructor that vLLM would call."""
+        """Return the one `Reload` of this worker. vLLM calls no constructor of a mixed-in class, so create it here."""
         reload: Reload | None = self.__dict__.get("_rollbus_reload_state")
         if reload is None:
             reload = self.__dict__["_rollbus_reload_state"] = Reload(self)
@@ -85,16 +86,19 @@ OWN = f"{__name__}.{WorkerExtension.__name__}"
 
 
 def extension_name(other: str | None) -> str:
-    """What to give vLLM as `worker_extension_cls`.
+    """Return the value of vLLM's `worker_extension_cls`.
 
     Args:
-        other: the dotted name of the user's own class.
+        other: the dotted name of the user's own class; None or empty: the user has none.
     """
     return OWN if not other else f"{OWN}{AND}{other.replace('.', DOT)}"
 
 
 def is_ours(worker_extension_cls: str | None) -> bool:
-    """A vLLM with this `worker_extension_cls` is the engine of a rollbus worker; the name goes to all its processes."""
+    """Return True if a vLLM with this `worker_extension_cls` belongs to a rollbus worker.
+
+    All processes of the engine have this setting.
+    """
     return worker_extension_cls is not None and worker_extension_cls.partition(AND)[0] == OWN
 
 

@@ -1,8 +1,8 @@
-"""The two ways of getting at what vLLM computes; both hand over `StepOutput`s.
+"""The two feeds that read vLLM's output; both return `StepOutput`s.
 
-`CoreFeed` reads what the engine core reports of each step: faster, and with the routing of each step's tokens.
-It relies on vLLM's inner interface, so it is used where a release is found to fit. `GenerateFeed` uses
-`AsyncLLM.generate`, vLLM's own front door, which hands out routing at the end of a request only.
+`CoreFeed` reads the output of each engine step from the engine core. It is faster, and each step has the routed experts
+of its tokens. It uses vLLM's internal interface, so it is used only if the release fits. `GenerateFeed` uses
+`AsyncLLM.generate`, vLLM's public interface, which returns the routed experts only at the end of a request.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Feed(Protocol):
     """Submits requests to the engine and reads its outputs; used inside `async with`."""
 
     meter: LoadMeter
-    """Counts what the engine has reported."""
+    """Counts the load that the engine has reported."""
     rows_with_tokens: bool
     """True if routed experts come in the step of their tokens; False if all come in a request's last output."""
 
@@ -46,7 +46,7 @@ class Feed(Protocol):
         """
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Stop requests: an output with finish reason ABORT follows those that came before, if any is still open."""
+        """Abort requests; each that is still open gets an output with finish reason ABORT after its earlier outputs."""
 
     async def next(self) -> list[StepOutput]:
         """Return the next outputs of the engine, if possible all outputs of one step.
@@ -62,10 +62,10 @@ class Feed(Protocol):
         """
 
     async def __aenter__(self) -> Self:
-        """Start to read."""
+        """Start to read outputs."""
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop to read, before the engine is shut down."""
+        """Stop to read outputs. Call this before the engine is shut down."""
 
 
 class DrainMarker(asyncio.Event):
@@ -73,7 +73,7 @@ class DrainMarker(asyncio.Event):
 
 
 class RequestMaker:
-    """Creates vLLM's requests, which validates them as vLLM does.
+    """Creates vLLM's requests, which also validates them with vLLM's checks.
 
     Args:
         loaded: the loaded weights and adapters.
@@ -111,10 +111,10 @@ class RequestMaker:
         return tokens_input(np.asarray(request.prompt_token_ids).tolist(), cache_salt=salt)
 
     def options(self, request: GenerateRequest) -> dict[str, Any]:
-        """What else goes with a request.
+        """Return the other arguments with which vLLM adds a request.
 
         Raises:
-            InvalidRequest: it names an adapter that is not loaded.
+            InvalidRequest: the request names an adapter that is not loaded.
         """
         adapter = self._loaded.adapter_of(request)
         return {
@@ -135,8 +135,8 @@ def _trace_headers(request: GenerateRequest) -> dict[str, str] | None:
 class CoreFeed:
     """Reads the engine core's step outputs.
 
-    The queue in between is vLLM's own and has no bound (v1/engine/core_client.py: AsyncMPClient.outputs_queue); what
-    it can hold is bounded by the requests that the worker admits and their `max_tokens`.
+    The queue of these outputs is part of vLLM and has no limit (v1/engine/core_client.py: AsyncMPClient.outputs_queue).
+    The number of requests that the worker accepts and their `max_tokens` limit its content.
     """
 
     rows_with_tokens = True
@@ -158,7 +158,7 @@ class CoreFeed:
         return core_has and fields <= set(EngineCoreOutput.__struct_fields__)
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
-        """Hand a request to the engine core; see `Feed.submit`."""
+        """Submit a request to the engine core; see `Feed.submit`."""
         import zmq
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -166,10 +166,10 @@ class CoreFeed:
         try:
             await self._core.add_request_async(core_request)
         except (EngineDeadError, zmq.ZMQError) as exc:
-            raise EngineDead(f"the engine took no request: {exc}") from exc
+            raise EngineDead(f"the engine did not accept the request: {exc}") from exc
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Stop requests in the engine core, which says nothing of it; the outputs that do are put in line here."""
+        """Abort requests in the engine core, and put their last outputs into the queue: the engine core sends none."""
         import zmq
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
         from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -187,7 +187,7 @@ class CoreFeed:
 
     async def next(self) -> list[StepOutput]:
         """Return the output that one step of the engine core added to all requests."""
-        # `get_output_async` is this and a conversion of exceptions, which ends here as well.
+        # Do not call `get_output_async`: it only adds a conversion of exceptions, which this method does itself.
         while isinstance(item := await self._core.outputs_queue.get(), DrainMarker):
             item.set()
         if isinstance(item, Exception):
@@ -206,13 +206,13 @@ class CoreFeed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Do nothing: that task ends when the engine is shut down."""
+        """Do nothing: vLLM's own task ends when the engine is shut down."""
 
 
 def _output(output: "EngineCoreOutput") -> StepOutput:
     prompt = output.new_prompt_logprobs_tensors
     prefill = output.prefill_stats
-    # Since 0.33; beside the finish reason ERROR.
+    # vLLM has this since 0.33; it is set only with the finish reason ERROR.
     error = getattr(output, "error", None)
     return StepOutput(
         engine_id=output.request_id,
@@ -232,5 +232,5 @@ def _output(output: "EngineCoreOutput") -> StepOutput:
 
 
 def _was_recomputed(events: "Sequence[EngineCoreEvent]") -> bool:
-    """True if the engine computed the request's KV anew, as `kv_history` says; vLLM's own events come too early."""
+    """Return True if `kv_history` marked the request's KV as recomputed; vLLM's own events come too early."""
     return any(event.timestamp == RECOMPUTED_AT for event in events)

@@ -1,4 +1,4 @@
-"""The way through `AsyncLLM.generate`, for releases whose engine core cannot be read; see `feeds`."""
+"""Reads outputs as `AsyncLLM.generate` does, for releases whose engine core cannot be read; see `feeds`."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["GenerateFeed"]
 
 MAX_WAITING = 1024
-"""Outputs that wait to be read: a few steps of a full batch. Beyond it the readers of `generate` wait, and vLLM
-replaces what they have not taken by what comes after it."""
+"""Maximum number of outputs in the queue: a few steps of a full batch. If the queue is full, the readers wait, and vLLM
+replaces each output that they have not read by the next output."""
 
 
 class GenerateFeed:
-    """One task per request reads what `AsyncLLM` collects for it, as `AsyncLLM.generate` does.
+    """Reads the outputs that `AsyncLLM` collects for each request, with one task per request.
 
-    Outputs are cumulative: when a reader is late, vLLM replaces an output by the next one, and nothing is lost. With
-    deltas it merges the two, and 0.30 then loses the routing of the last one (outputs.py: RequestOutput.add).
+    Outputs are cumulative. If a reader is late, vLLM replaces an output by the next output, which loses no data. With
+    deltas, vLLM merges both outputs, and vLLM 0.30 then loses the routed experts of the last output (outputs.py:
+    RequestOutput.add).
     """
 
     rows_with_tokens = False
@@ -43,33 +44,33 @@ class GenerateFeed:
         self.meter = LoadMeter()
         self._queue: asyncio.Queue[StepOutput | EngineDead | DrainMarker] = asyncio.Queue(MAX_WAITING)
         self._held: DrainMarker | None = None
-        """Came behind the outputs that `next` returned last."""
+        """The marker that followed the outputs which `next` returned last."""
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
         self._readers: set[_Reader] = set()
         self._moved = asyncio.Event()
-        """A reader has handed something on."""
+        """Set when a reader has put an output into the queue, or has ended."""
         self._watches_engine = False
 
     async def __aenter__(self) -> Self:
-        """Open the group that owns the readers, and stand between the engine core and vLLM's own task."""
+        """Open the task group of the readers, and intercept the outputs between the engine core and vLLM's own task."""
         await self._group.__aenter__()
         self._get_output = self._llm.engine_core.get_output_async
         self._llm.engine_core.get_output_async = self._get_next_output
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the readers."""
+        """Stop the readers, and restore vLLM's own method."""
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(None, None, None)
         del self._llm.engine_core.get_output_async
         if self._queue.empty():
-            # Someone may wait for outputs that will not come.
+            # A caller of `next` may wait for outputs that never arrive.
             self._queue.put_nowait(EngineDead("the engine is closed"))
 
     async def submit(self, engine_id: str, request: GenerateRequest, params: "VllmSamplingParams") -> None:
-        """Hand a request to `AsyncLLM`; see `Feed.submit`."""
+        """Submit a request to `AsyncLLM`; see `Feed.submit`."""
         import zmq
         from vllm.exceptions import GracefulHTTPError, VLLMClientError
         from vllm.sampling_params import RequestOutputKind
@@ -81,7 +82,7 @@ class GenerateFeed:
         try:
             collector = await self._llm.add_request(engine_id, prompt, params, **options)
         except (EngineDeadError, zmq.ZMQError) as exc:
-            raise EngineDead(f"the engine took no request: {exc}") from exc
+            raise EngineDead(f"the engine did not accept the request: {exc}") from exc
         except (VLLMClientError, GracefulHTTPError, ValueError, TypeError) as exc:
             raise refusal(exc, request.sampling) from exc
         if not self._watches_engine:
@@ -92,12 +93,12 @@ class GenerateFeed:
         self._run(self._read(reader), f"generate-{engine_id}")
 
     async def abort(self, engine_ids: Sequence[str]) -> None:
-        """Stop requests; vLLM reports their end itself, with the routing so far."""
+        """Abort requests; vLLM itself reports their end, with the routed experts so far."""
         if engine_ids and not self._llm.errored:
             await self._llm.abort(list(engine_ids))
 
     async def next(self) -> list[StepOutput]:
-        """All that waits; at least one output."""
+        """Return all outputs in the queue, at least one; see `Feed.next`."""
         if self._held is not None:
             self._held.set()
             self._held = None
@@ -116,7 +117,7 @@ class GenerateFeed:
         return outputs
 
     async def barrier(self) -> None:
-        """Follow what the engine core has reported: through vLLM's task, through the readers, through the queue."""
+        """Wait until vLLM's task, then the readers and then `next` have processed all reported outputs; see `Feed`."""
         if self._llm.output_handler is not None:
             handled = DrainMarker()
             self._llm.engine_core.outputs_queue.put_nowait(handled)
@@ -129,7 +130,7 @@ class GenerateFeed:
         await read.wait()
 
     async def _get_next_output(self) -> Any:
-        """What vLLM's task asks for when it has handled all that it got before."""
+        """Return the next output to vLLM's task, which calls this when it has processed all earlier outputs."""
         while isinstance(item := await self._get_output(), DrainMarker):
             item.set()
         self.meter.add(item)
@@ -141,7 +142,7 @@ class GenerateFeed:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, output_handler: "asyncio.Task[None]") -> None:
-        """Tell the engine's death also when no request is there to hear of it."""
+        """Report the engine's death; without this, `next` would not learn of it while no request is open."""
         await asyncio.wait({output_handler})
         await self._queue.put(EngineDead("the engine died"))
 
@@ -159,26 +160,26 @@ class GenerateFeed:
 
 
 class _Reader:
-    """Reads one request's outputs from where vLLM collects them."""
+    """Reads the outputs of one request from vLLM's collector."""
 
     def __init__(self, engine_id: str, collector: "RequestOutputCollector") -> None:
         self.engine_id = engine_id
         self.is_finished = False
         self.is_handing_on = False
-        """It has taken an output that is not in the feed's queue yet."""
+        """True if the reader has read an output that is not in the feed's queue yet."""
         self._collector = collector
         self._num_tokens = 0
 
     @property
     def has_more(self) -> bool:
-        """Something that the engine has reported is on its way through this reader."""
+        """True if an output of the engine has not passed this reader yet."""
         return self.is_handing_on or self._collector.output is not None
 
     async def next(self) -> StepOutput:
-        """What comes next.
+        """Return the next output.
 
         Raises:
-            EngineDead: vLLM's own task failed, whatever of; nothing comes any more.
+            EngineDead: vLLM's own task failed for any reason, so no more outputs arrive.
         """
         try:
             with foreign_code():
@@ -190,7 +191,7 @@ class _Reader:
         return self._advance(request_output)
 
     def _advance(self, request_output: "RequestOutput") -> StepOutput:
-        """Return what the cumulative output has beyond the one before it."""
+        """Return the part of a cumulative output that the previous output did not have."""
         completion = request_output.outputs[0]
         first, past = self._num_tokens, len(completion.token_ids)
         self._num_tokens = past
@@ -200,7 +201,7 @@ class _Reader:
             logprobs=_table(completion.logprobs, first, past),
             prompt_logprobs=None
             if first or request_output.prompt_logprobs is None
-            # The first entry stands for the first prompt token, which has none.
+            # Skip the first entry: the first prompt token has no log probability.
             else _table(request_output.prompt_logprobs, 1, len(request_output.prompt_logprobs)),
             routed_experts=completion.routed_experts,
             cached_tokens=request_output.num_cached_tokens,
@@ -211,7 +212,7 @@ class _Reader:
 
 
 def _table(flat: Any, first: int, past: int) -> LogprobTable | None:
-    """Positions [first, past) of vLLM's `FlatLogprobs`; each has as many entries as the others."""
+    """Return the positions [first, past) of vLLM's `FlatLogprobs`; all positions have the same number of entries."""
     if flat is None or past <= first:
         return None
     low, high = flat.start_indices[first], flat.end_indices[past - 1]
