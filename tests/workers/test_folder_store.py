@@ -373,7 +373,7 @@ def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
         os.utime(path, (step, step))
         watch.check()
     now += locks.STALLED_S
-    with pytest.raises(ControlError, match="the process 7, which has not got on for 60 s"):
+    with pytest.raises(ControlError, match="the process 7, which has made no progress for 60 s"):
         watch.check()
 
 

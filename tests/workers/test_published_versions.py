@@ -209,7 +209,7 @@ async def test_what_is_wrong_with_a_chain_leads_to_the_anchor(nats_url: str, tmp
         ({"config.json": None}, "lacks config.json"),
         ({"config.json": b"{}"}, "config.json is damaged: its SHA-256 is"),
         ({"model.safetensors": folder_content(random_weights(1))["model.safetensors"]}, "has the SHA-256"),
-        ({"model.safetensors": b" " * 1000}, "lacks model.safetensors, or it has not the"),
+        ({"model.safetensors": b" " * 1000}, "lacks model.safetensors, or its size is not the"),
     ],
 )
 async def test_a_wrong_anchor_is_refused(

@@ -1,9 +1,9 @@
 """Complete, immutable folders, each named by the digest of its content, that the workers of a machine share.
 
-Beside the folder `<digest>` lie `.<digest>.lock`, exclusive while a process builds or deletes the folder and shared
-while one uses it, and `.<digest>.partial`, in which it is built. A folder gets its name when it is complete. So a
-killed builder leaves only a partial folder, which the next builder of that digest goes on with. The lock file of a
-complete folder says when its content was verified last, what its files were then, and of which model it is.
+Two entries accompany the folder `<digest>`. A process locks `.<digest>.lock`: exclusively while it builds or deletes
+the folder, and shared while it uses the folder. The folder is built in `.<digest>.partial` and gets its name when it is
+complete. So a killed builder leaves only a partial folder, which the next builder of that digest continues. The lock
+file of a complete folder records the boot of the last verification, the stamp of the files then, and the model.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ __all__ = ["FolderStore", "Hold", "PartialFolder"]
 logger = logging.getLogger(__name__)
 
 LEFT_S: Final = 24 * 3600.0
-"""What no process has held for so long is deleted: partial folders, and folders of models that are served elsewhere."""
+"""Seconds without use after which partial folders, and folders of models of other workers, are deleted."""
 MAX_MARK_BYTES: Final = 4096
-"""Read of a lock file: ids have about 100, and a model's name is shorter than the rest."""
+"""Bytes read of a lock file: the ids have about 100 bytes, and a model's name fits into the rest."""
 RETIRING: Final = ".retiring.lock"
-"""Locked, for an instant, by the process that takes away a damaged folder."""
+"""A process locks this file briefly while it removes a damaged folder."""
 POLL_S: Final = 0.1
-"""Between two looks at a lock that another process holds. Waiting for it in a thread could not be cancelled."""
+"""Seconds between two tries to get a lock that another process holds. A wait in a thread could not be cancelled."""
 
 
 class _Mark(NamedTuple):
-    """What the lock file of a complete folder says."""
+    """The content of the lock file of a complete folder."""
 
     boot: str
-    """In which the content was built, or verified last."""
+    """The boot id under which the content was built, or verified last."""
     files: str
-    """Their stamp then."""
+    """The stamp of the files at that time."""
     model: str
-    """Of the workers that did."""
+    """The model of the workers that built or verified the folder."""
 
     @classmethod
     def read(cls, fd: int) -> Self:
@@ -56,7 +56,7 @@ class _Mark(NamedTuple):
 
 
 class Hold:
-    """A complete folder that stays as long as this is not released."""
+    """A complete folder that is not deleted until the hold is released."""
 
     def __init__(self, store: "FolderStore", digest: str, fd: int) -> None:
         self.digest = digest
@@ -71,33 +71,34 @@ class Hold:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if it was verified since the machine has started: a crash may have lost what was not on the disk yet."""
+        """True if the folder was verified since the machine booted. A crash may lose data that is not on disk yet."""
         return self._fd is not None and _Mark.read(self._fd).boot == boot_id()
 
     def is_unchanged(self) -> bool:
-        """Return True if its files are those that were verified last, by their sizes and times. Blocks."""
+        """Return True if sizes and times of the files are those of the last verification. Blocks."""
         return self._fd is not None and _Mark.read(self._fd).files == files_stamp(self.folder)
 
     def confirm(self, files: str) -> None:
-        """Note for the others on this machine that its content was verified.
+        """Record that the content was verified, for the other processes of this machine.
 
         Args:
-            files: the stamp of its files, taken before that.
+            files: the stamp of the files, computed before the verification.
         """
         if self._fd is not None:
             _Mark(boot_id(), files, self._store.model).write(self._fd)
 
     def retire(self) -> None:
-        """Take a damaged folder away, although others may hold it, and release it; another can be built then. Blocks.
+        """Remove a damaged folder, even if other processes hold it, and release the hold. Blocks.
 
-        Nothing happens if another process did so before, or does so now.
+        Afterwards the folder can be built again. If another process has removed the folder, or is removing it now, only
+        the hold is released.
         """
         if self._fd is not None:
             self._store.retire(self.digest, self._fd)
         self.release()
 
     def release(self) -> None:
-        """Let it be deleted; a second time does nothing."""
+        """Allow the folder to be deleted. A second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -105,12 +106,12 @@ class Hold:
 
 
 class PartialFolder:
-    """A folder that this process alone builds; end it with `complete` or `leave`."""
+    """A folder that only this process builds. End the build with `complete` or `leave`."""
 
     def __init__(self, store: "FolderStore", digest: str, fd: int) -> None:
         self.digest = digest
         self.path = store.partial(digest)
-        """For all that the building needs; what an earlier try left is in it."""
+        """The folder for all files of the build. It may contain files of an earlier try."""
         self._store = store
         self._fd = fd
 
@@ -119,17 +120,17 @@ class PartialFolder:
         return f"<PartialFolder {self.path}>"
 
     def make_room(self, needed: int) -> None:
-        """Have room for `needed` bytes below `path`, by deleting what nobody uses if it must be. Blocks.
+        """Make room for `needed` bytes below `path`; delete unused folders if necessary. Blocks.
 
         Raises:
-            ControlError: `storage`, naming what is used, needed and allowed.
+            ControlError: `storage`. The message names the used, the needed and the allowed bytes.
         """
         self._store.make_room(needed, self.digest)
 
     def reuse(self, name: str) -> Path:
-        """Return the folder `name` below `path`, with the files of an old generation that nobody uses, if there is one.
+        """Return the folder `name` below `path`, with the files of an unused old folder if there is one. Blocks.
 
-        Files that exist are written faster than new ones. Their content is rubbish. Blocks.
+        Existing files are overwritten faster than new files are created. Their old content is meaningless.
         """
         folder = self.path / name
         if not folder.exists() and not self._store.move_old(self.digest, folder):
@@ -137,10 +138,10 @@ class PartialFolder:
         return folder
 
     def complete(self, folder: Path, files: str) -> None:
-        """Have `folder`, which is below `path`, become the complete folder; it is held by nobody then.
+        """Rename `folder`, which is below `path`, to the complete folder, and release the lock.
 
         Args:
-            files: the stamp of its files.
+            files: the stamp of the folder's files.
         """
         _Mark(boot_id(), files, self._store.model).write(self._fd)
         folder.rename(self._store.folder(self.digest))
@@ -148,14 +149,14 @@ class PartialFolder:
         os.close(self._fd)
 
     def touch(self) -> None:
-        """Show the processes that wait for this one that it gets on."""
+        """Show the waiting processes that this build makes progress."""
         _note_use(self._fd)
 
     def leave(self, *, discard: bool) -> None:
-        """Build no more of it.
+        """End the build without a result, and release the lock.
 
         Args:
-            discard: delete what there is of it, which blocks; else the next try goes on with that.
+            discard: delete the files, which blocks. Otherwise the next try continues with them.
         """
         if discard:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -166,17 +167,17 @@ class FolderStore:
     """The folders below `root`.
 
     Args:
-        root: made when needed, readable for this user alone.
-        model: of the workers that use it; those of other models may have folders there, too.
-        max_bytes: of all below the parent of `root`; None: as much as the disk has.
-        kept: complete folders of the model that stay; older ones go when nobody holds them.
+        root: folder that is created when needed, readable only for this user.
+        model: model of the workers that use this store. Workers of other models may have folders there, too.
+        max_bytes: limit for all files below the parent of `root`; None if only the disk is the limit.
+        kept: number of complete folders of the model that stay. Older folders are deleted when no process holds them.
     """
 
     def __init__(self, root: Path, *, model: str, max_bytes: int | None, kept: int) -> None:
         self.root = root
         self.model = model
         self.held: Counter[str] = Counter()
-        """How often this process holds each digest, for file systems without locks."""
+        """The number of holds of this process for each digest. File systems without locks need it."""
         self._max_bytes = max_bytes
         self._kept = kept
 
@@ -185,19 +186,19 @@ class FolderStore:
         return f"<FolderStore {self.root} kept={self._kept}>"
 
     def folder(self, digest: str) -> Path:
-        """Name the complete folder of a digest."""
+        """Return the path of the complete folder of a digest."""
         return self.root / digest
 
     def partial(self, digest: str) -> Path:
-        """Name the folder in which it is built."""
+        """Return the path of the folder in which the digest is built."""
         return self.root / f".{digest}.partial"
 
     def digests(self) -> frozenset[str]:
-        """Return what is complete. Blocks."""
+        """Return the digests of the complete folders. Blocks."""
         return frozenset(self._complete())
 
     def hold(self, digest: str) -> Hold | None:
-        """Hold a complete folder; None: there is none, or it is just being deleted. Blocks a moment."""
+        """Hold a complete folder. Return None if there is none, or if it is just being deleted. Blocks briefly."""
         if not self.folder(digest).is_dir():
             return None
         fd = self._lock(digest, is_exclusive=False)
@@ -210,24 +211,24 @@ class FolderStore:
         return Hold(self, digest, fd)
 
     async def open(self, digest: str, on_wait: Callable[[], None]) -> Hold | PartialFolder:
-        """Hold the complete folder, or begin to build it; waits while another process builds it.
+        """Hold the complete folder, or begin to build it. If another process builds it, wait for that process.
 
         Args:
-            on_wait: called if this has to wait.
+            on_wait: called once if this call has to wait.
 
         Raises:
-            ControlError: `storage`: the other process does not get on.
-            OSError: the root cannot be made or written.
+            ControlError: `storage`: the other process makes no progress.
+            OSError: the root cannot be created or written.
         """
         watch: LockWatch | None = None
         while True:
-            for folder in (self.root.parent, self.root):  # the mode is of the last one that is made
+            for folder in (self.root.parent, self.root):  # `mkdir` applies the mode only to the last folder it creates
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (hold := self.hold(digest)) is not None:
                 return hold
             if (fd := self._lock(digest, is_exclusive=True)) is not None:
                 with contextlib.ExitStack() as unless_begun:
-                    # Also where the disk is full: a lock that stays would keep out this process itself.
+                    # Free the lock also if the disk is full: a remaining lock would block this process itself.
                     unless_begun.callback(os.close, fd)
                     if not self.folder(digest).is_dir():
                         self.partial(digest).mkdir(exist_ok=True, mode=0o700)
@@ -241,7 +242,7 @@ class FolderStore:
             await asyncio.sleep(POLL_S)
 
     def delete(self, digest: str) -> bool:
-        """Delete a folder unless somebody uses it; return True if it is gone. Blocks."""
+        """Delete a folder unless a process uses it. Return True if it was deleted. Blocks."""
         if self.held[digest] or (fd := self._lock(digest, is_exclusive=True)) is None:
             return False
         try:
@@ -252,18 +253,18 @@ class FolderStore:
         return True
 
     def retire(self, digest: str, fd: int) -> None:
-        """As `Hold.retire`, of a hold whose lock is `fd`."""
-        # Other processes hold the lock, too, and find the damage: one at a time looks whose lock it is, and deletes.
+        """Do the work of `Hold.retire` for a hold whose lock is `fd`."""
+        # Other processes hold the lock too and find the damage. A mutex lets only one of them check and remove.
         if (mutex := try_lock(self.root / RETIRING, is_exclusive=True)) is None:
             return
         damaged = self.root / f".{uuid.uuid4().hex}.partial"
         try:
             if not os.path.samestat(os.fstat(fd), self._lock_file(digest).stat()):
                 return
-            # Without its lock file it is a folder that nobody has verified, should this process be killed here.
+            # Remove the lock file first: if this process is killed here, the folder counts as not verified.
             self._lock_file(digest).unlink()
             self.folder(digest).rename(damaged)
-        except FileNotFoundError:  # another process was quicker
+        except FileNotFoundError:  # another process removed the folder first
             return
         finally:
             os.close(mutex)
@@ -271,7 +272,7 @@ class FolderStore:
         logger.info("folders.retired folder=%s", self.folder(digest))
 
     def clean_up(self) -> None:
-        """Delete complete folders beyond those that are kept, and what builders and other models left. Blocks."""
+        """Delete complete folders beyond the `kept` newest, and old folders of builders and other models. Blocks."""
         own = self._own_by_last_use()
         for digest in own[self._kept :]:
             self.delete(digest)
@@ -281,7 +282,7 @@ class FolderStore:
                 self.delete(digest)
         for digest in self._partial():
             if self.folder(digest).is_dir():
-                # Users of the folder may hold it, but nobody may build another under this lock.
+                # Processes that use the folder may hold the shared lock too. The lock only excludes a new build.
                 if (fd := self._lock(digest, is_exclusive=False)) is not None:
                     if self.folder(digest).is_dir():
                         shutil.rmtree(self.partial(digest), ignore_errors=True)
@@ -290,7 +291,7 @@ class FolderStore:
                 self.delete(digest)
 
     def make_room(self, needed: int, digest: str) -> None:
-        """As `PartialFolder.make_room`, for the partial folder of `digest`."""
+        """Do the work of `PartialFolder.make_room` for the partial folder of `digest`."""
         unused = iter([*self._partial(), *reversed(self._by_last_use())])
         while (problem := self._problem_of(needed, digest)) is not None:
             other = next(unused, None)
@@ -300,12 +301,12 @@ class FolderStore:
                 self.delete(other)
 
     def move_old(self, digest: str, to: Path) -> bool:
-        """Move the oldest folder that need not be kept and nobody uses; return False if there is none. Blocks."""
+        """Move the oldest unused folder that need not be kept. Return False if there is none. Blocks."""
         for old in reversed(self._own_by_last_use()[self._kept - 1 :]):
             if old == digest or self.held[old] or (fd := self._lock(old, is_exclusive=True)) is None:
                 continue
             try:
-                # First away from its name: whatever happens from here on, it is no complete folder any more.
+                # Rename first: if a later step fails, the folder no longer counts as complete.
                 self.folder(old).rename(to)
                 self._delete_locked(old)
             finally:
@@ -315,7 +316,7 @@ class FolderStore:
         return False
 
     def _problem_of(self, needed: int, digest: str) -> str | None:
-        """Say why `needed` bytes do not fit, with what lies in the partial folder of `digest` among them."""
+        """Return why `needed` bytes do not fit, or None. They include the bytes in the partial folder of `digest`."""
         has = _bytes_below(self.partial(digest))
         used = _bytes_below(self.root.parent) - has
         if self._max_bytes is not None and used + needed > self._max_bytes:
@@ -357,11 +358,11 @@ class FolderStore:
             return []
 
     def _by_last_use(self) -> list[str]:
-        """Return the complete folders, the last used one first."""
+        """Return the complete folders, most recently used first."""
         return sorted(self._complete(), key=self._last_use, reverse=True)
 
     def _own_by_last_use(self) -> list[str]:
-        """Return those of this store's model, and those of which nothing is known."""
+        """Return the complete folders of this store's model or of an unknown model, most recently used first."""
         return [digest for digest in self._by_last_use() if self._model_of(digest) in {"", self.model}]
 
     def _model_of(self, digest: str) -> str:
@@ -382,12 +383,12 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # others delete meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted by another process
                 total += (Path(parent) / name).lstat().st_size
     return total
 
 
 def _note_use(fd: int) -> None:
-    """Stamp a lock file with the exact time: the system's own stamp is the same for some milliseconds."""
+    """Set the time of a lock file exactly: time stamps of the kernel stay the same for some milliseconds."""
     now = time.time_ns()
     os.utime(fd, ns=(now, now))

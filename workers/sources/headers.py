@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file that a worker may load, without reading them."""
+"""The header of a safetensors file: name, dtype, shape and position of each tensor, without its content."""
 
 import math
 import os
@@ -12,37 +12,35 @@ from .roots import bad_source, open_regular
 __all__ = ["FLOATS", "Tensor", "read_header"]
 
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes of adapters."""
+"""The dtypes that the tensors of an adapter may have."""
 
 
 class Tensor(NamedTuple):
     """One tensor of a checkpoint."""
 
     dtype: str
-    """As safetensors write it: BF16, F32 ..."""
+    """The dtype as in safetensors files: BF16, F32 ..."""
     shape: tuple[int, ...]
     file: Path
-    """Where it lies."""
+    """The file that contains the tensor."""
     begin: int = 0
-    """The byte of the file at which its content begins."""
+    """The byte of the file at which the content begins."""
 
     @property
     def size(self) -> int:
-        """Bytes of its content."""
+        """Size of the content in bytes."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     def __str__(self) -> str:
-        """Dtype and shape, as error messages show them."""
+        """Dtype and shape, for error messages."""
         return f"{self.dtype}{list(self.shape)}"
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Read the names, dtypes and shapes of the tensors in a safetensors file, and check that all of them are there.
-
-    Blocks.
+    """Read names, dtypes and shapes of the tensors in a safetensors file, and check that the file is complete. Blocks.
 
     Raises:
-        ControlError: `bad_source`: it cannot be read, is truncated, or is no safetensors file.
+        ControlError: `bad_source`: the file cannot be read, is truncated, or is no safetensors file.
     """
     fd = open_regular(path)
     try:

@@ -1,4 +1,4 @@
-"""Locks on files, by which the worker processes of a machine share folders."""
+"""File locks, which the worker processes of a machine use to share folders."""
 
 import contextlib
 import errno
@@ -15,19 +15,20 @@ from ...schemas.errors import ControlCode, ControlError
 __all__ = ["BUILDER", "LockWatch", "can_lock", "try_lock"]
 
 BUILDER: Final = "builder "
-"""In a lock file, before the process id of the process that builds."""
+"""The text in a lock file before the process id of the builder."""
 STALLED_S: Final = 60.0
-"""A builder touches the lock file with all that it fetches or hashes; a disk or a store may stand still for some."""
+"""Seconds without progress after which a builder counts as stalled. A builder touches the lock file whenever it
+fetches or hashes bytes. The limit allows for a disk or an object store that does not respond for a while."""
 
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What file systems without locks answer."""
+"""The error numbers of file systems without locks."""
 
 
 def can_lock(folder: Path) -> bool:
-    """Return True if the file system of `folder` has locks. Blocks a moment.
+    """Return True if the file system of `folder` supports locks. Blocks briefly.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: no file can be created there.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
@@ -38,12 +39,13 @@ def can_lock(folder: Path) -> bool:
 
 
 def try_lock(path: Path, *, is_exclusive: bool) -> int | None:
-    """Lock a file, which is made if missing; return its descriptor, whose closing ends the lock. Never waits.
+    """Lock a file without waiting, and create it if it is missing. Closing the returned descriptor releases the lock.
 
-    None: others hold it. A file system without locks locks nothing; only one process may use the file then.
+    Return None if another process holds the lock. On a file system without locks the file is not locked, so only one
+    process may use it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -56,7 +58,7 @@ def try_lock(path: Path, *, is_exclusive: bool) -> int | None:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
-        # Whoever deletes the file does so under its lock: a lock of a deleted file keeps nobody out.
+        # A process that deletes the file holds its lock. A lock on the deleted file would exclude no other process.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return fd
@@ -64,10 +66,11 @@ def try_lock(path: Path, *, is_exclusive: bool) -> int | None:
 
 
 class LockWatch:
-    """Sees whether the process that holds a lock gets on: it touches the file.
+    """Checks that the process that holds a lock makes progress: that process touches the lock file.
 
     Args:
-        clock: monotonic seconds.
+        path: the lock file.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,10 +84,10 @@ class LockWatch:
         return f"<LockWatch {self._path}>"
 
     def check(self) -> None:
-        """Look at the file. Blocks a moment.
+        """Check when the lock file was touched. Blocks briefly.
 
         Raises:
-            ControlError: `storage`: nobody has touched it for `STALLED_S`; names the process.
+            ControlError: `storage`: no process has touched the file for `STALLED_S`. The message names the process.
         """
         try:
             stat = self._path.stat()
@@ -98,5 +101,5 @@ class LockWatch:
             pid = content.removeprefix(BUILDER) if content.startswith(BUILDER) else "of unknown id"
             raise ControlError(
                 ControlCode.STORAGE,
-                f"{self._path} is locked by the process {pid}, which has not got on for {STALLED_S:g} s",
+                f"{self._path} is locked by the process {pid}, which has made no progress for {STALLED_S:g} s",
             )

@@ -1,4 +1,4 @@
-"""Where a worker keeps what it fetches."""
+"""The cache folders into which a worker fetches weights and adapters."""
 
 import contextlib
 import shutil
@@ -10,15 +10,15 @@ from .locks import can_lock
 __all__ = ["clear_old_cache", "store_root"]
 
 SHARED: Final = "shared.weights"
-"""Of all workers of a fleet on this machine; no worker is called so, as there is no dot in the name of one."""
+"""The folder that all workers of a fleet on a machine share. Worker names have no dot, so no worker has this name."""
 _OLD_PREFIXES: Final = ("objects-", ".objects-")
-"""Of folders that releases before 0.2 fetched into a folder of each worker."""
+"""The name prefixes of folders that releases before 0.2 fetched into one folder for each worker."""
 
 
 def store_root(cache: Path, worker: str) -> Path:
-    """Return the folder that the workers of a fleet share, or this worker's own on a file system without locks.
+    """Return the folder that the workers of a fleet share. On a file system without locks, return this worker's own.
 
-    Blocks a moment. Where nothing can be written the first staging says so.
+    Blocks briefly. If the folder is not writable, this call raises nothing, and the first staging fails.
     """
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
@@ -28,11 +28,11 @@ def store_root(cache: Path, worker: str) -> Path:
 
 
 def clear_old_cache(folder: Path) -> None:
-    """Delete what an older release of the worker fetched; nothing else that lies there. Blocks."""
+    """Delete the folders that an older release of the worker fetched, and no other files. Blocks."""
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
         if entry.name.startswith(_OLD_PREFIXES):
             shutil.rmtree(entry, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other things are in it
+    with contextlib.suppress(OSError):  # it contains other files
         folder.rmdir()

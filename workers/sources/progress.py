@@ -1,4 +1,4 @@
-"""How far the staging of one source is."""
+"""The progress of staging one source."""
 
 import threading
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from ...schemas.weights import Staging
 __all__ = ["Progress", "Report"]
 
 Report = Callable[[str], None]
-"""Called with the stage that a command has reached, for people."""
+"""Called with the stage that a command has reached, for display to users."""
 
 
 class Progress:
-    """Counts bytes, stage by stage.
+    """Counts the bytes of each stage.
 
     Args:
-        source: what is staged.
-        report: called at each stage.
+        source: the source that is staged.
+        report: called when a stage begins.
     """
 
     def __init__(self, source: WeightSource, report: Report) -> None:
@@ -28,12 +28,12 @@ class Progress:
         self._stage = ""
         self._done = 0
         self._total = 0
-        # Two threads count.
+        # Two threads add bytes.
         self._lock = threading.Lock()
         self.fetched_bytes = 0
-        """What came over the network, in all stages."""
+        """The bytes received over the network, in all stages."""
         self.on_move: Callable[[], None] | None = None
-        """Called at each stage and each count of bytes, on any thread."""
+        """Called when a stage begins and when bytes are added, on any thread."""
 
     def __repr__(self) -> str:
         """One line with the stage."""
@@ -41,12 +41,12 @@ class Progress:
 
     @property
     def staging(self) -> Staging:
-        """What is being done now."""
+        """The current stage with its bytes."""
         done = min(self._done, self._total)
         return Staging(source=self._source, stage=self._stage, done_bytes=done, total_bytes=self._total)
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """Begin a stage of so many bytes."""
+        """Begin a stage of `total_bytes`."""
         with self._lock:
             self._done, self._total = 0, total_bytes
         if stage != self._stage:
@@ -55,13 +55,13 @@ class Progress:
         self._move()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes of this stage; from any thread."""
+        """Add bytes to the current stage. Any thread may call this."""
         with self._lock:
             self._done += num_bytes
         self._move()
 
     def add_fetched(self, num_bytes: int) -> None:
-        """Count bytes that came over the network."""
+        """Add bytes that were received over the network."""
         self.fetched_bytes += num_bytes
         self.add(num_bytes)
 

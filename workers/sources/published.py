@@ -1,4 +1,4 @@
-"""The manifest of a published version, as a worker reads it: checked before anything is fetched or allocated."""
+"""Reads the manifest of a published version, and validates it before anything is fetched or allocated."""
 
 import asyncio
 from collections.abc import Mapping
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 MAX_SLACK: Final = 1024**2
-"""Of a delta: bytes that need not be of a tensor."""
+"""Bytes by which a delta may exceed the size of all tensors."""
 
 
 async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
-    """Read the manifest of a folder; None: it has none, so it is an upload and no published version.
+    """Read the manifest of a folder. Return None if it has none: the folder is an upload, not a published version.
 
     Raises:
-        ControlError: `bad_source`: it does not decode, or is not of this folder; `storage`.
+        ControlError: `bad_source`: the manifest does not decode, or belongs to another folder; `storage`.
     """
     if MANIFEST not in folder.names:
         return None
@@ -58,7 +58,7 @@ async def read_manifest(folder: FolderReader, objects: str) -> Manifest | None:
 
 
 def describe(manifest: Manifest, bucket: BucketState) -> PublishedVersion:
-    """Return what the worker says of a version, and of the bucket in which it lies."""
+    """Return the information that the worker reports about a version and about its bucket."""
     own = manifest.own
     return PublishedVersion(
         version=manifest.version,
@@ -71,18 +71,18 @@ def describe(manifest: Manifest, bucket: BucketState) -> PublishedVersion:
 
 
 def check_manifest(manifest: Manifest, model: str, own: Mapping[str, Tensor] | None) -> None:
-    """Check that a version is one of the worker's model, and that its chain is one.
+    """Check that a version belongs to the worker's model, and that its chain is valid.
 
     Args:
-        model: the worker's; an adapter's manifest names the model that it is for.
-        own: tensors of the worker's checkpoint; None: they are not known.
+        model: the worker's model. The manifest of an adapter names the model of the adapter's base.
+        own: tensors of the worker's checkpoint, or None if they are unknown.
 
     Raises:
-        ControlError: `bad_source`, naming both models, or the first tensor or link that is wrong.
+        ControlError: `bad_source`. The message names both models, or the first wrong tensor or link.
     """
     where = f"objects:{manifest.own.objects}"
     if manifest.model != model:
-        # Models of one family have the same tensors: that these fit says nothing.
+        # Models of one family have the same tensors, so matching tensors do not prove that the model is the same.
         raise bad_source(f"{where} is of the model {manifest.model!r}; expected: {model!r}, as the worker's")
     bucket = manifest.own.objects.partition("/")[0]
     folders = [link.objects for link in manifest.links]
@@ -92,7 +92,7 @@ def check_manifest(manifest: Manifest, model: str, own: Mapping[str, Tensor] | N
         if folder.partition("/")[0] != bucket:
             raise bad_source(f"{where} has the version objects:{folder} in its chain, which is in another bucket")
     if own is not None:
-        # Sizes of tensors bound what is decompressed, and sizes of files what is written.
+        # The sizes of tensors limit the decompressed bytes, and the sizes of files limit the written bytes.
         tensors = {entry.name: Tensor(entry.dtype, entry.shape, Path(entry.file)) for entry in manifest.tensors}
         check_tensors(where, tensors, own)
 
@@ -101,7 +101,8 @@ async def read_link(folder: FolderReader, link: Link, newest: Manifest) -> Manif
     """Read the manifest of another version of the chain of `newest`.
 
     Raises:
-        ControlError: `bad_source`: it is missing, of another model, or another version than `link` says; `storage`.
+        ControlError: `bad_source`: the manifest is missing, of another model, or of another version than `link`;
+            `storage`.
     """
     where = f"objects:{link.objects}"
     manifest = await read_manifest(folder, link.objects)
@@ -115,7 +116,7 @@ async def read_link(folder: FolderReader, link: Link, newest: Manifest) -> Manif
 
 
 def check_same_tensors(manifest: Manifest, newest: Mapping[str, TensorEntry]) -> None:
-    """Check that a version has the tensors of the newest one of its chain, whose sizes are checked already.
+    """Check that a version has the same tensors as the newest version of its chain, whose sizes are already checked.
 
     Raises:
         ControlError: `bad_source`.
@@ -133,10 +134,10 @@ def check_same_tensors(manifest: Manifest, newest: Mapping[str, TensorEntry]) ->
 
 
 def delta_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
-    """Return the objects of a version's delta that its tensors lie in, with their sizes.
+    """Return the objects that contain the changes of a version's delta, with their sizes.
 
     Raises:
-        ControlError: `bad_source`: one is missing, or a change lies outside of its object or is too large.
+        ControlError: `bad_source`: an object is missing, or a change is outside of its object or too large.
     """
     where = f"objects:{manifest.own.objects}"
     files: dict[str, int] = {}
@@ -163,13 +164,13 @@ def anchor_files(folder: FolderReader, manifest: Manifest) -> dict[str, int]:
     """Return the objects of a version's anchor, with their sizes.
 
     Raises:
-        ControlError: `bad_source`: one is missing, or has another size than its tensors.
+        ControlError: `bad_source`: an object is missing, or its size is not that of its tensors.
     """
     where = f"objects:{manifest.own.objects}"
     files: dict[str, int] = {}
     for file in layouts(manifest.tensors):
         if file.name not in folder.names or folder.names[file.name].size != file.size:
-            raise bad_source(f"{where} lacks {file.name}, or it has not the {file.size} bytes of its tensors")
+            raise bad_source(f"{where} lacks {file.name}, or its size is not the {file.size} bytes of its tensors")
         files[file.name] = file.size
     for name in manifest.files:
         if name not in folder.names or name.startswith(DELTA_PREFIX):

@@ -1,4 +1,4 @@
-"""Threads for work beside an engine: they take what time it leaves, on at most two cores."""
+"""Low-priority threads for work beside an engine: they use the time that the engine leaves, on at most two cores."""
 
 import asyncio
 import os
@@ -14,22 +14,23 @@ import numpy.typing as npt
 __all__ = ["NICE", "Job", "Scratch", "run_quietly"]
 
 NUM_THREADS: Final = 2
-"""One hashes while the other reads or writes."""
+"""One thread hashes while the other reads or writes."""
 NICE: Final = 15
-"""Where another thread keeps a core busy, each of these gets 3 % of it; an idle core they get whole. With 10 it was a
-tenth, and two engines on two cores kept 0.75 of their throughput: at each step they wait for their slowest thread."""
+"""The nice value. If another thread keeps a core busy, each of these threads gets 3 % of the core. An idle core is used
+fully. With the value 10 they got 10 %, and two engines on two cores kept only 75 % of their throughput, because each
+engine step waits for the slowest thread of the engine."""
 
 
 class Scratch:
-    """Memory that a thread uses for one job after the other: new memory would be zeroed by the system each time."""
+    """Memory that a thread reuses for all its jobs, because the system zeroes newly allocated memory each time."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def get(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return `size` bytes of any content."""
+        """Return `size` bytes with arbitrary content."""
         if len(self._memory) < size:
-            self._memory = np.empty(0, np.uint8)  # the old memory goes before the new comes
+            self._memory = np.empty(0, np.uint8)  # free the old memory before the new allocation
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size]
 
@@ -38,14 +39,14 @@ Job = Callable[[Scratch], None]
 
 
 async def run_quietly(jobs: Iterable[Job]) -> None:
-    """Run all jobs, in order, some at a time; ends at the first that fails, with its error.
+    """Run all jobs in their order, at most `NUM_THREADS` at a time. If a job fails, stop and raise its error.
 
     Args:
-        jobs: iterated on a thread, to the end, before the first one runs.
+        jobs: the jobs. A thread iterates over all of them before the first job runs.
 
-    Cancellation: waits for the jobs that run, so that none runs afterwards; `jobs` may be iterated to its end.
+    Cancellation: waits for the running jobs, so that no job runs afterwards; `jobs` may be iterated to its end.
     """
-    # Made on a thread: there may be a job for each of thousands of tensors.
+    # The jobs are made on a thread, because there may be one for each of thousands of tensors.
     waiting, is_stopped = await asyncio.to_thread(deque, jobs), threading.Event()
 
     def work() -> None:
@@ -63,7 +64,7 @@ async def run_quietly(jobs: Iterable[Job]) -> None:
         is_cancelled = False
         while running := [future for future in futures if not future.done()]:
             try:
-                # A failure of one ends the others at their next job.
+                # If one thread fails, the other stops before its next job.
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 is_cancelled = True

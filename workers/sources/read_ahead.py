@@ -1,4 +1,4 @@
-"""Folders that a path names: watched for changes; checkpoints are read ahead into memory for the engine."""
+"""Folders named by a path: detects changes of their files, and reads checkpoints into the page cache for the engine."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,20 +12,21 @@ from .quiet_threads import Job, Scratch, run_quietly
 __all__ = ["FileNotes", "WatchedFolders", "checkpoint_files", "note_files", "read_ahead"]
 
 FileNotes = Mapping[Path, tuple[int, int]]
-"""Of each file that counts: its size and time of change (ns)."""
+"""Size in bytes and modification time in ns of each file that the engine reads."""
 
 JOB_BYTES: Final = 64 * 1024**2
-"""Read without a look at whether it is still wanted."""
+"""Bytes that one job reads. Cancellation takes effect between two jobs."""
 PIECE_BYTES: Final = 4 * 1024**2
 MEMORY_SHARE: Final = 2
-"""A checkpoint that is larger than one such part of the free memory is not read ahead: it would push out itself."""
+"""A checkpoint larger than the free memory divided by this value is not read ahead: its last files would displace its
+first files from the page cache."""
 
 
 class WatchedFolders:
-    """Folders that paths named, with what their files were when they were checked.
+    """Folders named by paths, with the sizes and times of their files when they were checked.
 
     Args:
-        max_watched: how many are remembered.
+        max_watched: the maximum number of remembered folders.
     """
 
     def __init__(self, max_watched: int) -> None:
@@ -38,11 +39,11 @@ class WatchedFolders:
         return f"<WatchedFolders {len(self._folders)}>"
 
     def is_noted(self, folder: Path, notes: FileNotes) -> bool:
-        """Return True if the files are as they were before."""
+        """Return True if the files have the sizes and times that were recorded before."""
         return self._notes.get(folder) == notes
 
     def add(self, path: str, folder: Path, notes: FileNotes) -> None:
-        """Note the files of the real `folder` that `path` names."""
+        """Record the files of `folder`, the real path that `path` resolves to."""
         self._folders.pop(path, None)
         self._folders[path] = folder
         self._notes[folder] = notes
@@ -51,7 +52,7 @@ class WatchedFolders:
             self._notes = {folder: self._notes[folder] for folder in self._folders.values()}
 
     def is_changed(self, folder: Path) -> bool:
-        """Compare the files of a folder with what was noted of it, if anything was. Blocks."""
+        """Return True if files of a folder differ from their recorded sizes and times. Blocks."""
         try:
             return any(_note(path) != noted for path, noted in self._notes.get(folder, {}).items())
         except OSError:
@@ -64,26 +65,26 @@ def _note(path: Path) -> tuple[int, int]:
 
 
 def checkpoint_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[Path]:
-    """Name the files that an engine reads of a checkpoint. Blocks."""
+    """Return the files of a checkpoint that an engine reads. Blocks."""
     return {tensor.file for tensor in tensors.values()} | {
         path for name in (INDEX, CONFIG) if (path := folder / name).exists()
     }
 
 
 def note_files(files: Iterable[Path]) -> FileNotes:
-    """Note what files are like now. Blocks.
+    """Return the current sizes and times of files. Blocks.
 
     Raises:
-        OSError: one is not there any more.
+        OSError: a file does not exist any more.
     """
     return {path: _note(path) for path in sorted(files)}
 
 
 async def read_ahead(notes: FileNotes, progress: Progress) -> None:
-    """Read files once, so that the engine's reading of them, for which requests wait, is from memory.
+    """Read files once, so that the engine then reads them from memory. Requests wait for that read of the engine.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     total = sum(size for size, _ in notes.values())
     if total > _free_memory() // MEMORY_SHARE:
@@ -115,7 +116,7 @@ class _ReadJob:
 
 
 def _free_memory() -> int:
-    """Return the bytes that programs could have without swapping; 0 where the system does not say."""
+    """Return the bytes that programs can allocate without swapping, or 0 if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which folders a worker may read: their real path, and that of every file in them, lies below an allowed root."""
+"""The folders that a worker may read: the real path of the folder and of each file in it is below an allowed root."""
 
 import os
 import stat
@@ -11,26 +11,26 @@ from ...schemas.errors import ControlCode, ControlError
 __all__ = ["allowed_folder", "bad_source", "open_regular"]
 
 MAX_ENTRIES: Final = 16_384
-"""Files and folders below a source: far more than a checkpoint has, few enough to look at each in a moment."""
+"""Maximum number of files and folders in a source: far more than a checkpoint has, and few enough to check quickly."""
 _MAX_SHOWN: Final = 8
-"""Roots in an error message."""
+"""Maximum number of roots in an error message."""
 
 
 def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
-    """Return the real path of the folder `path`, symlinks and `..` resolved. Blocks.
+    """Return the real path of the folder `path`, with symlinks and `..` resolved. Blocks.
 
     Args:
-        path: absolute.
-        roots: folders, which may be symlinks themselves. None of them: nothing is allowed.
+        path: an absolute path.
+        roots: the allowed folders, which may be symlinks themselves. If there are none, no path is allowed.
 
     Raises:
-        ControlError: `path_refused`: it, or a file in it, really lies elsewhere; `bad_source`: it is no folder, or has
-            something in it that is no file.
+        ControlError: `path_refused`: the real path of the folder, or of a file in it, is below no root; `bad_source`:
+            `path` is no folder, or contains an entry that is neither a regular file nor a folder.
     """
     if not roots:
         raise ControlError(
             ControlCode.PATH_REFUSED,
-            f"{path[:1000]} is refused, as every path: the worker was started without --weight-root DIR",
+            f"{path[:1000]} is refused: the worker was started without --weight-root DIR, so it refuses every path",
         )
     if not path.startswith("/") or "\0" in path:
         raise ControlError(ControlCode.PATH_REFUSED, f"{path[:1000]!r} is refused; allowed: an absolute path")
@@ -47,10 +47,10 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; anything but a file is refused, without waiting for it.
+    """Open a regular file for reading and return its descriptor. Opening a named pipe does not block.
 
     Raises:
-        ControlError: `bad_source`.
+        ControlError: `bad_source`: the file cannot be opened or is no regular file.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -63,12 +63,12 @@ def open_regular(path: Path) -> int:
 
 
 def bad_source(*words: object) -> ControlError:
-    """Make the error of a source that cannot be used; its message is `words`."""
+    """Return the error for a source that cannot be used. Its message consists of `words`, joined by spaces."""
     return ControlError(ControlCode.BAD_SOURCE, " ".join(map(str, words)))
 
 
 def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
-    """Check that `real` lies below a root. The error names `shown`: clients must not learn where symlinks lead.
+    """Check that `real` is below a root. The error names `shown`, because clients must not learn symlink targets.
 
     Raises:
         ControlError: `path_refused`.
@@ -84,10 +84,10 @@ def _check_allowed(real: Path, roots: Sequence[Path], shown: str) -> None:
 
 
 def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
-    """Check what is in the folder, where an engine would follow symlinks and read whatever lies there.
+    """Check all entries of the folder, because an engine follows symlinks and reads every file.
 
     Args:
-        path: what errors call the folder.
+        path: the name of the folder in errors.
     """
 
     def fail(error: OSError) -> None:
@@ -108,7 +108,7 @@ def _check_entries(folder: Path, path: str, roots: Sequence[Path]) -> None:
 
 
 def _shown(entry: str | Path | None, folder: Path, path: str) -> str:
-    """Say an entry of the real `folder` as an entry of `path`."""
+    """Convert the path of an entry of the real `folder` to a path below `path`."""
     if entry is None or not Path(entry).is_relative_to(folder):
         return path
     return str(Path(path, Path(entry).relative_to(folder)))

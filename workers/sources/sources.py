@@ -1,7 +1,7 @@
-"""A worker's sources of weights and adapters: every one is checked before anything of the engine is touched.
+"""A worker's sources of weights and adapters: each source is validated before the engine changes.
 
-Invariant: a path that was returned was a complete checkpoint, or adapter, for the worker's own model, below an allowed
-root or in the folder store; after an error nothing has changed but perhaps that store.
+Invariant: a returned path was a complete checkpoint or adapter for the worker's own model, below an allowed root or in
+the folder store. An error changes nothing except perhaps the folder store.
 """
 
 import asyncio
@@ -38,41 +38,42 @@ VerifyUnchanged = Callable[[], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS: Final = 2
-"""Generations on a machine: the one in use, and the one before or after it."""
+"""Fetched checkpoints on a machine: the current one, and the previous or the next one."""
 MAX_WATCHED: Final = 64
-"""Folders with checkpoints that paths named: more than a fleet goes back to."""
+"""Remembered checkpoint folders that paths named: more than a fleet returns to."""
 
 
 class Staged(NamedTuple):
-    """What a staging took."""
+    """The cost of a staging."""
 
     fetched_bytes: int
-    """What came over the network."""
+    """The bytes received over the network."""
     seconds: float
 
 
 class _Own(NamedTuple):
-    """What the worker's own checkpoint is like."""
+    """The tensors and the config.json of the worker's own checkpoint."""
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
 
 
 class WeightSources:
-    """Checks sources, and stages those that lie in the object store. Files are read on other threads.
+    """Validates sources, and stages sources of the object store. Files are read on other threads.
 
     Args:
-        roots: below which paths are allowed; none: no path is, while the object store still works.
-        own: the checkpoint that the worker was started with: others must be like it. None, or a folder without
-            safetensors: not known, and sources are only checked in themselves.
-        cache: where the workers of this fleet keep what they fetch; made when needed.
-        model: whose weights and adapters these are, as its publishers call it.
-        worker: name of this one, for a folder of its own where the file system has no locks.
-        objects: reads the object store; None: sources there are refused.
-        stage_bytes: limit of all that is fetched below `cache`; None: the disk's.
+        roots: folders below which paths are allowed. If there are none, no path is allowed; sources in the object store
+            still are.
+        own: the checkpoint that the worker was started with, which sources must match. If it is None or a folder
+            without safetensors, it is unknown, and the worker only checks that a source is consistent in itself.
+        cache: folder for the fetched files of all workers of this fleet; created when needed.
+        model: name of the model of these weights and adapters, as in published versions.
+        worker: name of this worker, for a separate folder on a file system without locks.
+        objects: reads the object store; None to refuse sources there.
+        stage_bytes: limit for all fetched files below `cache`; None if only the disk is the limit.
     """
 
-    def __init__(  # noqa: PLR0913 - all is known where it is made, once
+    def __init__(  # noqa: PLR0913 - there is one call site, which knows all values
         self,
         *,
         roots: Sequence[Path],
@@ -97,15 +98,14 @@ class WeightSources:
         self._watched = WatchedFolders(MAX_WATCHED)
         self._watched_adapters = WatchedFolders(MAX_LORAS)
         self._present: Hold | None = None
-        # What is fetched comes one at a time, and so does what is read: together it would be no faster.
+        # Only one source is fetched at a time, and only one is read: parallel transfers would not be faster.
         self._lock = asyncio.Lock()
         self._reading = asyncio.Lock()
         self._progress: Progress | None = None
         self.last_staged: Staged | None = None
-        """Of the last staging that came to its end; None: there was none."""
+        """The cost of the last finished staging; None if no staging has finished."""
         self.published: PublishedVersion | None = None
-        """Of the checkpoint that came last from the object store, or was found to be on the machine; None: it was no
-        published version, or there was none."""
+        """The published version of the last staged checkpoint; None if it was a plain upload, or if none was staged."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -113,22 +113,22 @@ class WeightSources:
 
     @property
     def staging(self) -> Staging | None:
-        """How far the present staging is; None: nothing is being staged."""
+        """The progress of the current staging; None if nothing is being staged."""
         return None if self._progress is None else self._progress.staging
 
     async def checkpoint(self, source: WeightSource, report: Report) -> Path:
         """Return the real path of a complete checkpoint with the tensors, shapes and dtypes of the worker's own.
 
-        One that is at hand is only checked. Several calls for one source share its staging. What was returned last
-        stays until another is asked for.
+        A checkpoint that is already on this machine is only validated. Concurrent calls for one source share its
+        staging. The returned folder is kept until another checkpoint is requested.
 
         Args:
-            report: called with `waiting`, `fetching`, `building`, `reading` and `checking` as that begins.
+            report: called when a stage begins: `waiting`, `fetching`, `building`, `reading` or `checking`.
 
-        Cancellation: what was fetched stays for the next try; headers are read to the end, on their thread.
+        Cancellation: the fetched bytes stay for the next try. A thread that reads headers finishes its work.
 
         Raises:
-            ControlError: `path_refused`, `bad_source`, `storage`; says what was expected and what was found.
+            ControlError: `path_refused`, `bad_source`, `storage`. The message has the expected and the actual value.
         """
         checks = Checks(self._check_checkpoint, self._check_manifest)
         return await self._get(source, report, self._checkpoints, checks)
@@ -138,25 +138,28 @@ class WeightSources:
     ) -> Path:
         """Return the real path of a LoRA adapter whose modules and shapes fit the worker's own checkpoint.
 
-        The rest is as in `checkpoint`; of fetched adapters as many stay as a desired state may have.
+        Cancellation and errors are the same as in `checkpoint`. The last `MAX_LORAS` fetched adapters are kept, the
+        maximum number of adapters in a desired state.
 
         Args:
             report: as in `checkpoint`.
-            max_rank: the largest that the engine takes; None: it says nothing of ranks.
-            is_reload: the engine had it, and requests wait: an upload that is at hand is not compared with the store.
+            max_rank: the largest rank that the engine accepts, or None if the engine states no limit.
+            is_reload: True if the engine had the adapter before. A local upload is then not compared with the object
+                store, because requests wait.
         """
         checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
         return await self._get(source, report, self._adapters, checks, is_any_age=is_reload)
 
     @contextlib.asynccontextmanager
     async def using(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
-        """Let `folder` stay while an engine reads it, and from then on as the present weights if that goes well.
+        """Keep `folder` while an engine reads it. If the block succeeds, keep it afterwards as the current weights.
 
-        Yields a function that compares the files with what they were when the folder was checked. Call it after the
-        load; it raises ControlError (`half_written`) if they differ, so that nobody knows what the engine has read.
+        Yields a function that compares the files with their state when the folder was validated. Call the function
+        after the load. It raises ControlError (`half_written`) if files differ: what the engine has read is then
+        unknown.
 
         Raises:
-            ControlError: `storage`: it was deleted or changed since it was checked.
+            ControlError: `storage`: the folder was deleted or changed after its validation.
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._checkpoints.store, stack)
@@ -169,19 +172,22 @@ class WeightSources:
 
     @contextlib.asynccontextmanager
     async def using_adapter(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
-        """Let the folder of an adapter stay while an engine reads it; the rest is as in `using`, always `storage`."""
+        """Keep the folder of an adapter while an engine reads it.
+
+        Yields and raises the same as `using`, but every error has the code `storage`.
+        """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._adapters.store, stack)
             yield await _unchanged(folder, hold, self._watched_adapters, ControlCode.STORAGE)
 
     async def clean_up(self) -> None:
-        """Delete what nobody needs: older generations, what killed builders left, and the cache of older releases."""
+        """Delete unneeded files: older folders, the remains of killed builders, and the cache of older releases."""
         for clean in (self._checkpoints.store.clean_up, self._adapters.store.clean_up):
             await _try_to_clean(clean)
         await _try_to_clean(lambda: clear_old_cache(self._old_cache))
 
     def close(self) -> None:
-        """Hold nothing any more; what was fetched stays for the machine's workers."""
+        """Release all holds. The fetched folders stay for the workers of this machine."""
         self._checkpoints.release()
         self._adapters.release()
         if self._present is not None:
@@ -211,7 +217,7 @@ class WeightSources:
         if (found := await find()) is not None:
             return found
         async with self._lock:
-            # Another call may have staged it meanwhile.
+            # Another call may have staged the source while this call waited for the lock.
             if (found := await find()) is not None:
                 return found
             with self._counting(Progress(source, report)) as progress:
@@ -225,7 +231,7 @@ class WeightSources:
     async def _find(
         self, objects: str, report: Report, staged: StagedFolders, checks: Checks, *, is_any_age: bool
     ) -> Path | None:
-        """Return the folder of a source that is at hand, and whose files nobody has changed."""
+        """Return the local folder of a source. Return None if there is none, or if its files have changed."""
         hold = staged.find(objects, is_any_age=is_any_age)
         if hold is None or not await asyncio.to_thread(hold.is_unchanged):
             return None
@@ -236,7 +242,7 @@ class WeightSources:
         return hold.folder
 
     async def _read_ahead(self, path: str, folder: Path, progress: Progress) -> None:
-        """Read a checkpoint that `path` names once, unless that was done before and nothing has changed since."""
+        """Read the checkpoint at `path` once, unless it was read before and has not changed since."""
         async with self._reading:
             try:
                 notes = await asyncio.to_thread(lambda: note_files(checkpoint_files(folder, read_checkpoint(folder))))
@@ -249,7 +255,7 @@ class WeightSources:
 
     @contextlib.contextmanager
     def _counting(self, progress: Progress) -> Iterator[Progress]:
-        """Tell of this staging while the block runs, and what it took."""
+        """Publish this staging as `staging` while the block runs, and its cost as `last_staged` afterwards."""
         started = time.monotonic()
         self._progress = progress
         try:
@@ -283,14 +289,14 @@ class WeightSources:
         check_manifest(manifest, self._model, None)
 
     def _read_own(self) -> _Own | None:
-        """Read the worker's own checkpoint, once: what the engine has does not change with the files."""
+        """Read the worker's own checkpoint only once, because the engine's model does not change with the files."""
         if self._own is None and self._own_path is not None and has_checkpoint(self._own_path):
             self._own = _Own(read_checkpoint(self._own_path), read_config(self._own_path))
         return self._own
 
 
 async def _try_to_clean(clean: Callable[[], None]) -> None:
-    """Delete what nobody needs; a failure fails nothing else: what is staged next says what is wrong with the disk."""
+    """Delete unneeded files, and only log a failure: if the disk has a fault, the next staging reports it."""
     try:
         await asyncio.to_thread(clean)
     except OSError as error:
@@ -298,7 +304,10 @@ async def _try_to_clean(clean: Callable[[], None]) -> None:
 
 
 def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> tuple[Path, FileNotes]:
-    """Check where a folder lies, and what is in it; return also what an adapter's files were before that."""
+    """Validate the location and the content of a folder.
+
+    Return its real path, and the sizes and times of an adapter's files from before the validation of the content.
+    """
     folder = allowed_folder(path, roots)
     try:
         notes = note_files(adapter_files(folder))
@@ -309,10 +318,10 @@ def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> tuple[Path, Fi
 
 
 def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold | None:
-    """Hold a folder of the store until the stack ends; None: it is no folder of the store.
+    """Hold a folder of the store until the stack ends. Return None if it is no folder of the store.
 
     Raises:
-        ControlError: `storage`: it was deleted.
+        ControlError: `storage`: the folder was deleted.
     """
     if folder.parent != store.root:
         return None
@@ -324,16 +333,16 @@ def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold
 
 
 async def _unchanged(folder: Path, hold: Hold | None, watched: WatchedFolders, code: ControlCode) -> VerifyUnchanged:
-    """Check that the files are what they were when the folder was checked; return what checks it after a load.
+    """Check that the files have not changed since the folder was validated. Return the check for after the load.
 
     Args:
-        folder: which one.
-        hold: of the folder; None: a path named it.
-        watched: has what its files were, then.
-        code: of a change that is found after the load.
+        folder: the folder that the engine loads.
+        hold: the hold of the folder; None if a path named the folder.
+        watched: the recorded sizes and times of the files, for a folder that a path named.
+        code: the error code of a change that is found after the load.
 
     Raises:
-        ControlError: `storage`: they are not.
+        ControlError: `storage`: files have changed.
     """
 
     def is_changed() -> bool:

@@ -1,4 +1,4 @@
-"""What a worker has staged: which folder each of its sources is, so that the network need not be asked again."""
+"""The staged folder of each source, so that a worker need not contact the object store again."""
 
 import math
 import time
@@ -11,25 +11,26 @@ from .folder_store import FolderStore, Hold
 __all__ = ["StagedFolders"]
 
 MAX_KNOWN: Final = 1024
-"""Sources that are remembered: more than are loaded at a time, of adapters."""
+"""Maximum number of remembered sources: more than the number of adapters that are loaded at a time."""
 UPLOAD_GOOD_S: Final = 60.0
-"""An upload was compared with the store less than so long ago, or it is compared again: other content may lie under its
-name by now. A published version never changes."""
+"""Seconds after which an upload is compared with the object store again, because its name may have new content. A
+published version never changes."""
 
 
 class _StagedFolder(NamedTuple):
     digest: str
     expires_at: float
-    """On the monotonic clock."""
+    """Time on the monotonic clock after which the source is compared with the object store again."""
 
 
 class StagedFolders:
-    """Staged folders of one kind, by the source as commands name it.
+    """Staged folders of one kind (checkpoints or adapters), by the name of the source in commands.
 
     Args:
-        store: has the folders.
-        max_held: those staged or asked for last, which are held: nobody deletes them before the engine reads them.
-        clock: monotonic seconds.
+        store: contains the folders.
+        max_held: number of the last staged or found folders that are held, so that no process deletes them before the
+            engine reads them.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, store: FolderStore, max_held: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +45,7 @@ class StagedFolders:
         return f"<StagedFolders known={len(self._known)} held={len(self._holds)}>"
 
     def add(self, objects: str, hold: Hold, *, is_published: bool) -> Path:
-        """Note which folder a source is, and hold it; return the folder."""
+        """Record the folder of a source, hold the folder and return its path."""
         expires_at = math.inf if is_published else self._clock() + UPLOAD_GOOD_S
         self._known.pop(objects, None)
         self._known[objects] = _StagedFolder(hold.digest, expires_at)
@@ -54,10 +55,10 @@ class StagedFolders:
         return hold.folder
 
     def find(self, objects: str, *, is_any_age: bool = False) -> Hold | None:
-        """Return the folder of a source, which is held from now on; None: it is not at hand.
+        """Return the folder of a source, and hold it. Return None if no valid folder is on this machine.
 
         Args:
-            is_any_age: also an upload that was compared with the store long ago, or used since.
+            is_any_age: also return an upload that has expired.
         """
         known = self._known.get(objects)
         if known is None or not (is_any_age or self._clock() < known.expires_at):
@@ -67,13 +68,13 @@ class StagedFolders:
         return hold
 
     def expire_upload(self, folder: Path) -> None:
-        """Have an upload compared with the store before it is used again: a folder was got for this use of it."""
+        """Expire an upload that is being used, so that it is compared with the object store before its next use."""
         for name, known in self._known.items():
             if known.digest == folder.name and known.expires_at != math.inf:
                 self._known[name] = known._replace(expires_at=-math.inf)
 
     def release(self) -> None:
-        """Hold nothing."""
+        """Release all holds."""
         for hold in self._holds.values():
             hold.release()
         self._holds.clear()

@@ -1,4 +1,4 @@
-"""Whether the files of a folder are still those that were verified, without reading them."""
+"""Detects changes of verified files without reading their content."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ def files_stamp(folder: Path) -> str:
     for parent, folders, names in os.walk(folder):
         folders.sort()
         for path in (Path(parent, name) for name in sorted(names)):
-            with contextlib.suppress(FileNotFoundError):  # it is not among the files then
+            with contextlib.suppress(FileNotFoundError):  # a file deleted meanwhile is not in the stamp
                 stat = path.lstat()
                 times = f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
                 sha.update(f"{path.relative_to(folder)}\0{stat.st_size} {times}\n".encode())
@@ -22,7 +22,7 @@ def files_stamp(folder: Path) -> str:
 
 
 def boot_id() -> str:
-    """Return the id of this start of the machine: a crash may lose what was not on the disk yet."""
+    """Return the id of the current boot of the machine. A crash may lose data that was not on disk yet."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

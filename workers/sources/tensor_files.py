@@ -1,6 +1,6 @@
-"""The tensors of a version, one at a time: made from those before, hashed, and written to where they lie in its files.
+"""Builds the tensors of a version one at a time: from the previous version and its changes, with a hash check.
 
-All that is called here blocks, and runs in `quiet_threads`.
+A valid tensor is written to its position in the files of the version. All functions block, and run in `quiet_threads`.
 """
 
 import contextlib
@@ -33,24 +33,24 @@ __all__ = [
 ]
 
 PIECE_BYTES: Final = 4 * 1024**2
-"""Hashed at a time: who waits for this process sees that it gets on, however little of a core it has."""
+"""Bytes hashed at a time. They are few, so that waiting processes see progress even if this process gets little CPU."""
 
 OnBytes = Callable[[int], None]
-"""Called with the bytes that were just done, on any thread."""
+"""Called with the number of bytes just processed, on any thread."""
 
 
 class Change(NamedTuple):
-    """What one version of the chain changed in a tensor."""
+    """The change of a tensor in one version of the chain."""
 
     file: Path
-    """The object that holds it."""
+    """The object that contains the change."""
     delta: TensorDelta
 
 
 def prepare_files(manifest: Manifest, folder: Path) -> None:
-    """Make the safetensors files of a version without their contents; files of the same size that are there stay.
+    """Create the safetensors files of a version with header and size, but without tensor contents.
 
-    All else in `folder` is deleted.
+    Existing files with the same names are reused. Everything else in `folder` is deleted.
     """
     files = list(layouts(manifest.tensors))
     _delete_others(folder, files)
@@ -65,13 +65,13 @@ def build_jobs(
     folder: Path,
     on_bytes: OnBytes,
 ) -> Iterator[Job]:
-    """Write the tensors of a version into the files of `prepare_files`; yield a job for each tensor.
+    """Yield a job for each tensor of a version, which writes it into the files of `prepare_files`.
 
-    Each job raises ControlError (`bad_source`) if a tensor does not become what the manifest says, naming it.
+    A job raises ControlError (`bad_source`) if its tensor does not match the manifest. The message names the tensor.
 
     Args:
-        base: the tensors that `changes` are applied to; of the same names and sizes.
-        changes: of each tensor that changed, by name, in the order of the chain.
+        base: the tensors to which `changes` are applied, with the same names and sizes.
+        changes: the changes of each changed tensor, by name, in the order of the chain.
     """
     for file in layouts(manifest.tensors):
         for entry, offset in file.offsets():
@@ -80,9 +80,10 @@ def build_jobs(
 
 
 def verify_jobs(manifest: Manifest, folder: Path, on_bytes: OnBytes) -> Iterator[Job]:
-    """Compare the safetensors files in `folder` with a manifest; yield a job for each tensor.
+    """Yield a job for each tensor, which compares it in the safetensors files of `folder` with a manifest.
 
-    Each raises ControlError (`bad_source`), naming the tensor; so does this of files that are laid out otherwise.
+    A job raises ControlError (`bad_source`), and the message names the tensor. This function raises the same error if a
+    file has another layout than the manifest requires.
     """
     for file in layouts(manifest.tensors):
         path = folder / file.name
@@ -104,10 +105,10 @@ def verify_file(path: Path, sha256: str) -> None:
 
 
 def check_no_others(folder: Path, names: Collection[str]) -> None:
-    """Check that a folder has no files but those: an engine would read them.
+    """Check that a folder has no files except `names`, because an engine would read other files too.
 
     Raises:
-        ControlError: `bad_source`, naming the first.
+        ControlError: `bad_source`. The message names the first other file.
     """
     for parent, _, files in os.walk(folder):
         for file in sorted(files):
@@ -116,20 +117,20 @@ def check_no_others(folder: Path, names: Collection[str]) -> None:
 
 
 def copy_others(manifest: Manifest, base: Path, folder: Path) -> None:
-    """Take the other files of a version from the one before.
+    """Copy the files of a version that contain no tensors from the base folder.
 
     Raises:
-        ControlError: `bad_source`: one is missing there, or differs.
+        ControlError: `bad_source`: a file is missing there, or differs.
     """
     for name, sha256 in manifest.files.items():
         if not (base / name).is_file():
-            raise bad_source(base / name, "is missing: the version that is made of it has it too")
+            raise bad_source(base / name, "is missing: the version that is built from this folder needs the file")
         shutil.copyfile(base / name, folder / name)
         verify_file(folder / name, sha256)
 
 
 class _BuildJob:
-    """Makes one tensor in memory, and writes it if it is right."""
+    """Builds one tensor in memory, and writes it if its hash is correct."""
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class _BuildJob:
 
 
 class _VerifyJob:
-    """Hashes one tensor where it lies."""
+    """Reads one tensor from its file and verifies its hash."""
 
     def __init__(self, entry: TensorEntry, path: Path, offset: int, on_bytes: OnBytes) -> None:
         self._entry = entry
@@ -192,12 +193,16 @@ class _VerifyJob:
 def _check_sha256(entry: TensorEntry, found: str) -> None:
     if found != entry.sha256:
         raise bad_source(
-            f"the tensor {entry.name[:200]!r} has the SHA-256 {found}; expected: {entry.sha256}, as the manifest says"
+            f"the tensor {entry.name[:200]!r} has the SHA-256 {found}; expected: {entry.sha256}, as in the manifest"
         )
 
 
 def _encoded(change: Change) -> Encoded:
-    """Read a change; it lies within its object, or it is damaged."""
+    """Read a change from its object.
+
+    Raises:
+        DeltaError: the object ends before the change does, so it is damaged.
+    """
     delta = change.delta
     size = change.file.stat().st_size
     if delta.offset + delta.num_bytes > size:
@@ -208,7 +213,7 @@ def _encoded(change: Change) -> Encoded:
 
 
 def _write_header(path: Path, file: FileLayout) -> None:
-    """Give a file its header and size; what it holds of contents stays."""
+    """Write the header of a file and set its size. Existing contents stay."""
     with _opened(path, os.O_WRONLY | os.O_CREAT) as fd:
         os.ftruncate(fd, file.size)
         _write(fd, np.frombuffer(file.header, np.uint8), 0)
@@ -216,15 +221,15 @@ def _write_header(path: Path, file: FileLayout) -> None:
 
 def _check_header(path: Path, file: FileLayout) -> None:
     if not path.is_file() or path.stat().st_size != file.size:
-        raise bad_source(f"{file.name} is missing, or has not the {file.size} bytes that the manifest says")
+        raise bad_source(f"{file.name} is missing, or its size is not the {file.size} bytes of the manifest")
     header = np.empty(len(file.header), np.uint8)
     _read(path, 0, header)
     if header.tobytes() != file.header:
-        raise bad_source(f"{file.name} has its tensors elsewhere than the manifest says")
+        raise bad_source(f"{file.name} has another header than the manifest requires")
 
 
 def _delete_others(folder: Path, files: Iterable[FileLayout]) -> None:
-    """Delete all but the files of a version, which may have been those of another."""
+    """Delete everything except the files of a version. The folder may contain files of another version."""
     names = {file.name for file in files}
     for entry in list(folder.iterdir()):
         if entry.is_symlink() or not entry.is_dir():
