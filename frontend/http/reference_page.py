@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as a page to read, made here: without scripts, and without anything from elsewhere."""
+"""`/docs`: the OpenAPI document as an HTML page, without scripts and without content from other sites."""
 
 import base64
 import hashlib
@@ -27,12 +27,12 @@ POLICY: Final = "; ".join(
         "frame-ancestors 'none'",
     ]
 )
-"""The browser loads and runs nothing for this page but its own style."""
+"""The browser loads and runs nothing for this page except its own style."""
 HEADERS: Final = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
 
 
 async def reference(_service: Service, request: Request) -> Response:
-    """Every route with its fields, as a page."""
+    """Return all routes with their fields as a page."""
     made: str = request.app.state.reference_page
     return HTMLResponse(made, headers=HEADERS)
 
@@ -41,7 +41,7 @@ ROUTES: RouteTable = {("GET", "/docs"): HttpRoute(reference, answer="text/html")
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """Return the page of an OpenAPI document."""
     info = document["info"]
     title = f"{info['title']} {info['version']}"
     parts = [
@@ -78,7 +78,7 @@ def _fields(properties: Mapping[str, Any], required: object) -> Iterator[str]:
     if not properties:
         return
     names = required if isinstance(required, list | tuple) else ()
-    yield "<table><tr><th>field<th>type<th>what it is"
+    yield "<table><tr><th>field<th>type<th>meaning"
     for name, schema in properties.items():
         needed = " (required)" if name in names else ""
         described = escape(schema.get("description", ""))
@@ -87,7 +87,7 @@ def _fields(properties: Mapping[str, Any], required: object) -> Iterator[str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with links to those that have names."""
+    """Return a short text for a schema, with links to named schemas."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f"<a href=#{name}>{name}</a>"

@@ -1,4 +1,4 @@
-"""From an HTTP request to a request for tokens: what all routes that generate have in common."""
+"""Conversion of an HTTP request to a token request, shared by all routes that generate tokens."""
 
 import hashlib
 import uuid
@@ -29,35 +29,35 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTarget:
-    """Who a request is for."""
+    """The model or adapter that a request names."""
 
     worker: WorkerPresence
-    """One that serves it; others may too."""
+    """A worker that serves it. Other workers may serve it too."""
     capabilities: Capabilities
-    """What that worker's model can do."""
+    """Capabilities of that worker's model."""
     lora: str | None
-    """The adapter; None: the base model."""
+    """The adapter; None for the base model."""
 
     @property
     def name(self) -> str:
-        """What answers call the model: the adapter's name, if there is one."""
+        """Name of the model in answers: the adapter's name, if there is one."""
         return self.lora or self.worker.model
 
     def room(self, prompt_len: int) -> int:
-        """How many tokens the model's context leaves after a prompt."""
+        """Return the number of tokens that the model's context leaves after a prompt."""
         return self.capabilities.max_model_len - prompt_len
 
 
 def find_target(service: Service, name: str | None) -> RequestTarget:
-    """The model of that name, or the adapter; without a name, the fleet's only model.
+    """Return the model or adapter of that name. Without a name, return the fleet's only model.
 
     Raises:
-        HttpError: 404 if nobody serves it, 503 if there are no workers or they are starting, 400 if there are several
-            models to choose from.
+        HttpError: 404, no worker serves it; 503, there are no workers or they are starting; 400, there is no name and
+            the fleet has several models.
     """
     workers = service.rb.fleet.workers
     if not workers:
-        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
     models = sorted({worker.model for worker in workers})
     allowed = f"allowed: {', '.join(models)}"
     if name is None and len(models) > 1:
@@ -81,10 +81,10 @@ def find_target(service: Service, name: str | None) -> RequestTarget:
 
 
 def check_length(field: str, prompt_len: int, target: RequestTarget) -> None:
-    """Refuse a prompt that leaves no room for an answer, in the words that clients look for.
+    """Check that a prompt leaves room for an answer.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, the prompt is too long. Clients search the message for "maximum context length".
     """
     if target.room(prompt_len) < 1:
         longest = target.capabilities.max_model_len
@@ -106,15 +106,16 @@ def build_request(
     fields: Mapping[str, Any],
     names: Mapping[str, str],
 ) -> bus.GenerateRequest:
-    """Make the request for tokens, checked against the model: nothing has been published yet.
+    """Build the token request and check it against the model. This publishes nothing.
 
-    The headers' part is done here: `X-Request-Id`, `X-Session-ID`, `X-Group-ID`, `traceparent` and
-    `tracestate`; so is the deadline. On the bus, the names of sessions and groups are those of this user.
+    The function reads the headers `X-Request-Id`, `X-Session-ID`, `X-Group-ID`, `traceparent` and `tracestate`, and
+    sets the deadline. On the bus, the names of sessions and groups are specific to this user.
 
     Args:
-        sampling: fields of `rollbus.SamplingParams`; `max_tokens` None: the rest of the model's context.
-        fields: others of `rollbus.GenerateRequest`, `prompt_token_ids` at least; a `request_id` of None is drawn.
-        names: what the route calls the bus's fields, see `named_errors`.
+        sampling: fields of `rollbus.SamplingParams`. If `max_tokens` is None, the rest of the model's context is used.
+        fields: other fields of `rollbus.GenerateRequest`, at least `prompt_token_ids`. If `request_id` is None, a new
+            id is generated.
+        names: the route's names of the bus's fields, see `named_errors`.
 
     Raises:
         HttpError: 400, naming the route's field.
@@ -149,10 +150,12 @@ def build_request(
 
 
 def _of_user(user: str, field: str, name: str | None) -> str | None:
-    """Return the bus's name for a session or a group: whoever guesses it does not draw another user's placement.
+    """Return the bus's name for a session or a group. It depends on the user.
+
+    If another user sends the same name, this does not affect the placement of this user's requests.
 
     Raises:
-        InvalidRequest: it cannot be used as a name.
+        InvalidRequest: the name is not valid.
     """
     if name is None:
         return None
@@ -160,10 +163,10 @@ def _of_user(user: str, field: str, name: str | None) -> str | None:
 
 
 def _header_timeout(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that the header gives a request; None without the header.
+    """Return the timeout from the header in seconds; None without the header.
 
     Raises:
-        HttpError: 400, naming the header.
+        HttpError: 400, the value is not valid. The error names the header.
     """
     given = headers.get(TIMEOUT_HEADER)
     if given is None:
@@ -179,22 +182,25 @@ def _header_timeout(headers: Mapping[str, str]) -> float | None:
 
 
 def _request_id(headers: Mapping[str, str], from_body: str | None) -> str:
-    """The header's, as with vLLM, if it can be used; else the body's, which must; else a new one."""
+    """Return the id in the header if it is valid, as vLLM does. Otherwise return the id in the body, or a new id.
+
+    An invalid id in the body is an error.
+    """
     return given_request_id(headers) or (uuid.uuid4().hex if from_body is None else from_body)
 
 
 def id_headers(request: bus.GenerateRequest) -> dict[str, str]:
-    """Headers of every answer to a request for tokens."""
+    """Return the headers of every answer to a token request."""
     return {REQUEST_ID_HEADER: request.request_id}
 
 
 @contextmanager
 def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None = None) -> Iterator[None]:
-    """Turn the bus's errors into those of HTTP, with a route's own names for fields and the request's id.
+    """Convert the bus's errors to HTTP errors, with the route's names for fields and with the request's id.
 
     Args:
-        names: by the bus's name, or the beginning of it: `{"sampling": "", "prompt_token_ids": "prompt"}` makes
-            `sampling.top_p` `top_p` and `prompt_token_ids[3]` `prompt[3]`. The longest one counts.
+        names: the route's name by the bus's name or its prefix. `{"sampling": "", "prompt_token_ids": "prompt"}`
+            converts `sampling.top_p` to `top_p` and `prompt_token_ids[3]` to `prompt[3]`. The longest prefix applies.
 
     Raises:
         HttpError: for every `RollbusError`.

@@ -1,4 +1,4 @@
-"""Routed experts as JSON, in pieces: those of a long answer are many megabytes."""
+"""Routed experts as JSON in pieces, because those of a long answer have many megabytes."""
 
 from binascii import b2a_base64
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from ...schemas.rows import RowDtype, Rows, dtype_of
 __all__ = ["routed_experts_json"]
 
 ENCODED_BYTES = 3 * 64 * 1024
-"""Encoded at a time: a multiple of three, so that base64 needs no padding before the end."""
+"""Bytes that are encoded at a time: a multiple of three, so that base64 needs padding only at the end."""
 DTYPE_NAMES: Final[dict[RowDtype, str]] = {"u1": "uint8", "<u2": "uint16"}
 """numpy's names of the dtypes, without the byte order, which is always little-endian."""
 
 
 def routed_experts_json(rows: Rows, start: int) -> Iterator[bytes]:
-    """`{"data": base64, "shape": [rows, layers, top_k], "start": n, "dtype": name}` in pieces, without blanks.
+    """Yield `{"data": base64, "shape": [rows, layers, top_k], "start": n, "dtype": name}` in pieces, without blanks.
 
-    `data` comes first: clients cut it out of the answer's bytes without parsing them.
+    `data` is the first field, because clients cut it out of the answer's bytes without parsing the JSON.
 
     Args:
         rows: u1|<u2[num_rows, num_layers, top_k].

@@ -1,4 +1,4 @@
-"""How to sample: the fields that all routes for tokens share, and what they are on the bus."""
+"""Sampling fields that all token routes share, and their conversion to sampling parameters of the bus."""
 
 from typing import Annotated, Any, Final
 
@@ -17,7 +17,7 @@ TokenIds = list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """How to sample: vLLM's names, meanings and defaults. Null is the same as leaving a field out."""
+    """Sampling fields with vLLM's names, meanings and defaults. A null field counts as absent."""
 
     n: int | None = None
     presence_penalty: float | None = None
@@ -35,24 +35,24 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
-    """Of the prompt's tokens, with so many alternatives of each; not in streams."""
+    """Return log probabilities of the prompt's tokens, with this number of alternatives for each; not in streams."""
     routed_experts_prompt_start: Annotated[int, Meta(ge=0)] | None = None
-    """Leading prompt positions whose routing is not wanted."""
+    """Number of leading prompt positions whose routed experts are not returned."""
 
     stop: StopStrings = None
-    """Looked for in the text: the token that completes one of them is the last."""
+    """Stop strings, searched in the text. The token that completes a stop string is the last token."""
     bad_words: BadWords = None
-    """Never sampled; the tokenizer says which tokens they are."""
+    """Words that are never sampled. The tokenizer converts them to token ids."""
     bad_words_token_ids: list[TokenIds] | None = None
-    """The same as token ids, which need no tokenizer."""
+    """Bad words as token ids, which need no tokenizer."""
     detokenize: bool | None = None
-    """False: the answer's text is empty, and no tokenizer is needed for it."""
+    """If false, the answer's text is empty and needs no tokenizer."""
     skip_special_tokens: bool | None = None
-    """Null: true; they are no part of the text."""
+    """If true or null, the text has no special tokens."""
     include_stop_str_in_output: bool | None = None
-    """The text ends with the stop string instead of before it; the tokens are the same."""
+    """If true, the text includes the stop string at its end. The tokens are the same."""
 
-    # The engine's own, which it may not have: what its worker does not list in its capabilities is refused.
+    # Parameters of the engine. A request fails if the worker's capabilities do not list its parameters.
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
@@ -63,14 +63,14 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     prompt_logprob_token_ids: list[Any] | None = None
     prompt_logprob_start: int | None = None
 
-    # Of the form in which an engine hands over results, which the bus has decided: without effect.
+    # Without effect: these select the form in which an engine returns results, which the bus has fixed.
     spaces_between_special_tokens: bool | None = None
     output_kind: int | None = None
     flat_logprobs: bool | None = None
     skip_clone: bool | None = None
     stream_interval: int | None = None
 
-    # Refused, as something else would come out without it.
+    # Rejected, because the results would differ without it.
     logprob_token_ids: list[int] | None = None
 
 
@@ -84,34 +84,34 @@ EXTRA: Final = (
     *("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "extra_args"),
     *("skip_reading_prefix_cache", "trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
 )
-"""What goes into `rollbus.SamplingParams.extra`."""
+"""Fields that go into `rollbus.SamplingParams.extra`."""
 NOT_SERVED: Final = {"logprob_token_ids": "logprobs are of the sampled and of the most likely tokens"}
-"""Fields that are known and not served, and why."""
+"""Known fields that are rejected, with the reason."""
 
 
 def check_sampling(body: SamplingFields, *, stream: bool, prefix: str = "") -> None:
-    """Refuse what would be passed over although it changes answers.
+    """Reject fields that change answers and that the service would ignore.
 
     Args:
-        prefix: of the fields' names, for people: `sampling_params.`.
+        prefix: prefix of the fields' names in messages, for example `sampling_params.`.
 
     Raises:
-        HttpError: 400, naming the field.
+        HttpError: 400, with the name of the field.
     """
     for name, reason in NOT_SERVED.items():
         if getattr(body, name) not in (None, []):
             raise unsupported(f"{prefix}{name}", reason)
     if body.stop and body.detokenize is False:
-        raise invalid(f"{prefix}detokenize", "is false, and stop is looked for in text", "true with stop")
+        raise invalid(f"{prefix}detokenize", "is false, but stop needs the text", "true with stop")
     if body.prompt_logprobs is not None and stream:
-        raise invalid(f"{prefix}prompt_logprobs", "is given with stream", "null, as streams do not carry them")
+        raise invalid(f"{prefix}prompt_logprobs", "is given with stream", "null, because streams do not return them")
 
 
 def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str = "") -> dict[str, Any]:
-    """Fields of `rollbus.SamplingParams` that the body sets.
+    """Return the fields of `rollbus.SamplingParams` that the body sets.
 
     Args:
-        tokenizer: of the model; needed for `bad_words` only.
+        tokenizer: the model's tokenizer; needed for `bad_words` only.
         prefix: as for `check_sampling`.
 
     Raises:
@@ -128,7 +128,7 @@ def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str 
 
 
 def sampling_names(body: SamplingFields, prefix: str = "") -> dict[str, str]:
-    """What a body calls the bus's fields that say how to sample, for `named_errors`."""
+    """Return the body's names of the bus's sampling fields, for `named_errors`."""
     owner = prefix.removesuffix(".")
     names = {"sampling": owner, "sampling.extra": owner}
     if not body.bad_words_token_ids:

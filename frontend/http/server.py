@@ -1,4 +1,4 @@
-"""Serving the application: on a socket of its own, until told to stop."""
+"""Serves the application on a listening socket until it is stopped."""
 
 import asyncio
 import logging
@@ -19,22 +19,23 @@ from .status import OPEN_ROUTES
 __all__ = ["listen", "serving"]
 
 STOP_TIMEOUT_S = 5
-"""What is still under way when the service is told to stop has so long to end; then its requests are aborted."""
+"""Seconds that open requests have to finish when the service stops. Then they are aborted."""
 ACCEPT_AGAIN_S = 0.1
-"""After an error: mostly there are no more descriptors, and the oldest connection has made room."""
+"""Seconds between a failed accept and the next one. Usually no file descriptor was left, and the oldest connection was
+closed to free one."""
 
 
 logger = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address; called before anything is started, so that an error comes first.
+    """Listen at an address. Call this before you start anything else, so that an error occurs first.
 
     Raises:
-        OSError: the address is in use, or not of this machine.
+        OSError: the address is in use, or it is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol: asyncio sends small pieces at once only where it is named (TCP_NODELAY).
+    # Name the protocol: without it, asyncio does not set TCP_NODELAY and would delay small pieces.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,8 +49,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> AsyncIterator[None]:
-    """Serve on a listening socket while the block lasts; then what is under way is ended."""
-    # They take seconds to import: before the first request, and beside the event loop.
+    """Serve on a listening socket while the block lasts. Then end the open requests."""
+    # The import takes seconds. It runs before the first request, in a thread.
     parsers = await asyncio.to_thread(load_parsers, settings.tool_call_parser, settings.reasoning_parser)
     app = make_app(rb, settings, parsers)
     connections = OpenConnections(
@@ -85,9 +86,10 @@ async def serving(rb: bus.Client, settings: Settings, on: socket.socket) -> Asyn
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server, which takes connections one by one, so that older ones can make room for each.
+    """uvicorn's server, which accepts connections one by one, so that older ones can be closed to make room for each.
 
-    uvloop's own server takes all that wait before it tells of the first one. Without descriptors it closes new ones.
+    uvloop's own server accepts all waiting connections before it reports the first one. If no file descriptor is left,
+    it closes new connections.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -95,12 +97,12 @@ class _HttpServer(uvicorn.Server):
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
+        """Start, and set `is_up`."""
         await super().startup(sockets)
         self.is_up.set()
 
     async def accept(self, on: socket.socket, connections: OpenConnections) -> None:
-        """Take connections until cancelled, and close older ones that are in their way; then close the socket."""
+        """Accept connections until cancelled, then close the socket. Close older connections if there are too many."""
         loop = asyncio.get_running_loop()
 
         def make() -> HttpConnection:
@@ -113,7 +115,7 @@ class _HttpServer(uvicorn.Server):
                 try:
                     accepted, _ = await loop.sock_accept(on)
                 except ConnectionError:
-                    # The client has left again.
+                    # The client has already disconnected.
                     continue
                 except OSError as error:
                     if not has_failed:
@@ -132,5 +134,5 @@ class _HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the command that serves, not to the server."""
+        """Leave the signals to the command that runs the service."""
         yield

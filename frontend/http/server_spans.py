@@ -1,4 +1,4 @@
-"""The trace of a request over HTTP: its span at the service, below which everything else stands."""
+"""The service's span of an HTTP request. All other spans of the request are below it."""
 
 import time
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ __all__ = ["server_span"]
 def server_span(
     tracer: Tracer | None, request: Request, route: str, seen: HttpRequestRecord, *, is_trusted: bool
 ) -> Iterator[None]:
-    """Set `request.state.trace`, what the request hands on of its trace; and trace it until its answer was sent.
+    """Set `request.state.trace`, which the request forwards, and trace the request until its answer is sent.
 
-    Requests that only read have no span: there are many of them, and they reach no worker.
+    Requests that only read have no span, because they are frequent and reach no worker.
 
     Args:
-        tracer: None: tracing is off, and what the client gave is handed on.
-        seen: has the status of the answer, when there is one.
-        is_trusted: the client may have its request sampled, and goes on with its own trace. Otherwise a trace begins
-            here, with a link to the client's: its ids are data, and could be chosen so that they are sampled.
+        tracer: None if tracing is off. The client's trace is then forwarded.
+        seen: has the status of the answer, as soon as there is one.
+        is_trusted: the client may have its request sampled, and its own trace continues. Otherwise a new trace begins
+            here, with a link to the client's trace. An untrusted client could choose ids that are always sampled.
     """
     request.state.trace = given = None
     if request.method == "POST":

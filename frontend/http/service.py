@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""State and types that the routes share."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, aclosing
@@ -35,28 +35,28 @@ class Service:
     settings: Settings
     admission: Admission
     parsers: Parsers | None = None
-    """Of tool calls and reasoning; None: none were asked for."""
+    """Parsers of tool calls and reasoning; None if the operator requested none."""
     loads: TokenizerLoads = field(default_factory=TokenizerLoads)
-    """Of the models' tokenizers."""
+    """Loads the models' tokenizers."""
     tracer: Tracer | None = field(init=False)
-    """That of the client; None: tracing is off."""
+    """The client's tracer; None if tracing is off."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
     live: LiveFleet = field(init=False)
-    """For those who watch."""
+    """The live view of the fleet."""
 
     def __post_init__(self) -> None:
-        """Begin to count."""
+        """Create the metrics, the turns and the live view."""
         self.tracer = registry_of(self.rb).tracer
         self.metrics = Metrics(self.rb)
         self.turns = Turns(lambda: self.rb.fleet.workers, self.settings.max_in_flight, self.metrics)
         self.live = LiveFleet(self.rb)
 
     async def tokenizer(self, worker: WorkerPresence) -> Tokenizer:
-        """The tokenizer of a worker's model.
+        """Return the tokenizer of a worker's model.
 
         Raises:
-            HttpError: 501, it is not on this machine.
+            HttpError: 501, the tokenizer is not on this machine.
         """
         folder = self._tokenizer_folder(worker)
         try:
@@ -65,7 +65,7 @@ class Service:
             raise HttpError(501, f"{exc}; start the service with --tokenizer DIR", code="no_tokenizer") from exc
 
     async def has_loaded(self, worker: WorkerPresence) -> bool:
-        """True if the tokenizer of a worker's model is loaded, or cannot be; waits for a load for some seconds."""
+        """Return True if the tokenizer of a worker's model is loaded or cannot be loaded. Wait some seconds for it."""
         try:
             return await self.loads.has_ended(self._tokenizer_folder(worker))
         except HttpError:
@@ -75,7 +75,7 @@ class Service:
         folder = self.settings.tokenizer
         if folder is None:
             folder = Path(worker.model_path or "")
-            # An engine without a checkpoint has none: the current folder is not the model's.
+            # An engine without a checkpoint has no folder. An empty path would mean the current folder.
             if not folder.is_absolute():
                 message = (
                     f"no tokenizer: the model {worker.model!r} has no folder; start the service with --tokenizer DIR"
@@ -84,23 +84,24 @@ class Service:
         return folder
 
     def admit(self, request: Request, count: int = 1) -> None:
-        """Count an HTTP request as one for tokens, or as several, until its answer has been sent.
+        """Count an HTTP request as `count` token requests until its answer is sent.
 
         Raises:
-            HttpError: 429.
+            HttpError: 429, there are too many token requests.
         """
         until_answered: ExitStack = request.state.until_answered
         until_answered.enter_context(self.admission.admitted(count, self.user_of(request)))
 
     def user_of(self, request: Request) -> str:
-        """Return what tells the user of a request from others."""
+        """Return a key for the user of a request."""
         return user_of(request, self.settings.token, self.settings.admin_token)
 
     async def complete(self, http_request: Request, request: bus.GenerateRequest) -> bus.Generation:
-        """The finished result; the request is aborted if the client leaves.
+        """Return the finished result. If the HTTP client disconnects, abort the request.
 
         Raises:
-            ClientDisconnect: it left. And what `rollbus.Client.complete` raises.
+            ClientDisconnect: the HTTP client disconnected.
+            RollbusError: as `rollbus.Client.complete`.
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
             generation = await until_disconnect(
@@ -114,7 +115,11 @@ class Service:
             return await self.rb.complete(turn.request)
 
     async def chunks(self, request: bus.GenerateRequest, user: str = "") -> AsyncGenerator[bus.Chunk, None]:
-        """The chunks as they come; closing aborts the request. Raises what `rollbus.Client.generate` raises."""
+        """Yield the chunks as they arrive. Closing the generator aborts the request.
+
+        Raises:
+            RollbusError: as `rollbus.Client.generate`.
+        """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
             async with (
                 self.turns.turn(user, request) as turn,
@@ -127,7 +132,7 @@ class Service:
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]
     ) -> EventStream:
-        """Begin to stream events: once the first one is there, which may be an error with a status of its own."""
+        """Start a stream after its first event, because an error before that event sets the HTTP status."""
         async with AsyncExitStack() as unless_begun:
             unless_begun.push_async_callback(events.aclose)
             first = await until_disconnect(request.receive, anext(events))
@@ -136,7 +141,7 @@ class Service:
 
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-"""Answers one request; errors are `HttpError` or those of the bus."""
+"""Answers one request. It may raise `HttpError` and errors of the bus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +150,15 @@ class HttpRoute:
 
     handler: Handler
     body: object = None
-    """Type that the handler decodes from the body; None: it reads no body."""
+    """Type that the handler decodes from the body; None if it reads no body."""
     answer: object = Any
-    """Type of the JSON answer; a media type, for text; None, for an empty answer; or a dict of these by status.
+    """Type of the JSON answer, a media type for text, None for an empty answer, or a dict of these by status.
 
-    It lists no errors: all have the same shape, beside which an answer may say more.
+    Errors are not listed, because all have the same fields. An error may have more fields.
     """
     query: type | None = None
     """Struct of the query parameters."""
 
 
 RouteTable = dict[tuple[str, str], HttpRoute]
-"""By method and path."""
+"""Routes by method and path."""

@@ -1,4 +1,4 @@
-"""What an operator sets for the HTTP service."""
+"""Settings of the HTTP service."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,40 +8,40 @@ from ...schemas.limits import DEFAULT_PREFILL_MIN_TOKENS, DEFAULT_TIMEOUT_S
 __all__ = ["LOOPBACK", "Settings"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Hosts that nobody else can reach."""
+"""Hosts that only programs on this machine can reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an operator sets; the defaults let in this machine only."""
+    """Settings of the HTTP service. By default, requests need no token and must name `localhost` or an address."""
 
     token: str | None = None
-    """Bearer token of the data routes; None: none is asked for."""
+    """Bearer token of the data routes; None if they require no token."""
     admin_token: str | None = None
-    """Bearer token of the admin routes, which change the fleet; None: none is asked for."""
+    """Bearer token of the admin routes, which change the fleet; None if they require no token."""
     allowed_hosts: frozenset[str] = frozenset()
-    """Names in lower case by which clients reach the service, beside `localhost` and addresses. Others are answered 403
-    unless both tokens are set."""
+    """Host names in lower case by which clients reach the service, in addition to `localhost` and addresses. Requests
+    with other host names are answered 403 unless both tokens are set."""
     max_body_bytes: int = 32 << 20
-    """A larger body is answered 413: a million token ids in JSON are about 8 MiB."""
+    """Limit for a request body. A larger body is answered 413. A million token ids in JSON have about 8 MiB."""
     max_in_flight: int = 1024
-    """Requests for tokens at a time; one more is answered 429."""
+    """Limit on open token requests. Further requests are answered 429."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Until a request for tokens fails, where it does not say."""
+    """Default timeout of a token request in seconds."""
     returns_tokens: bool = False
-    """Every answer has token ids and log probabilities, also if the request does not ask for them."""
+    """If True, every answer has token ids and log probabilities, even if the request does not ask for them."""
     client_timeout_s: float = 300.0
-    """For a client that is waited for: until its body is there, and until it has read each piece of its answer. A
-    trainer that blocks its loop for a step of training comes back; one that does not would hold its answer's memory."""
+    """Seconds for a client to send its body, and to read each piece of its answer. This is long enough for a trainer
+    that blocks its event loop during a training step. A client that never reads would hold its answer's memory."""
     otel: bool = False
-    """Spans of requests are exported, as the variables `OTEL_*` say."""
+    """If True, spans of requests are exported as the variables `OTEL_*` configure."""
     trusts_traceparent: bool = False
-    """The flags of a client's `traceparent` count: it may have its request sampled. Otherwise they are cleared."""
+    """If True, a client may have its request sampled by the flags of its `traceparent`. Otherwise they are cleared."""
     prefill_min_tokens: int = DEFAULT_PREFILL_MIN_TOKENS
-    """Of prompts that go to a prefill worker first, where the fleet has any."""
+    """Minimum number of prompt tokens for which a request goes to a prefill worker first, if the fleet has any."""
     tool_call_parser: str | None = None
-    """vLLM's name of the parser of tool calls; None: tools are refused."""
+    """vLLM's name of the tool call parser; None if requests with tools are rejected."""
     reasoning_parser: str | None = None
-    """vLLM's name of the parser of reasoning; None: it stays in the content."""
+    """vLLM's name of the reasoning parser; None if reasoning stays in the content."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer; None: that of a worker on this machine."""
+    """Folder of the tokenizer; None for the model folder of a worker on this machine."""

@@ -1,4 +1,4 @@
-"""What can be asked without changing anything: is the service alive, which models, in what state is the fleet."""
+"""Routes that only read: health of the service, the served models, and the state of the fleet."""
 
 import time
 from typing import Literal
@@ -18,65 +18,66 @@ __all__ = ["OPEN_ROUTES", "ROUTES", "json_response"]
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that live workers serve, or an adapter of one."""
+    """A model that live workers serve, or an adapter of such a model."""
 
     id: str
-    """What requests call it."""
+    """Name of the model in requests."""
     object: Literal["model"] = "model"
     created: int
-    """Unix time at which its worker started."""
+    """Unix time at which the model's worker started."""
     owned_by: str = "rollbus"
     root: str
-    """The model's folder on its worker's machine; of an adapter, its name."""
+    """The model's folder on its worker's machine; for an adapter, the adapter's name."""
     parent: str | None
-    """Of an adapter: its model."""
+    """The model of an adapter; null for a model."""
     max_model_len: int | None
-    """Prompt and generated tokens together."""
+    """Limit on the sum of prompt tokens and generated tokens."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all live workers."""
+    """The models of all live workers."""
 
     object: Literal["list"] = "list"
     data: tuple[Model, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether some worker takes requests."""
+    """Readiness of the service."""
 
     ready: bool
+    """True if a worker accepts requests and its model's tokenizer is loaded."""
 
 
 class FleetAnswer(bus.FleetState, frozen=True, kw_only=True):
-    """The fleet at one moment, and what follows from it."""
+    """State of the fleet with totals."""
 
     ready: bool
-    """Some worker takes requests."""
+    """True if a worker accepts requests."""
     in_flight: int
-    """Requests that workers have admitted and not ended."""
+    """Number of requests that workers have accepted and not ended."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Return a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def health(_service: Service, _request: Request) -> Response:
-    """The service lives; whether the fleet can serve is said by `/v1/rl/state`."""
+    """Return 200 while the service runs. For the state of the fleet, see `/v1/rl/state`."""
     return Response(status_code=200)
 
 
 async def models(service: Service, _request: Request) -> Response:
-    """The models that live workers serve, and their adapters, in OpenAI's shape with vLLM's `max_model_len`."""
+    """List the models that live workers serve and their adapters, in OpenAI's format with vLLM's `max_model_len`."""
     return json_response(ModelList(data=tuple(_models(service).values())))
 
 
 async def model(service: Service, request: Request) -> Response:
-    """One model that live workers serve, or one of their adapters; its name may have slashes."""
+    """Return one model that live workers serve, or one of their adapters. Its name may have slashes."""
     name = request.path_params["id"]
     found = _models(service)
     if name not in found:
-        allowed = ", ".join(found) or "none is served"
+        allowed = ", ".join(found) or "none, because no worker serves a model"
         raise HttpError(404, f"model {name[:64]!r} is unknown; allowed: {allowed}", code=ErrorCode.UNKNOWN_MODEL)
     return json_response(found[name])
 
@@ -103,14 +104,14 @@ def _model(name: str, worker: WorkerPresence, root: str, parent: str | None) -> 
 
 
 async def ready(service: Service, _request: Request) -> Response:
-    """200 if some worker takes requests and its model's tokenizer is loaded, where there is one; 503 otherwise."""
+    """Return 200 if a worker accepts requests and its model's tokenizer, if any, is loaded. Otherwise return 503."""
     serving = next((worker for worker in service.rb.fleet.workers if worker.state is WorkerState.SERVING), None)
     is_ready = serving is not None and await service.has_loaded(serving)
     return json_response(Ready(ready=is_ready), 200 if is_ready else 503)
 
 
 async def state(service: Service, _request: Request) -> Response:
-    """All that workers say of themselves, what waits for them, and what they should be doing."""
+    """Return the presence of all workers, the queues and the desired states."""
     found = await service.rb.fleet.state()
     return json_response(
         FleetAnswer(
@@ -122,7 +123,7 @@ async def state(service: Service, _request: Request) -> Response:
 
 
 async def metrics(service: Service, _request: Request) -> Response:
-    """What the service counted, and the fleet as it stands, in Prometheus's text format."""
+    """Return the metrics of the service and of the fleet in Prometheus's text format."""
     return Response(await service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

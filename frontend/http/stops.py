@@ -1,4 +1,4 @@
-"""Strings to stop at: the bus carries token ids, so they are found here, in the text."""
+"""Stop strings. The bus transports token ids, so the service searches the text for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,32 +13,32 @@ from .detokenizer import LONGEST_CHARACTER, Detokenizer
 __all__ = ["AnswerText", "StopMatcher", "StopString", "StopStrings", "TextDelta", "stop_strings", "text_of"]
 
 MAX_STOPS: Final = 64
-"""Every one is looked for in every piece of text."""
+"""Limit on stop strings. Each of them is searched in each piece of text."""
 MAX_STOP_CHARS: Final = 4096
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
-"""As bodies have them."""
+"""Stop strings in a request body."""
 
 
 def stop_strings(given: StopStrings) -> Sequence[str]:
-    """As a list."""
+    """Return the stop strings of a body as a sequence."""
     return () if given is None else (given,) if isinstance(given, str) else given
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces, in time linear in the text.
+    """Finds the first stop string in a text that arrives in pieces, in time linear in the text.
 
-    The first is the one that is complete first; of several that end at the same place, the first of `stops`. Text that
-    may turn out to begin a stop string is held back.
+    The first stop string is the one that is complete first. If several end at the same place, it is the first of them
+    in `stops`. Text that may be the beginning of a stop string is held.
 
     Args:
-        stops: none may be empty.
-        include_stop: the text ends with the stop string instead of before it.
+        stops: the stop strings. None of them may be empty.
+        include_stop: if True, the text includes the stop string at its end.
 
     Attributes:
-        stop: the one that was found; nothing may be added then.
-        include_stop: as given.
+        stop: the stop string that was found. Do not add text after that.
+        include_stop: the argument `include_stop`.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -48,11 +48,11 @@ class StopMatcher:
         self._held = ""
 
     def add(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that is certain now; with `may_stop` false, a stop string that `text` completes does not count."""
+        """Return the text that is final now. If `may_stop` is False, ignore stop strings that `text` completes."""
         if not self._patterns:
             return text
         for index, char in enumerate(text):
-            # All of them move on, also if one is found.
+            # Advance all patterns, even if one is found.
             found = [pattern.text for pattern in self._patterns if pattern.add(char)]
             if found and may_stop:
                 self.stop = found[0]
@@ -66,18 +66,18 @@ class StopMatcher:
         return answer
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """Return the held text. Call this if no more text follows."""
         answer, self._held = self._held, ""
         return answer
 
 
 class _Pattern:
-    """How much of a string the end of a text is: the method of Knuth, Morris and Pratt."""
+    """Length of the prefix of a string with which a text ends, by the Knuth-Morris-Pratt algorithm."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        # For each prefix of the string: the longest shorter one with which it ends.
+        # For each prefix of the string: the length of the longest shorter prefix with which it ends.
         self._shorter = [0] * len(text)
         for index in range(1, len(text)):
             self._shorter[index] = self._next(self._shorter[index - 1], text[index])
@@ -88,7 +88,7 @@ class _Pattern:
         return matched + (self.text[matched] == char)
 
     def add(self, char: str) -> bool:
-        """Whether the string ends with this character."""
+        """Add a character of the text. Return True if the text now ends with the string."""
         self.matched = self._next(self.matched, char)
         if self.matched < len(self.text):
             return False
@@ -98,23 +98,23 @@ class _Pattern:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some more tokens add to an answer."""
+    """The text that some tokens add to an answer."""
 
     text: str
     kept: int
-    """How many of the tokens belong to it; none of those behind them do, nor their logprobs or rows of routing."""
+    """Number of the tokens that belong to the answer. Discard later tokens with their logprobs and routed experts."""
     stop: str | None = None
-    """The stop string that ends it, which the last of the kept tokens completed."""
+    """The stop string that ended the answer. The last of the kept tokens completed it."""
 
 
 class AnswerText:
-    """The text of one answer, and where it ends; how its tokens are split between calls makes no difference.
+    """The text of one answer, up to its end. The split of the tokens between calls does not affect it.
 
     Args:
-        min_tokens: a stop string counts only if a later token than these completes it.
+        min_tokens: a stop string counts only if a token after this number of tokens completes it.
 
     Attributes:
-        tokens: how many belong to the answer so far.
+        tokens: number of tokens that belong to the answer so far.
     """
 
     def __init__(self, detokenizer: Detokenizer, stops: StopMatcher, *, min_tokens: int = 0) -> None:
@@ -124,12 +124,12 @@ class AnswerText:
         self._min_tokens = min_tokens
 
     def add(self, token_ids: Sequence[int], *, final: bool = False, by_stop_token: bool = False) -> TextDelta:
-        """Take the next tokens of an answer that no stop string has ended.
+        """Add the next tokens of an answer that no stop string has ended.
 
         Args:
-            final: none follow: nothing is held back.
-            by_stop_token: the last of them is a stop token, which ended the answer: it is kept, and its text is treated
-                like a stop string's.
+            final: no more tokens follow, so no text is held.
+            by_stop_token: the last token is a stop token, which ended the answer. The token is kept, and its text is
+                treated like that of a stop string.
         """
         texts: list[str] = []
         unread = by_stop_token and not self._stops.include_stop
@@ -155,7 +155,7 @@ def text_of(
     include_stop: bool,
     skip_special_tokens: bool,
 ) -> AnswerText:
-    """The text of an answer that has not begun."""
+    """Return the empty text of a new answer."""
     prompt_end = [int(token_id) for token_id in request.prompt_token_ids[-LONGEST_CHARACTER:]]
     return AnswerText(
         Detokenizer(tokenizer, prompt_end, skip_special_tokens=skip_special_tokens),

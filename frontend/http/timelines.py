@@ -1,4 +1,4 @@
-"""What became of a request, from the workers that had it."""
+"""Route that returns the recorded history of a request from the workers that had it."""
 
 from typing import Final
 
@@ -14,10 +14,10 @@ __all__ = ["ROUTES"]
 
 
 async def request_timelines(service: Service, request: Request) -> Response:
-    """Tell what became of a request: each attempt with its worker, times, pauses, versions and end.
+    """Return the history of a request: each attempt with its worker, times, pauses, weight versions and end.
 
-    Workers remember their requests in flight and the last 1,000 that ended. The id is that of `X-Request-Id`, or of an
-    OpenAI answer.
+    Workers remember their open requests and the last 1,000 that ended. The id is the value of `X-Request-Id` or the id
+    of an OpenAI answer.
     """
     name = request.path_params["id"]
     trace = await find_timelines(service.rb.fleet, name)

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes and with its defaults."""
+"""`/tokenize` and `/detokenize`, with vLLM's fields and defaults."""
 
 import asyncio
 from typing import Annotated, Any
@@ -21,27 +21,27 @@ __all__ = ["ROUTES", "DetokenizeBody", "TokenizeBody"]
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A text as `prompt`, or a chat as `messages`; the latter with what follows `return_token_strs`."""
+    """A text as `prompt`, or a chat as `messages`. The fields after `return_token_strs` are for chats only."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """Null: true for a text; false for a chat, whose template writes them."""
+    """Null means true for a text, and false for a chat, because the chat template adds the special tokens."""
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = None
-    """Null: true, unless the final message is to be continued."""
+    """Null means true, unless `continue_final_message` is true."""
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    """A template is a program: only the model's own is run."""
+    """Must be null. A template is a program, so the service runs only the model's own template."""
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Token ids."""
+    """Token ids to convert to text."""
 
     model: str | None = None
     tokens: list[Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]]
@@ -52,20 +52,20 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
 
     count: int
     max_model_len: int
-    """Prompt and generated tokens together."""
+    """Limit on the sum of prompt tokens and generated tokens."""
     tokens: list[int]
     token_strs: list[str] | None
-    """With `return_token_strs`, as the vocabulary spells them."""
+    """The tokens as the vocabulary spells them, if the request has `return_token_strs`; else null."""
 
 
 class DetokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
-    """A text."""
+    """Text of the token ids."""
 
     prompt: str
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """The token ids of a text or a chat, and how many a prompt may have."""
+    """Return the token ids of a text or a chat, and the model's token limit."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), TokenizeBody)
     target = find_target(service, body.model)
@@ -84,10 +84,10 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 def _chat(body: TokenizeBody) -> Chat | None:
-    """The chat, or None if the body has a text.
+    """Return the chat, or None if the body has a text.
 
     Raises:
-        InvalidRequest: it has both, or none, or a text with what belongs to a chat.
+        InvalidRequest: the body has both, or neither, or a text with fields of a chat.
     """
     if body.messages is None:
         if body.prompt is None:
@@ -109,7 +109,7 @@ def _chat(body: TokenizeBody) -> Chat | None:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), DetokenizeBody)
     target = find_target(service, body.model)

@@ -1,4 +1,4 @@
-"""Loads models' tokenizers for the service, so that a load that fails or hangs harms nothing else."""
+"""Loads models' tokenizers for the service. A load that fails or hangs does not affect other requests."""
 
 import asyncio
 import logging
@@ -14,32 +14,32 @@ __all__ = ["TokenizerLoads"]
 logger = logging.getLogger(__name__)
 
 PRELOAD_WAIT_S: Final = 5.0
-"""Tokenizers mostly load in less; a probe that asks whether the service is ready waits no longer."""
+"""Seconds that a readiness probe waits for a load. Most tokenizers load faster."""
 STOP_WAIT_S: Final = 5.0
-"""A load mostly ends in less; a service that stops waits no longer for one that hangs."""
+"""Seconds that a stopping service waits for a load. Most loads end faster."""
 
 
 class TokenizerLoads:
-    """The tokenizers that were loaded, and the loads under way, by folder; a fleet serves a few."""
+    """The loaded tokenizers and the running loads by folder. A fleet serves few models."""
 
     def __init__(self) -> None:
         self._loads: dict[Path, asyncio.Future[Tokenizer]] = {}
-        # One load after another: several threads that import transformers at once find it half imported.
+        # One load at a time: if several threads import transformers at once, they see a partly imported module.
         self._turn = threading.Lock()
         self._is_stopping = False
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         num_ended = sum(load.done() for load in self._loads.values())
         return f"<TokenizerLoads ended={num_ended} loading={len(self._loads) - num_ended}>"
 
     async def tokenizer(self, folder: Path) -> Tokenizer:
-        """Return the tokenizer of a folder; load it if there was no load, or the last one failed.
+        """Return the tokenizer of a folder. Load it if there was no load, or if the last load failed.
 
-        Cancellation: the load goes on.
+        Cancellation: the load continues.
 
         Raises:
-            TokenizerUnavailable: it cannot be loaded.
+            TokenizerUnavailable: the tokenizer cannot be loaded.
         """
         load = self._loads.get(folder)
         if load is None or (load.done() and load.exception() is not None):
@@ -47,22 +47,22 @@ class TokenizerLoads:
         return await asyncio.shield(load)
 
     async def has_ended(self, folder: Path) -> bool:
-        """Return whether the tokenizer of a folder is loaded, or cannot be; wait some seconds for its load.
+        """Return True if the tokenizer of a folder is loaded or cannot be loaded. Wait some seconds for its load.
 
-        This begins a load only if there was none: probes come again and again, also where the load fails.
+        This starts a load only if there was none, because probes repeat even if the load fails.
 
-        Cancellation: the load goes on.
+        Cancellation: the load continues.
         """
         load = self._loads.get(folder)
         if load is None:
             load = self._begin(folder)
-            # No request gets its error.
+            # Log the error, because no request receives it.
             load.add_done_callback(_log_failure)
         await asyncio.wait([load], timeout=PRELOAD_WAIT_S)
         return load.done()
 
     async def stop(self) -> None:
-        """Begin no more loads, wait some seconds for the one under way, and then leave it alone."""
+        """Start no more loads and wait some seconds for the running load. Abandon it if it does not end."""
         self._is_stopping = True
         loading = [load for load in self._loads.values() if not load.done()]
         if loading:
@@ -72,7 +72,7 @@ class TokenizerLoads:
 
     def _begin(self, folder: Path) -> asyncio.Future[Tokenizer]:
         found: Future[Tokenizer] = Future()
-        # A daemon: at its end the process would wait for a pool's thread that hangs.
+        # A daemon thread: with a pool, the process would wait at its exit for a thread that hangs.
         threading.Thread(target=self._run, args=(folder, found), name="tokenizer-load", daemon=True).start()
         load = self._loads[folder] = asyncio.wrap_future(found)
         load.add_done_callback(_error_of)
@@ -80,7 +80,7 @@ class TokenizerLoads:
 
     def _run(self, folder: Path, found: Future[Tokenizer]) -> None:
         with self._turn:
-            # False: the service has stopped.
+            # False if the service has stopped.
             if not found.set_running_or_notify_cancel():
                 return
             try:
@@ -90,13 +90,13 @@ class TokenizerLoads:
             except TokenizerUnavailable as exc:
                 found.set_exception(exc)
             except BaseException as exc:
-                # Boundary of one load: a panic of the tokenizers library is no `Exception`.
+                # Boundary of one load. A panic of the tokenizers library is not an `Exception`.
                 logger.error("tokenizer.load_panicked folder=%s", folder, exc_info=exc)
                 found.set_exception(TokenizerUnavailable(f"no tokenizer in {folder}: a library failed"))
 
 
 def _error_of(load: asyncio.Future[Tokenizer]) -> BaseException | None:
-    """Return the error of a load that has ended, so that asyncio does not complain that nobody asked for it."""
+    """Return the error of a load that has ended. Otherwise asyncio would log that the error was never retrieved."""
     return None if load.cancelled() else load.exception()
 
 

@@ -1,4 +1,4 @@
-"""Tokens with what belongs to each of them: all of an answer, or those of one chunk."""
+"""Tokens with their logprobs, weight versions and routed experts: all tokens of an answer, or those of one chunk."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,54 +18,54 @@ from .request_target import RequestTarget
 __all__ = ["BLOCK", "Ids", "Scored", "Scores", "Tokens", "json_logprobs", "prompt_scores", "whole_rows"]
 
 BLOCK: Final = 1024
-"""Positions whose logprobs are made into objects at a time."""
+"""Number of positions whose logprobs are converted to objects at a time."""
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Array = TypeVar("Array", bound=npt.NDArray[np.generic])
 
 
 class Scored(NamedTuple):
-    """A token that stands at a position, or was likely there."""
+    """A token at a position, or a likely alternative at that position."""
 
     token_id: int
     logprob: float
-    """-inf is -9999, as with vLLM: JSON has no infinity. NaN: there is none, which JSON shows as null."""
+    """-9999 for -inf, as in vLLM, because JSON has no infinity. NaN if there is no logprob; JSON then has null."""
     rank: int | None
-    """1 is the most likely one; None: not among those that were asked for."""
+    """1 for the most likely token; None if the token is not among the requested alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Tokens and their log probabilities, and what was likely in their places."""
+    """Tokens with their log probabilities, and likely alternatives at the same positions."""
 
     ids: Ids
     """i4[k]."""
     logprobs: Logprobs | None = None
-    """f4[k]; None: not asked for."""
+    """f4[k]; None if not requested."""
     top_ids: Ids | None = None
-    """i4[k, width], best first; None: not asked for."""
+    """i4[k, width], most likely first; None if not requested."""
     top_logprobs: Logprobs | None = None
     """f4[k, width]."""
 
     def check(self, width: int, what: str) -> None:
-        """Refuse logprobs that are not those of the tokens.
+        """Check that the logprobs match the tokens.
 
         Args:
-            width: how many alternatives were asked for.
-            what: the tokens are, for people.
+            width: number of requested alternatives.
+            what: name of the tokens in error messages.
 
         Raises:
-            HttpError: 502, a wrong number of logprobs, or one that is no number.
+            HttpError: 502, the number of logprobs is wrong, or a logprob is not a number.
         """
         for values in (self.logprobs, self.top_logprobs) if width else (self.logprobs,):
             found = 0 if values is None else len(values)
             if found != len(self.ids):
                 raise _broken(f"{len(self.ids)} {what} came with {found} logprobs")
             if values is not None and not np.all(values < np.inf):
-                raise _broken(f"a logprob of the {what} is no number")
+                raise _broken(f"a logprob of the {what} is not a number")
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
-        """What stands at each position: its own token first, the others after it, best first; some positions a time."""
+        """Yield some positions at a time, each with its own token and then the alternatives, most likely first."""
         for at in range(0, len(self.ids), BLOCK):
             here = slice(at, at + BLOCK)
             ids, logprobs = self.ids[here].tolist(), json_logprobs(self.logprobs, here)
@@ -74,13 +74,13 @@ class Scores:
             yield [_position(*each) for each in zip(ids, logprobs, top_ids, top_logprobs, strict=True)]
 
     def cut(self, kept: int) -> "Scores":
-        """The first `kept` of them."""
+        """Return the first `kept` positions."""
         arrays = (self.ids, self.logprobs, self.top_ids, self.top_logprobs)
         return Scores(*(None if array is None else array[:kept] for array in arrays))  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        """What follows each other as one."""
+        """Return consecutive parts as one."""
         names = ("logprobs", "top_ids", "top_logprobs")
         return cls(
             np.concatenate([part.ids for part in parts]),
@@ -95,12 +95,12 @@ def _position(own_id: int, own_logprob: float, ids: Sequence[int], logprobs: Seq
 
 
 def json_logprobs(logprobs: Logprobs | None, here: slice = slice(None)) -> list[float]:
-    """Some of them as JSON has them; none, where none were asked for."""
+    """Return the logprobs in the slice as JSON represents them. Return an empty list if they were not requested."""
     return [] if logprobs is None else np.maximum(logprobs[here], JSON_MINUS_INFINITY).tolist()
 
 
 def _join(parts: Sequence[Array | None]) -> Array | None:
-    # Chunks without tokens have none.
+    # Chunks without tokens have no array.
     there = [part for part in parts if part is not None]
     return np.concatenate(there) if there else None
 
@@ -122,19 +122,20 @@ class Tokens:
     start: int = 0
     """Absolute position of the first row."""
     masks: bus.TokenMasks | None = None
-    """What each of the tokens was sampled from."""
+    """For each token, the ids from which it was sampled."""
     of_prompt: Scores | None = None
-    """Of tokens of the prompt, which has no logprob for its first one."""
+    """Scores of prompt tokens. The first prompt token has no logprob."""
     finish_reason: bus.FinishReason | None = None
-    """None: there will be more."""
+    """None if more tokens follow."""
     stop_token: int | None = None
-    """Which of `stop_token_ids` ended the answer."""
+    """The one of `stop_token_ids` that ended the answer."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine found in its prefix cache, where that is known."""
+    """Number of prompt tokens that the engine found in its prefix cache, if known."""
     first_worker: str | None = None
-    """Who made the first of the tokens, where that is known."""
+    """The worker that generated the first token, if known."""
     worker: str | None = None
-    """Who made the last of them, likewise: another one where prefill is apart, or a worker was lost."""
+    """The worker that generated the last token, if known. It differs from the first worker if a prefill worker computed
+    the prompt, or if a worker was lost."""
 
     @property
     def ids(self) -> Ids:
@@ -143,7 +144,7 @@ class Tokens:
 
     @classmethod
     def of_generation(cls, generation: bus.Generation, request: bus.GenerateRequest) -> "Tokens":
-        """All of an answer."""
+        """Return all tokens of an answer."""
         of_prompt = None
         if generation.prompt_logprobs is not None:
             of_prompt = Scores(
@@ -168,7 +169,7 @@ class Tokens:
 
     @classmethod
     def of_chunk(cls, chunk: bus.Chunk, request: bus.GenerateRequest) -> "Tokens":
-        """What one chunk added."""
+        """Return the tokens of one chunk."""
         top, end, rows, prompt = chunk.top_logprobs, chunk.end, chunk.routed_experts, chunk.prompt_logprobs
         of_prompt = None
         if prompt is not None:
@@ -196,7 +197,7 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
-        """What follows each other as one; the last one says how it ended."""
+        """Return consecutive parts as one. The last part has the finish reason."""
         if len(parts) == 1:
             return parts[0]
         of_prompt = [part.of_prompt for part in parts if part.of_prompt is not None]
@@ -212,7 +213,7 @@ class Tokens:
         )
 
     def cut(self, kept: int, past: int) -> "Tokens":
-        """The first `kept` tokens, and the rows of positions before `past`."""
+        """Return the first `kept` tokens, and the rows of positions before `past`."""
         if kept == len(self.ids):
             return self
         return replace(
@@ -229,10 +230,10 @@ def _prompt_ids(request: bus.GenerateRequest) -> Ids:
 
 
 def whole_rows(request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens) -> Rows | None:
-    """The rows of a whole answer; None where its model has no experts.
+    """Return the rows of a whole answer; None if its model has no experts.
 
     Raises:
-        HttpError: 502, some are missing.
+        HttpError: 502, some rows are missing.
     """
     routing, rows = target.capabilities.routed_experts, tokens.rows
     if rows is None:
@@ -241,15 +242,17 @@ def whole_rows(request: bus.GenerateRequest, target: RequestTarget, tokens: Toke
         rows = no_rows(routing.num_layers, routing.top_k, routing.dtype)
     expected = expected_rows(request.prompt_len, request.routed_experts_prompt_start, len(tokens.ids))
     if len(rows) < expected:
-        raise _broken(f"{len(tokens.ids)} tokens came with {len(rows)} rows of routing, not {expected}")
+        raise _broken(f"{len(tokens.ids)} tokens came with {len(rows)} rows of routed experts, not {expected}")
     return rows[:expected]
 
 
 def prompt_scores(request: bus.GenerateRequest, tokens: Tokens) -> Scores | None:
-    """Of all tokens of the prompt but the first; None: not asked for, or aborted before they were there.
+    """Return the scores of all prompt tokens except the first.
+
+    Return None if they were not requested, or if the request was aborted before they arrived.
 
     Raises:
-        HttpError: 502, some are missing, or one is no number.
+        HttpError: 502, some scores are missing, or a logprob is not a number.
     """
     width = request.sampling.prompt_logprobs
     if width is None or not len(tokens.ids):

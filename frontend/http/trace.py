@@ -12,24 +12,24 @@ __all__ = ["GivenTrace", "given_trace"]
 _ANY_VERSION: Final = re.compile(
     r"(?P<version>[0-9a-f]{2})(?P<ids>-[0-9a-f]+-[0-9a-f]+)-(?P<flags>[0-9a-f]+)(?P<more>-.*)?"
 )
-"""Later versions append fields to those that are known."""
+"""A `traceparent` of any version. Later versions append fields to the known ones."""
 
 
 class GivenTrace(NamedTuple):
-    """What a client says of its trace, fit to be handed on."""
+    """A client's trace context in the form that the service forwards."""
 
     traceparent: str
-    """Of version 00."""
+    """The `traceparent` in version 00."""
     tracestate: str | None
 
 
 def given_trace(headers: Headers, *, is_trusted: bool) -> GivenTrace | None:
-    """The trace context in `headers`; None without one, with several, and where it is malformed.
+    """Return the trace context in `headers`; None if there is none, if there are several, or if it is malformed.
 
-    Refusing a request because of its trace is not what the standard wants: the trace begins anew.
+    If the trace is malformed, a new trace begins, as the standard requires. The request is not rejected.
 
     Args:
-        is_trusted: the client may have its request sampled. Otherwise its flags count for nothing.
+        is_trusted: the client may have its request sampled. Otherwise its flags are ignored.
     """
     given = headers.getlist("traceparent")
     if len(given) != 1:

@@ -1,7 +1,7 @@
-"""Requests for tokens wait here for their users' turns, while the fleet has as many as it has room for.
+"""Token requests wait here for their users' turns while the fleet's capacity is used.
 
-A worker takes requests from the queue in the order in which they came. So this service puts only a few more there
-than the workers can run. Otherwise one user's flood would be ahead of every later request of others.
+Workers pull requests from the queue in the order of their arrival. So this service puts only a few more requests into
+the queue than the workers can run. Otherwise a flood from one user would delay all later requests of other users.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from .metrics import Metrics
 __all__ = ["FleetTurn", "Turns", "room_of"]
 
 MIN_AHEAD: Final = 8
-"""Samples in the fleet's queue, so that a worker that has room for one need not wait for this service."""
+"""Minimum number of samples in the fleet's queue, so that a worker with a free slot need not wait for this service."""
 MIN_LEFT_S: Final = 0.001
 
 
 def room_of(workers: Sequence[WorkerPresence], model: str) -> int | None:
-    """Return how many samples for a model the fleet is given at a time; None if no worker says how many it runs."""
+    """Return the limit on open samples of a model in the fleet; None if no worker announces its number of slots."""
     slots = sum(
         worker.capabilities.max_num_seqs
         for worker in workers
@@ -46,33 +46,33 @@ class FleetTurn:
     """A request that may go to the fleet now."""
 
     request: bus.GenerateRequest
-    """With what is left of its time."""
+    """The request with the rest of its timeout."""
     end: Callable[[], None]
-    """To be called when the fleet is done with it; safe to repeat."""
+    """Call this when the request has ended in the fleet. Repeated calls are safe."""
 
 
 class Turns:
-    """The lines of all models.
+    """The waiting requests of all models.
 
     Args:
-        workers: those that are there now.
-        default_room: for samples under way where no worker says how many it runs.
+        workers: returns the current workers.
+        default_room: limit on open samples of a model if no worker announces its number of slots.
     """
 
     def __init__(self, workers: Callable[[], Sequence[WorkerPresence]], default_room: int, metrics: Metrics) -> None:
         self._workers = workers
         self._default_room = default_room
         self._metrics = metrics
-        # Of models with requests.
+        # By model. Only models with requests have an entry.
         self._lines: dict[str, FairLine] = {}
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
 
     @asynccontextmanager
     async def turn(self, user: str, request: bus.GenerateRequest) -> AsyncIterator[FleetTurn]:
-        """Wait for a request's turn, which ends with the block at the latest.
+        """Wait for a request's turn. The turn ends with the block at the latest.
 
         Raises:
-            RequestTimeout: it did not come within the request's time.
+            RequestTimeout: the request's turn did not come within its timeout.
         """
         model = request.model or ""
         ticket = Ticket(user, request.sampling.n, request.priority)
@@ -93,7 +93,7 @@ class Turns:
                 async with asyncio.timeout(timeout_s):
                     await waiter
         except TimeoutError:
-            message = f"not finished within {timeout_s:g} s: it waits behind other requests of this service"
+            message = f"not finished within {timeout_s:g} s: the request waited behind other requests of this service"
             raise RequestTimeout(stage="admission", message=message, request_id=request.request_id) from None
         finally:
             del self._waiters[ticket]

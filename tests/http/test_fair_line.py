@@ -188,7 +188,7 @@ async def test_a_request_waits_no_longer_than_its_time() -> None:
     prompt = rollbus.GenerateRequest(prompt_token_ids=[1], model="m")
     async with waiting.turn("a", prompt) as turn:
         assert turn.request is prompt
-        with pytest.raises(rollbus.RequestTimeout, match="waits behind other requests") as failed:
+        with pytest.raises(rollbus.RequestTimeout, match="waited behind other requests") as failed:
             async with waiting.turn("b", replace(prompt, timeout_s=0.01)):
                 pass
         assert failed.value.stage == "admission"

@@ -254,7 +254,7 @@ def test_what_does_not_belong_together_is_an_error() -> None:
         assert failed.value.status == 502
     wanted, answer, tokens = choice()
     answer.add(replace(tokens, rows=np.ones((6, 4, 4), "u1")))
-    with pytest.raises(HttpError, match="6 rows of routing, not 7"):
+    with pytest.raises(HttpError, match="6 rows of routed experts, not 7"):
         nvext(wanted, answer.pop_update().tokens)
 
 
