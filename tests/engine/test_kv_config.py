@@ -70,7 +70,7 @@ def test_the_example_connector_is_replaced() -> None:
         ),
         ("decode", {**NIXL, "kv_role": "kv_producer"}, "allowed: kv_consumer or kv_both"),
         ("both", {**NIXL, "kv_role": "kv_producer"}, "for the role both; allowed: kv_both"),
-        ("decode", {**NIXL, "kv_connector_extra_config": 1}, "kv_connector_extra_config is no map"),
+        ("decode", {**NIXL, "kv_connector_extra_config": 1}, "kv_connector_extra_config is not a map"),
         ("decode", {"kv_connector": "ExampleConnector"}, "shared_storage_path is None; allowed: the absolute path"),
         (
             "decode",
@@ -128,7 +128,7 @@ def test_rows_that_nobody_here_knows_are_not_promised() -> None:
 
 def test_handovers_that_cannot_be_read() -> None:
     """Bytes that are no map are refused, and parameters that are no map of plain values are not handed on."""
-    with pytest.raises(InvalidRequest, match=r"kv\.params cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"kv\.params cannot be decoded"):
         decode_params(KvTransfer(params=b"\x01"), request(41, 40), Transfer())
     assert encode_params(None) is None
     assert encode_params({"remote_block_ids": object()}) is None
@@ -208,16 +208,16 @@ class TestWithVllm:
         [
             (
                 {"kv_connector": "OffloadingConnector"},
-                "OffloadingConnector brings back KV on its own account, .* the experts are unknown; allowed with",
+                "OffloadingConnector loads KV of earlier prompts by itself, .* allowed with",
             ),
-            ({"kv_connector": "SimpleCPUOffloadConnector"}, "SimpleCPUOffloadConnector brings back KV"),
-            ({"kv_connector": "LMCacheConnectorV1"}, "LMCacheConnectorV1 brings back KV"),
+            ({"kv_connector": "SimpleCPUOffloadConnector"}, "SimpleCPUOffloadConnector loads KV of earlier prompts"),
+            ({"kv_connector": "LMCacheConnectorV1"}, "LMCacheConnectorV1 loads KV of earlier prompts"),
             (
                 {
                     "kv_connector": "MultiConnector",
                     "kv_connector_extra_config": {"connectors": [NIXL, {"kv_connector": "OffloadingConnector"}]},
                 },
-                "OffloadingConnector brings back KV",
+                "OffloadingConnector loads KV of earlier prompts",
             ),
             ({**NIXL, "kv_conector": 1}, r"'kv_transfer_config.kv_conector' is unknown to vLLM; did you mean 'kv_conn"),
             (
@@ -243,7 +243,7 @@ class TestWithVllm:
     def test_requests_cannot_name_kv_themselves(self) -> None:
         """The parameters of a transfer come from the bus alone; the user's other arguments are kept beside them."""
         own = SamplingParams(extra={"extra_args": {"kv_transfer_params": {"remote_host": "elsewhere"}}})
-        with pytest.raises(InvalidRequest, match=r"sampling\.extra\.extra_args\.kv_transfer_params is the bus's"):
+        with pytest.raises(InvalidRequest, match=r"extra_args\.kv_transfer_params is reserved for rollbus"):
             to_vllm(request(40, sampling=own), max_model_len=128, returns_rows=True)
         other = SamplingParams(extra={"extra_args": {"note": 1}})
         params = to_vllm(request(40, sampling=other), max_model_len=128, returns_rows=True, kv=dict(PREFILL_PARAMS))

@@ -98,7 +98,7 @@ def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
 
 def test_a_cache_without_blocks_is_refused(folder: KvFolder) -> None:
     """Where a layer keeps something else than blocks, nothing is stored wrongly: the engine does not start."""
-    with pytest.raises(TypeError, match=r"layers\.0 is not made of 8 blocks"):
+    with pytest.raises(TypeError, match=r"layers\.0 does not consist of 8 blocks"):
         KvBlocks(folder, {"layers.0": [torch.zeros(8), torch.zeros(8)]}, NUM_BLOCKS, SHARD)
 
 

@@ -217,5 +217,5 @@ def test_made_up_parameters(folder: KvFolder, tmp_path: Path, params: dict[str, 
     scheduler.legs.finish(scheduler.request, is_length=True)
 
     for job in loads:
-        with pytest.raises(ValueError, match="no id of KV"):
+        with pytest.raises(ValueError, match="invalid KV id"):
             folder.file(job.kv_id, "pp0-tp0")

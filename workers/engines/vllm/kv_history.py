@@ -1,10 +1,10 @@
-"""KV that the engine core computes anew: told with the tokens that follow, and never taken from older weights' cache.
+"""Marks recomputed KV in the engine core's outputs, and prevents the reuse of cached KV of older weights.
 
-vLLM tells the worker of a preemption and of the scheduling that follows, not of the recomputation: with asynchronous
-scheduling a token that was on its way comes in between. And a preempted
-request finds its own blocks in the prefix cache again, also those of weights that were replaced since.
+vLLM reports a preemption and the later scheduling to the worker, but not the recomputation of the KV: with asynchronous
+scheduling, an output of an earlier step can arrive after these events. Also, a preempted request finds its own blocks
+in the prefix cache again, including blocks of weights that were replaced since.
 
-The functions are added to vLLM's `EngineCore` in its process, where the worker calls them as it calls vLLM's own.
+The functions are added to vLLM's `EngineCore` in its process. The worker calls them like vLLM's own methods.
 """
 
 import time
@@ -15,11 +15,11 @@ __all__ = ["OUTDATE", "RECOMPUTED_AT", "WATCH", "install"]
 WATCH = "rollbus_watch_kv"
 OUTDATE = "rollbus_outdate_kv"
 RECOMPUTED_AT = -1.0
-"""The time of the marks made here, by which they differ from vLLM's own events: no clock shows it."""
+"""Timestamp of the events that this module adds. vLLM's own events never have it, because no clock returns it."""
 
 
 def install() -> None:
-    """Add the functions to `EngineCore`; called in the engine core's process, harmless when repeated."""
+    """Add the functions to `EngineCore`. Call this in the engine core's process; a repeated call has no effect."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, WATCH, watch_kv)
@@ -27,21 +27,21 @@ def install() -> None:
 
 
 def watch_kv(core: Any) -> None:
-    """From now on, mark the first output with tokens of each request that was preempted and scheduled again."""
+    """Start to mark the first output with tokens of each request that was preempted and scheduled again."""
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
 
     scheduler = core.scheduler
-    # Looked up now: a scheduler of the user's own may lack them.
+    # Read these attributes now, so that a custom scheduler without them fails here.
     _ = scheduler.running, scheduler._preempt_request
     resumed: set[str] = set()
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, results: Any) -> Any:
-        # Steps are handled in the order in which they were scheduled: what is on its way of a preempted request comes
-        # before the step that resumes it.
+        # Steps are processed in the order in which they were scheduled: outputs of a preempted request from earlier
+        # steps arrive before the step that resumes the request.
         resumed.update(scheduled.scheduled_cached_reqs.resumed_req_ids)
         for new in scheduled.scheduled_new_reqs:
-            # Model Runner V2 gets resumed requests as new ones.
+            # With Model Runner V2, resumed requests are in the list of new requests.
             request = scheduler.requests.get(new.req_id)
             if request is not None and request.num_preemptions:
                 resumed.add(new.req_id)
@@ -59,13 +59,13 @@ def watch_kv(core: Any) -> None:
 
 
 def outdate_kv(core: Any, lora_number: int | None = None) -> None:
-    """Say that weights or an adapter are replaced; called while the engine core makes no steps.
+    """Mark the KV of requests as outdated because weights or an adapter were replaced.
 
-    Requests that are here and preempted later compute all their KV anew, instead of finding old KV in the prefix cache.
-    Those that are in the middle of doing so begin with it again.
+    Call this while the engine core runs no steps. An open request that is preempted later recomputes all its KV,
+    instead of using old KV from the prefix cache. A request in the middle of a recomputation starts it again.
 
     Args:
-        lora_number: vLLM's of the adapter that was replaced; None: the weights are.
+        lora_number: vLLM's number of the replaced adapter; None: the weights were replaced.
     """
     scheduler = core.scheduler
     meant = [request for request in scheduler.requests.values() if _uses(request, lora_number)]
@@ -76,11 +76,11 @@ def outdate_kv(core: Any, lora_number: int | None = None) -> None:
         for request in meant
         if request.num_output_tokens and request.num_computed_tokens < request.num_tokens - 1
     }
-    # From the last to the first: each goes to the head of the queue.
+    # Go from the last to the first, because each preempted request goes to the head of the queue.
     for request in [request for request in reversed(scheduler.running) if request.request_id in halfway]:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic())
-        # As if it had not been in the step before; see `Scheduler.reset_prefix_cache`.
+        # Treat the request as if it was not in the previous step; see `Scheduler.reset_prefix_cache`.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 

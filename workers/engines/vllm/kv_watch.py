@@ -1,4 +1,4 @@
-"""What the worker asks of the engine core about KV that is computed anew; the other side is `kv_history`."""
+"""The worker's calls to the engine core about recomputed KV; `kv_history` is the other side."""
 
 import logging
 
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class KvWatch:
-    """Has the engine core tell of KV that it computes anew, where its scheduler allows it.
+    """Makes the engine core report recomputed KV, if its scheduler allows this.
 
     Attributes:
-        is_on: the engine core does; False until `start`.
+        is_on: True if the engine core reports recomputed KV; False until `start`.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -23,10 +23,10 @@ class KvWatch:
         self.is_on = False
 
     async def start(self) -> None:
-        """Begin, before the first request; where the scheduler is another than vLLM's own, `is_on` may stay False.
+        """Start the reports. Call this before the first request. With a custom scheduler, `is_on` may remain False.
 
         Raises:
-            EngineDead: the engine is gone.
+            EngineDead: the engine has ended.
         """
         try:
             await self._calls.on_cores(WATCH)
@@ -36,11 +36,11 @@ class KvWatch:
             self.is_on = True
 
     async def outdate(self, lora_number: int | None = None) -> None:
-        """Say that weights, or the adapter of this number, were replaced; see `kv_history.outdate_kv`.
+        """Report that the weights, or the adapter of this number, were replaced; see `kv_history.outdate_kv`.
 
         Raises:
             ControlError: `engine_error`.
-            EngineDead: the engine is gone.
+            EngineDead: the engine has ended.
         """
         if self.is_on:
             await self._calls.on_cores(OUTDATE, lora_number)

@@ -1,1 +1,1 @@
-"""KV that one engine computes and another one uses: vLLM's KV connectors, as prefill and decode workers need them."""
+"""Transfer of KV from a prefill worker's engine to a decode worker's engine with vLLM's KV connectors."""

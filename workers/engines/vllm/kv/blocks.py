@@ -1,4 +1,4 @@
-"""Blocks of a KV cache, in and out of files; in each of the engine's processes."""
+"""Writes blocks of a KV cache to files and reads them, in each process of the engine."""
 
 import logging
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ class KvBlocks:
     """The KV cache of one process.
 
     Args:
-        caches: by layer, with one entry along the first dimension for each block, or several where the kernels have
-            smaller blocks.
-        num_blocks: of the cache.
-        shard: which of the engine's processes this is; the same in both engines.
+        caches: cache of each layer by name. Its first dimension has one entry per block, or several entries if the
+            kernels use smaller blocks.
+        num_blocks: number of blocks of the cache.
+        shard: name of this process in its engine; the same in both engines.
     """
 
     def __init__(self, folder: KvFolder, caches: Mapping[str, Any], num_blocks: int, shard: str) -> None:
@@ -34,15 +34,15 @@ class KvBlocks:
         self._num_blocks = num_blocks
         self._shard = shard
         for name, cache in caches.items():
-            # Models with other states than keys and values have lists of tensors here, or from vLLM 0.32 on one plain
-            # buffer for several layers (v1/kv_cache_interface.py: has_layer_views).
+            # Models with states other than keys and values have lists of tensors here. From vLLM 0.32 on, they may have
+            # one plain buffer for several layers (v1/kv_cache_interface.py: has_layer_views).
             if not isinstance(cache, torch.Tensor) or cache.dim() == 1 or len(cache) % num_blocks:
                 raise TypeError(
-                    f"the KV cache of {name} is not made of {num_blocks} blocks; another connector is needed"
+                    f"the KV cache of {name} does not consist of {num_blocks} blocks; use another connector"
                 )
 
     def store(self, job: BlockTransfer) -> None:
-        """Write blocks to a file, which is there once it is whole; a failure is logged, and noticed by the load."""
+        """Write blocks to a file, which gets its name when it is complete. Log a failure; the later load then fails."""
         try:
             with foreign_code():
                 file = self._folder.file(job.kv_id, self._shard)
@@ -51,12 +51,12 @@ class KvBlocks:
                 save_file({name: self._read(cache, job.block_ids) for name, cache in self._caches.items()}, unfinished)
                 unfinished.replace(file)
         except ForeignError:
-            # The disk may be full. The engine must not die of it.
+            # For example, the disk is full. This must not kill the engine.
             logger.exception("kv.store_failed blocks=%d", len(job.block_ids))
             self._folder.drop(job.kv_id)
 
     def load(self, job: BlockTransfer) -> bool:
-        """Read blocks from a file and delete it; False: it could not be."""
+        """Read blocks from a file and delete the file. Return False if the blocks cannot be read."""
         try:
             with foreign_code():
                 file = self._folder.file(job.kv_id, self._shard)
@@ -67,16 +67,16 @@ class KvBlocks:
                 for name, cache in self._caches.items():
                     cache[self._index(cache, job.block_ids)] = found[name].to(cache.device)
         except ForeignError:
-            # Anything may be wrong with a file from elsewhere. The engine must not die of it.
+            # A file from another process may have any fault. This must not kill the engine.
             logger.exception("kv.load_failed blocks=%d", len(job.block_ids))
             return False
         return True
 
     def _loaded(self, file: Path, job: BlockTransfer) -> dict[str, torch.Tensor]:
-        """All of what belongs into the blocks, by layer, before any of them is touched."""
+        """Return the content of all blocks by layer. An error in the file thus leaves the whole cache unchanged."""
         with safe_open(file, "pt") as stored:
             if set(stored.keys()) != set(self._caches):
-                raise ValueError("it is of a model with other layers")
+                raise ValueError("the KV file belongs to a model with other layers")
             return {name: self._entries(stored.get_tensor(name), cache, job) for name, cache in self._caches.items()}
 
     def _read(self, cache: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -93,7 +93,8 @@ class KvBlocks:
         entries = stored[first : first + len(job.block_ids) * per_block]
         if entries.dtype != cache.dtype or entries.shape != (len(job.block_ids) * per_block, *cache.shape[1:]):
             raise ValueError(
-                f"it has {tuple(stored.shape)} of {stored.dtype}; wanted are {len(job.block_ids)} blocks from "
-                f"{job.first_block} on, of {tuple(cache.shape[1:])} of {cache.dtype}"
+                f"the KV file has shape {tuple(stored.shape)} and dtype {stored.dtype}; expected "
+                f"{len(job.block_ids)} blocks from block {job.first_block} on, "
+                f"with shape {tuple(cache.shape[1:])} and dtype {cache.dtype}"
             )
         return entries

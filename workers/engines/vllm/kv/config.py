@@ -1,4 +1,4 @@
-"""Which KV connector an engine gets for its role, and which ones go together with routed experts."""
+"""Selects the KV connector of an engine for its role, and checks that it is compatible with routed experts."""
 
 import platform
 from collections.abc import Mapping
@@ -25,9 +25,10 @@ SHARED_FOLDER_MODULE = "rollbus.workers.engines.vllm.kv.connector"
 STORAGE = "shared_storage_path"
 TTL = "abandoned_after_s"
 ABANDONED_AFTER_S = 480
-"""Decode phases come within seconds, from the front of the queue; a fleet that is paused in between computes again."""
+"""Default age in seconds after which KV is deleted. Workers pull decode phases first, so these start within seconds. If
+the fleet is paused for longer in between, workers compute the prompt again."""
 MAX_FOLDER_CHARS = 128
-"""It stands in what workers announce."""
+"""Maximum length of the path of the shared folder, which is part of a worker's presence."""
 MAX_TTL_S = 24 * 3600
 
 KV_ROLES: dict[str, tuple[str, ...]] = {
@@ -35,7 +36,7 @@ KV_ROLES: dict[str, tuple[str, ...]] = {
     "prefill": ("kv_producer", "kv_both"),
     "decode": ("kv_consumer", "kv_both"),
 }
-"""vLLM's roles that go with a worker's; the first is what it gets where none is given."""
+"""For each worker role, the allowed values of vLLM's `kv_role`; the first value is the default."""
 
 TRANSFERS = frozenset(
     {
@@ -47,16 +48,16 @@ TRANSFERS = frozenset(
         "NixlPushConnector",
     }
 )
-"""vLLM's connectors that touch only requests which say so in their `kv_transfer_params`."""
+"""vLLM's connectors that transfer KV only for requests whose `kv_transfer_params` request it."""
 
 
 def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Fields of vLLM's `KVTransferConfig` for a worker of `role`; None: no connector.
+    """Return the fields of vLLM's `KVTransferConfig` for a worker of `role`; None: no connector.
 
     vLLM's own `ExampleConnector` is replaced by `connector.SharedFolderConnector`, which uses the same folder.
 
     Raises:
-        InvalidRequest: a role without a connector, or with one that contradicts it.
+        InvalidRequest: the role needs a connector and has none, or the connector contradicts the role or is invalid.
     """
     if role not in KV_ROLES:
         raise InvalidRequest(field="role", problem=f"is {role!r}", allowed=", ".join(KV_ROLES))
@@ -83,7 +84,9 @@ def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, A
         )
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
-        raise InvalidRequest(field=f"{FIELD}.kv_connector_extra_config", problem="is no map", allowed="a JSON object")
+        raise InvalidRequest(
+            field=f"{FIELD}.kv_connector_extra_config", problem="is not a map", allowed="a JSON object"
+        )
     if name == EXAMPLE and not config.get("kv_connector_module_path"):
         folder = extra.get(STORAGE)
         if not isinstance(folder, str) or not Path(folder).is_absolute() or len(folder) > MAX_FOLDER_CHARS:
@@ -98,7 +101,7 @@ def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, A
             raise InvalidRequest(
                 field=f"{FIELD}.kv_connector_extra_config.{TTL}",
                 problem=f"is {ttl_s!r}",
-                allowed=f"1 to {MAX_TTL_S} seconds; {ABANDONED_AFTER_S} where it is not given",
+                allowed=f"1 to {MAX_TTL_S} seconds; default: {ABANDONED_AFTER_S}",
             )
         config |= {
             "kv_connector": SHARED_FOLDER,
@@ -109,7 +112,7 @@ def connector_config(role: Role, given: Mapping[str, Any] | None) -> dict[str, A
 
 
 def connector_names(config: Any) -> list[str]:
-    """The connectors in a `KVTransferConfig` of vLLM's: one, or those inside of a `MultiConnector`."""
+    """Return the connectors in vLLM's `KVTransferConfig`: one, or the connectors inside a `MultiConnector`."""
     if config.kv_connector != "MultiConnector":
         return [str(config.kv_connector)]
     children = config.kv_connector_extra_config.get("connectors") or [{}]
@@ -117,7 +120,10 @@ def connector_names(config: Any) -> list[str]:
 
 
 def describe_connector(config: Any) -> str | None:
-    """What a prefill and a decode worker must have in common, from vLLM's `VllmConfig`; None: it has no connector."""
+    """Return the values that must be equal on a prefill and a decode worker, from vLLM's `VllmConfig`.
+
+    None: the configuration has no connector.
+    """
     import vllm
 
     transfer, model = config.kv_transfer_config, config.model_config
@@ -125,7 +131,7 @@ def describe_connector(config: Any) -> str | None:
         return None
     parts = [*connector_names(transfer), f"vllm-{vllm.__version__}"]
     if transfer.kv_connector == SHARED_FOLDER:
-        # Its files are the blocks of the cache as they are.
+        # The files contain the blocks of the cache without conversion, so both caches must have the same layout.
         parallel = config.parallel_config
         parts[0] = f"{EXAMPLE} {transfer.kv_connector_extra_config[STORAGE]}"
         parts += [
@@ -137,11 +143,11 @@ def describe_connector(config: Any) -> str | None:
 
 
 def routing_refusal(config: Any) -> str | None:
-    """Why routed experts cannot be returned with the connectors of this `KVTransferConfig`; None: they can.
+    """Return why the connectors of this `KVTransferConfig` prevent routed experts; None: they are compatible.
 
-    If the KV of a prompt was not computed here, its experts are unknown: vLLM returns rows that another request has
-    left. Prefill and decode phases ask for no such rows. With a connector that finds KV by itself, any prompt may have
-    them. A connector of the user's own is not checked.
+    If this engine did not compute the KV of a prompt token, its experts are unknown, and vLLM returns a row that
+    another request left. Prefill and decode phases never request these rows. With a connector that finds KV by itself,
+    any prompt may get them. The user's own connectors are not checked.
     """
     if config is None or config.kv_connector is None:
         return None
@@ -152,7 +158,7 @@ def routing_refusal(config: Any) -> str | None:
         return None
     allowed = ", ".join(sorted(TRANSFERS - {SHARED_FOLDER} | {EXAMPLE}))
     return (
-        f"{', '.join(stores)} brings back KV on its own account, and of prompt tokens whose KV was not computed here "
-        f"the experts are unknown; allowed with routed experts: {allowed} by itself, or the engine argument "
+        f"{', '.join(stores)} loads KV of earlier prompts by itself, and the experts are unknown for prompt tokens "
+        f"whose KV this engine did not compute; allowed with routed experts: {allowed} alone, or the engine argument "
         "'enable_return_routed_experts': false"
     )

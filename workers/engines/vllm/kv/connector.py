@@ -1,11 +1,14 @@
-"""vLLM's `ExampleConnector` made fit for use: KV goes from prefill to decode workers through a shared folder.
+"""KV connector that transfers KV from prefill to decode workers through a shared folder.
 
-vLLM's own finds KV by prompt tokens alone, so that it takes what older weights or other adapters have computed; stores
-a prompt that is computed in parts before it is complete; stores every prompt and deletes none; and its engine dies of a
-missing file (kv_transfer/kv_connector/v1/example_connector.py). Here each prefill phase has its own id; see
-`phase_tracker`.
+It replaces vLLM's `ExampleConnector` (kv_transfer/kv_connector/v1/example_connector.py), which has these faults:
 
-Loads are part of a step, so that no request is ever between two of them, and one that is aborted leaves nothing behind.
+- It finds KV by the prompt tokens alone, so it also uses KV of older weights or other adapters.
+- It stores a prompt that is computed in several steps before the prompt is complete.
+- It stores every prompt and deletes none.
+- A missing file kills the engine.
+
+Here each prefill phase has its own id; see `phase_tracker`. Loads are part of a step: no request waits for a load
+between two steps, and an aborted request leaves no load behind.
 """
 
 from dataclasses import dataclass, field
@@ -31,14 +34,14 @@ __all__ = ["SharedFolderConnector"]
 
 @dataclass
 class Jobs(KVConnectorMetadata):  # type: ignore[misc]
-    """What one step stores and loads; from the scheduler to each of the engine's processes."""
+    """The stores and loads of one step. The scheduler sends them to each process of the engine."""
 
     stores: list[BlockTransfer] = field(default_factory=list)
     loads: list[BlockTransfer] = field(default_factory=list)
 
 
 class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """The connector; vLLM makes one for its scheduler, and one in each process that holds KV."""
+    """The connector. vLLM creates one for its scheduler, and one in each process that has KV."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -57,19 +60,19 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # In vLLM's scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many prompt tokens are to be loaded; never between steps."""
+        """Return the number of prompt tokens to load, and False: loads never run between steps."""
         return self._scheduling.num_to_load(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request is scheduled, in these blocks."""
+        """Record the blocks in which a request is scheduled."""
         self._scheduling.admit(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Jobs:
-        """What this step stores and loads."""
+        """Return the stores and loads of this step."""
         return Jobs(*self._scheduling.next_jobs(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; its blocks are free at once."""
+        """Record the end of a request. Return False (its blocks are free at once) and its KV transfer parameters."""
         from vllm.v1.request import RequestStatus
 
         is_length = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
@@ -84,37 +87,37 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # In each process that holds KV.
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Take the KV cache."""
+        """Store a reference to the KV cache."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         shard = f"pp{get_pp_group().rank_in_group}-tp{get_tp_group().rank_in_group}"
         self._blocks = KvBlocks(self._folder, kv_caches, self._num_blocks, shard)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load what this step needs, before it is computed; blocks until it is there."""
+        """Load the KV that this step needs, before the step is computed. Block until it is loaded."""
         if self._blocks is not None:
             for job in self._get_connector_metadata().loads:
                 if not self._blocks.load(job):
                     self._lost_block_ids.update(job.block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All is there already."""
+        """Do nothing: `start_load_kv` has loaded all layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: all layers are stored together, when the step is over."""
+        """Do nothing: `wait_for_save` stores all layers together at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Store what this step has completed; the KV is still where it was computed."""
+        """Store the prompts that this step has completed, while their KV is still in its blocks."""
         if self._blocks is not None:
             for job in self._get_connector_metadata().stores:
                 self._blocks.store(job)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks whose load has failed, told once; `kv_load_failure_policy` says what becomes of their requests."""
+        """Return the blocks whose load has failed, each once; `kv_load_failure_policy` decides about their requests."""
         lost, self._lost_block_ids = self._lost_block_ids, set()
         return lost
 
     def shutdown(self) -> None:
-        """Sweep no more."""
+        """Stop to delete abandoned KV."""
         if self._sweeper is not None:
             self._sweeper.close()

@@ -1,4 +1,4 @@
-"""KV in files: a folder that prefill and decode workers share, with one folder in it for each prefill phase."""
+"""Files with KV, in a folder that prefill and decode workers share. Each prefill phase has its own subfolder."""
 
 import logging
 import re
@@ -13,23 +13,26 @@ __all__ = ["KvFolder", "Sweeper", "new_kv_id"]
 logger = logging.getLogger(__name__)
 
 KV_ID = re.compile(r"[0-9a-f]{32}")
-"""What is no such name is neither read nor written nor deleted."""
+"""Name of a subfolder. Files and folders with other names are never read, written or deleted."""
 SWEEP_INTERVAL_S = 10.0
-"""At most, between two looks for what was abandoned: one listing of the folder."""
+"""Maximum seconds between two searches for abandoned KV; a search lists the folder once."""
 SWEEPS_PER_LIFE = 10
+"""Minimum number of searches within `ttl_s` seconds."""
 
 
 def new_kv_id() -> str:
-    """A name that no other prefill phase has."""
+    """Return a new id that no other prefill phase has."""
     return uuid.uuid4().hex
 
 
 class KvFolder:
-    """Who may read and write in the folder may do so with all KV in it; give it to the workers of one fleet only.
+    """The shared folder. A program with access to the folder can read and change all KV in it.
+
+    Share the folder only among the workers of one fleet.
 
     Args:
-        root: absolute; made where it is missing.
-        ttl_s: what is older was abandoned.
+        root: absolute path; `make` creates it.
+        ttl_s: age in seconds after which KV counts as abandoned.
     """
 
     def __init__(self, root: Path, *, ttl_s: float) -> None:
@@ -40,39 +43,39 @@ class KvFolder:
         return f"<KvFolder {self._root} ttl_s={self.ttl_s:g}>"
 
     def make(self) -> None:
-        """Make the folder, if it is not there."""
+        """Create the folder if it does not exist."""
         self._root.mkdir(parents=True, exist_ok=True)
 
     def file(self, kv_id: str, shard: str) -> Path:
-        """Where the KV of one of the engine's processes is.
+        """Return the path of the KV of one process of the engine.
 
         Raises:
-            ValueError: `kv_id`, which comes from elsewhere, is not the name of any KV.
+            ValueError: `kv_id`, which another worker may have sent, is not an id of KV.
         """
         return self._path(kv_id) / f"{shard}.safetensors"
 
     def drop_file(self, kv_id: str, shard: str) -> None:
-        """Delete what one process has read, and with the last of it the folder of the phase; gone already is fine."""
+        """Delete the file of one process, and after the last file the folder of the phase; ignore missing files."""
         self.file(kv_id, shard).unlink(missing_ok=True)
         try:
             self._path(kv_id).rmdir()
         except OSError:
-            # Other processes of the engine have not read theirs yet.
+            # Other processes of the engine have not read their files yet.
             return
 
     def drop(self, kv_id: str) -> None:
-        """Delete the KV of a prefill phase that no worker will ask for; gone already is fine."""
+        """Delete the KV of a prefill phase that no worker will request; ignore missing KV."""
         shutil.rmtree(self._path(kv_id), ignore_errors=True)
 
     def sweep(self) -> int:
-        """Delete what was abandoned; returns of how many prefill phases."""
+        """Delete abandoned KV, and return the number of its prefill phases."""
         oldest = time.time() - self.ttl_s
         num_swept = 0
         for path in self._root.iterdir():
             try:
                 is_abandoned = KV_ID.fullmatch(path.name) is not None and path.stat().st_mtime < oldest
             except FileNotFoundError:
-                # Read meanwhile, or swept by another worker.
+                # Another worker has read or deleted it meanwhile.
                 continue
             if is_abandoned:
                 shutil.rmtree(path, ignore_errors=True)
@@ -81,12 +84,12 @@ class KvFolder:
 
     def _path(self, kv_id: str) -> Path:
         if KV_ID.fullmatch(kv_id) is None:
-            raise ValueError("no id of KV: 32 hexadecimal digits are expected")
+            raise ValueError("invalid KV id; expected 32 hexadecimal digits")
         return self._root / kv_id
 
 
 class Sweeper:
-    """A thread that deletes abandoned KV, also while the engine is idle. Ends with `close`, or with the process."""
+    """A thread that deletes abandoned KV, even while the engine is idle. It ends with `close` or with the process."""
 
     def __init__(self, folder: KvFolder) -> None:
         self._folder = folder
@@ -94,7 +97,7 @@ class Sweeper:
         threading.Thread(target=self._run, name="kv-sweeper", daemon=True).start()
 
     def close(self) -> None:
-        """Sweep no more."""
+        """Stop the thread after a running search."""
         self._closed.set()
 
     def _run(self) -> None:

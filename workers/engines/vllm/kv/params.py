@@ -1,4 +1,4 @@
-"""From a `KvTransfer` to the `kv_transfer_params` of vLLM's connectors, and back."""
+"""Converts a `KvTransfer` to the `kv_transfer_params` of vLLM's connectors, and back."""
 
 import logging
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ __all__ = ["EXTRA_ARG", "PREFILL_PARAMS", "TAKES_KV", "decode_params", "encode_p
 logger = logging.getLogger(__name__)
 
 EXTRA_ARG = "kv_transfer_params"
-"""Where vLLM looks for them among a request's `extra_args` (v1/request.py: Request.__init__)."""
+"""Key of the KV transfer parameters in a request's `extra_args` (v1/request.py: Request.__init__)."""
 TAKES_KV = "do_remote_prefill"
-"""Among them: what vLLM and its connectors call a decode phase."""
+"""Key by which vLLM and its connectors mark a decode phase in the KV transfer parameters."""
 PREFILL_PARAMS = {
     "do_remote_decode": True,
     TAKES_KV: False,
@@ -31,14 +31,16 @@ PREFILL_PARAMS = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What a prefill phase gets, with every connector: the words of vLLM's own proxies."""
+"""KV transfer parameters of a prefill phase for every connector; vLLM's own proxies send the same."""
 
 
 def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) -> dict[str, Any] | None:
-    """The parameters for an engine with this `KVTransferConfig`, or None; None: a whole request, or KV of no use to it.
+    """Return the KV transfer parameters for an engine with this `KVTransferConfig`.
+
+    None: the request has no separate phases, or the engine cannot produce or use its KV.
 
     Raises:
-        InvalidRequest: the handover cannot be read, or the request wants rows that nobody here knows.
+        InvalidRequest: `kv.params` cannot be decoded, or the request needs rows that only the prefill worker has.
     """
     if kv is None or config is None:
         return None
@@ -49,17 +51,20 @@ def decode_params(kv: KvTransfer | None, request: GenerateRequest, config: Any) 
     if request.routed_experts_prompt_start < request.prompt_len - 1 and request.return_routed_experts is not False:
         raise InvalidRequest(
             field="routed_experts_prompt_start",
-            problem=f"is {request.routed_experts_prompt_start} with KV that was computed elsewhere",
-            allowed=f"{request.prompt_len - 1} or more: the rows before are where the KV comes from",
+            problem=f"is {request.routed_experts_prompt_start} in a request whose KV another worker computed",
+            allowed=f"{request.prompt_len - 1} or more: only the worker that computed the KV has the earlier rows",
         )
     try:
         return msgspec.msgpack.decode(kv.params, type=dict[str, Any])
     except MALFORMED as exc:
-        raise InvalidRequest(field="kv.params", problem=f"cannot be read: {exc}", allowed="a msgpack map") from exc
+        raise InvalidRequest(field="kv.params", problem=f"cannot be decoded: {exc}", allowed="a msgpack map") from exc
 
 
 def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
-    """What a prefill phase's end says; None: nothing that can be said, so that the prompt is computed once more."""
+    """Return the encoded KV transfer parameters of a prefill phase.
+
+    None: there are no parameters, or they are too large or cannot be encoded; the prompt is then computed again.
+    """
     if params is None:
         return None
     try:
@@ -74,6 +79,6 @@ def encode_params(params: Mapping[str, Any] | None) -> bytes | None:
 
 
 def is_decode_phase(params: "VllmSamplingParams") -> bool:
-    """A request with these parameters may take its prompt's KV from elsewhere."""
+    """Return True if a request with these parameters may load the KV of its prompt from another worker."""
     handover = (getattr(params, "extra_args", None) or {}).get(EXTRA_ARG) or {}
     return bool(handover.get(TAKES_KV))

@@ -1,8 +1,9 @@
-"""What vLLM's scheduler has to know of prefill and decode phases whose KV goes through a folder.
+"""Tracks the prefill and decode phases in vLLM's scheduler whose KV is transferred through a folder.
 
-A prefill phase is a request whose `kv_transfer_params` have `do_remote_decode`; its KV is stored in the step that
-computes the last of its prompt, so that the file is whole before anyone hears of it. A decode phase is one with
-`do_remote_prefill` and what the prefill phase's end said; its KV is loaded when it is first scheduled, once.
+A prefill phase is a request whose `kv_transfer_params` have `do_remote_decode`. Its KV is stored in the step that
+computes the last part of its prompt, so the file is complete before the id of the KV is published. A decode phase has
+`do_remote_prefill` and the parameters that `finish` returned for the prefill phase. Its KV is loaded once, when it is
+first scheduled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,12 @@ TAKES = "do_remote_prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTransfer:
-    """Blocks to store or to load in the step at hand."""
+    """Blocks to store or to load in the current step."""
 
     kv_id: str
     block_ids: list[int]
     first_block: int = 0
-    """Of the blocks of the phase, the one that goes with `block_ids[0]`."""
+    """Index of the prompt's block that `block_ids[0]` contains."""
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Giving:
 
 
 class KvPhaseTracker:
-    """The prefill phases in one engine; at most one for each request.
+    """The prefill phases in one engine, at most one per request, and the loads of decode phases.
 
     Args:
         block_size: tokens in a block of the KV cache; only whole blocks are transferred.
@@ -54,11 +55,11 @@ class KvPhaseTracker:
         return len(self._giving)
 
     def num_to_load(self, request: Any, num_computed_tokens: int) -> int:
-        """Prompt tokens whose KV is to be loaded, behind the `num_computed_tokens` that are here; whole blocks."""
+        """Return the number of prompt tokens to load after the `num_computed_tokens` in this engine; whole blocks."""
         return max(self._num_handed(request) - num_computed_tokens, 0)
 
     def admit(self, request: Any, block_ids: Sequence[int], num_to_load: int) -> None:
-        """The scheduler runs `request`, for the first time or again, in these blocks."""
+        """Record that the scheduler runs `request` in these blocks, for the first time or again."""
         params = request.kv_transfer_params or {}
         if params.get(GIVES):
             known = self._giving.get(request.request_id)
@@ -67,7 +68,7 @@ class KvPhaseTracker:
             self._giving[request.request_id] = giving
         if params.get(TAKES):
             num_handed = self._num_handed(request)
-            # What is preempted later is computed here: the KV is gone with its load.
+            # The load deletes the KV. After a later preemption, this engine computes the prompt itself.
             params[TAKES] = False
             if num_to_load:
                 past = num_handed // self._block_size
@@ -78,7 +79,7 @@ class KvPhaseTracker:
                 self._drop(params)
 
     def next_jobs(self, output: Any) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
-        """What the step `output`, of vLLM's scheduler, has to store and to load."""
+        """Return the stores and the loads of the step `output` of vLLM's scheduler."""
         stores: list[BlockTransfer] = []
         for new in output.scheduled_new_reqs:
             self._advance(new.req_id, new.num_computed_tokens, output.num_scheduled_tokens, stores)
@@ -86,7 +87,7 @@ class KvPhaseTracker:
         for index, request_id in enumerate(cached.req_ids):
             giving = self._giving.get(request_id)
             new_block_ids = cached.new_block_ids[index]
-            # A resumed request was admitted again, with all of its blocks.
+            # `admit` was called again for a resumed request, with all of its blocks.
             if giving is not None and new_block_ids is not None and request_id not in cached.resumed_req_ids:
                 giving.block_ids += new_block_ids[0]
             self._advance(request_id, cached.num_computed_tokens[index], output.num_scheduled_tokens, stores)
@@ -94,10 +95,10 @@ class KvPhaseTracker:
         return stores, loads
 
     def finish(self, request: Any, *, is_length: bool) -> dict[str, Any] | None:
-        """The request has ended; for a prefill phase, the parameters of its decode phase.
+        """Record the end of a request. For a prefill phase, return the parameters of its decode phase, or None.
 
         Args:
-            is_length: it has generated as much as it should, so that there may be more to come.
+            is_length: True if the request reached its maximum number of tokens, so a decode phase may follow.
         """
         giving = self._giving.pop(request.request_id, None)
         if giving is not None and giving.is_stored:
@@ -107,7 +108,7 @@ class KvPhaseTracker:
             self._folder.drop(giving.kv_id)
         params = request.kv_transfer_params or {}
         if params.get(TAKES):
-            # Ended before it was scheduled.
+            # The request ended before it was scheduled, so its KV was not loaded.
             self._drop(params)
         return None
 
@@ -124,7 +125,7 @@ class KvPhaseTracker:
             stores.append(BlockTransfer(kv_id=giving.kv_id, block_ids=giving.block_ids[:num_blocks]))
 
     def _num_handed(self, request: Any) -> int:
-        """Prompt tokens whose KV can be loaded: one at least stays to be computed, as there is no output without."""
+        """Return the number of prompt tokens whose KV can be loaded; the engine must compute at least one token."""
         params = request.kv_transfer_params or {}
         num_tokens = params.get("num_tokens")
         if not params.get(TAKES) or not isinstance(params.get("kv_id"), str) or not isinstance(num_tokens, int):
@@ -136,5 +137,5 @@ class KvPhaseTracker:
         try:
             self._folder.drop(str(params.get("kv_id")))
         except ValueError:
-            # No id at all; whoever made that up has stored nothing.
+            # The id is invalid, so no worker has stored KV for it.
             return
