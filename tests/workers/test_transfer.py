@@ -141,7 +141,7 @@ async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Pat
         await worker.until_tokens("r", 5)
         await worker.transfer.start(StartWeightUpdate())
         gate.clear()
-        with pytest.raises(ControlError, match="has not let go of 1 aborted requests") as caught:
+        with pytest.raises(ControlError, match="still has 1 aborted requests") as caught:
             await worker.flow.abort_all(0.01)
         assert caught.value.code is ControlCode.TIMEOUT
         end = worker.end("r")

@@ -330,7 +330,7 @@ async def test_routing_that_fits_no_message_is_refused(fleet: str) -> None:
         served(server.url, fleet, config=config) as (rb, *_),
         asyncio.timeout(SOON_S),
     ):
-        with pytest.raises(RequestRejected, match="a row of this model's routed experts takes 65536 bytes") as caught:
+        with pytest.raises(RequestRejected, match="a row of this model's routed experts has 65536 bytes") as caught:
             await rb.complete(greedy(1, 3))
         generation = await rb.complete(greedy(1, 3, return_routed_experts=False))
 

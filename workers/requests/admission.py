@@ -1,4 +1,4 @@
-"""Checks whether this engine, with its present weights, can run a request. Other requests are rejected or wait."""
+"""Checks whether this engine can run a request with its current weights. Other requests are rejected or wait."""
 
 import re
 
@@ -24,15 +24,15 @@ __all__ = [
 _SUBJECT_TAIL = re.compile(r"[^.*>\x00-\x20\x7f]+(\.[^.*>\x00-\x20\x7f]+)*")
 """One or more tokens of a subject, without wildcards and without characters that end a line of the NATS protocol."""
 WEIGHTS_ARE_COMING_S = 0.25
-"""Seconds until the queue delivers a request again that needs the desired weights, which some worker will soon have."""
+"""Seconds until the queue redelivers a request that needs the desired weights, because a worker will soon have them."""
 MAX_TOO_NEW_S = 4.0
-"""Maximum seconds until the queue delivers a request again that needs weights which this worker does not know. A
-request should not wait much longer when these weights exist; a thousand waiting requests cost a fleet 2% of one
+"""Maximum seconds until the queue redelivers a request that needs weights which this worker does not know. The value
+limits how long the request waits after these weights exist. With it, a thousand waiting requests cost a fleet 2% of one
 core."""
 MAX_DOUBLINGS = 5
-"""Doublings from one second to more than `MAX_TOO_NEW_S`."""
+"""Enough doublings to get from one second to more than `MAX_TOO_NEW_S`."""
 ADAPTER_S = 0.25
-"""Seconds until the queue first delivers a request again whose adapter this worker lacks; usually another has it."""
+"""Seconds until the first redelivery of a request whose adapter this worker lacks. Usually another worker has it."""
 MAX_SHOWN_LORAS = 8
 """Maximum names in an error message: enough to find a misspelt name."""
 
@@ -41,7 +41,7 @@ def check_reply_to(reply_to: str, prefix: str) -> None:
     """Check that `reply_to` is a subject below `prefix`: frames must not reach the subjects of other clients.
 
     Raises:
-        RemoteProtocolError: `reply_to` is not such a subject.
+        RemoteProtocolError: `reply_to` is not a subject below `prefix`.
     """
     if not reply_to.startswith(prefix) or _SUBJECT_TAIL.fullmatch(reply_to.removeprefix(prefix)) is None:
         raise RemoteProtocolError(f"reply_to is not a subject below {prefix}")
@@ -51,7 +51,7 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
     """Check that this engine supports the request and that its weights are acceptable.
 
     Raises:
-        InvalidRequest: a value is wrong for this model; the error names the field and the allowed range.
+        InvalidRequest: a value is wrong for this model. The error names the field and the allowed range.
         RequestRejected: the engine lacks a feature, the adapter is not loaded, or the weights are older than
             `min_weight_version`.
     """
@@ -66,12 +66,12 @@ def check_request(request: GenerateRequest, capabilities: Capabilities, versions
 
 
 def wait_for_weights_s(request: GenerateRequest, versions: Versions, num_delivered: int) -> float:
-    """Return the seconds after which the queue should deliver this request again; 0: this worker can run it.
+    """Return the seconds after which the queue should redeliver this request, or 0 if this worker can run it.
 
     A request waits for later weights, or for an adapter that this worker lacks and another worker may have.
 
     Args:
-        num_delivered: number of deliveries by the queue, from 1; the wait grows with it.
+        num_delivered: number of deliveries by the queue, at least 1. The wait grows with it.
     """
     factor = 2.0 ** min(num_delivered - 1, MAX_DOUBLINGS)
     wanted = request.min_weight_version
@@ -87,8 +87,8 @@ def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int |
 
     Args:
         attempt: attempt number in the message.
-        submitted_target: target version at the time of submission, from the message; None in later attempts: a request
-            that has started is not dropped.
+        submitted_target: target version at the time of submission, from the message. It is None in later attempts,
+            because a request that has started is not dropped.
 
     Raises:
         InvalidRequest: `max_weight_lag` is set, and the message has no `target_version` to count from.
@@ -106,7 +106,7 @@ def check_lag(request: GenerateRequest, *, attempt: int, submitted_target: int |
     if lag > request.max_weight_lag:
         raise RequestRejected(
             code=ErrorCode.TOO_STALE,
-            message=f"the weights went from version {submitted_target} to {versions.target_version} during the wait, "
+            message=f"the target grew from version {submitted_target} to {versions.target_version} during the wait, "
             f"by more than max_weight_lag={request.max_weight_lag}",
             request_id=request.request_id,
         )
@@ -123,8 +123,8 @@ def check_row_size(request: GenerateRequest, capabilities: Capabilities, max_byt
         return
     raise RequestRejected(
         code=ErrorCode.TOO_LARGE,
-        message=f"a row of this model's routed experts takes {routing.row_bytes} bytes, and the NATS server's "
-        f"max_payload leaves {max_bytes} for a row: raise max_payload, or set return_routed_experts=False",
+        message=f"a row of this model's routed experts has {routing.row_bytes} bytes, and the NATS server's "
+        f"max_payload allows {max_bytes}: raise max_payload, or set return_routed_experts=False",
         request_id=request.request_id,
     )
 
@@ -143,7 +143,7 @@ def check_mask_size(request: GenerateRequest, capabilities: Capabilities, max_by
         return
     raise RequestRejected(
         code=ErrorCode.TOO_LARGE,
-        message=f"a sampling mask of up to {num_ids} ids takes {4 * num_ids} bytes, and a message has room for "
+        message=f"a sampling mask of up to {num_ids} ids has {4 * num_ids} bytes, and a message allows "
         f"{max_bytes}: set sampling.top_k to at most {max_bytes // 4}, or return_sampling_mask=False",
         request_id=request.request_id,
     )
@@ -158,7 +158,7 @@ def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: C
     """
     is_prefill = kv is not None and kv.is_prefill
     if is_prefill != (capabilities.role == "prefill"):
-        problem = "it takes nothing but prefill legs" if not is_prefill else "it takes no prefill legs"
+        problem = "it accepts only prefill phases" if not is_prefill else "it accepts no prefill phases"
         raise RequestRejected(
             code=ErrorCode.UNSUPPORTED,
             message=f"this worker's role is {capabilities.role}: {problem}, which have `kv` without params",
@@ -174,7 +174,7 @@ def check_phase(request: GenerateRequest, kv: KvTransfer | None, capabilities: C
 
 
 def can_use(kv: KvTransfer, request: GenerateRequest, capabilities: Capabilities, versions: Versions) -> bool:
-    """True if the engine may use `kv`: it requests KV, or its KV was computed with the present weights."""
+    """Return True if the engine may use `kv`: it requests KV, or its KV was computed with the current weights."""
     if kv.is_prefill:
         return True
     lora_version = None if request.lora is None else versions.loras.get(request.lora)
@@ -194,12 +194,12 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
         raise RequestRejected(
             code=ErrorCode.UNSUPPORTED,
             message="return_routed_experts is true, and "
-            + (capabilities.routing_refusal or "this model has no experts whose routing could be returned"),
+            + (capabilities.routing_refusal or "this model has no routed experts to return"),
         )
     if request.return_sampling_mask and not capabilities.sampling_mask:
         raise RequestRejected(
             code=ErrorCode.UNSUPPORTED,
-            message="return_sampling_mask is true, and this worker's engine makes no sampling masks",
+            message="return_sampling_mask is true, and this worker's engine returns no sampling masks",
         )
     if _is_with_others(request, versions):
         # The same answer as from a worker without a free slot: the client then puts the request into the queue.
@@ -211,7 +211,7 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
         loaded = sorted(versions.loras)[:MAX_SHOWN_LORAS]
         raise RequestRejected(
             code=ErrorCode.UNSUPPORTED,
-            message=f"lora {request.lora!r} is not loaded on this worker; it has {', '.join(loaded) or 'none'}",
+            message=f"lora {request.lora!r} is not loaded on this worker; loaded: {', '.join(loaded) or 'none'}",
         )
     wanted = request.min_weight_version
     if wanted is not None and versions.weight_version < wanted:
@@ -222,14 +222,14 @@ def _check_offers(request: GenerateRequest, capabilities: Capabilities, versions
 
 
 def _is_with_others(request: GenerateRequest, versions: Versions) -> bool:
-    """True if this worker lacks the adapter of the request and other workers should have it."""
+    """Return True if this worker lacks the adapter of the request and other workers should have it."""
     return request.lora is not None and request.lora not in versions.loras and request.lora in versions.desired_loras
 
 
 def not_for_kv(error: RequestError, kv: KvTransfer | None) -> RequestError:
-    """Return why an engine refused a request; if KV came with it, a retry without KV can succeed."""
+    """Return the error of a request that the engine rejected. If the request had KV, a retry without KV can succeed."""
     if kv is None or kv.is_prefill:
         return error
     return RequestError(
-        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine refused the request with its KV: {error.message}"
+        code=ErrorCode.KV_TRANSFER_FAILED, message=f"the engine rejected the request with its KV: {error.message}"
     )

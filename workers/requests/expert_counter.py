@@ -35,7 +35,7 @@ class ExpertCounter:
         """Start to count for an engine with these routed experts.
 
         Args:
-            routing: None: the engine returns no routed experts.
+            routing: None if the engine returns no routed experts.
         """
         self._has_begun = True
         self._routing = routing
@@ -47,7 +47,7 @@ class ExpertCounter:
         self._book = None if routing is None or not is_countable(routing) else ExpertBook(routing, now, time.time())
 
     def load(self, since: int, window: Window, now: float) -> ExpertLoad | None:
-        """Return the counts as `ExpertBook.load` does; None: the engine returns no routed experts.
+        """Return the counts as `ExpertBook.load` does, or None if the engine returns no routed experts.
 
         Raises:
             ControlError: the engine has not started, or its model has too many experts.
@@ -70,8 +70,8 @@ class ExpertCounter:
     def add_step(self, step: RequestStep, request: WorkerRequest, weight_version: int, now: float) -> None:
         """Count a step that was added to its open request.
 
-        Steps before the first token are counted together with that token, in order: then `request.cached_tokens` is
-        known.
+        Steps before the first token are counted together with that token, in order, because only then
+        `request.cached_tokens` is known.
         """
         if self._book is not None:
             self._count_computed(self._book, step, request, weight_version, now)

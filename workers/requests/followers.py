@@ -1,4 +1,7 @@
-"""Followers: requests that follow others of their group to a worker. They wait here, offered, until a slot is free."""
+"""Followers: requests that follow another request of their group to its worker.
+
+The worker offers a follower to its client at once. The follower then waits here until the engine has a free slot.
+"""
 
 import time
 from collections.abc import Callable, Collection
@@ -44,28 +47,28 @@ class WaitingFollowers:
         self.backlog.add(name, client, lane_of(request.priority), turn, time.monotonic())
 
     def pop(self, lanes_waiting: Collection[Lane] | None, num_free: int) -> tuple[str, GenerateRequest] | None:
-        """Return the follower that gets the next free slot, as `SlotTurns.pop` does."""
+        """Return the follower that gets the next free slot, or None, as `SlotTurns.pop` does."""
         name = self.turns.pop(lanes_waiting, num_free, time.monotonic())
         return None if name is None else (name, self._requests.pop(name))
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove followers that have ended; ignore unknown names."""
+        """Remove followers that have ended. Unknown names are ignored."""
         if names and self._requests:
             self.backlog.remove(names)
             for name in names:
                 self._requests.pop(name, None)
 
     def clear(self) -> None:
-        """Remove all: this worker has lost its lease."""
+        """Remove all followers, because this worker has lost its lease."""
         self.remove(self.backlog.pop_all())
 
     def refuse_all(self) -> None:
-        """Reject all: their clients put them into the queue."""
+        """Reject all followers. Their clients put them into the queue."""
         self._refuse(self.backlog.pop_all(), "this worker accepts no requests now")
 
     def refuse_stalled(self) -> None:
-        """Reject the followers of a lane that makes no progress."""
-        reason = f"no request of a group got a slot here for {STALLED_S:g} s"
+        """Reject followers that waited for `STALLED_S` while no follower of their lane got a slot."""
+        reason = f"no follower of this lane got a slot on this worker for {STALLED_S:g} s"
         self._refuse(self.backlog.pop_stalled(time.monotonic()), reason)
 
     def _refuse(self, names: list[str], reason: str) -> None:

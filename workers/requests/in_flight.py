@@ -1,6 +1,6 @@
 """Pauses, aborts and restarts the requests in flight of a worker, and holds their steps.
 
-The caller decides that requests must stop. It first changes the state from `serving`, so that no more requests arrive.
+The caller decides when requests must stop. It first changes the state from `serving`, so that no more requests arrive.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ loses at most this much more."""
 class InFlightRequests:
     """The requests in a worker's engine, and the steps of the engine.
 
-    Every coroutine raises `EngineDead` if the engine is dead. A method with `lora` acts on the open requests that use
-    this adapter; None: on all.
+    Every coroutine raises `EngineDead` if the engine is dead. A method with the parameter `lora` acts on the open
+    requests that use this adapter, or on all open requests if `lora` is None.
 
     Args:
         execute: executes instructions and wakes the publisher.
@@ -57,7 +57,7 @@ class InFlightRequests:
         self._puller = puller
         self._execute = execute
         self._changed = asyncio.Event()
-        # At most the tokens that each request may still generate; None: steps go to the links.
+        # At most the tokens that each request may still generate. None while steps go to the links.
         self._held_steps: list[RequestStep] | None = None
         # The requests of the worker itself, one at a time.
         self._own: dict[str, list[RequestStep]] = {}
@@ -85,7 +85,7 @@ class InFlightRequests:
             reason: reason of the pause in timelines.
 
         Raises:
-            ControlError: `timeout`, with the number of requests in flight. They continue, and no request is accepted.
+            ControlError: `timeout`, with the number of requests in flight. They continue, but no request is accepted.
         """
         self.stop_intake()
         try:
@@ -93,19 +93,19 @@ class InFlightRequests:
                 if mode == "keep":
                     await self.pause_engine(reason)
                     return
-                # Steps are held because weights were replaced under a pause: requests that end must deliver them.
+                # Steps may be held since weights were replaced during a pause. Requests that end must deliver them.
                 self.release_steps()
                 if mode == "abort":
                     self.abort(self.links.requests.names)
                 await self.resume_engine()
                 await self._until(lambda: not self.count)
         except TimeoutError:
-            left = "the engine has not stopped" if mode == "keep" else f"{self.count} requests are in flight"
+            left = "the engine has not paused" if mode == "keep" else f"{self.count} requests are in flight"
             problem = f"{left} after {timeout_s:.1f} s"
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
     def stop_intake(self) -> None:
-        """Pull and accept no more requests; requests that wait in the intake go back to the queue."""
+        """Pull and accept no more requests. Requests that wait in the intake go back to the queue."""
         self._puller.pause()
         self._intake.nak_incoming()
 
@@ -132,16 +132,16 @@ class InFlightRequests:
             self._held_steps = []
 
     def release_steps(self) -> None:
-        """Add the held steps to the links with the present weight version."""
+        """Add the held steps to the links with the current weight version."""
         held, self._held_steps = self._held_steps, None
         if held:
             self.add_steps(held)
 
     def discard_steps(self) -> None:
-        """Discard the held steps; their requests end as `worker_fenced`, because they would have a gap."""
+        """Discard the held steps. Their requests fail as `worker_fenced`, because tokens are now missing."""
         held, self._held_steps = self._held_steps or [], None
         names = list({step.key for step in held})
-        self._execute(self.links.fail(names, _fenced("what this worker made of it was not to be trusted")))
+        self._execute(self.links.fail(names, _fenced("this worker discarded tokens that came from invalid weights")))
 
     async def run_alone(self, request: GenerateRequest, timeout_s: float) -> list[RequestStep]:
         """Run a request of the worker itself on the running engine. Its steps never reach a client.
@@ -149,7 +149,7 @@ class InFlightRequests:
         Cancellation: the request is aborted in the engine.
 
         Raises:
-            ControlError: `timeout`; `engine_error`: the engine refused the request or failed it.
+            ControlError: `timeout`; `engine_error`: the engine rejected the request or failed it.
         """
         self._num_own += 1
         # Names of clients' requests begin with the client, which is never empty.
@@ -162,7 +162,7 @@ class InFlightRequests:
         except TimeoutError:
             raise ControlError(ControlCode.TIMEOUT, f"{request.request_id} took more than {timeout_s:g} s") from None
         except RequestError as exc:
-            raise ControlError(ControlCode.ENGINE_ERROR, f"{request.request_id} was refused: {exc.message}") from exc
+            raise ControlError(ControlCode.ENGINE_ERROR, f"{request.request_id} was rejected: {exc.message}") from exc
         finally:
             del self._own[key]
             self.runner.abort([key])
@@ -189,7 +189,7 @@ class InFlightRequests:
         self._execute(self.links.flush())
 
     def _divert_steps(self, steps: list[RequestStep]) -> None:
-        """Route steps to the requests of the worker itself; hold the other steps if steps are held."""
+        """Route steps to the requests of the worker itself. Hold the other steps if steps are being held."""
         if self._own:
             for step in steps:
                 if step.key in self._own:
@@ -211,7 +211,7 @@ class InFlightRequests:
 
     def abort(self, names: Sequence[str]) -> None:
         """Abort requests by their engine names. Tokens sampled before are delivered."""
-        # Without this they would end with their next engine step, perhaps much later.
+        # End the requests here that the engine would end only with its next step, perhaps much later.
         meant = {name for name in names if self.runner.is_engine_paused or self.runner.is_fetching(name)}
         if meant:
             held = self._held_steps or []
@@ -229,37 +229,37 @@ class InFlightRequests:
             await self._until(lambda: not self.runner.has_any(names))
 
     async def abort_all(self, timeout_s: float) -> None:
-        """Abort all requests. On return none is in flight, also if the engine is paused.
+        """Abort all requests, also if the engine is paused. On return no request is in flight.
 
         Raises:
-            ControlError: `timeout`. For clients all requests have ended.
+            ControlError: `timeout`. The requests have ended for their clients, but the engine still has some of them.
         """
         self.abort(self.links.requests.names)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: not self.count)
         except TimeoutError:
-            problem = f"the engine has not let go of {self.count} aborted requests after {timeout_s:.1f} s"
+            problem = f"the engine still has {self.count} aborted requests after {timeout_s:.1f} s"
             raise ControlError(ControlCode.TIMEOUT, problem) from None
 
     def fail_for_retry(self, reason: str) -> None:
-        """Fail all requests in flight as `worker_fenced`: other workers resume them."""
+        """Fail all requests in flight as `worker_fenced`. Other workers resume them."""
         if self.links.requests:
             logger.warning("requests.handed_to_other_workers count=%s reason=%s", len(self.links.requests), reason)
         self.fail_using(None, reason)
         self.release_steps()
 
     def fail_using(self, lora: str | None, reason: str) -> None:
-        """Fail requests as `worker_fenced`, because this worker lost their adapter: other workers resume them."""
+        """Fail requests as `worker_fenced`, because this worker lost their adapter. Other workers resume them."""
         self._execute(self.links.fail(self.links.requests.names_using(lora), _fenced(reason)))
 
     def fail_awaiting_kv(self, lora: str | None, reason: str) -> None:
-        """Fail prefill and decode phases without a token: KV of different weights must not be mixed."""
+        """Fail prefill and decode phases without a token, because KV of different weights must not be mixed."""
         names = self.links.requests.names_awaiting_kv(lora)
         self._execute(self.links.fail(names, RequestError(code=ErrorCode.KV_TRANSFER_FAILED, message=reason)))
 
     async def restart(self, lora: str | None) -> None:
-        """Restart requests without a token in the paused engine: the new weights alone compute their KV.
+        """Restart requests without a token in the paused engine, so that only the new weights compute their KV.
 
         The attempt stays the same: clients have received no chunk of these requests yet.
         """

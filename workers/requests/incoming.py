@@ -1,4 +1,4 @@
-"""Incoming requests of a worker: a message has one sample or several siblings."""
+"""Incoming requests of a worker. A message contains one sample of a request, or several samples (siblings)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ _ids_decoder = msgspec.msgpack.Decoder(_Ids)
 
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
-    """A received message, with those of its samples that are neither accepted nor rejected yet."""
+    """A received message, with its samples that are neither accepted nor rejected yet."""
 
     client: str
     """Name of the client, from the subject."""
@@ -46,13 +46,13 @@ class IncomingRequest:
     samples: tuple[Sibling, ...]
     """At least one. The first sample of the message is the envelope's child and keeps the request's own seed."""
     message: QueuedRequest | None = None
-    """The queue message; None for a direct request."""
+    """The queue message, or None for a direct request."""
     turn: Turn | None = None
-    """Turn in which the samples, as followers of their group, wait for a slot; None: they are not followers."""
+    """Turn in which the samples wait for a slot as followers of their group, or None if they are not followers."""
 
     @classmethod
     def decode(cls, client: str, data: bytes, message: QueuedRequest | None = None) -> "IncomingRequest":
-        """Decode the envelope of a request; `client` comes from the subject.
+        """Decode the envelope of a request. `client` comes from the subject.
 
         Raises:
             RemoteProtocolError: the data is not a request message, or names another client.
@@ -66,7 +66,7 @@ class IncomingRequest:
 
     @classmethod
     def origins_in(cls, message: QueuedRequest) -> list[RequestOrigin]:
-        """Return the origins of the requests in a queue message; empty if the message cannot be decoded."""
+        """Return the origins of the requests in a queue message, or no origins if the message cannot be decoded."""
         try:
             incoming = cls.decode(message.client, message.data, message)
         except RemoteProtocolError:
@@ -75,7 +75,7 @@ class IncomingRequest:
         return [] if request_id is None else incoming.origins(request_id)
 
     def group(self) -> str | None:
-        """The group of the samples, as written by the client; None without usable ids."""
+        """Return the group of the samples, as written by the client, or None without usable ids."""
         try:
             ids = _ids_decoder.decode(self.envelope.request)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -83,10 +83,13 @@ class IncomingRequest:
         return ids.request_id if ids.group_id is None else ids.group_id
 
     def is_poison(self, request: GenerateRequest | RequestError) -> bool:
-        """True if the queue delivered the message too often. A wait for weights or an adapter may take any number."""
+        """Return True if the queue delivered the message too often.
+
+        A wait for weights or for an adapter may take any number of deliveries.
+        """
         if self.message is None or self.message.num_delivered <= MAX_DELIVERIES:
             return False
-        # An invalid request never reaches an engine, however often it is delivered.
+        # An invalid request never reaches an engine, so it cannot kill one.
         return isinstance(request, GenerateRequest) and request.min_weight_version is None and request.lora is None
 
     def with_samples(self, samples: Sequence[Sibling], turn: Turn | None = None) -> "IncomingRequest":
@@ -94,7 +97,7 @@ class IncomingRequest:
         return replace(self, samples=tuple(samples), turn=turn)
 
     def origins(self, request_id: str) -> list[RequestOrigin]:
-        """Return the origin of each sample; the first one has the queue message."""
+        """Return the origin of each sample. Only the first origin has the queue message."""
         envelope, attempt = self.envelope, self.envelope.attempt
         if envelope.reply_to is not None and self.message is not None:
             attempt = min(attempt + self.message.num_delivered - 1, MAX_INDEX)
@@ -110,7 +113,7 @@ class IncomingRequest:
         ]
 
     def request_of(self, sample: Sibling, request: GenerateRequest) -> GenerateRequest:
-        """Return the request of one sample; `request` is the message's."""
+        """Return the request of one sample, derived from `request`, the request of the whole message."""
         if sample.child == self.envelope.child:
             return request
         sampling = msgspec.structs.replace(request.sampling, seed=sample.seed)

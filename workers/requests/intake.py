@@ -1,4 +1,4 @@
-"""The incoming requests of a worker: from the queue, and directly from clients (placed requests)."""
+"""The incoming requests of a worker, from the queue or directly from clients (placed requests)."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ class RequestIntake:
 
     Args:
         execute: executes instructions and wakes the publisher.
-        puller: pulls requests of the queue for this intake; woken when no request waits here.
+        puller: pulls requests of the queue for this intake. It is woken when no request waits here.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class RequestIntake:
         return f"<RequestIntake waiting={self.num_waiting} {self._turns!r} {self.stats}>"
 
     def room(self) -> int:
-        """Return how many more requests would start at once: free slots minus waiting followers."""
+        """Return how many more requests would start immediately: free slots minus waiting followers."""
         free = self._free()
         return free if free <= 0 else max(free - self._num_coming - len(self.followers), 0)
 
     def _free(self) -> int:
-        """Return the number of free slots; if negative, that many requests must wait.
+        """Return the number of free slots. A negative number is the number of requests that must wait.
 
         At most 0 while this worker accepts no requests, stops, or holds too many unacknowledged bytes.
         """
@@ -98,16 +98,16 @@ class RequestIntake:
         return 0 if is_closed or self._links.outbound.held_bytes > self._max_held_bytes else free
 
     def queue_room(self) -> int:
-        """Return how many more requests to pull; a prefill worker pulls none, as clients send them directly."""
+        """Return how many more requests to pull. A prefill worker pulls none: clients send its requests directly."""
         free = self._free()
         if free <= 0 or self._is_prefill:
             return min(free, 0)
         free = max(free - self._num_coming, 0)
         num_due = self._turns.num_due(self._puller.lanes_waiting(), free)
         if num_due:
-            # The followers left the slot to the queue, and the last pull returned no request.
+            # The followers left slots to the queue, but the last pull returned no request.
             self._has_incoming.set()
-        # Followers arrive with these: further pulled requests would wait here while other workers have free slots.
+        # Followers arrive with pulled requests: more of these would wait here while other workers have free slots.
         return math.ceil((free - num_due) / (1 + self.followers.backlog.mean_followers))
 
     @property
@@ -117,12 +117,12 @@ class RequestIntake:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that were received and not accepted yet, without followers."""
+        """Number of received requests that are not accepted yet, without followers."""
         return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is None])
 
     @property
     def _num_coming(self) -> int:
-        """Number of followers that were received and not accepted yet."""
+        """Number of received followers that are not accepted yet."""
         return sum([len(incoming.samples) for incoming in self._incoming if incoming.turn is not None])
 
     @property
@@ -142,10 +142,10 @@ class RequestIntake:
             self._add(incoming)
 
     def accept_direct(self, client: str, data: bytes) -> None:
-        """Accept a placed request, each sample by itself. Reject samples that get no slot and may not wait."""
+        """Accept each sample of a placed request separately. Reject samples that get no slot and may not wait."""
         self.stats.taken += 1
         if not self._lifecycle.may_publish() or len(self._incoming) >= MAX_ARRIVALS:
-            # Without an answer, the client puts the request into the queue.
+            # This worker does not answer, so the client puts the request into the queue.
             self.stats.not_serving += 1
         elif (incoming := self._decode(client, data)) is not None:
             for begins, samples in self._admit_placed(incoming).items():
@@ -168,7 +168,7 @@ class RequestIntake:
         self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:
-        """Return the samples of a direct message, by the time of their start; None: rejected."""
+        """Return the samples of a direct message by the time of their start. The key None has the rejected samples."""
         waiting = () if self._is_prefill else self._puller.lanes_waiting()
         envelope, now = incoming.envelope, time.monotonic()
         may_wait = envelope.may_wait and envelope.kv is None and self._lifecycle.may_accept() and not self._is_stopping
@@ -188,7 +188,7 @@ class RequestIntake:
         """Reject the samples of a direct message as `queue_full`: their client puts them into the queue."""
         request_id = request_id_of(incoming.envelope.request)
         if request_id is None:
-            self._drop_bad(incoming.client, None, RemoteProtocolError("without a usable request_id"))
+            self._drop_bad(incoming.client, None, RemoteProtocolError("the request has no usable request_id"))
             return
         error = RequestRejected(code=ErrorCode.QUEUE_FULL, message=reason)
         for origin in incoming.origins(request_id):
@@ -202,7 +202,7 @@ class RequestIntake:
         self._has_incoming.set()
 
     def _nak(self, messages: list[QueuedRequest]) -> None:
-        """Return requests to the queue."""
+        """Nak requests, so that the queue delivers them to other workers."""
         self.stats.returned += len(messages)
         self._links.note_returned(messages)
         # Without a delay, workers that pause together would hand requests to each other in a loop.
@@ -227,7 +227,7 @@ class RequestIntake:
         self._engine.abort(names)
 
     def wake(self) -> None:
-        """Wake the intake: there may be free slots for waiting followers and for the queue."""
+        """Wake the intake, because there may be free slots for waiting followers and for the queue."""
         if self.followers:
             self._has_incoming.set()
         self._puller.wake()
@@ -238,7 +238,7 @@ class RequestIntake:
         self.nak_incoming()
 
     def clear(self) -> None:
-        """Remove the waiting requests: this worker has lost its lease, and other workers may have them."""
+        """Remove the waiting requests. This worker has lost its lease, so other workers may have them."""
         self.stats.not_serving += len(self._incoming)
         self._incoming.clear()
         self.followers.clear()
@@ -308,7 +308,7 @@ class RequestIntake:
         await self._offer(incoming, samples, request, capabilities)
 
     def _is_settled(self, origin: RequestOrigin) -> bool:
-        """True if the request needs no admission: its client is dead, or the request is here already."""
+        """Return True if the request needs no admission: its client is dead, or this worker already has the request."""
         if self._links.is_client_dead(origin):
             self.stats.gone += 1
             self._execute(Instructions.acking(origin.message))
@@ -390,10 +390,10 @@ class RequestIntake:
         except RequestError as exc:
             instructions = self._links.fail([name], not_for_kv(exc, kv))
         except EngineDead as exc:
-            # The engine's task raises this error too; it stops this worker and fails its requests.
+            # The engine's task raises this error too. That task stops this worker and fails its requests.
             logger.warning("request.submit_failed name=%s error=%s", name, exc)
         except Exception as exc:
-            # Boundary of one request: any other error of an engine fails this request only.
+            # Boundary of one request: any other error of an engine fails only this request.
             logger.exception("request.failed name=%s", name)
             error = RequestError(code=ErrorCode.ENGINE_ERROR, message=f"{type(exc).__name__}: {exc}")
             instructions = self._links.fail([name], error)

@@ -18,7 +18,7 @@ class IntakeStats:
     gone: int = 0
     """Requests of dead clients."""
     returned: int = 0
-    """Requests returned to the queue because this worker accepts none now or too many wait."""
+    """Requests returned to the queue because this worker accepts no requests now, or too many requests wait."""
     too_new: int = 0
     """Requests returned to the queue for workers with later weights, or with an adapter that this worker lacks."""
     placed: int = 0
@@ -31,14 +31,14 @@ class IntakeStats:
     """Direct requests rejected because no slot became free for them, or because the slot belongs to the queue or to
     another client."""
     not_serving: int = 0
-    """Requests received while this worker could not publish; the queue or the client gives them to another worker."""
+    """Requests received while this worker could not publish. The queue or the client sends them to another worker."""
     poison: int = 0
     """Requests that the queue delivered too often."""
     kv_unused: int = 0
-    """Decode phases whose KV came from other weights or an unknown connector: the engine computes it again."""
+    """Decode phases whose KV came from other weights or an unknown connector. The engine computes this KV again."""
 
     def count_placed(self, count: int, reason: str) -> None:
-        """Count offered direct requests; an unknown reason, from a later release, is counted under no reason."""
+        """Count offered direct requests. An unknown reason, from a later release, only counts in the total."""
         self.placed += count
         if reason in self.placed_for:
             self.placed_for[reason] += count

@@ -11,7 +11,7 @@ __all__ = ["WorkerLinkStats"]
 
 @dataclass(slots=True)
 class WorkerLinkStats:
-    """Counters since the start of the worker. Every dropped item is counted."""
+    """Counters since the start of the worker. Every discarded item is counted."""
 
     offered: int = 0
     rejected: int = 0
@@ -37,19 +37,19 @@ class WorkerLinkStats:
     failed: int = 0
     """Requests that the worker ended with an error."""
     stopped: int = 0
-    """Requests aborted by their clients; their unsent chunks were dropped."""
+    """Requests aborted by their clients. Their unsent chunks were discarded."""
     confirmed: int = 0
     """Offers that clients acknowledged."""
     late_steps: int = 0
     """Engine steps of requests that had ended."""
     repeated: int = 0
-    """Requests that the queue delivered again while they were here."""
+    """Requests that the queue redelivered while this worker had them."""
     fenced: int = 0
     """Requests removed because the worker's lease expired."""
     clients_gone: int = 0
     """Ended client incarnations: closed, expired or replaced by another."""
     requests_of_gone: int = 0
-    """Dropped requests of these incarnations."""
+    """Removed requests of these incarnations."""
     over_budget: int = 0
     """Requests failed because their unacknowledged results were too large."""
     late_messages: int = 0
@@ -57,10 +57,10 @@ class WorkerLinkStats:
     bad_messages: int = 0
     """Messages that acknowledge frames which were never sent."""
     links_broken: int = 0
-    """Links replaced by a new link: the client had lost its position, or a frame could not be published."""
+    """Links replaced by a new link, because the client had lost its position or a frame could not be published."""
     frames_resent: int = 0
     kv_too_large: int = 0
-    """KV parameters too large for a frame: the decode phase computes the prompt again."""
+    """KV parameters too large for a frame. The decode phase then computes the prompt again."""
 
     def count_prompt(self, request: WorkerRequest) -> None:
         """Count the prompt of a request that has its first token."""
@@ -84,7 +84,7 @@ class WorkerLinkStats:
         request.last_at, request.has_token = now, True
 
     def count_batch(self, batch: TokenBatch, gathered: Sequence[WorkerRequest], now: float) -> None:
-        """Count a batch that was added to these requests, none of which has its first token in it."""
+        """Count a batch that was added to these requests. Each of them had its first token before the batch."""
         if batch.routed_experts is not None:
             self.routing_bytes += batch.routed_experts.nbytes
         self.generated_tokens += len(gathered)

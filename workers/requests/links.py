@@ -1,6 +1,6 @@
 """The links, leases and requests that a worker has for its clients. Plain state, no I/O.
 
-Each event is a method that returns `Instructions`. Chunks and frames to be published wait in `outbound`.
+Each event is a method that returns `Instructions`. Unpublished chunks and frames wait in `outbound`.
 
 Invariants: an offered or rejected request gets exactly one terminal chunk, after its other chunks. Its message leaves
 the queue only after the client has acknowledged the offer, has aborted the request, or has ended.
@@ -36,7 +36,7 @@ __all__ = ["WorkerLinks"]
 logger = logging.getLogger(__name__)
 
 REMEMBER_S = 60.0
-"""Seconds for which the frames of a lost client are kept for its return."""
+"""Seconds for which the worker keeps the frames of a lost client, in case the client returns."""
 DEFAULT_LEASE_S = 5.0
 """The lease of a client whose link message arrives before its presence."""
 
@@ -46,7 +46,7 @@ class WorkerLinks:
 
     Args:
         incarnation: incarnation of the worker.
-        max_payload: of the NATS server, in bytes. No frame is larger.
+        max_payload: limit of the NATS server in bytes. No frame is larger.
     """
 
     def __init__(self, config: WorkerConfig, incarnation: str, *, max_payload: int) -> None:
@@ -57,7 +57,7 @@ class WorkerLinks:
         self.outbound = OutboundRegistry(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
         self.stats = WorkerLinkStats()
         self.reports_kv = False
-        """True if the engine reports KV that it computes again; set before requests are offered."""
+        """True if the engine reports KV that it computes again. Set before requests are offered."""
         self._terminator = RequestTerminator(self.requests, self.outbound, self.versions, self.stats)
         self.dispatcher = StepDispatcher(self.requests, self.outbound, self.versions, self._terminator, self.stats)
 
@@ -77,14 +77,14 @@ class WorkerLinks:
         return bool(origin.incarnation) and self.leases.is_dead(origin.client, origin.incarnation)
 
     def add_redelivery(self, origin: RequestOrigin) -> Instructions | None:
-        """Add another delivery of a request that is here already; return None if it is not here."""
+        """Add another delivery of a request that this worker has. Return None if the worker does not have it."""
         request = self._find(origin)
         message = origin.message
         if request is None:
             link = self.outbound.find(origin.client, origin.incarnation)
             if link is None or origin.key not in link.sender.keys:
                 return None
-            # The request has ended and its offer is acknowledged; only chunks are still to be sent.
+            # The request has ended, its offer is acknowledged, and only chunks remain to be sent.
         self.stats.repeated += 1
         if message is None:
             return Instructions()
@@ -98,7 +98,7 @@ class WorkerLinks:
     def _find(self, origin: RequestOrigin) -> WorkerRequest | None:
         if origin.message is None or origin.reply_to is None:
             return self.requests.find(origin.client, origin.incarnation, origin.key)
-        # In plain mode the attempt counts deliveries: look for all earlier ones.
+        # In plain mode the attempt number counts deliveries, so search all earlier deliveries.
         request_id, attempt, child = origin.key.request_id, origin.key.attempt, origin.key.child
         for earlier in range(max(attempt - origin.message.num_delivered + 1, 0), attempt + 1):
             request = self.requests.find(origin.client, "", RequestKey(request_id, earlier, child))
@@ -116,11 +116,11 @@ class WorkerLinks:
         kv: KvTransfer | None = None,
         gathers: bool = False,
     ) -> str:
-        """Accept a request that is not here, and offer it to its client; return its engine name.
+        """Accept a request that this worker does not have, and offer it to its client. Return its engine name.
 
         Args:
             kv: KV transfer for the engine.
-            gathers: the worker may batch its tokens.
+            gathers: True if the worker may batch the tokens.
         """
         routing = None if request.return_routed_experts is False else capabilities.routed_experts
         writer = ChunkWriter(
@@ -142,13 +142,13 @@ class WorkerLinks:
         worker_request.timeline.offer(self.versions.weight_version, request.prompt_len, request.traceparent)
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
         worker_request.prompt_len = request.prompt_len
-        # An adapter may change while the base weights stay, so its tokens are forwarded at once with the present
+        # An adapter may change while the base weights stay, so its tokens are forwarded immediately with the current
         # version.
         worker_request.gathers = gathers and request.lora is None
         return worker_request.name
 
     def offer_again(self, names: Iterable[str]) -> None:
-        """Offer waiting requests again, because the engine gets them now."""
+        """Offer waiting requests again, because they enter the engine now."""
         for request in filter(None, map(self.requests.open, names)):
             if isinstance(request.outbound, OutboundLink):
                 request.outbound.sender.offer_again(request.origin.key)
@@ -174,7 +174,7 @@ class WorkerLinks:
         return self.requests.add(origin, outbound, writer, deadline, lora)
 
     def reject(self, origin: RequestOrigin, error: RequestError, now: float) -> None:
-        """Answer a request that is not here with its terminal chunk."""
+        """Answer a request that this worker does not have with its terminal chunk."""
         self.stats.rejected += 1
         if origin.message is None:
             self.leases.renew_lease(origin.client, origin.incarnation, now)
@@ -183,8 +183,8 @@ class WorkerLinks:
             self.outbound.touch(link)
             self.requests.note_refused(origin, error.code.value)
             return
-        # Offer the rejection, so that the message leaves the queue with the client's ack: until then another worker may
-        # answer.
+        # Offer the rejection: the message then leaves the queue only with the client's ack, and until then another
+        # worker may answer.
         writer = ChunkWriter(origin.key, prompt_len=0, routing=None, start=0, segment_bytes=self.outbound.segment_bytes)
         self._terminator.fail(self._accept(origin, writer, now), error)
 
@@ -195,7 +195,7 @@ class WorkerLinks:
                 self.requests.note_refused(origin)
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float) -> Instructions:
-        """Add the output of one engine step; requests with invalid output are failed and aborted."""
+        """Add the output of one engine step. Fail and abort requests with invalid output."""
         instructions = Instructions()
         self.dispatcher.add_steps(steps, now, instructions)
         self._terminator.keep_within(2 * self._max_held_bytes, instructions)
@@ -208,14 +208,14 @@ class WorkerLinks:
         return instructions
 
     def fail(self, names: Sequence[str], error: RequestError) -> Instructions:
-        """End open requests with `error`; ignore ended requests."""
+        """End open requests with `error`. Ended requests are ignored."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.failed += 1
             self._terminator.fail(request, error)
         return Instructions(abort=list(names))
 
     def refuse(self, names: Sequence[str], error: RequestError) -> None:
-        """Reject offered requests that are not in the engine: their clients put them into the queue."""
+        """Reject offered requests that are not in the engine. Their clients put them into the queue."""
         for request in filter(None, map(self.requests.open, names)):
             self.stats.rejected += 1
             self._terminator.fail(request, error)
@@ -250,13 +250,13 @@ class WorkerLinks:
         self._clear_lost(client, incarnation)
 
     def _clear_lost(self, client: str, incarnation: str) -> None:
-        """Keep the link of a client that was perhaps marked lost."""
+        """Keep the link of a client, which may have been marked lost."""
         link = self.outbound.find(client, incarnation)
         if link is not None:
             link.lost_at = None
 
     def _apply_link_state(self, client: str, message: LinkMessage, instructions: Instructions) -> None:
-        """Apply acks and credit. A client that follows an old link gets a heartbeat of the present one."""
+        """Apply acks and credit. A client that still uses an old link gets a heartbeat of the current link."""
         link = self.outbound.link(client, message.client_incarnation)
         self.outbound.touch(link)
         if message.link != link.sender.link:
@@ -283,9 +283,9 @@ class WorkerLinks:
             link.resend(progress.resend)
 
     def break_link(self, link: OutboundLink, instructions: Instructions) -> None:
-        """Replace a link by a new one without its requests.
+        """Replace a link by a new link without requests.
 
-        The client then publishes its acknowledged requests again; the other requests go back to the queue.
+        The client then publishes its acknowledged requests again. The other requests go back to the queue.
         """
         self.stats.links_broken += 1
         self._terminator.remove_link(link, instructions, to_other_workers=True)
@@ -299,7 +299,7 @@ class WorkerLinks:
         return instructions
 
     def _remove_ended(self, incarnations: list[EndedIncarnation], instructions: Instructions) -> None:
-        """Remove incarnations of clients that have ended for good."""
+        """Remove client incarnations that have ended for good."""
         for ended in incarnations:
             logger.info(
                 "client.incarnation_ended client=%s incarnation=%s reason=%s",
@@ -315,7 +315,7 @@ class WorkerLinks:
     # Time
 
     def expire(self, now: float) -> Instructions:
-        """End silent clients, clients that read nothing, and plain requests past their deadline."""
+        """End silent clients, links whose clients read nothing, and plain requests past their deadline."""
         instructions = Instructions()
         for link in [link for link in self.outbound.links() if link.sender.is_overrun]:
             self.break_link(link, instructions)
@@ -338,7 +338,7 @@ class WorkerLinks:
         return instructions
 
     def _mark_lost(self, ended: EndedIncarnation, now: float, instructions: Instructions) -> None:
-        """End the requests of a silent client. If it returns soon, it receives the errors."""
+        """Fail the requests of a silent client. If the client returns within `REMEMBER_S`, it receives the errors."""
         logger.warning("client.lost client=%s incarnation=%s", ended.client, ended.incarnation)
         self.stats.clients_gone += 1
         link = self.outbound.find(ended.client, ended.incarnation)
@@ -353,7 +353,7 @@ class WorkerLinks:
             self._terminator.ack(request, instructions)
 
     def fence(self, incarnation: str, now: float, *, max_payload: int) -> Instructions:
-        """Remove everything and continue as another incarnation; nothing is acked."""
+        """Remove everything without acks, and continue as another incarnation."""
         names = self.requests.clear()
         self.dispatcher.clear()
         self.dispatcher.experts.restart(now)
@@ -363,7 +363,7 @@ class WorkerLinks:
         return Instructions(abort=names)
 
     def next_frame(self, outbound: Outbound) -> OutgoingFrame | None:
-        """Return the next frame of one of `outbound.sendable`; None if there is none now."""
+        """Return the next frame of one of `outbound.sendable`, or None if it has no frame now."""
         outgoing = self.outbound.next_frame(outbound)
         if outgoing is not None and outgoing.message is not None:
             request = self.requests.find_by_message(outgoing.message)

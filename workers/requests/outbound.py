@@ -1,4 +1,4 @@
-"""The outbounds of a worker: a link to each incarnation of a client, or the frames of one plain request."""
+"""The outbounds of a worker. An outbound is the link to one client incarnation, or the frames of one plain request."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from ...schemas.messages import RequestKey
 __all__ = ["Outbound", "OutboundLink", "OutboundRegistry", "OutgoingFrame", "PlainOutbound"]
 
 MAX_FRAME_BYTES = 512 * 1024
-"""Larger messages are not faster, and they delay the frames behind them."""
+"""Maximum bytes of a frame: larger messages are not faster, and they delay the frames behind them."""
 FRAME_MARGIN_BYTES = 4096
 """Bytes reserved for the other fields of a frame, and again for the other fields of a chunk."""
 
@@ -25,11 +25,11 @@ class OutgoingFrame(NamedTuple):
     subject: str
     data: bytes
     message: QueuedRequest | None = None
-    """The queue message, to be acked after the frame was published."""
+    """The queue message to ack after the frame is published, or None."""
 
 
 class OutboundLink:
-    """The link to one incarnation of one client; its frames go to `subject`."""
+    """The link to one incarnation of one client. Its frames go to `subject`."""
 
     def __init__(self, client: str, subject: str, sender: LinkSender) -> None:
         self.client = client
@@ -40,10 +40,10 @@ class OutboundLink:
         self.needs_heartbeat = False
         """True if a heartbeat is due after the waiting frames."""
         self.lost_at: float | None = None
-        """Time at which the client was marked lost; None while it is live. Frames are kept until it returns or is
-        removed."""
+        """Time at which the client was marked lost, or None while it is live. A lost client keeps its frames until it
+        returns or is removed."""
         self.resting_bytes = 0
-        """For `OutboundRegistry`, which counts it in its sum."""
+        """The bytes that `OutboundRegistry` includes in its sum for this idle outbound."""
         self._resends: deque[bytes] = deque()
 
     def __repr__(self) -> str:
@@ -56,11 +56,11 @@ class OutboundLink:
         return self.sender.held_bytes
 
     def resend(self, frames: list[bytes]) -> None:
-        """Send these frames again before all new ones; they replace the frames of an earlier call."""
+        """Send these frames again before all new frames. They replace the frames of an earlier call."""
         self._resends = deque(frames)
 
     def next_frame(self) -> OutgoingFrame | None:
-        """Return the frame to publish now; None without content or credit."""
+        """Return the frame to publish now, or None without content or credit."""
         data = self._resends.popleft() if self._resends else self.sender.seal()
         if data is None and self.needs_heartbeat:
             self.needs_heartbeat = False
@@ -69,14 +69,14 @@ class OutboundLink:
 
 
 class PlainOutbound:
-    """The frames for one request of a program without a link; they go to `subject`."""
+    """The frames for one request of a program without a link. They go to `subject`."""
 
     def __init__(self, subject: str, writer: ChunkWriter, sender: PlainSender, message: QueuedRequest) -> None:
         self.subject = subject
         self.message = message
         """The queue message, acked after the terminal chunk. A redelivery replaces it."""
         self.resting_bytes = 0
-        """For `OutboundRegistry`, which counts it in its sum."""
+        """The bytes that `OutboundRegistry` includes in its sum for this idle outbound."""
         self._writer = writer
         self.sender = sender
         self._frames: deque[bytes] = deque()
@@ -87,11 +87,11 @@ class PlainOutbound:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes to be published."""
+        """Bytes that are not published yet."""
         return self._writer.unsent_bytes + sum(map(len, self._frames))
 
     def next_frame(self) -> OutgoingFrame | None:
-        """Return the frame to publish now, or None. The last frame comes with the queue message."""
+        """Return the frame to publish now, or None. Only the last frame is returned with the queue message."""
         if not self._frames:
             self._frames.extend(self.sender.frames())
         if not self._frames:
@@ -105,11 +105,11 @@ Outbound = OutboundLink | PlainOutbound
 
 
 class OutboundRegistry:
-    """All outbounds of a worker, and which of them may have something to publish.
+    """All outbounds of a worker. It tracks which of them may have frames to publish.
 
     Args:
         incarnation: incarnation of the worker.
-        max_payload: of the NATS server, in bytes. No frame is larger.
+        max_payload: limit of the NATS server in bytes. No frame is larger.
     """
 
     def __init__(self, worker_id: str, subjects: Subjects, incarnation: str, *, max_payload: int) -> None:
@@ -118,7 +118,7 @@ class OutboundRegistry:
         # By client and incarnation. Two incarnations may overlap until the presence of the later one arrives.
         self._links: dict[str, dict[str, OutboundLink]] = {}
         self._plain: set[PlainOutbound] = set()
-        # The outbounds that change; `_resting_bytes` is the sum over all others.
+        # The outbounds that may have changed. `_resting_bytes` is the sum over all other outbounds.
         self._touched: dict[Outbound, None] = {}
         self._resting_bytes = 0
         self._past_stalls = 0
@@ -130,9 +130,9 @@ class OutboundRegistry:
         margin = min(FRAME_MARGIN_BYTES, max_payload // 4)
         self._max_frame_bytes = min(max_payload, MAX_FRAME_BYTES) - margin
         self.max_part_bytes = self._max_frame_bytes - margin
-        """Maximum bytes of a row: a larger one fits no frame."""
+        """Maximum bytes of a row: a larger row fits into no frame."""
         self.segment_bytes = min(SEGMENT_BYTES, self.max_part_bytes)
-        """Bytes of a segment, for chunk writers."""
+        """Maximum bytes of a segment, for chunk writers."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -157,7 +157,7 @@ class OutboundRegistry:
         return not self._plain and all(link.sender.is_idle for link in self.links() if link.lost_at is None)
 
     def links(self) -> Iterator[OutboundLink]:
-        """All links. Do not open or remove links during the iteration."""
+        """Iterate over all links. Do not open or remove links during the iteration."""
         for incarnations in self._links.values():
             yield from incarnations.values()
 
@@ -174,7 +174,7 @@ class OutboundRegistry:
         return self.incarnations_of(client).get(incarnation)
 
     def link(self, client: str, incarnation: str) -> OutboundLink:
-        """Return the link to this incarnation of a client; open one if there is none."""
+        """Return the link to this incarnation of a client. Open a link if there is none."""
         link = self.find(client, incarnation)
         if link is None:
             sender = LinkSender(
@@ -185,12 +185,12 @@ class OutboundRegistry:
             )
             link = OutboundLink(client, self._subjects.frame(client, self._worker_id), sender)
             self._links.setdefault(client, {})[incarnation] = link
-            # One counter for all clients: a client that was removed here must receive a higher link number than before.
+            # One counter for all clients, because a removed client that returns must get a higher link number.
             self._num_links += 1
         return link
 
     def open_plain(self, key: RequestKey, subject: str, writer: ChunkWriter, message: QueuedRequest) -> PlainOutbound:
-        """Open the outbound of one plain request; its last frame removes it."""
+        """Open the outbound of one plain request. It is removed with its last frame."""
         sender = PlainSender(key, writer, incarnation=self.incarnation, max_frame_bytes=self._max_frame_bytes)
         outbound = PlainOutbound(subject, writer, sender, message)
         self._plain.add(outbound)
@@ -238,11 +238,11 @@ class OutboundRegistry:
         self._resting_bytes += outbound.resting_bytes
 
     def sendable(self) -> list[Outbound]:
-        """Outbounds that may have frames to publish. Publish one frame of each in turn."""
+        """Return the outbounds that may have frames to publish. Publish one frame of each in turn."""
         return list(self._touched)
 
     def next_frame(self, outbound: Outbound) -> OutgoingFrame | None:
-        """Return the next frame of an outbound; None if there is none now, or the outbound was removed."""
+        """Return the next frame of an outbound, or None if it has no frame now or was removed."""
         if outbound not in self._touched:
             return None
         outgoing = outbound.next_frame()

@@ -19,13 +19,13 @@ __all__ = ["OutboundPublisher"]
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1024**2
-"""Maximum published bytes in the socket buffer. Above it, frames stay unsealed, so that they can be merged."""
+"""Maximum bytes in the socket buffer. Above it, no frame is sealed, so that later chunks can join the next frame."""
 DRAIN_S = 1.0
 """Seconds to wait for the socket buffer to drain before the next check."""
 
 
 class OutboundPublisher:
-    """Publishes one frame of each outbound in turn, and acks.
+    """Publishes acks, and one frame of each outbound in turn.
 
     While the connection is down or the worker may not publish, all messages wait. A fence removes them.
 
@@ -48,7 +48,7 @@ class OutboundPublisher:
         self.frames = 0
         """Number of published frames."""
         self.frames_lost = 0
-        """Number of frames that could not be published; a link sends them again."""
+        """Number of frames that could not be published. A link sends them again."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -62,7 +62,7 @@ class OutboundPublisher:
             self._has_acks.set()
 
     def enqueue_acks(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Append acks of queue messages or commands; they are published in this order as soon as possible."""
+        """Append acks of queue messages or commands. They are published in this order as soon as possible."""
         self._acks.extend(acks)
         self.wake()
 
@@ -79,7 +79,7 @@ class OutboundPublisher:
             await self._changed.wait()
 
     async def wait_sent(self) -> None:
-        """Wait until no frame can be published: the remaining ones lack credit, a connection or a lease."""
+        """Wait until no frame can be published: the remaining frames wait for credit, the connection or the lease."""
         while self._can_send() and self._links.outbound.sendable():
             self._changed.clear()
             self._has_frames.set()
@@ -124,12 +124,12 @@ class OutboundPublisher:
             return
         self.frames += 1
         if outgoing.message is not None and self._lifecycle.incarnation == incarnation:
-            # After the frame on the same connection, or not at all: if the frame is lost, the queue delivers the
-            # request again.
+            # The ack follows the frame on the same connection, and is not published if the frame was lost: the queue
+            # then delivers the request again.
             await self._publish_ack(outgoing.message.ack)
 
     async def _yield_to_others(self) -> None:
-        """Let the loop add a ready step before the next frame of a large backlog."""
+        """Let the event loop add engine steps before the next frame of a large backlog."""
         await asyncio.sleep(0)
         while self._nats.is_connected and self._nats.pending_data_size > MAX_UNSENT_BYTES:
             await self._nats.confirm(timeout_s=DRAIN_S)
@@ -144,7 +144,7 @@ class OutboundPublisher:
             self._changed.set()
 
     async def publish_all(self, acks: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Publish acks, naks or in-progress acks to the queue now, ahead of the waiting ones."""
+        """Publish acks, naks or in-progress acks to the queue now, before the waiting acks."""
         incarnation = self._lifecycle.incarnation
         for ack in acks:
             # If the worker is fenced during this loop, the remaining acks belong to requests that it no longer has.
@@ -156,5 +156,5 @@ class OutboundPublisher:
         try:
             await ack()
         except BusBroken as exc:
-            # The loss is harmless: the queue delivers the message again, and controllers repeat their commands.
+            # The loss has no lasting effect: the queue delivers the message again, and controllers repeat commands.
             logger.warning("ack.publish_failed error=%s", exc)

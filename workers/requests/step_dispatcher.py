@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class StepDispatcher:
     """Forwards steps to the outbounds of their requests. Plain state, no I/O.
 
-    Invariant: an outbound gets each token once and in order, with the weight version that it was sampled from.
+    Invariant: an outbound gets each token once, in order, and with the version of the weights that sampled it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepDispatcher:
         self._stats = stats
         self._gathering = TokenBatcher()
         self.experts = ExpertCounter()
-        """Counts the experts that routers chose for the tokens."""
+        """Counts the experts that the model's routers chose for the tokens."""
 
     def __repr__(self) -> str:
         """One line with counts."""
@@ -54,7 +54,7 @@ class StepDispatcher:
         return len(self._gathering) > 0
 
     def add_steps(self, steps: Iterable[RequestStep | TokenBatch], now: float, instructions: Instructions) -> None:
-        """Add the output of one engine step; requests with invalid output are failed and aborted."""
+        """Add the output of one engine step. Fail and abort requests with invalid output."""
         for step in steps:
             if isinstance(step, TokenBatch):
                 self._add_batch(step, now, instructions)
@@ -70,7 +70,7 @@ class StepDispatcher:
             self._stats.kv_too_large += 1
             step.kv_params = None
         if not request.has_token and not len(step.token_ids) and step.finish_reason is None:
-            # The step leaves with the first token: until then new weights may restart the request.
+            # Hold the step until the first token, because until then new weights may restart the request.
             request.early_steps.append(step)
             return
         had_token = request.has_token
@@ -93,7 +93,7 @@ class StepDispatcher:
             self._requests.end(request, event, reason.value)
 
     def _add_batch(self, batch: TokenBatch, now: float, instructions: Instructions) -> None:
-        """Batch the tokens of unstreamed requests; forward the others at once."""
+        """Batch the tokens of unstreamed requests. Forward the other tokens immediately."""
         found = [self._requests.open(key) for key in batch.keys]
         gathered = [request for request in found if request is not None and request.gathers]
         if len(gathered) < len(found):
@@ -130,14 +130,14 @@ class StepDispatcher:
                 self._flush_request(request, instructions)
 
     def _flush_request(self, request: WorkerRequest, instructions: Instructions) -> bool:
-        """Forward the batched tokens of an open request; return False if that failed the request."""
+        """Forward the batched tokens of an open request. Return False if that failed the request."""
         run = self._gathering.pop(request.name)
         return run is None or self._forward(request, run, self._gathering.weight_version, instructions)
 
     def _forward_early(self, request: WorkerRequest, step: RequestStep, now: float, instructions: Instructions) -> bool:
-        """Forward the early steps before `step`, which has the first token; return False if that failed the request.
+        """Forward the early steps before `step`, which has the first token. Return False if that failed the request.
 
-        A request that ends without a token has no rows.
+        Early steps of a request that ends without a token are discarded, because its result has no rows.
         """
         ahead, request.early_steps = request.early_steps, []
         if not len(step.token_ids):
@@ -155,7 +155,7 @@ class StepDispatcher:
     def _forward(
         self, request: WorkerRequest, step: RequestStep, weight_version: int, instructions: Instructions
     ) -> bool:
-        """Forward a step of an open request; return False if that failed the request."""
+        """Forward a step of an open request. Return False if that failed the request."""
         if weight_version != request.timeline.weight_version and len(step.token_ids):
             request.timeline.begin_version(weight_version, request.writer.taken_tokens)
         lora_version = None if request.lora is None else self._versions.loras.get(request.lora)

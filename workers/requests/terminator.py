@@ -1,4 +1,4 @@
-"""Ends requests on behalf of the worker or the client, not of the engine. Plain state, no I/O."""
+"""Ends requests that the worker or the client ends, not the engine. Plain state, no I/O."""
 
 from ...bus.protocol.states import WorkerRequestEvent
 from ...bus.protocol.telemetry.timeline import RETURNED
@@ -14,7 +14,7 @@ __all__ = ["RequestTerminator"]
 
 
 class RequestTerminator:
-    """Ends requests; it shares the state of `WorkerLinks`."""
+    """Ends requests. It shares the state of `WorkerLinks`."""
 
     def __init__(
         self, requests: WorkerRequestTable, outbound: OutboundRegistry, versions: Versions, stats: WorkerLinkStats
@@ -31,7 +31,7 @@ class RequestTerminator:
         self._requests.end(request, WorkerRequestEvent.FINISHED, error.code.value)
 
     def fail_at(self, link: OutboundLink, key: RequestKey, error: RequestError, instructions: Instructions) -> None:
-        """End with `error` a request whose terminal chunk is still to be sent, whether or not the engine has it."""
+        """End a request with `error` if its terminal chunk is not sent yet. The engine need not have the request."""
         request = self._requests.find(link.client, link.incarnation, key)
         if request is not None and self._requests.is_open(request):
             self.fail(request, error)
@@ -49,7 +49,7 @@ class RequestTerminator:
             instructions.abort.append(request.name)
         link = self._outbound.find(client, incarnation)
         if link is None:
-            # In plain mode the engine ends the request, and all tokens until then are delivered.
+            # In plain mode the engine ends the request, and the worker delivers all tokens until then.
             return
         if key in link.sender.keys:
             self._stats.stopped += 1
@@ -67,10 +67,10 @@ class RequestTerminator:
             instructions.ack.append(message)
 
     def remove_link(self, link: OutboundLink, instructions: Instructions, *, to_other_workers: bool = False) -> int:
-        """Remove a link and its requests; return the number of requests.
+        """Remove a link and its requests. Return the number of requests.
 
         Args:
-            to_other_workers: nak the queue messages, so that other workers receive them; if False, ack them.
+            to_other_workers: True to nak the queue messages, so that other workers receive them. False to ack them.
         """
         requests = self._requests.of_client(link.client, link.incarnation)
         reason = RETURNED if to_other_workers else ErrorCode.CLIENT_LOST.value

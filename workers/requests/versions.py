@@ -7,7 +7,7 @@ __all__ = ["Versions"]
 
 @dataclass(slots=True)
 class Versions:
-    """Present versions; the worker attaches them to each engine step."""
+    """The current versions, which the worker attaches to each engine step."""
 
     weight_version: int
     """Version of the weights that the engine samples from."""
@@ -16,4 +16,4 @@ class Versions:
     loras: dict[str, int] = field(default_factory=dict)
     """Version of each loaded adapter, by its name in requests."""
     desired_loras: frozenset[str] = frozenset()
-    """Names of the desired adapters of the model: another worker may have one that this worker lacks."""
+    """Names of the desired adapters of the model. Another worker may have an adapter that this worker lacks."""

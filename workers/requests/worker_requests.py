@@ -21,12 +21,12 @@ class RequestOrigin:
 
     client: str
     incarnation: str
-    """Incarnation of the client; empty in plain mode."""
+    """Incarnation of the client, or an empty string in plain mode."""
     key: RequestKey
     message: QueuedRequest | None = None
-    """The queue message; None for a direct request."""
+    """The queue message, or None for a direct request."""
     reply_to: str | None = None
-    """Plain mode: subject of the frames."""
+    """Subject of the frames in plain mode, otherwise None."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,28 +39,28 @@ class WorkerRequest:
     """Origin without the message."""
     outbound: Outbound
     message: QueuedRequest | None
-    """The queue message until it is acked or nakked; after that None."""
+    """The queue message until it is acked or nakked, and None afterwards."""
     writer: ChunkWriter
     """Writer of its chunks."""
     timeline: OpenTimeline
     deadline: float | None = None
-    """Monotonic time at which this worker ends the request; None: the client ends it."""
+    """Monotonic time at which this worker ends the request, or None if the client ends it."""
     lora: str | None = None
-    """Name of its adapter; None: no adapter."""
+    """Name of its adapter, or None without an adapter."""
     prompt_len: int = 0
     """Number of prompt tokens."""
     cached_tokens: int = 0
-    """Prompt tokens from the engine's cache; known with the first token."""
+    """Number of prompt tokens from the engine's cache, known when the first token arrives."""
     gathers: bool = False
     """True if the client does not stream, so that the worker may batch tokens."""
     awaits_kv: bool = False
     """True for a prefill or decode phase without a token."""
     last_at: float = 0.0
-    """Monotonic time of the last token; before the first token, of the offer."""
+    """Monotonic time of the last token, or of the offer before the first token."""
     has_token: bool = False
     """True if the engine has sampled a token."""
     early_steps: list[RequestStep] = field(default_factory=list)
-    """Steps before the first token, which leave with that token; at most the rows of a prompt."""
+    """Steps before the first token, which are forwarded with that token. They hold at most the rows of a prompt."""
     state: WorkerRequestState = WORKER_REQUEST.initial
 
     def transition(self, event: WorkerRequestEvent) -> None:
@@ -92,7 +92,7 @@ class WorkerRequestTable:
         self.timelines = TimelineBook()
         """Timelines of all received requests, including rejected and returned ones."""
         self._by_name: dict[str, WorkerRequest] = {}
-        # By client and incarnation, which is empty in plain mode. Only clients with a request have an entry.
+        # By client and incarnation (empty in plain mode). Only clients with a request have an entry.
         self._by_client: dict[tuple[str, str], dict[RequestKey, WorkerRequest]] = {}
         self._serial = 0
 
@@ -126,7 +126,7 @@ class WorkerRequestTable:
         deadline: float | None = None,
         lora: str | None = None,
     ) -> WorkerRequest:
-        """Add an accepted request that is not here yet."""
+        """Add an accepted request that is not in the table yet."""
         self._serial += 1
         key = origin.key
         name = f"{origin.client}/{key.request_id}/{key.attempt}/{key.child}/{self._serial}"
@@ -147,7 +147,7 @@ class WorkerRequestTable:
     def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
         """Write the timeline of a request that was rejected for `reason` or returned to the queue.
 
-        The redelivery of a request that is open here gets no second timeline.
+        The redelivery of a request that is in the table gets no second timeline.
         """
         if self.find(origin.client, origin.incarnation, origin.key) is not None:
             return
@@ -164,15 +164,15 @@ class WorkerRequestTable:
         return self._by_name.get(name)
 
     def names_using(self, lora: str | None) -> list[str]:
-        """Return the engine names of the open requests that use this adapter; None: of all."""
+        """Return the engine names of the open requests that use this adapter, or of all if `lora` is None."""
         return [request.name for request in self._using(lora)]
 
     def names_awaiting_kv(self, lora: str | None) -> list[str]:
-        """Return the engine names of prefill and decode phases without a token; `lora` is as in `names_using`."""
+        """Return the engine names of prefill and decode phases without a token. `lora` is as in `names_using`."""
         return [request.name for request in self._using(lora) if request.awaits_kv]
 
     def restart_unbegun(self, lora: str | None) -> list[str]:
-        """Discard the early steps of requests without a token; return their names in the order of arrival."""
+        """Discard the early steps of requests without a token. Return their names in the order of arrival."""
         unbegun = [request for request in self._using(lora) if not request.has_token]
         for request in unbegun:
             request.early_steps.clear()
@@ -182,7 +182,7 @@ class WorkerRequestTable:
         return [request for request in self._by_name.values() if lora is None or request.lora == lora]
 
     def names_by_id(self, request_ids: Collection[str]) -> dict[str, list[str]]:
-        """Return the engine names of open requests by these request ids, of any client; omit ids without one."""
+        """Return the engine names of the open requests with these ids, of any client. Omit ids without a request."""
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
             if request.origin.key.request_id in request_ids:
@@ -190,7 +190,7 @@ class WorkerRequestTable:
         return names
 
     def find(self, client: str, incarnation: str, key: RequestKey) -> WorkerRequest | None:
-        """Return the request with this client and key, or None; in plain mode `incarnation` is empty."""
+        """Return the request with this client and key, or None. In plain mode `incarnation` is empty."""
         return self._by_client.get((client, incarnation), {}).get(key)
 
     def of_client(self, client: str, incarnation: str) -> list[WorkerRequest]:
@@ -202,7 +202,7 @@ class WorkerRequestTable:
         return next((request for request in self if request.message is message), None)
 
     def is_open(self, request: WorkerRequest) -> bool:
-        """True if the request has not ended."""
+        """Return True if the request has not ended."""
         return request.name in self._by_name
 
     def hold(self, reason: str) -> None:
@@ -216,7 +216,7 @@ class WorkerRequestTable:
             request.timeline.resume()
 
     def end(self, request: WorkerRequest, event: WorkerRequestEvent, reason: str) -> None:
-        """End an open request; it stays in the table until its queue message is acked or nakked.
+        """End an open request. It stays in the table until its queue message is acked or nakked.
 
         Args:
             reason: reason of the end, as in `TimelineBook.end`.
@@ -228,7 +228,7 @@ class WorkerRequestTable:
             self._remove(request.origin)
 
     def pop_message(self, request: WorkerRequest) -> QueuedRequest | None:
-        """Remove and return the queue message of a request for an ack or nak; None if there is none."""
+        """Remove the queue message of a request, and return it for an ack or nak. Return None if there is none."""
         message, request.message = request.message, None
         if not self.is_open(request):
             self._remove(request.origin)
@@ -242,7 +242,7 @@ class WorkerRequestTable:
             self._by_client.pop(client, None)
 
     def clear(self) -> list[str]:
-        """Remove all requests because this worker lost its lease; return the engine names of the open ones."""
+        """Remove all requests because this worker lost its lease. Return the engine names of the open requests."""
         names = self.names
         for request in self._by_name.values():
             self.timelines.end(request.timeline, ErrorCode.WORKER_FENCED.value, request.writer.taken_tokens)
