@@ -3,11 +3,11 @@
 | subject below `rb.v1.<fleet>.` | from → to | payload |
 |---|---|---|
 | `req.<client>.<model>.<lane>` | client → the model's queue → one of its workers | msgpack `RequestMessage` |
-| `direct.<client>.<worker>` | client → the worker of a session, or a prefill worker | msgpack `RequestMessage` |
+| `direct.<client>.<worker>` | client → the worker of its placement, or a prefill worker | msgpack `RequestMessage` |
 | `frame.<client>.<worker>` | worker → client | msgpack `Frame` |
 | `link.<client>.<worker>` | client → worker | msgpack `LinkMessage` |
 | `plain.<client>.>` | worker → a program without a link | msgpack `Frame` |
-| `presence.<worker>` | worker → clients, and other workers of the same id | JSON `WorkerPresence` |
+| `presence.<worker>` | worker → clients, and other workers with the same id | JSON `WorkerPresence` |
 | `client.<client>` | client → workers | JSON `ClientPresence` |
 | `control.<controller>` | controller → workers | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |

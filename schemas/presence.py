@@ -130,24 +130,25 @@ class WorkerState(enum.StrEnum):
     UPDATING = "updating"
     """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
-    """A command paused the worker. Requests wait in the queue; those in flight ended, finish, or are kept."""
+    """A command paused the worker. New requests wait in the queue. The mode of the pause decides whether requests in
+    flight were aborted, finish, or stay held."""
     DRAINED = "drained"
     """A command drained the worker. It handed its requests to other workers and accepts no more."""
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker failed to load the desired weights, not only an adapter, and keeps intact older weights. It serves
-    nothing until a successful update or a restart."""
+    """The worker could not get the desired weights and keeps its intact older weights. A missing adapter does not cause
+    this state. The worker serves nothing until a successful update or a restart."""
     POISONED = "poisoned"
-    """The weights are half written or wrong. The worker serves nothing until a successful update or a restart."""
+    """The weights are partly written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
     """The worker cannot refetch the desired weights of a transfer engine. It serves nothing until the next update."""
     FENCED = "fenced"
-    """The lease expired, and the worker gave up its requests. A confirmed presence starts a new incarnation."""
+    """The lease expired, and the worker ended its requests. A confirmed presence starts a new incarnation."""
     FAILED = "failed"
-    """The engine died or makes no more steps. The process is about to exit with a non-zero code."""
+    """The engine died or completes no more steps. The process is about to exit with a non-zero code."""
     STOPPED = "stopped"
-    """Last message of a worker that shut down in order. Its open requests resume at other workers immediately."""
+    """The last message of a worker that shuts down normally. Its open requests resume on other workers immediately."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a newer state as this value. Counts as present, but gets no new requests."""
 
@@ -194,7 +195,7 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     returned: NotNegative = 0
     """Requests that the worker has returned to the queue, for other workers or for a later time."""
     given_up: NotNegative = 0
-    """Requests that the worker has given up because its own lease expired."""
+    """Requests that the worker has ended because its own lease expired."""
     prompt_tokens: NotNegative = 0
     """Prompt tokens of the offered requests, including earlier generated tokens in resumed attempts."""
     generated_tokens: NotNegative = 0
@@ -260,9 +261,9 @@ class WorkerCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The load of an engine. None means that the engine does not report the value, which differs from 0.
+    """The load of an engine. None means that the engine does not report the value. It does not mean 0.
 
-    The counts are the scheduler's after its last step. Rates cover the whole engine and about the last 10 s of
+    The counts are those of the scheduler after its last step. Rates cover the whole engine and about the last 10 s of
     computing time, not of wall time, so an idle or paused engine keeps its rates. Rates are None until the first
     measurement.
     """
@@ -308,7 +309,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: NotNegative
     """Requests that the worker has accepted and not ended."""
     free_slots: NotNegative
-    """Requests that the worker would start at once."""
+    """Requests that the worker would start immediately."""
     uptime_s: Annotated[float, Meta(ge=0)]
     """Seconds since the worker started."""
     lease_s: Annotated[float, Meta(gt=0)]
@@ -354,9 +355,9 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     sleep. Entries of earlier epochs are gone."""
     oldest_prefix_s: NotNegativeSeconds | None = None
     """Seconds since the last use of the oldest prefix that may still be cached. Earlier ones are gone, unless a request
-    uses them. None: no prefix may have been dropped, or the engine does not report it."""
+    uses them. None: no prefix has been dropped yet, or the engine does not report it."""
     published: PublishedVersion | None = None
-    """Published version that this incarnation staged last; None: the weights are of none, or not announced."""
+    """Published version that this incarnation staged last; None: it staged none, or does not announce it."""
 
     def __post_init__(self) -> None:
         """Check that the worker's id is a subject token and that the model's name is valid."""
@@ -370,7 +371,7 @@ class ClientState(enum.StrEnum):
     LIVE = "live"
     """The client reads its frames. Workers run its requests and keep frames until the client acks them."""
     CLOSED = "closed"
-    """Last message of a client that closed in order. Workers end its requests."""
+    """The last message of a client that closes normally. Workers end its requests."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a state of a newer client as this value. Counts as live."""
 

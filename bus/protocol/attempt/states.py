@@ -49,8 +49,8 @@ class RequestState(enum.StrEnum):
     """The whole request, or its decode phase, is about to go to the queue. The client asks no prefill worker any more.
     """
     HELD = "held"
-    """The request may have killed an engine, and the client tries another suspect request first. The client releases
-    the request when the other one has a token or has ended."""
+    """The request may have killed an engine, and the client tries another suspect first. The client releases this
+    request when the other suspect has a token or has ended."""
     PREFILL_HANDED_OVER = "prefill_handed_over"
     """The client has sent the prefill phase to one prefill worker. This worker has one second to send an offer."""
     HANDED_OVER = "handed_over"
@@ -58,14 +58,15 @@ class RequestState(enum.StrEnum):
     PUBLISHING = "publishing"
     """The client has sent the request to the queue. The client repeats it until the queue confirms."""
     QUEUE_MISSING = "queue_missing"
-    """The queue was deleted, although workers of the model are present. The client publishes again after 0.5 s."""
+    """The queue does not exist, although workers of the model are present. The client publishes again after 0.5 s."""
     QUEUED = "queued"
     """The queue stores the request for a worker. The request survives a restart of client, workers and server."""
     PREFILLING = "prefilling"
     """A prefill worker has the prefill phase: it sent an offer, and the client accepted. The first token ends the
     phase."""
     RUNNING = "running"
-    """A worker sent an offer, and the client accepted. Both own the request; the queue message is acked or will be."""
+    """A worker sent an offer, and the client accepted. Both own the request. The worker acks the queue message when the
+    client has acknowledged the offer."""
     ENDED = "ended"
     """The request has its terminal chunk or an error. The client counts later chunks and offers and answers with an
     abort."""
@@ -100,9 +101,9 @@ class RequestEvent(enum.StrEnum):
     LOST = "lost"
     """The worker, its frames or the queue message are lost. The next attempt begins."""
     SUSPECTED = "suspected"
-    """The engine died before the request had a token. The client holds the next attempt back."""
+    """The engine died before the request had a token. The client holds the next attempt."""
     RELEASED = "released"
-    """The request is the next suspect that the client tries, or its engine had not died."""
+    """The request is the next suspect that the client tries, or the client learned that its engine did not die."""
     FINISHED = "finished"
     """The request completed or failed, or its caller aborted it."""
 
