@@ -44,7 +44,7 @@ class DirectCopies(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop to pass on copies."""
+        """Stop passing on copies."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         layerwise.get_numel_loaded = self._count
 

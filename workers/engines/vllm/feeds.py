@@ -65,7 +65,7 @@ class Feed(Protocol):
         """Start to read outputs."""
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop to read outputs. Call this before the engine is shut down."""
+        """Stop reading outputs. Call this before the engine is shut down."""
 
 
 class DrainMarker(asyncio.Event):

@@ -118,6 +118,6 @@ class SharedFolderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return lost
 
     def shutdown(self) -> None:
-        """Stop to delete abandoned KV."""
+        """Stop deleting abandoned KV."""
         if self._sweeper is not None:
             self._sweeper.close()
