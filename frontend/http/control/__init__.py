@@ -1,7 +1,7 @@
-"""Control routes: ours under `/v1/rl/`, and the names by which clients of vLLM and prime-rl call the same.
+"""Control routes: rollbus's own below `/v1/rl/`, and the same commands under the route names of vLLM and prime-rl.
 
-Whatever changes the fleet is for admins; what only looks is for all who may send requests. A command is recorded before
-the workers hear of it: a client that leaves does not end it.
+Routes that change the fleet need the admin token. Routes that only read also accept the data token. A command is
+recorded before the workers receive it, so the workers execute it even if its client disconnects.
 """
 
 from collections.abc import Awaitable, Callable
@@ -45,15 +45,15 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/start_weight_update": (commands.start_weight_update, bodies.StartTransferBody, VLLM),
     "/finish_weight_update": (commands.finish_weight_update, bodies.FinishTransferBody, VLLM),
 }
-"""By path, all of them `POST`: what carries the command out, what it reads (from a body, or from the query), and how
-the route answers."""
+"""By path, all of them `POST`: the function that executes the command, the struct of its fields in the body or query,
+and the style of the answer."""
 
 
 def _route(command: Command, body: type[bodies.SendBody], style: ResponseStyle) -> HttpRoute:
     async def handle(service: Service, request: Request) -> Response:
         return await command(CommandCall(service, request, await read_fields(service, request, body), style))
 
-    # The OpenAPI document says it of the route.
+    # The OpenAPI document uses it as the summary of the route.
     handle.__doc__ = command.__doc__
     answer: object = Any
     if style.text is not None:
@@ -71,7 +71,7 @@ ADMIN_ROUTES: Final[RouteTable] = {
     ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
     **not_served.ROUTES,
 }
-"""They change the fleet, or would."""
+"""Routes that change the fleet, or that would change it if the service supported them."""
 ROUTES: Final[RouteTable] = {
     ("GET", "/v1/rl/operations/{id}"): HttpRoute(operations.operation),
     ("GET", "/v1/rl/health"): HttpRoute(reads.rl_health, query=reads.FleetQuery),
@@ -84,4 +84,4 @@ ROUTES: Final[RouteTable] = {
     ("GET", "/v1/loras"): HttpRoute(loras.list_loras, query=reads.FleetQuery),
     ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
 }
-"""They only look."""
+"""Routes that only read the state of the fleet."""

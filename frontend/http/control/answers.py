@@ -1,6 +1,6 @@
-"""From what became of a command to an HTTP answer: the ledger as JSON, with the status that fits it.
+"""HTTP answers for command results: the command result as JSON, with the matching HTTP status.
 
-Where a command was not applied by all, `error` stands in the ledger, in the shape of all other errors.
+If not all workers applied the command, the answer also has `error`, in the format of all other errors.
 """
 
 from dataclasses import dataclass, replace
@@ -25,37 +25,39 @@ __all__ = [
 ]
 
 NAMES: Final = {"label": "weight_version", "source": "path"}
-"""What the routes call fields of commands, where they have names of their own."""
+"""The routes' names for fields of commands, where the names differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStyle:
-    """How a family of routes answers."""
+    """The format of the answers of a family of routes."""
 
     is_vllm: bool = False
-    """Its clients were written for vLLM's or prime-rl's servers: fields that are missing have the defaults of those."""
+    """True if the clients were written for the servers of vLLM or prime-rl: missing fields get those defaults."""
     partial: int = 207
-    """Where some applied a command and some did not."""
+    """Status if only some workers applied a command."""
     bad_source: int = 502
-    """Where none could read what was to be loaded."""
+    """Status if no worker could read the source of the weights or the adapter."""
     may_replace: bool = True
-    """An adapter may have the name of one that is loaded, where the client does not say."""
+    """True if an adapter may replace a loaded adapter of the same name when the client does not set `load_inplace`."""
     text: str | None = None
-    """The whole answer, of a command that all have applied; None: the ledger as JSON."""
+    """The whole answer to a command that all workers applied; None: the command result as JSON."""
 
 
 RL: Final = ResponseStyle()
-"""Our own routes."""
+"""rollbus's own routes."""
 VLLM: Final = ResponseStyle(is_vllm=True, partial=502)
-"""Clients that were written for one engine take any 2xx for success: part of the workers is none."""
+"""vLLM's routes. Clients that were written for one engine treat any 2xx as success. If only some workers applied the
+command, the status is therefore 502."""
 LORA_OF_PRIME: Final = replace(VLLM, bad_source=404)
-"""As vLLM answers for an adapter that is not there; prime-rl tries again then, as a shared disk may be late."""
+"""vLLM answers 404 for an adapter that does not exist. prime-rl retries after a 404, because files on a shared disk may
+appear late."""
 LOAD_LORA_OF_VLLM: Final = replace(LORA_OF_PRIME, may_replace=False, text="Success: LoRA adapter added successfully.")
 UNLOAD_LORA_OF_VLLM: Final = replace(VLLM, text="Success: LoRA adapter removed successfully.")
 
 
 def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseStyle = RL) -> Response:
-    """The answer where not all have applied a command."""
+    """Return the answer to a command that not all workers applied."""
     status, code = status_of(error.ledger, command, style)
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     why = {"message": str(error), "type": kind, "param": None, "code": code}
@@ -64,7 +66,11 @@ def ledger_response(error: bus.CommandIncomplete, command: str, style: ResponseS
 
 
 def status_of(ledger: bus.CommandResult, command: str, style: ResponseStyle = RL) -> tuple[int, str]:
-    """Status and code for the ledger of a command that not all have applied."""
+    """Return the HTTP status and the error code for the result of a command that not all workers applied.
+
+    Args:
+        command: the requested command. The result may be that of another command, for example of its check.
+    """
     if ledger.applied and ledger.command == command and not ledger.has_found_nothing:
         return style.partial, "partial"
     if ledger.has_found_nothing and not (ledger.failed or ledger.unsupported or ledger.stale or ledger.missing):

@@ -1,7 +1,7 @@
-"""What control routes read: our own names, and those of vLLM and prime-rl, which the same routes take.
+"""Fields of the control routes: rollbus's own names, and those of vLLM and prime-rl, which the same routes accept.
 
-The names of fields are those of `rollbus.Fleet`'s options. One struct for each route says all that it may be given;
-which of its fields exclude each other is checked where they are used.
+The fields have the names of the options of `rollbus.Fleet`. Each route has one struct with all its fields. The code
+that uses the fields checks which of them exclude each other.
 """
 
 from typing import Annotated, Any, Literal
@@ -39,176 +39,183 @@ Workers = Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_WO
 
 
 class SendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a command concerns, and how long it may take."""
+    """The workers that a command is for, and its timeout."""
 
     model: Name | None = None
-    """Whose workers; None: those of every model, of which some commands allow only one."""
+    """The model whose workers execute the command; None: workers of every model. Some commands allow only one model."""
     workers: Workers | None = None
-    """Which of them, by id; None: all, also those that start later."""
+    """Ids of the workers that execute the command; None: all workers, also workers that start later."""
     timeout_s: Seconds | None = None
-    """For each worker to carry it out; None: 60, or 600 for what loads weights."""
+    """Seconds for each worker to execute the command; None: 60, or 600 for commands that load weights."""
 
 
 class PauseBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Take no more requests."""
+    """Accept no more requests."""
 
     mode: PauseMode | None = None
-    """What becomes of requests in flight; None: `keep`."""
+    """Handling of the requests in flight; None: `keep`."""
     clear_cache: bool | None = None
-    """Forget the prefix cache too. None: no; on vLLM's own route `/pause`, unless `mode` is `keep`."""
+    """True: also reset the prefix cache. None: false; on vLLM's route `/pause`, true unless `mode` is `keep`."""
     wait_for_inflight_requests: bool | None = None
-    """vLLM's older name of `mode=wait`."""
+    """vLLM's older name for `mode=wait`."""
     is_async: bool = msgspec.field(default=False, name="async")
-    """Answer 202 with an operation's id as soon as it is recorded; so does the header `Prefer: respond-async`."""
+    """True: answer 202 with the id of an operation as soon as the pause is recorded. The header `Prefer: respond-async`
+    does the same."""
 
 
 class ResumeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Take requests again."""
+    """Accept requests again."""
 
 
 class DrainBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hand the requests in flight to other workers and take no more, until `resume`."""
+    """Hand the requests in flight to other workers and accept no more, until `resume`."""
 
     workers: Workers
-    """Which, by id: there is no default, as a drain of all leaves nobody to hand requests to."""
+    """Ids of the workers. There is no default, because a drain of all workers leaves no worker for the requests."""
 
 
 class FlushBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Forget the prefix cache."""
+    """Reset the prefix cache."""
 
     preempt: bool | None = None
-    """Also what requests in flight have cached; else those make it fail."""
+    """True: also reset the cache of requests in flight. Otherwise the command fails if requests in flight use it."""
     reset_running_requests: bool | None = None
-    """vLLM's name of `preempt`."""
+    """vLLM's name for `preempt`."""
     reset_external: bool = False
-    """vLLM's; there are no external caches here, so that only false is allowed."""
+    """vLLM's field. Only false is allowed, because the fleet has no external caches."""
 
 
 class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replace the weights: exactly one of the sources."""
+    """Replace the weights from exactly one source: `path` or `weight_dir`, `objects`, or `update_info`."""
 
     path: Path | None = None
-    """A folder on the workers' machines, below one of their weight roots."""
+    """Folder on the workers' machines, below one of their weight roots."""
     objects: Path | None = None
-    """`<bucket>/<prefix>` in NATS's object store."""
+    """`<bucket>/<prefix>` in the NATS object store."""
     weight_dir: Path | None = None
-    """prime-rl's name of `path`."""
+    """prime-rl's name for `path`."""
     update_info: dict[str, Any] | None = None
-    """vLLM's: a part of the weights, as the engines' transfer backend takes it."""
+    """vLLM's field: a part of the weights, in the format of the engines' transfer backend."""
     version: Version | None = None
-    """Of the new weights; None: one more than the newest applied."""
+    """Version of the new weights; None: one more than the newest applied or recorded version."""
     weight_version: Name | None = None
-    """Dynamo's and vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
+    """Field of Dynamo and vLLM: any text. A number is the version. Other text becomes the label of the version, which
+    `/weight_info` returns."""
     mode: PauseMode = "keep"
-    """What becomes of requests in flight meanwhile."""
+    """Handling of the requests in flight during the load."""
     clear_cache: bool | None = None
-    """Forget the prefix cache; None: unless `mode` is `keep`. New requests never find what older weights cached."""
+    """True: reset the prefix cache. None: true unless `mode` is `keep`. New requests never use cache entries of older
+    weights."""
     allow_rollback: bool = False
-    """The version may be older than the present one, or the same with another source."""
+    """True: the version may be older than the present version, or equal to it with another source."""
     expected_canary: Canary | None = None
-    """What the trainer's own copy of the weights gives."""
+    """Canary result of the trainer's own copy of the weights; None: no comparison with the trainer."""
     min_staged: Annotated[int, Meta(ge=1)] | None = None
-    """Switch as soon as so many workers have staged the weights; None: all must have. The others are not waited for."""
+    """Number of workers that must stage the weights before the switch; None: all workers. The command does not wait for
+    the other workers."""
     skip_prefix_cache_reset: bool = False
-    """prime-rl's; without effect, as new requests never find what older weights cached."""
+    """prime-rl's field. It has no effect, because new requests never use cache entries of older weights."""
 
 
 class LoadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Load a LoRA adapter, or replace the one of the same name."""
+    """Load a LoRA adapter, or replace the adapter with the same name."""
 
     name: Name | None = None
-    """What requests call it."""
+    """Name of the adapter in requests."""
     lora_name: Name | None = None
-    """vLLM's name of `name`."""
+    """vLLM's name for `name`."""
     path: Path | None = None
-    """A folder on the workers' machines, below one of their weight roots."""
+    """Folder on the workers' machines, below one of their weight roots."""
     objects: Path | None = None
-    """`<bucket>/<prefix>` in NATS's object store."""
+    """`<bucket>/<prefix>` in the NATS object store."""
     lora_path: Path | None = None
-    """vLLM's name of `path`."""
+    """vLLM's name for `path`."""
     version: Version | None = None
-    """Of the adapter; None: one more than what is recorded."""
+    """Version of the adapter; None: one more than the recorded version."""
     load_inplace: bool | None = None
-    """vLLM's: whether one of that name may be there already. None: it may; on vLLM's own route `/v1/...`, not."""
+    """vLLM's field. True if the adapter may replace a loaded adapter of the same name. None: true; on vLLM's route
+    `/v1/load_lora_adapter`, false."""
     is_3d_lora_weight: bool = False
-    """vLLM's; only false is allowed."""
+    """vLLM's field. Only false is allowed."""
 
 
 class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an adapter is."""
+    """The location of an adapter."""
 
     uri: Path
     """`file:///FOLDER` or `/FOLDER` on the workers' machines, or `objects:<bucket>/<prefix>` in NATS's object store."""
 
 
 class AddLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Dynamo's: load a LoRA adapter, or replace the one of the same name."""
+    """Dynamo's body: load a LoRA adapter, or replace the adapter with the same name."""
 
     lora_name: Name
-    """What requests call it."""
+    """Name of the adapter in requests."""
     source: LoraSource
-    """Where it is."""
+    """Location of the adapter."""
     load_inplace: bool = True
-    """Whether one of that name may be there already."""
+    """True if the adapter may replace a loaded adapter of the same name."""
 
 
 class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unload a LoRA adapter; one that is not there is fine."""
+    """Unload a LoRA adapter. An adapter that is not loaded causes no error."""
 
     name: Name | None = None
-    """What requests call it."""
+    """Name of the adapter in requests."""
     lora_name: Name | None = None
-    """vLLM's name of `name`."""
+    """vLLM's name for `name`."""
     lora_int_id: int | None = None
-    """vLLM's; without effect."""
+    """vLLM's field. It has no effect."""
 
 
 class AbortBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """End requests in flight, of whichever client."""
+    """Abort requests in flight of any client."""
 
     request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """As answers have them, with `chatcmpl-` or `cmpl-` or without. All: pause with `mode=abort`, and resume."""
+    """Request ids from answers, with or without the prefix `chatcmpl-` or `cmpl-`. To abort all requests, pause with
+    `mode=abort` and resume."""
 
 
 class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Have engines give up their memory; requests in flight go back to the queue."""
+    """Free the memory of the engines. Requests in flight go back to the queue."""
 
     level: Literal[1, 2] = 1
-    """1 keeps the weights in the machine's memory, 2 drops them."""
+    """Level 1 keeps the weights in the machine's memory; level 2 drops them."""
     mode: PauseMode = "abort"
-    """vLLM's; only `abort` is allowed: to let requests end, pause with `mode=wait` first."""
+    """vLLM's field. Only `abort` is allowed. To let the requests finish, pause with `mode=wait` first."""
 
 
 class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Have engines take their memory back."""
+    """Restore the memory of sleeping engines."""
 
     tags: tuple[str, ...] | None = None
-    """vLLM's; only null is allowed: all of it comes back."""
+    """vLLM's field. Only null is allowed, because the engine restores all memory at once."""
 
 
 class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Set up the engines' own transfer of weights, as vLLM's route does."""
+    """Initialize the engines' own transfer of weights, as vLLM's route does."""
 
     init_info: dict[str, Any]
-    """As the engines' transfer backend takes it. Without `workers`, each worker gets its own `rank_offset`: that
-    which is given here, plus what `/get_world_size` says of the worker."""
+    """Arguments in the format of the engines' transfer backend. Without `workers`, each worker gets its own
+    `rank_offset`: the `rank_offset` in this field plus the worker's `rank_offset` from `/get_world_size`."""
 
 
 class StartTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Begin to take weights from the transfer engine."""
+    """Start to receive weights from the transfer engine."""
 
     mode: PauseMode = "keep"
-    """What becomes of requests in flight meanwhile."""
+    """Handling of the requests in flight during the transfer."""
     is_checkpoint_format: bool = True
-    """Of earlier releases of vLLM; only true is allowed: the tensors are named and shaped as in a checkpoint."""
+    """Field of earlier vLLM releases. Only true is allowed: the tensors have the names and shapes of a checkpoint."""
 
 
 class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Use the weights that came."""
+    """Use the weights that were transferred."""
 
     version: Version | None = None
-    """Of the new weights; None: one more than the newest applied."""
+    """Version of the new weights; None: one more than the newest applied or recorded version."""
     weight_version: Name | None = None
-    """vLLM's: any text. A number is the version; another text is kept as its label, for `/weight_info`."""
+    """vLLM's field: any text. A number is the version. Other text becomes the label of the version, which
+    `/weight_info` returns."""
     allow_rollback: bool = False
-    """The version may be older than the present one."""
+    """True: the version may be older than the present version."""

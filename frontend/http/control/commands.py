@@ -1,4 +1,4 @@
-"""The commands that a fleet is given over HTTP, whichever names a client calls them by."""
+"""Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 CHUNK_FIELDS: Final = frozenset({"update_info", "model", "workers", "timeout_s"})
-"""What may stand beside a part of the weights."""
+"""Fields that are allowed together with `update_info`, which carries a part of the weights."""
 CHECKPOINT_FORMAT: Final = "is_checkpoint_format"
-"""In `update_info` of clients of earlier releases of vLLM; later ones do not know it."""
+"""Key in `update_info` from clients of earlier vLLM releases. Later releases do not know it."""
 
 LOADED: Final = {"status": "ok"}
-"""What stands in the answer of the routes for adapters beside the ledger."""
+"""Fields of the adapter routes' answers in addition to the command result."""
 
 Fields = TypeVar("Fields", bound=bodies.SendBody)
 
 
 @dataclass(frozen=True, slots=True)
 class CommandCall(Generic[Fields]):
-    """One HTTP request for a command: what was read, and how its route answers."""
+    """One HTTP request for a command: its decoded fields, and the style of the answer."""
 
     service: Service
     request: Request
@@ -64,12 +64,12 @@ class CommandCall(Generic[Fields]):
 
     @property
     def fleet(self) -> bus.Fleet:
-        """Carries the command out."""
+        """The fleet that executes the command."""
         return self.service.rb.fleet
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that all commands have, as `rollbus.Fleet` takes them; what was not given is left out."""
+        """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
         options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s}
         return {name: value for name, value in options.items() if value is not None}
@@ -81,18 +81,18 @@ class CommandCall(Generic[Fields]):
         extra: Mapping[str, object] | Callable[[bus.CommandResult], Mapping[str, object]],
         names: Mapping[str, str] | None = None,
     ) -> Response:
-        """Wait for a command, and answer with its ledger.
+        """Wait for a command and answer with its result.
 
-        A client that leaves meanwhile changes nothing: the command goes on, for as long as its own time allows.
+        If the client disconnects, the command continues until its own timeout.
 
         Args:
-            command: its name, to tell it from the commands that `work` sends before it.
-            extra: fields of the answer beside the ledger, if all workers have applied the command.
-            names: what the route calls fields, where it has names of its own.
+            command: name of the requested command. `work` may send other commands before it.
+            extra: additional fields of the answer if all workers have applied the command.
+            names: the route's names for fields, where the names differ.
 
         Raises:
-            HttpError: 400, a field is wrong; 413, the command is larger than one message may be.
-            RollbusError: what `rollbus.Fleet` raises, but for an incomplete command.
+            HttpError: 400 if a field is wrong, 413 if the command exceeds the size of one message.
+            RollbusError: any error of `rollbus.Fleet` except `CommandIncomplete`.
         """
         try:
             ledger = await work
@@ -101,7 +101,7 @@ class CommandCall(Generic[Fields]):
         except InvalidRequest as error:
             raise http_error(error, {**NAMES, **(names or {})}) from None
         except LocalProtocolError as error:
-            # A command raises it only if NATS would not carry the message. No worker has received it.
+            # A command raises this error only if its message is too large for NATS. No worker has received it.
             raise HttpError(413, str(error), code=ErrorCode.TOO_LARGE) from None
         if self.style.text is not None:
             return PlainTextResponse(self.style.text)
@@ -109,7 +109,7 @@ class CommandCall(Generic[Fields]):
 
 
 async def pause(call: CommandCall[bodies.PauseBody]) -> Response:
-    """Have workers take no more requests; with `async`, 202 and an operation that can be asked for."""
+    """Pause workers: they accept no more requests. With `async`, answer 202 with an operation that clients can read."""
     fields = call.fields
     mode = _pause_mode(fields)
     clear_cache = fields.clear_cache
@@ -125,7 +125,11 @@ def _pause_mode(fields: bodies.PauseBody) -> PauseMode:
     if not fields.wait_for_inflight_requests:
         return fields.mode or "keep"
     if fields.mode not in (None, "wait"):
-        raise invalid("wait_for_inflight_requests", f"is true beside mode={fields.mode}", "with mode=wait")
+        raise invalid(
+            "wait_for_inflight_requests",
+            f"is true together with mode={fields.mode}",
+            "true with mode=wait or without mode",
+        )
     return "wait"
 
 
@@ -135,28 +139,28 @@ def _is_paused(ledger: bus.CommandResult) -> dict[str, object]:
 
 
 async def resume(call: CommandCall[bodies.ResumeBody]) -> Response:
-    """Have workers take requests again: it undoes a pause, and a drain."""
+    """Resume workers after a pause or a drain: they accept requests again."""
     return await call.answer(call.fleet.resume(**call.options), "resume", {"status": "resumed"})
 
 
 async def drain(call: CommandCall[bodies.DrainBody]) -> Response:
-    """Have workers hand their requests to others and take no more, until `resume`."""
+    """Drain workers: they hand their requests to other workers and accept no more, until `resume`."""
     options = {name: value for name, value in call.options.items() if name != "workers"}
     return await call.answer(call.fleet.drain(call.fields.workers, **options), "drain", {"status": "drained"})
 
 
 async def flush_cache(call: CommandCall[bodies.FlushBody]) -> Response:
-    """Forget the prefix caches; requests in flight make it fail, unless `preempt` or `reset_running_requests`."""
+    """Reset the prefix caches. Requests in flight make it fail unless `preempt` or `reset_running_requests` is true."""
     fields = call.fields
     if fields.reset_external:
-        raise invalid("reset_external", "is true", "false, as the fleet has no external caches")
+        raise invalid("reset_external", "is true", "false: the fleet has no external caches")
     preempt = either("preempt", fields.preempt, "reset_running_requests", fields.reset_running_requests)
     work = call.fleet.flush_cache(preempt=bool(preempt), **call.options)
     return await call.answer(work, "flush_cache", {"status": "ok", "success": True})
 
 
 async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
-    """Replace the weights of all workers of a model, as one; with vLLM's `update_info`, pass on a part of them."""
+    """Replace the weights of all workers of a model. With vLLM's `update_info`, pass a part of them to the engines."""
     fields = call.fields
     if fields.update_info is not None:
         _check_chunk(fields)
@@ -188,16 +192,19 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
 
 
 def _check_chunk(fields: bodies.UpdateBody) -> None:
-    """Refuse what a part of the weights cannot have: their version, for one, is said when all have come."""
+    """Reject fields that a part of the weights cannot have.
+
+    For example, the client sets the version only after all parts have arrived.
+    """
     for name in fields.__struct_fields__:
         if name not in CHUNK_FIELDS and getattr(fields, name) != getattr(bodies.UpdateBody(), name):
-            raise invalid(name, "is given beside update_info", f"only {', '.join(sorted(CHUNK_FIELDS))}")
+            raise invalid(name, "is given together with update_info", f"only {', '.join(sorted(CHUNK_FIELDS))}")
 
 
 def _check_format(field: str, is_checkpoint_format: object) -> None:
-    """Refuse weights that an engine would have to copy as they are: vLLM 0.30 to 0.33 load all as a checkpoint's."""
+    """Reject weights that an engine would have to copy unchanged: vLLM 0.30 to 0.33 loads all in checkpoint format."""
     if is_checkpoint_format is not True:
-        raise unsupported(field, "engines load tensors as a checkpoint has them", allowed="true")
+        raise unsupported(field, "engines load only tensors with the names and shapes of a checkpoint", allowed="true")
 
 
 def _is_updated(ledger: bus.CommandResult) -> dict[str, object]:
@@ -207,7 +214,7 @@ def _is_updated(ledger: bus.CommandResult) -> dict[str, object]:
 
 def _check_source(name: str, path: str | None, objects: str | None) -> None:
     if path is not None and objects is not None:
-        raise invalid("objects", f"is given beside {name}", "one of them")
+        raise invalid("objects", f"is given together with {name}", "one of the two")
     if path is None and objects is None:
         raise invalid(name, "is missing", f"{name} or objects")
     if objects is not None:
@@ -223,7 +230,7 @@ async def load_lora(
     extra: Mapping[str, object] = LOADED,
     names: Mapping[str, str] | None = None,
 ) -> Response:
-    """Load a LoRA adapter into all workers of a model, or replace the one of the same name where that is allowed."""
+    """Load a LoRA adapter into all workers of a model, or replace the adapter with that name if this is allowed."""
     fields = call.fields
     name = _lora_name(fields)
     shown = "path" if fields.lora_name is None else "lora_path"
@@ -233,14 +240,14 @@ async def load_lora(
         raise invalid("is_3d_lora_weight", "is true", "false")
     may_replace = call.style.may_replace if fields.load_inplace is None else fields.load_inplace
     if not may_replace and await is_loaded(call.fleet, name, fields.model):
-        raise invalid("lora_name", f"is {name!r}, which is loaded", "another name, or load_inplace: true")
+        raise invalid("lora_name", f"is {name!r}, which is already loaded", "another name, or load_inplace: true")
     work = call.fleet.load_lora(name, path, version=fields.version, objects=fields.objects, **call.options)
     own_names = {"source": shown, "name": "name" if fields.lora_name is None else "lora_name"}
     return await call.answer(work, "load_lora", extra, {**own_names, **(names or {})})
 
 
 async def is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
-    """Return True if some worker has the adapter, or should have it."""
+    """Return True if a worker has the adapter, or should have it according to the desired state."""
     state = await fleet.state()
     has_it = any(
         lora.name == name for worker in state.workers if model in (None, worker.model) for lora in worker.loras
@@ -249,7 +256,7 @@ async def is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
 
 
 async def unload_lora(call: CommandCall[bodies.UnloadLoraBody], *, extra: Mapping[str, object] = LOADED) -> Response:
-    """Unload a LoRA adapter; one that is not there is fine."""
+    """Unload a LoRA adapter. An adapter that is not loaded causes no error."""
     fields = call.fields
     work = call.fleet.unload_lora(_lora_name(fields), **call.options)
     names = {"name": "name" if fields.lora_name is None else "lora_name"}
@@ -259,12 +266,12 @@ async def unload_lora(call: CommandCall[bodies.UnloadLoraBody], *, extra: Mappin
 def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
     name = either("name", fields.name, "lora_name", fields.lora_name)
     if name is None:
-        raise invalid("name", "is missing", "the adapter's name")
+        raise invalid("name", "is missing", "the name of the adapter")
     return name
 
 
 async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
-    """End requests in flight, of any client; 404 if no worker has any of them, but not under vLLM's name."""
+    """Abort requests in flight of any client. If no worker has them, answer 404, or 200 under vLLM's route name."""
     bare = map(without_prefix, call.fields.request_ids)
     names = tuple(dict.fromkeys([*call.fields.request_ids, *bare]))
     return await call.answer(_aborted(call, names), "abort", _num_aborted)
@@ -274,7 +281,7 @@ async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...]) 
     try:
         return await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
-        # vLLM does not mind requests that it does not have: they may just have ended.
+        # vLLM reports no error for unknown requests, because they may have ended just before.
         if call.style.is_vllm and status_of(error.ledger, "abort")[0] == 404:
             return error.ledger
         raise
@@ -285,36 +292,36 @@ def _num_aborted(ledger: bus.CommandResult) -> dict[str, object]:
 
 
 async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:
-    """Have engines give up their memory; requests in flight go back to the queue."""
+    """Free the memory of the engines. Requests in flight go back to the queue."""
     mode = call.fields.mode
     if mode != "abort":
-        raise invalid("mode", f"is {mode}", f"abort, behind a pause with mode={mode}")
+        raise invalid("mode", f"is {mode}", f"abort, after a pause with mode={mode}")
     return await call.answer(call.fleet.sleep(call.fields.level, **call.options), "sleep", {"status": "asleep"})
 
 
 async def wake(call: CommandCall[bodies.WakeBody]) -> Response:
-    """Have engines take their memory back."""
+    """Restore the memory of sleeping engines."""
     if call.fields.tags:
-        raise invalid("tags", "is given", "null: all memory comes back at once")
+        raise invalid("tags", "is given", "null: the engine restores all memory at once")
     return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
 
 
 async def init_weight_transfer(call: CommandCall[bodies.InitTransferBody]) -> Response:
-    """Set up vLLM's own transfer of weights in the engines of all workers of a model."""
+    """Initialize vLLM's own transfer of weights in the engines of all workers of a model."""
     work = begin_transfer(call.service, call.fields.init_info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
     extra = {"message": "Weight transfer initialized"}
     return await call.answer(work, "init_weight_transfer", extra, {"info": "init_info"})
 
 
 async def start_weight_update(call: CommandCall[bodies.StartTransferBody]) -> Response:
-    """Hold the requests in flight, and begin to take weights."""
+    """Hold the requests in flight and start to receive weights from the transfer engine."""
     _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
     return await call.answer(work, "start_weight_update", {"message": "Weight update started"})
 
 
 async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> Response:
-    """Use the weights that came, under a version: the client's, or the next."""
+    """Use the transferred weights under the client's version, or under the next version."""
     fields = call.fields
     given, label = version_and_label(fields.version, fields.weight_version)
 

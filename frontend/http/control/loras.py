@@ -1,4 +1,4 @@
-"""`/v1/loras`: adapters by the routes of Dynamo's workers."""
+"""`/v1/loras`: LoRA adapters, with the routes of Dynamo's workers."""
 
 from typing import Any, Final
 
@@ -23,18 +23,18 @@ OBJECTS: Final = "objects:"
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that is loaded."""
+    """A loaded adapter."""
 
     name: str
-    """What requests call it."""
+    """Name of the adapter in requests."""
     model: str
-    """Whose adapter it is."""
+    """Name of the model that the adapter belongs to."""
     workers: dict[str, int]
-    """By worker: the version that it has."""
+    """Version of the adapter on each worker, by worker id."""
 
 
 async def list_loras(service: Service, request: Request) -> Response:
-    """Dynamo's: the adapters that live workers have loaded, their newest versions, and the workers that have each."""
+    """List the adapters that live workers have loaded, with newest version and workers, in Dynamo's format."""
     model = read_query(request, FleetQuery).model
     found: dict[tuple[str, str], dict[str, int]] = {}
     for worker in (await fleet_state(service, model)).workers:
@@ -51,7 +51,7 @@ async def list_loras(service: Service, request: Request) -> Response:
 
 
 async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
-    """Dynamo's: load a LoRA adapter into all workers of a model, or replace the one of the same name."""
+    """Load a LoRA adapter into all workers of a model, or replace the one with that name, as Dynamo's route does."""
     fields = call.fields
     path, objects = _place(fields.source.uri)
     same = {name: getattr(fields, name) for name in bodies.SendBody.__struct_fields__}
@@ -65,25 +65,27 @@ async def add_lora(call: CommandCall[bodies.AddLoraBody]) -> Response:
 
 
 def _place(uri: str) -> tuple[str | None, str | None]:
-    """The folder, or the place in the object store.
+    """Return the folder and the place in the object store that a URI names. One of the two is None.
 
     Raises:
-        HttpError: 400, it is somewhere else.
+        HttpError: 400, the URI names neither.
     """
     if uri.startswith(OBJECTS):
         return None, uri.removeprefix(OBJECTS)
     path = uri.removeprefix(FILE)
     if path.startswith("/"):
         return path, None
-    raise invalid("source.uri", f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, objects:BUCKET/PREFIX")
+    raise invalid("source.uri", f"is {uri[:64]!r}", "file:///FOLDER on the workers' machines, or objects:BUCKET/PREFIX")
 
 
 async def remove_lora(service: Service, request: Request) -> Response:
-    """Dynamo's: unload a LoRA adapter; 404 if no worker has it, or should have it."""
+    """Unload a LoRA adapter, as Dynamo's route does. Answer 404 if no worker has it and no worker should have it."""
     name = request.path_params["name"]
     sent = read_query(request, bodies.SendBody)
     if not await is_loaded(service.rb.fleet, name, sent.model):
         raise HttpError(404, f"adapter {name[:64]!r} is not loaded", code=ControlCode.NOT_FOUND, param="name")
     same = {field: getattr(sent, field) for field in bodies.SendBody.__struct_fields__}
     call = CommandCall(service, request, bodies.UnloadLoraBody(name=name, **same), LORA_OF_PRIME)
-    return await unload_lora(call, extra={"status": "success", "message": f"adapter {name} is gone", "lora_name": name})
+    return await unload_lora(
+        call, extra={"status": "success", "message": f"adapter {name} is unloaded", "lora_name": name}
+    )

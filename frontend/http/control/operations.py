@@ -1,8 +1,8 @@
-"""Pauses that a client does not wait for: begun with 202, asked for later under the command's id.
+"""Pauses that run after the answer 202: clients read the state of a pause later under the id of the command.
 
-No service remembers them. What is recorded in NATS says which pause was wanted of whom, and each worker says how far it
-is; so any service of the fleet can answer, also one that was started since. An id is known as long as it is among the
-last commands of its model; a later pause or resume supersedes it.
+No service stores these operations. The desired state in NATS has the pause and its workers, and the presence of each
+worker has its progress. Any service of the fleet can therefore answer, also a service that started later. An id is
+valid while it is among the last recorded commands of its model. A later pause, resume or drain supersedes the pause.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ from .answers import NAMES, ledger_response
 __all__ = ["begin_pause", "operation", "operation_as_json", "wants_async"]
 
 SILENT: Final = frozenset({WorkerState.STARTING, WorkerState.FENCED, WorkerState.STOPPED, WorkerState.FAILED})
-"""Workers that serve nothing, and bring themselves to what is recorded before they do."""
+"""States of workers that serve nothing. These workers reconcile themselves with the desired state before they serve."""
 READ_S: Final = 0.5
-"""Seconds to wait for a worker's ack before the recorded state is read."""
+"""Seconds to wait for a worker's ack before the service reads the desired state."""
 
 
 def wants_async(request: Request) -> bool:
-    """The client prefers an answer now to one when all is done."""
+    """Return True if the client prefers an immediate answer to an answer after the command has finished."""
     preferences = ",".join(request.headers.getlist("prefer")).lower().split(",")
     return any(one.split(";")[0].strip() == "respond-async" for one in preferences)
 
 
 async def begin_pause(service: Service, command: Pause) -> Response:
-    """Answer 202 once the pause is recorded: from then on the workers see to it, whatever becomes of this service.
+    """Answer 202 as soon as the pause is recorded. From then on, workers execute it even if this service ends.
 
     Raises:
-        HttpError, RollbusError: as for a pause that is waited for, where nothing is recorded.
+        HttpError, RollbusError: the errors of a pause without `async`, if the pause was not recorded.
     """
     changed = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(_send(service, command, changed))
         while not await _is_set(changed, READ_S) and not await _is_recorded(service, command):
             pass
-        # What is recorded stays; nobody waits for the answers here.
+        # The pause stays recorded. This service does not wait for the remaining acks.
         sending.cancel()
     error = None if sending.cancelled() else sending.result()
     if isinstance(error, bus.CommandIncomplete):
@@ -80,11 +80,11 @@ async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 async def _send(service: Service, command: Pause, changed: asyncio.Event) -> RollbusError | None:
-    """Give the command to the fleet; `changed` is set once a worker has spoken of it, or all is over."""
+    """Send the command to the fleet. Set `changed` at the first ack of a worker, or when the command has ended."""
     loop = asyncio.get_running_loop()
 
     def on_ack(_ack: Ack) -> None:
-        # Workers speak only of what is recorded.
+        # Workers send acks only for recorded commands.
         loop.call_soon_threadsafe(changed.set)
 
     try:
@@ -101,28 +101,33 @@ async def _is_recorded(service: Service, command: Pause) -> bool:
     try:
         models = workers_that_must_ack(state.workers, command)
     except RollbusError:
-        # The command itself fails with it, unless somebody comes.
+        # The command itself fails with the same error, unless a worker appears in time.
         return False
     return all(_epoch_of(state.desired.get(model), command.id) is not None for model in models)
 
 
 def _epoch_of(desired: DesiredState | None, command_id: str) -> int | None:
-    """In which epoch a command was recorded; None: it was not, or that is long ago."""
+    """Return the epoch that recorded a command; None: not recorded, or no longer among the last recorded commands."""
     seen = () if desired is None else desired.seen
     return next((each.epoch for each in seen if each.id == command_id), None)
 
 
 async def operation(service: Service, request: Request) -> Response:
-    """Tell how far a pause is, from what is recorded and from what workers say of themselves."""
+    """Return the progress of a pause, according to the desired state and the presence of the workers."""
     name = request.path_params["id"]
     found = operation_as_json(await service.rb.fleet.state(), name)
     if found is None:
-        raise HttpError(404, f"operation {name[:64]!r} is unknown, or long ago", code="unknown_operation", param="id")
+        raise HttpError(
+            404,
+            f"operation {name[:64]!r} is unknown, or older than the last recorded commands",
+            code="unknown_operation",
+            param="id",
+        )
     return json_response(found)
 
 
 def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] | None:
-    """What is known of a pause; None: nothing."""
+    """Return the state of a pause as JSON; None: the id is unknown or belongs to another command."""
     epochs = {
         model: epoch
         for model, desired in state.desired.items()
@@ -152,7 +157,7 @@ def operation_as_json(state: bus.FleetState, command_id: str) -> dict[str, Any] 
 
 
 def _standing(desired: DesiredState, command_id: str) -> list[object]:
-    """The command, as often as it still counts for somebody."""
+    """Return the command once for each register that still contains it."""
     return [
         recorded.command
         for registers in (desired.registers, *desired.workers.values())
@@ -164,7 +169,11 @@ def _standing(desired: DesiredState, command_id: str) -> list[object]:
 def _lines(
     desired: DesiredState, command_id: str, workers: list[WorkerPresence], epoch: int
 ) -> Iterator[dict[str, Any]]:
-    """How far each worker is that the pause concerns; all of the model, where nobody can say any more which."""
+    """Yield the progress of each worker to which the pause applies.
+
+    If later commands have replaced the pause everywhere, yield all workers of the model as `stale`, because the desired
+    state no longer has the workers of the pause.
+    """
     standing = {
         worker.worker: recorded.command
         for worker in workers
@@ -186,12 +195,12 @@ def _lines(
 def _result(worker: WorkerPresence, mode: str, epoch: int) -> str:
     if worker.epoch < epoch:
         return "running"
-    # Its time was up with requests in flight; it takes no more, and these are still being finished.
+    # The time expired with requests in flight. The worker accepts no more requests and still finishes these.
     return "failed" if worker.in_flight and mode != "keep" else "applied"
 
 
 def _status(results: Iterable[str]) -> str:
-    """Of all: what is not over comes first, then what went wrong."""
+    """Return the status of the whole pause: `running` if any worker is, else `superseded`, else `failed`."""
     counts = Counter(results)
     for result, status in (("running", "running"), ("stale", "superseded"), ("failed", "failed")):
         if counts[result]:

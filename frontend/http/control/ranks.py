@@ -1,4 +1,4 @@
-"""Ranks in a transfer of weights: how many processes hold a model's weights, and which ranks are whose."""
+"""Ranks in a transfer of weights: the number of processes with a model's weights, and the ranks of each worker."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,40 +22,40 @@ from .reads import DEAD, FleetQuery, fleet_state
 __all__ = ["WorldQuery", "begin_transfer", "get_world_size"]
 
 RANK_OFFSET: Final = "rank_offset"
-"""In `init_info`: the rank of a worker's first process among all processes of the transfer, as vLLM calls it."""
+"""vLLM's key in `init_info`: the rank of a worker's first process among all processes of the transfer."""
 
 
 class WorldQuery(FleetQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which ranks are counted."""
+    """The ranks to count."""
 
     include_dp: bool = True
-    """Those of all replicas inside an engine; false: those of one replica of each."""
+    """True: count the ranks of all replicas inside an engine. False: count one replica of each engine."""
 
 
 class WorkerRanks(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of one worker."""
 
     worker: str
-    """Its id."""
+    """Id of the worker."""
     world_size: int
-    """How many ranks it has."""
+    """Number of ranks of the worker."""
     rank_offset: int
-    """The number of ranks of the workers before it, in the order of their ids."""
+    """Sum of the ranks of all workers before this worker, in the order of their ids."""
 
 
 class WorldSize(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of a fleet."""
 
     world_size: int
-    """Of all workers together."""
+    """Number of ranks of all workers together."""
     engines: int
-    """Workers, each with one engine."""
+    """Number of workers; each worker has one engine."""
     workers: tuple[WorkerRanks, ...]
-    """A trainer that is rank 0 adds 1 to their offsets."""
+    """The ranks of each worker. If the trainer is rank 0, it adds 1 to each `rank_offset`."""
 
 
 async def get_world_size(service: Service, request: Request) -> Response:
-    """vLLM's: the number of ranks that hold a model's weights; and, for each worker, how many it has after how many."""
+    """Return vLLM's world size, the number of ranks with a model's weights, and each worker's number and offset."""
     query = read_query(request, WorldQuery)
     ranks = await _ranks(service, query.model, include_dp=query.include_dp)
     total = sum(each.world_size for each in ranks)
@@ -63,16 +63,16 @@ async def get_world_size(service: Service, request: Request) -> Response:
 
 
 async def _ranks(service: Service, model: str | None, *, include_dp: bool = True) -> list[WorkerRanks]:
-    """The ranks of a model's workers, in the order of their ids.
+    """Return the ranks of a model's live workers, in the order of the worker ids.
 
     Raises:
-        HttpError: 400, there are several models to choose from; 503, a worker has not said yet how many it has; 501, it
-            never does.
+        HttpError: 400 if `model` is None and the fleet has several models. 503 if there is no live worker, or if a
+            worker is starting. 501 if a worker's release does not announce its number of ranks.
     """
     workers = [worker for worker in (await fleet_state(service, model)).workers if worker.state not in DEAD]
     models = sorted({worker.model for worker in workers})
     if not workers:
-        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+        raise HttpError(503, "the fleet has no live workers", code=ErrorCode.NO_WORKERS)
     if len(models) > 1:
         raise invalid("model", "is missing", f"one of {', '.join(models)}")
     found: list[WorkerRanks] = []
@@ -80,10 +80,10 @@ async def _ranks(service: Service, model: str | None, *, include_dp: bool = True
     for worker in sorted(workers, key=lambda worker: worker.worker):
         known = worker.capabilities
         if known is None:
-            message = f"worker {worker.worker} is starting: its world size is not known yet"
+            message = f"worker {worker.worker} is starting: its world size is still unknown"
             raise HttpError(503, message, code=ErrorCode.NO_WORKERS)
         if known.world_size is None:
-            message = f"worker {worker.worker} does not announce its world size: its rollbus is too old"
+            message = f"worker {worker.worker} does not announce its world size: its rollbus release is too old"
             raise HttpError(501, message, code="not_served")
         size = known.world_size if include_dp else known.world_size // known.data_parallel_size
         found.append(WorkerRanks(worker=worker.worker, world_size=size, rank_offset=offset))
@@ -94,10 +94,13 @@ async def _ranks(service: Service, model: str | None, *, include_dp: bool = True
 async def begin_transfer(
     service: Service, info: dict[str, Any], *, model: str | None = None, **options: Any
 ) -> bus.CommandResult:
-    """Set up the engines' transfer of weights. Where `info` has a `rank_offset` for all workers, each gets its own.
+    """Initialize the engines' transfer of weights.
+
+    If `info` has a `rank_offset` and `options` has no `workers`, each worker gets that offset plus its own offset.
 
     Raises:
-        HttpError: as `get_world_size`. And what `rollbus.Fleet.init_weight_transfer` raises.
+        HttpError: as for `get_world_size`.
+        RollbusError: any error of `rollbus.Fleet.init_weight_transfer`.
     """
     fleet = service.rb.fleet
     first = info.get(RANK_OFFSET)
@@ -111,7 +114,7 @@ async def begin_transfer(
         except bus.CommandIncomplete as error:
             return error.ledger
 
-    # At once: no engine is ready before all ranks have met.
+    # Send all commands at the same time: no engine becomes ready before all ranks have joined.
     ranks = await _ranks(service, model)
     with first_error():
         async with asyncio.TaskGroup() as tasks:
@@ -123,7 +126,7 @@ async def begin_transfer(
 
 
 def _merged(ledgers: list[bus.CommandResult]) -> bus.CommandResult:
-    """One ledger of commands that each concerned another worker."""
+    """Merge the results of commands that each went to one worker."""
 
     def of_all(name: str) -> Mapping[str, Any]:
         return {worker: ack for ledger in ledgers for worker, ack in getattr(ledger, name).items()}

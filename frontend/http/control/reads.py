@@ -1,4 +1,4 @@
-"""What orchestrators ask before they command: does the fleet live, is it paused, which weights has it."""
+"""Routes that orchestrators read before they send commands: health, pause, sleep and weights of the fleet."""
 
 from collections import Counter
 from typing import Final
@@ -29,37 +29,38 @@ __all__ = [
 ]
 
 PAUSED: Final = frozenset({WorkerState.PAUSED, WorkerState.DRAINED, WorkerState.ASLEEP})
-"""A command has said that they take no requests."""
+"""States of workers that accept no requests because of a command."""
 TAKING: Final = frozenset({WorkerState.SERVING, WorkerState.UPDATING})
-"""They take requests, or do not stand still yet."""
+"""States of workers that accept requests, or that have not finished a pause or an update."""
 DEAD: Final = frozenset({WorkerState.FENCED, WorkerState.FAILED, WorkerState.STOPPED})
+"""States of workers that `/liveness` counts as dead."""
 
 
 class FleetQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which workers are asked about."""
+    """The workers that the answer covers."""
 
     model: str | None = None
-    """Whose; None: those of every model."""
+    """Model of the workers; None: workers of every model."""
 
 
 async def _state(service: Service, request: Request) -> bus.FleetState:
-    """The fleet, asked now; only the workers of `?model=`, if that is given.
+    """Return the current state of the fleet; if the query has `model`, only the workers of that model.
 
     Raises:
-        HttpError: 400, there is no such parameter; and as `fleet_state`.
+        HttpError: 400 if a query parameter is unknown. Also the errors of `fleet_state`.
     """
     return await fleet_state(service, read_query(request, FleetQuery).model)
 
 
 async def fleet_state(service: Service, model: str | None) -> bus.FleetState:
-    """The fleet, asked now; only the workers of a model, if that is given.
+    """Return the current state of the fleet; if `model` is not None, only the workers of that model.
 
     Raises:
-        HttpError: 400, there is no such model; 503, no workers are there.
+        HttpError: 400 if the fleet has no worker of that model, 503 if the fleet has no workers.
     """
     state = await service.rb.fleet.state()
     if not state.workers:
-        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
     if model is None:
         return state
     workers = tuple(worker for worker in state.workers if worker.model == model)
@@ -70,7 +71,7 @@ async def fleet_state(service: Service, model: str | None) -> bus.FleetState:
 
 
 async def rl_health(service: Service, request: Request) -> Response:
-    """200 if some worker serves, or will go on by itself or on command; 503 if none can."""
+    """Answer 200 if a worker serves, will serve by itself, or will serve after a command; else 503."""
     state = await _state(service, request)
     counts = Counter(worker.state for worker in state.workers)
     is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
@@ -80,27 +81,27 @@ async def rl_health(service: Service, request: Request) -> Response:
 
 
 async def liveness(service: Service, request: Request) -> Response:
-    """prime-rl's: 200 if some worker's process answers, 503 if none does."""
+    """Answer 200 if the process of any worker is live, else 503, as prime-rl's route does."""
     state = await _state(service, request)
     is_alive = any(worker.state not in DEAD for worker in state.workers)
     return json_response({"status": "ok" if is_alive else "dead"}, 200 if is_alive else 503)
 
 
 async def is_paused(service: Service, request: Request) -> Response:
-    """vLLM's: true if no worker takes requests, because a command has said so."""
+    """Return true if no worker accepts requests and a command is the reason, as vLLM's route does."""
     state = await _state(service, request)
     states = {worker.state for worker in state.workers}
     return json_response({"is_paused": bool(states & PAUSED) and not states & TAKING})
 
 
 async def is_sleeping(service: Service, request: Request) -> Response:
-    """vLLM's: true if the engines of all workers have given up their memory."""
+    """Return true if the engines of all workers have freed their memory, as vLLM's route does."""
     state = await _state(service, request)
     return json_response({"is_sleeping": all(worker.state is WorkerState.ASLEEP for worker in state.workers)})
 
 
 async def weight_version(service: Service, request: Request) -> Response:
-    """The version of the weights of each worker, and the oldest and newest of those that may serve."""
+    """Return each worker's weight version, and the oldest and newest version of the workers that may serve."""
     state = await _state(service, request)
     versions = {worker.worker: worker.weight_version for worker in state.workers}
     desired = {worker.worker: _target(state, worker) for worker in state.workers}
@@ -122,12 +123,12 @@ def _target(state: bus.FleetState, worker: WorkerPresence) -> int | None:
 
 
 def _able(state: bus.FleetState) -> list[WorkerPresence]:
-    """Workers that may serve; all, where none may."""
+    """Return the workers that may serve; if no worker may serve, return all workers."""
     return [worker for worker in state.workers if worker.state in PAUSED | TAKING] or list(state.workers)
 
 
 async def weight_info(service: Service, request: Request) -> Response:
-    """vLLM's: the version as it was given, and its number; the oldest of those that may serve."""
+    """Return the oldest weight version of the workers that may serve: its text as vLLM does, and its number."""
     state = await _state(service, request)
     worker = min(_able(state), key=lambda worker: worker.weight_version)
     number = worker.weight_version

@@ -1,4 +1,4 @@
-"""The version of new weights: the client's number, or one more than the newest applied; and the text it came as."""
+"""The version of new weights: the client's number or one more than the newest version, and the client's label."""
 
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -14,19 +14,22 @@ from .reading import either
 __all__ = ["version_and_label", "with_version"]
 
 MAX_DIGITS: Final = len(str(MAX_WEIGHT_VERSION))
-"""A longer number is a text like any other."""
+"""Digits of the largest version. A longer number is a label."""
 MAX_TRIES: Final = 8
-"""Of clients that give weights without versions at the same time, each must come after another."""
+"""Attempts to use the next version. Clients that update at the same time without a version may choose the same number,
+so all but one of them must try again."""
 
 Update = Callable[[int], Awaitable[bus.CommandResult]]
-"""Gives the weights to the fleet under a version."""
+"""Sends the weights to the fleet under a version."""
 
 
 def version_and_label(version: int | None, text: str | None) -> tuple[int | None, str | None]:
-    """Return the number that a client gives new weights, and the text that its number would not give back.
+    """Return the client's number for new weights, and the label; None for each that is missing.
+
+    A text becomes the label unless it is exactly the decimal form of its number: `007` is version 7 with label `007`.
 
     Raises:
-        HttpError: 400, both are numbers.
+        HttpError: 400, `version` and `weight_version` both give a number.
     """
     is_number = text is not None and text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
     number = int(text or 0) if is_number else None
@@ -37,11 +40,12 @@ def version_and_label(version: int | None, text: str | None) -> tuple[int | None
 
 
 async def with_version(service: Service, update: Update, version: int | None, model: str | None) -> bus.CommandResult:
-    """Give weights to the fleet, under the next version where none is given.
+    """Send weights to the fleet under `version`; if it is None, under the next version.
 
     Raises:
-        HttpError: 503, 400: nobody is there whose version could be followed.
-        RollbusError: what `update` raises.
+        HttpError: the next version cannot be computed: 503 if the fleet has no workers, 400 if the model is unknown, or
+            missing although the fleet has several models.
+        RollbusError: any error of `update`.
     """
     if version is not None:
         return await update(version)
@@ -51,7 +55,7 @@ async def with_version(service: Service, update: Update, version: int | None, mo
         except ControlError as error:
             if error.code is not ControlCode.OLD_VERSION:
                 raise
-            # Another client was faster: these weights come after its.
+            # Another client has used this version. Try the version after it.
     return await update(await _next_version(service, model))
 
 
@@ -59,7 +63,7 @@ async def _next_version(service: Service, model: str | None) -> int:
     state = await service.rb.fleet.state()
     models = {worker.model for worker in state.workers}
     if not models:
-        raise HttpError(503, "no workers are there", code=ErrorCode.NO_WORKERS)
+        raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
     if model is None and len(models) > 1:
         raise invalid("model", "is missing", f"one of {', '.join(sorted(models))}")
     if model is not None and model not in models:
