@@ -1,6 +1,6 @@
-"""Routes that clients of vLLM and prime-rl may call and that are not served: each says what to use instead.
+"""Routes of vLLM, prime-rl and OpenAI that this service does not serve. Each answer names the alternative.
 
-They are answered 501, not 404: prime-rl, for one, takes a route that is not there for a server that does not need it.
+The status is 501 instead of 404. For example, prime-rl treats 404 as a server that does not need this route.
 """
 
 from typing import Final
@@ -15,35 +15,38 @@ __all__ = ["ROUTES"]
 
 INSTEAD: Final = {
     ("POST", "/init_broadcaster"): (
-        "prime-rl's broadcasts by NCCL and NIXL need its own code inside the engines; use its weight broadcast by"
-        " filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
+        "prime-rl's broadcasts over NCCL and NIXL need prime-rl's code inside the engines; use its broadcast through"
+        " the filesystem (/update_weights with weight_dir), or vLLM's transfer (/init_weight_transfer_engine)"
     ),
-    ("POST", "/reload_weights"): "use /v1/rl/update_weights with the first checkpoint's path and allow_rollback",
+    ("POST", "/reload_weights"): "use /v1/rl/update_weights with the path of the first checkpoint and allow_rollback",
     ("POST", "/update_weight_version"): (
-        "a version moves with its weights only; use `weight_version` of /finish_weight_update, or `version` of"
-        " /v1/rl/update_weights"
+        "a version changes only together with its weights; use `weight_version` of /finish_weight_update, or `version`"
+        " of /v1/rl/update_weights"
     ),
-    ("POST", "/start_draft_weight_update"): "use /update_weights: draft models have no weights of their own here",
+    (
+        "POST",
+        "/start_draft_weight_update",
+    ): "use /update_weights: this service has no draft models with separate weights",
     ("POST", "/collective_rpc"): (
-        "methods inside the engines cannot be called; use the commands, such as /v1/rl/update_weights"
+        "clients cannot call methods of the engines; use the commands, for example /v1/rl/update_weights"
     ),
-    ("POST", "/release_kv_cache_memory"): "use /sleep, which gives up the KV cache with all other memory",
+    ("POST", "/release_kv_cache_memory"): "use /sleep, which frees the KV cache and all other memory of the engine",
     ("POST", "/shutdown_weight_transfer_engine"): (
-        "engines keep the group of /init_weight_transfer_engine until they end; restart the workers to leave it"
+        "engines stay in the group of /init_weight_transfer_engine until they exit; restart the workers to leave it"
     ),
     ("POST", "/weight_checker"): (
-        "use /v1/rl/state: each worker verifies the weights that it loads, against the files and by a canary"
+        "use /v1/rl/state: each worker verifies its weights against the files and with a canary"
     ),
     (
         "POST",
         "/v1/embeddings",
-    ): "there are no models that embed, classify or rank; /v1/models lists those that generate",
+    ): "no model of the fleet embeds, classifies or ranks; /v1/models lists the models that generate",
     ("POST", "/v1/messages"): "use /v1/chat/completions",
     ("POST", "/v1/responses"): "use /v1/chat/completions",
-    ("POST", "/reset_mm_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
-    ("POST", "/reset_encoder_cache"): "there are no images, audio or video here; use /reset_prefix_cache",
+    ("POST", "/reset_mm_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
+    ("POST", "/reset_encoder_cache"): "this service accepts no images, audio or video; use /reset_prefix_cache",
 }
-"""By method and path."""
+"""The alternative to each route, by method and path."""
 
 
 def _refusal(method: str, path: str, instead: str) -> Handler:

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's routes: its own fields, vLLM's extra parameters, and Dynamo's `nvext`."""
+"""The bodies of the OpenAI routes: OpenAI's fields, vLLM's extra parameters, and Dynamo's `nvext`."""
 
 from typing import Annotated, Any, Final, Literal
 
@@ -15,84 +15,87 @@ Priority = Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)]
 
 
 class OpenAIStreamOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """What a stream tells beside the text."""
+    """Additional content of a stream."""
 
     include_usage: bool | None = None
-    """One more event before the end, with the usage alone."""
+    """True: the stream has one more event before its end, which contains only the usage."""
     continuous_usage_stats: bool | None = None
-    """The usage so far in every event."""
+    """True: every event contains the usage so far. This needs `include_usage`."""
 
 
 class AgentHints(msgspec.Struct, kw_only=True, frozen=True):
-    """What an agent tells of its request; other hints than these are passed over."""
+    """An agent's hints about its request. Unknown hints are ignored."""
 
     priority: Priority | None = None
-    """Higher is more urgent, unlike the top level's `priority`."""
+    """A higher number is more urgent, in contrast to `priority` of the body."""
 
 
 class SessionControl(msgspec.Struct, kw_only=True, frozen=True):
-    """Which session a request belongs to."""
+    """The session of a request."""
 
     session_id: str | None = None
-    """Turns of one session are best served by the worker that holds their prefix cache."""
+    """Id of the session. If possible, the worker with the prefix cache of earlier turns serves the next turn."""
 
 
 class NvExt(msgspec.Struct, kw_only=True, frozen=True):
-    """Dynamo's extensions; other hints than these are passed over."""
+    """Dynamo's extensions. Unknown fields are ignored."""
 
     token_data: TokenIds | None = None
-    """Token ids of the prompt, used as they are; messages or prompt are not looked at."""
+    """Token ids of the prompt, which the engine gets unchanged. `messages` and `prompt` are then ignored."""
     extra_fields: list[str] | None = None
-    """What the answer's `nvext` shall hold: engine_data, completion_token_ids, token_ids (the same), prompt_token_ids,
-    routed_experts, worker_id, timing, weight_version. `stop_reason` and `prompt_logprobs` stand elsewhere in it."""
+    """Fields of the answer's `nvext`: engine_data, completion_token_ids, token_ids (the same), prompt_token_ids,
+    routed_experts, worker_id, timing, weight_version. `stop_reason` and `prompt_logprobs` are also allowed, but the
+    answer has them outside of `nvext`."""
     cache_salt: str | None = None
-    """Prefix-cache entries are shared only between requests of the same salt."""
+    """Only requests with the same salt share entries of the prefix cache."""
     agent_hints: AgentHints | None = None
-    """The priority."""
+    """Hints with the priority."""
     routed_experts_prompt_start: Annotated[int, Meta(ge=0)] | None = None
-    """Leading prompt positions whose routing is not wanted."""
+    """Number of leading prompt positions without routed experts in the answer."""
     session_control: SessionControl | None = None
-    """The session."""
+    """Session of the request."""
     greed_sampling: bool | None = None
-    """Greedy, whatever the temperature."""
+    """True: sample greedily, regardless of the temperature."""
 
 
 class CommonBody(SamplingFields, kw_only=True, frozen=True):
-    """What both routes take; null is the same as leaving a field out."""
+    """Fields that both routes accept. Null has the effect of an omitted field."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: OpenAIStreamOptions | None = None
     response_format: dict[str, Any] | None = None
 
-    # vLLM's.
+    # vLLM's fields.
     add_special_tokens: bool | None = None
     priority: Priority | None = None
-    """Lower is more urgent."""
+    """A lower number is more urgent."""
     cache_salt: str | None = None
     session_id: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
-    """Each choice has `routed_experts`, as in `/inference/v1/generate`; each event of a stream those of its tokens."""
+    """True: each choice has `routed_experts`, as in `/inference/v1/generate`. Each event of a stream has the rows of
+    its tokens."""
     vllm_xargs: dict[str, Any] | None = None
-    """The same as `extra_args`."""
+    """Same as `extra_args`."""
     kv_hints: dict[str, Any] | None = None
-    """For the engine's KV connector; refused unless the engine has it."""
+    """Hints for the engine's KV connector. They are rejected if the engine does not support them."""
     timeout_s: float | None = None
-    """Seconds until the request fails with 504; it comes before the header `X-Request-Timeout`."""
+    """Seconds until the request fails with 504. This field overrides the header `X-Request-Timeout`."""
 
-    # Dynamo's.
+    # Dynamo's fields.
     nvext: NvExt | None = None
     tokens: TokenIds | None = None
-    """The same as `nvext.token_data`."""
+    """Same as `nvext.token_data`."""
 
-    # OpenAI's.
+    # OpenAI's fields.
     prompt_cache_key: str | None = None
-    """Requests of one key share the beginning of a prompt, and are best served by the worker that has computed it."""
+    """Key of requests whose prompts have the same beginning. If possible, the worker that has computed this beginning
+    serves them."""
 
-    # Without effect here: what they are for is done elsewhere, or by nobody.
+    # Accepted without effect: the service has no function for these fields, or another component has it.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -101,7 +104,7 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     prompt_cache_retention: str | None = None
     length_penalty: float | None = None
 
-    # Known and not served; `check_served` says why.
+    # Known but not supported. `check_served` rejects these fields with a reason.
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
@@ -110,36 +113,36 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
 
 
 class ChatBody(CommonBody, kw_only=True, frozen=True):
-    """A chat to continue."""
+    """The body of a chat completion."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
-    """May be left out, or stand for nothing, where token ids are given."""
+    """Messages of the chat. With token ids, the field is optional and ignored."""
     max_completion_tokens: int | None = None
-    """Null: the rest of the model's context."""
+    """Maximum number of generated tokens; null: the rest of the model's context."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
-    """Null: true, unless the last message is to be continued."""
+    """Null: true unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template_args: dict[str, Any] | None = None
-    """Dynamo's name of `chat_template_kwargs`."""
+    """Dynamo's name for `chat_template_kwargs`."""
     reasoning_effort: str | None = None
-    """A variable of the chat template."""
+    """Variable of the chat template."""
     tools: list[dict[str, Any]] | None = None
-    """The chat template shows them to the model. With `tool_choice` other than "none", the service needs a parser."""
+    """Tools that the chat template shows to the model. Unless `tool_choice` is "none", the service needs a parser."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    """Null: auto where there are tools. A dict names the function that must be called."""
+    """Null: auto if there are tools. A dict names the function that the model must call."""
     parallel_tool_calls: bool | None = None
-    """False: calls after the first are left out."""
+    """False: the answer omits all calls after the first."""
     include_reasoning: bool | None = None
-    """False: the reasoning's text is left out; its tokens are not."""
+    """False: the answer omits the text of the reasoning. It still has the tokens of the reasoning."""
 
-    # Without effect here.
+    # Accepted without effect.
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
 
-    # Known and not served.
+    # Known but not supported.
     echo: bool | None = None
     chat_template: str | None = None
     documents: list[Any] | None = None
@@ -150,45 +153,46 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
 
 
 class CompletionBody(CommonBody, kw_only=True, frozen=True):
-    """Texts or token ids to continue."""
+    """The body of a completion."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)] | None = None
-    """A text, token ids, or a list of either. May be left out where `nvext` has token ids."""
+    """A text, token ids, or a list of texts or of token id lists. Optional if `tokens` or `nvext` has token ids."""
     logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
-    """The prompt stands before its answer; with `logprobs`, so do its own. `max_tokens` may then be 0."""
+    """True: the prompt precedes its answer; with `logprobs`, the log probabilities of the prompt precede those of the
+    answer. `max_tokens` may then be 0."""
     suffix: str | None = None
     prompt_embeds: Any = None
 
 
 NOT_SERVED: Final = {
-    "use_beam_search": "answers are sampled",
-    "truncate_prompt_tokens": "prompts are used as they are",
-    "truncation_side": "prompts are used as they are",
+    "use_beam_search": "the engine only samples answers",
+    "truncate_prompt_tokens": "the service never truncates prompts",
+    "truncation_side": "the service never truncates prompts",
     "kv_transfer_params": "clients cannot transfer caches between engines",
     "ec_transfer_params": "clients cannot transfer caches between engines",
-    "chat_template": "a template is a program; only the model's own is run",
+    "chat_template": "a template is a program, and the service runs only the template of the model",
     "documents": "use chat_template_kwargs",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "media_io_kwargs": "this service takes text and tokens only",
-    "mm_processor_kwargs": "this service takes text and tokens only",
-    "suffix": "there are no models that insert",
-    "prompt_embeds": "this service takes text and tokens only",
+    "media_io_kwargs": "this service accepts text and tokens only",
+    "mm_processor_kwargs": "this service accepts text and tokens only",
+    "suffix": "no model of the fleet inserts text before a suffix",
+    "prompt_embeds": "this service accepts text and tokens only",
 }
-"""Fields that are known and not served, and why."""
-NOT_IN_CHATS: Final = {"echo": "answers hold what was generated"}
-"""The same, of chats alone."""
+"""Known fields that the service does not support, with the reason."""
+NOT_IN_CHATS: Final = {"echo": "chat answers contain only generated text"}
+"""More fields of this kind, for chats only."""
 NOTHING: Final[tuple[object, ...]] = ([], {}, "", "none")
-"""What such a field may be, besides null and false."""
+"""Values of an unsupported field that are allowed, in addition to null and false, because they request nothing."""
 
 
 def check_served(body: CommonBody) -> None:
-    """Refuse what would be passed over although it changes answers.
+    """Reject fields that the service does not support and that would change answers.
 
     Raises:
-        HttpError: 400, naming the field.
+        HttpError: 400; the error names the field.
     """
     refused = {**NOT_SERVED, **NOT_IN_CHATS} if isinstance(body, ChatBody) else NOT_SERVED
     for name, reason in refused.items():

@@ -1,4 +1,4 @@
-"""From a body to what the bus is asked for, and to what the answer shall hold."""
+"""Conversion of a body to the fields of the bus request and to the contents of the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,51 +27,51 @@ EXTRA_FIELDS: Final = frozenset(
         "worker_id",
     }
 )
-"""What an answer's `nvext` may hold."""
+"""Fields that an answer's `nvext` can have."""
 ELSEWHERE: Final = frozenset({"prompt_logprobs", "stop_reason"})
-"""Names of Dynamo's for what stands in the answer or in its choices."""
+"""Dynamo's names for fields that the answer or its choices have, instead of `nvext`."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""OpenAI's and vLLM's, of /v1/completions."""
+"""Default of `max_tokens` for /v1/completions, as in OpenAI and vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What an answer shall hold."""
+    """The contents of an answer."""
 
     text: bool
-    """Of the tokens; without it there are neither stop strings nor need of a tokenizer."""
+    """True if the answer has text. Without text, there are no stop strings and the answer needs no tokenizer."""
     stops: Sequence[str]
     include_stop: bool
     skip_special_tokens: bool
     top_logprobs: int | None
-    """Alternatives of each token; None: no logprobs at all."""
+    """Number of alternatives to each token; None: no logprobs."""
     token_ids: bool
-    """vLLM's `return_token_ids`."""
+    """True if the answer has token ids, as with vLLM's `return_token_ids`."""
     as_token_ids: bool
-    """Tokens in logprobs are `token_id:N`."""
+    """True if the logprobs name each token `token_id:N`."""
     extra: frozenset[str]
-    """Fields of its `nvext`."""
+    """Fields of the answer's `nvext`."""
     routed_experts: bool
-    """Each choice has its rows."""
+    """True if each choice has its routed experts."""
     usage: bool
-    """A stream ends with the usage."""
+    """True if a stream ends with the usage."""
     continuous_usage: bool
-    """A stream's events have the usage so far."""
+    """True if each event of a stream has the usage so far."""
 
     @property
     def routing(self) -> bool:
-        """It holds routing, if the model has experts."""
+        """True if the answer needs routed experts, provided that the model has experts."""
         return self.routed_experts or not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
 
 def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, returns_tokens: bool) -> Options:
-    """What the answer shall hold.
+    """Return the contents of the answer.
 
     Args:
-        returns_tokens: token ids and logprobs, also if the body does not ask for them.
+        returns_tokens: True: the answer has token ids and logprobs even if the body does not ask for them.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, an option contradicts another option or the model.
     """
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
@@ -84,7 +84,7 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, retu
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
     if body.return_routed_experts and target.capabilities.routed_experts is None:
-        raise invalid("return_routed_experts", "is true", "null or false: this model returns no routing")
+        raise invalid("return_routed_experts", "is true", "null or false: this model returns no routed experts")
     if returns_tokens and top_logprobs is None:
         top_logprobs = 0
     stream = body.stream_options
@@ -111,34 +111,36 @@ def _extra_fields(body: CommonBody, target: RequestTarget) -> frozenset[str]:
             problem = f"is {describe(name)}{nearest(name, EXTRA_FIELDS)}, which is unknown"
             raise invalid(f"nvext.extra_fields[{index}]", problem, ", ".join(sorted(EXTRA_FIELDS | ELSEWHERE)))
     if extra and (body.n or 1) > 1:
-        raise invalid("n", f"is {body.n}", "1 with nvext.extra_fields, which tell of one answer")
+        raise invalid("n", f"is {body.n}", "1 with nvext.extra_fields, which describe one answer")
     if "routed_experts" in extra and target.capabilities.routed_experts is None:
-        raise invalid("nvext.extra_fields", "asks for routed_experts", "other fields: this model returns no routing")
+        raise invalid(
+            "nvext.extra_fields", "asks for routed_experts", "other fields: this model returns no routed experts"
+        )
     return extra
 
 
 def sampling_fields(body: ChatBody | CompletionBody, options: Options, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Fields of `rollbus.SamplingParams` that are not left to their defaults.
+    """Return the fields of `rollbus.SamplingParams` that the request sets.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, a field of the body is invalid, or two fields contradict each other.
     """
     fields = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **bus_sampling(body, tokenizer)}
     if isinstance(body, ChatBody):
         fields["max_tokens"] = one_of(max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens)
     elif body.echo:
-        # As vLLM does: the engine makes at least one token, also where only the prompt is asked for.
+        # As in vLLM, the engine generates at least one token, even if the client asks only for the prompt.
         fields["max_tokens"] = fields["max_tokens"] or 1
         fields.setdefault("prompt_logprobs", options.top_logprobs)
     if body.nvext is not None and body.nvext.greed_sampling:
         fields["temperature"] = 0.0
-    # Of the sampled token alone they cost little, and engine_data always has them.
+    # Logprobs of only the sampled token cost little, and `engine_data` always has them.
     fields["logprobs"] = 0 if options.top_logprobs is None and "engine_data" in options.extra else options.top_logprobs
     return {**fields, "extra": {**(fields["extra"] or {}), **_more_extra(body)} or None}
 
 
 def _more_extra(body: CommonBody) -> dict[str, Any]:
-    """What goes to the engine by other names than the engine's."""
+    """Return entries of `extra` that the body has under other names or in another format."""
     structure = _structure(body.response_format)
     if structure is not None and body.structured_outputs:
         raise invalid("structured_outputs", "is given with response_format", "one of the two")
@@ -151,7 +153,7 @@ def _more_extra(body: CommonBody) -> dict[str, Any]:
 
 
 def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """VLLM's `structured_outputs` for OpenAI's `response_format`."""
+    """Return vLLM's `structured_outputs` for OpenAI's `response_format`; None: no constraint."""
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return None
@@ -160,14 +162,16 @@ def _structure(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     described = response_format.get("json_schema")
     if kind == "json_schema" and isinstance(described, dict) and isinstance(described.get("schema"), dict):
         return {"json": described["schema"]}
-    raise invalid("response_format", "is none of the known ones", "text, json_object, json_schema with a schema")
+    raise invalid(
+        "response_format", "is unknown or incomplete", "type text, type json_object, or type json_schema with a schema"
+    )
 
 
 def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
-    """Fields of `rollbus.GenerateRequest` besides the prompt and how to sample.
+    """Return the fields of `rollbus.GenerateRequest` except the prompt and the sampling parameters.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, two fields of the body contradict each other.
     """
     nvext = body.nvext or NvExt()
     hinted = None if nvext.agent_hints is None else nvext.agent_hints.priority
@@ -176,7 +180,7 @@ def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
         "request_id": body.request_id,
         "timeout_s": body.timeout_s,
         "cache_salt": one_of(nvext__cache_salt=nvext.cache_salt, cache_salt=body.cache_salt),
-        # Dynamo's sign is the other one.
+        # In Dynamo a higher number is more urgent, on the bus a lower number.
         "priority": one_of(nvext__agent_hints__priority=None if hinted is None else -hinted, priority=body.priority)
         or 0,
         "routed_experts_prompt_start": one_of(
@@ -185,17 +189,17 @@ def bus_fields(body: CommonBody, options: Options) -> dict[str, Any]:
         )
         or 0,
         "return_routed_experts": None if options.routing else False,
-        # No route of OpenAI's has a field for them.
+        # The OpenAI routes have no field for sampling masks.
         "return_sampling_mask": False,
     }
     session_id = one_of(nvext__session_control__session_id=session, session_id=body.session_id)
-    # Else the headers' count.
+    # If the body has no value, the value of the header counts.
     hints = {"session_id": session_id, "group_id": body.prompt_cache_key}
     return fields | {name: value for name, value in hints.items() if value is not None}
 
 
 def bus_names(body: ChatBody | CompletionBody, prompt_field: str) -> dict[str, str]:
-    """What this body calls the bus's fields, for `named_errors`."""
+    """Return this body's names for fields of the bus request, for `named_errors`."""
     nvext = body.nvext or NvExt()
     names = {
         "prompt_token_ids": prompt_field,

@@ -28,7 +28,7 @@ __all__ = ["ROUTES"]
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answer a chat, as OpenAI's API; with `nvext.token_data`, continue token ids."""
+    """Answer a chat, as in OpenAI's API. With `nvext.token_data`, continue these token ids."""
     clock = RequestClock()
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), ChatBody)
@@ -36,7 +36,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continue texts or token ids, as OpenAI's API."""
+    """Continue texts or token ids, as in OpenAI's API."""
     clock = RequestClock()
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), CompletionBody)
@@ -49,7 +49,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
     options = read_options(body, target, returns_tokens=service.settings.returns_tokens)
     sampling = sampling_fields(body, options, None)
     with named_errors(bus_names(body, "prompt")):
-        # Before the tokenizer is loaded, and a long prompt is tokenized.
+        # Check before the tokenizer is loaded and a long prompt is tokenized.
         check_sampling(bus.SamplingParams(**sampling), target.capabilities)
     question = read_question(body, service.parsers) if isinstance(body, ChatBody) else None
     load = partial(service.tokenizer, target.worker)
@@ -61,7 +61,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         prompts = await completion_prompts(body, load)
         service.admit(request, len(prompts) - 1)
     if options.extra and len(prompts) > 1:
-        raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which tell of one answer")
+        raise invalid("prompt", f"has {len(prompts)} prompts", "1 with nvext.extra_fields, which describe one answer")
     if body.bad_words:
         sampling = sampling_fields(body, options, tokenizer)
     fields, reading = bus_fields(body, options), None
@@ -76,7 +76,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         of_prompt = {**fields, "prompt_token_ids": prompt.token_ids}
         made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
         with named_errors(names):
-            # One id comes with the HTTP request; the first prompt has it as it is.
+            # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
             requests.append(replace(made, request_id=f"{requests[0].request_id}-{index}") if requests else made)
     job = CompletionHandler(
         service=service,
