@@ -1,1 +1,1 @@
-"""OpenAI's routes, with the extensions of vLLM and Dynamo."""
+"""Routes of the OpenAI API, with the extensions of vLLM and Dynamo."""

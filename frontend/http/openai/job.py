@@ -1,4 +1,4 @@
-"""Carrying out what a body asks for: whole answers and streams."""
+"""Execution of completion requests, as whole answers and as streams."""
 
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -36,31 +36,31 @@ __all__ = ["CompletionHandler"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionHandler:
-    """One HTTP request for answers."""
+    """One HTTP request for a chat completion or a completion."""
 
     service: Service
     http_request: Request
     shape: AnswerShape
     target: RequestTarget
     tokenizer: Tokenizer | None
-    """None: there are token ids only, on both ways."""
+    """None: both the request and the answer have only token ids."""
     requests: Sequence[bus.GenerateRequest]
-    """One for each prompt."""
+    """One request for each prompt."""
     options: Options
     names: Mapping[str, str]
-    """What the body calls the bus's fields."""
+    """The body's names for fields of `GenerateRequest`."""
     clock: RequestClock
     reading: Reading | None = None
-    """How a chat's answers are parsed; None: their text is content."""
+    """Parsing of a chat's answers; None: the whole text is content."""
     echo: Echo | None = None
-    """What stands before answers; None: nothing."""
+    """The prompts before the answers; None: no `echo`."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def answer(self) -> Response:
-        """All answers in one.
+        """Return one response with all answers.
 
         Raises:
-            HttpError: what went wrong.
+            HttpError: the request failed.
         """
         with named_errors(self.names, self.requests[0]):
             choices = self._choices(keep=True)
@@ -77,15 +77,15 @@ class CompletionHandler:
             return JsonPieces(self._answer_json(choices, whole, shown), id_headers(self.requests[0]))
 
     async def stream(self) -> Response:
-        """The answers as they come.
+        """Return a stream of the answers.
 
         Raises:
-            HttpError: what went wrong before the first of them.
+            HttpError: the request failed before the first event.
         """
         return await self.service.stream(self.http_request, self._events(), id_headers(self.requests[0]))
 
     def _choices(self, *, keep: bool) -> list[AnswerChoice]:
-        """By prompt and then by child."""
+        """Return the empty answers, ordered by prompt and then by child request."""
         return [
             AnswerChoice(
                 at * request.sampling.n + child,
@@ -98,7 +98,7 @@ class CompletionHandler:
         ]
 
     def _text(self, request: bus.GenerateRequest) -> AnswerText | None:
-        """The text of an answer that has not begun; None if no text is asked for."""
+        """Return the empty text of a new answer; None if the request needs no text."""
         if not self.options.text or self.tokenizer is None:
             return None
         return text_of(
@@ -126,7 +126,7 @@ class CompletionHandler:
         *,
         delta: bool = False,
     ) -> dict[str, Any]:
-        """The text of an answer, or its parts, and why it has ended."""
+        """Return the text or the parsed parts of an answer, and its finish reason."""
         if reader is None or parts is None:
             return {**self.shape.text(update.text, delta=delta), "finish_reason": choice.finish_reason}
         reason = choice.finish_reason
@@ -138,9 +138,9 @@ class CompletionHandler:
     def _answer_json(
         self, choices: Sequence[AnswerChoice], whole: Sequence[Update], shown: Sequence[dict[str, Any]]
     ) -> Iterator[bytes]:
-        """The answer in pieces; what can be wrong with it is found before the first of them."""
+        """Return the response in pieces. All errors are raised before the first piece."""
         n = self.requests[0].sampling.n
-        # Of several answers to a prompt, the first has its logprobs.
+        # If a prompt has several answers, the first answer has the logprobs of the prompt.
         of_prompts = [
             prompt_scores(choice.request, whole[choice.index - choice.index % n].tokens) for choice in choices
         ]
@@ -186,7 +186,7 @@ class CompletionHandler:
         rows: Rows | None,
         delta: bool = False,
     ) -> Iterator[bytes]:
-        """One answer, or what a stream tells of it, in pieces."""
+        """Yield the JSON of one answer, or of an answer in a stream event, in pieces."""
         found = {
             "index": choice.index,
             **shown,
@@ -249,7 +249,7 @@ class CompletionHandler:
                 yield self._event(None, choices)
 
     def _is_news(self, choice: AnswerChoice, update: Update, parts: AnswerParts | None) -> bool:
-        """Whether a stream's reader learns anything from it."""
+        """Return True if an event for this update has new content for the client."""
         options = self.options
         shows_tokens = options.token_ids or options.top_logprobs is not None or options.routed_experts
         text = update.text if parts is None else parts
@@ -258,7 +258,7 @@ class CompletionHandler:
     def _event(
         self, shown: bytes | None, choices: Sequence[AnswerChoice], *, prompt: bool = False, nvext: bytes = b""
     ) -> bytes:
-        """One event of a stream; without an answer to tell of, that with the usage."""
+        """Return one event of a stream. If `shown` is None, the event has no choice and only the usage."""
         event: dict[str, Any] = {
             "id": self._id,
             "object": self.shape.event_object,
@@ -284,7 +284,8 @@ class CompletionHandler:
         return f"{self.shape.id_prefix}{self.requests[0].request_id}"
 
     def _usage(self, choices: Sequence[AnswerChoice]) -> Usage:
-        # Of several answers to a prompt, one has read it; the others may have found it.
+        # If a prompt has several answers, count the cached tokens of the first answer. The other answers may have found
+        # the prompt that the first answer computed.
         firsts = choices[:: self.requests[0].sampling.n]
         return usage_of(
             sum(request.prompt_len for request in self.requests),
@@ -293,7 +294,7 @@ class CompletionHandler:
         )
 
     def _prompt_ids(self, request: bus.GenerateRequest, *, of_answer: bool) -> dict[str, Any]:
-        """The prompt of an answer or of a choice, where the shape has it; nothing if no token ids are asked for."""
+        """Return the prompt's token ids, if the shape has them at this place and the request asks for token ids."""
         if not self.options.token_ids or self.shape.prompt_is_common is not of_answer:
             return {}
         return {"prompt_token_ids": np.asarray(request.prompt_token_ids).tolist()}

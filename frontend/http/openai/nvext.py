@@ -1,4 +1,4 @@
-"""What an answer's `nvext` holds, in Dynamo's shapes."""
+"""The `nvext` object of an answer, in Dynamo's format."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ __all__ = ["RequestClock", "nvext_json"]
 
 
 class RequestClock:
-    """Times of one HTTP request."""
+    """Measures the times of one HTTP request."""
 
     def __init__(self) -> None:
         self._received_ms = round(time.time() * 1000)
@@ -25,12 +25,12 @@ class RequestClock:
         self._first: float | None = None
 
     def token(self) -> None:
-        """Tokens have come."""
+        """Record that tokens have arrived. Only the first call has an effect."""
         if self._first is None:
             self._first = time.perf_counter()
 
     def timing(self) -> dict[str, Any]:
-        """Dynamo's `timing`; the time to the first token is null where all came at once."""
+        """Return Dynamo's `timing`. The time to the first token is null if the answer was not streamed."""
         first = self._first
         return {
             "request_received_ms": self._received_ms,
@@ -42,15 +42,15 @@ class RequestClock:
 def nvext_json(
     extra: frozenset[str], request: bus.GenerateRequest, target: RequestTarget, tokens: Tokens, clock: RequestClock
 ) -> Iterator[bytes]:
-    """The object in pieces; what can be wrong is found before the first of them.
+    """Return the object in pieces. All errors are raised before the first piece.
 
-    Routing is in it once: in `engine_data`, or beside it where `routed_experts` is asked for by name.
+    The object has the routed experts once: in `engine_data`, or beside it if `extra` has `routed_experts`.
 
     Args:
-        tokens: all of the answer.
+        tokens: all tokens of the answer.
 
     Raises:
-        HttpError: 502, rows of routing are missing.
+        HttpError: 502, rows of routed experts are missing.
     """
     prompt_ids = np.asarray(request.prompt_token_ids).tolist()
     completion_ids = tokens.ids.tolist()
@@ -64,7 +64,7 @@ def nvext_json(
     if "timing" in extra:
         fields["timing"] = clock.timing()
     if "weight_version" in extra:
-        # Of the last token; null where there is none.
+        # The version of the last token; null if there are no tokens.
         fields["weight_version"] = int(tokens.weight_versions[-1]) if completion_ids else None
     engine: dict[str, Any] | None = None
     if "engine_data" in extra:
@@ -80,7 +80,7 @@ def _joined(
     fields: dict[str, Any], engine: dict[str, Any] | None, rows: Rows | None, start: int, *, in_engine: bool
 ) -> Iterator[bytes]:
     if rows is None:
-        # Nothing is large.
+        # Without rows, the object is small enough for one piece.
         yield msgspec.json.encode(fields if engine is None else {**fields, "engine_data": engine})
         return
     outer = fields if engine is None or in_engine else {**fields, "engine_data": engine}

@@ -1,7 +1,7 @@
-"""What an answer's text says apart from its content: reasoning and tool calls, as found by parsers of models' formats.
+"""Reasoning and tool calls in the text of an answer, found by parsers for the formats of models.
 
-This module decides how often and how much a parser is asked; `vllm_parsers.py` has the parsers. The token ids, logprobs
-and routing of an answer stay those of the engine, whatever a parser makes of the text.
+This module limits how often a parser runs and how much text it gets; `vllm_parsers.py` has the parsers. The parsers do
+not change the token ids, logprobs and routed experts of an answer.
 """
 
 import asyncio
@@ -30,55 +30,56 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SHORT_TEXT: Final = 4096
-"""Characters that take a parser less time than a thread costs."""
+"""Characters that a parser processes in less time than a switch to a thread takes."""
 MAX_TEXT: Final = 1 << 20
-"""Characters of an answer that a parser is given. The text behind them is content: no tool call is as long."""
+"""Maximum characters of an answer that a parser gets. The text after them is content: no tool call is as long."""
 MIN_GROWTH: Final = 64
-"""A parser that looks at all of the text each time is asked again once the text has grown by a 64th: its work is then
-linear in the text."""
+"""A parser may process all of the text in each call. So it is called again only after the text has grown by 1/64. Its
+total work is then linear in the length of the text."""
 POOL: Final = ThreadPoolExecutor(2, "answer-parser")
-"""Parses long texts, so that other requests go on. It is no larger: a parser of Python holds the interpreter."""
+"""Threads that parse long texts, so that other requests continue. More threads would not help, because a parser in
+Python holds the interpreter lock."""
 
 
 class ParserUnavailable(RollbusError):
-    """A parser cannot be loaded; the message names the option and what is allowed."""
+    """A parser cannot be loaded. The message names the option and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A tool call, or what a stream adds to one."""
+    """A tool call, or the addition of a stream event to a tool call."""
 
     index: int
     id: str | None
-    """None in a stream after the first part of a call; so is the name."""
+    """Id of the call. In a stream, only the first part of a call has an id and a name; in other parts they are None."""
     name: str | None
     arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
-    """An answer by parts, or what some more text adds to them."""
+    """The parts of an answer, or the additions to them from new text."""
 
     content: str | None = None
     reasoning: str | None = None
     calls: tuple[CallPart, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return whether any part has something."""
+        """Return True if any part has content."""
         return bool(self.content or self.reasoning or self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolQuestion:
-    """What a request says that parsers need to know."""
+    """The properties of a request that parsers need."""
 
     tools: Sequence[Mapping[str, Any]]
     choice: str
     """`none`, `auto`, `required` or `named`."""
     name: str | None
-    """The function that must be called, with `named`."""
+    """The function that the model must call if `choice` is `named`."""
     template_kwargs: Mapping[str, Any]
-    """Variables of the chat template, such as `enable_thinking`."""
+    """Variables of the chat template, for example `enable_thinking`."""
     skip_special_tokens: bool
 
     @property
@@ -88,49 +89,49 @@ class ToolQuestion:
 
 
 class AnswerParser(Protocol):
-    """Parses one answer; either method may raise anything, as the text is the model's."""
+    """Parser of one answer. Each method may raise any exception, because the model can generate any text."""
 
     def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
-        """All of an answer."""
+        """Return the parts of a whole answer."""
 
     def add(self, text: str, token_ids: list[int], *, prompt: list[int], final: bool) -> AnswerParts:
-        """What the next text of an answer adds."""
+        """Return the additions from the next text of an answer."""
 
 
 class ParsePlan(Protocol):
-    """How the answers to one request are parsed."""
+    """The parsing of the answers to one request."""
 
     @property
     def structured_outputs(self) -> dict[str, Any] | None:
-        """What the engine must hold the answer to, in vLLM's form; None: nothing."""
+        """The constraint that the engine must enforce on the answer, in vLLM's format; None: no constraint."""
 
     @property
     def skip_special_tokens(self) -> bool:
-        """False where the parser looks for special tokens."""
+        """False if the parser needs special tokens in the text."""
 
     def answer_parser(self) -> AnswerParser:
-        """Make the parser of one answer."""
+        """Create the parser of one answer."""
 
 
 class Parsers(Protocol):
-    """The parsers that the service was started with."""
+    """The parsers that the options of the service select."""
 
     tool_call_parser: str | None
     reasoning_parser: str | None
 
     def plan(self, tokenizer: Tokenizer, question: ToolQuestion) -> ParsePlan:
-        """Decide how the answers to a request are parsed; called in several threads.
+        """Return the plan for parsing the answers to a request. Several threads may call this method at the same time.
 
         Raises:
-            HttpError: 400, the tools cannot be used; 501, the parser does not fit the model.
+            HttpError: 400 if the tools cannot be used, 501 if the parser does not match the model.
         """
 
 
 def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> Parsers | None:
-    """Import the parsers, which takes some seconds; None if neither is named.
+    """Import the parsers and return them; None if no parser is named. The import takes some seconds.
 
     Raises:
-        ParserUnavailable: vLLM is not installed, or has no parser of that name.
+        ParserUnavailable: vLLM is not installed, has no parser with that name, or rejects the parsers.
     """
     if tool_call_parser is None and reasoning_parser is None:
         return None
@@ -140,12 +141,12 @@ def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> 
 
 
 class AnswerReader:
-    """Reads one answer by parts; a text on which the parser fails is content from there on.
+    """Splits one answer into parts. If the parser fails, all later text of the answer is content.
 
     Args:
         prompt: the prompt's token ids.
-        show_reasoning: false: reasoning is left out.
-        one_call: calls after the first are left out.
+        show_reasoning: False: omit the reasoning.
+        one_call: True: omit calls after the first.
     """
 
     def __init__(
@@ -169,13 +170,13 @@ class AnswerReader:
         self._ids: list[int] = []
 
     async def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
-        """The parts of a whole answer."""
+        """Return the parts of a whole answer."""
         found = await self._parsed(text, len(text), lambda: self._parser.whole(text, token_ids))
-        # A forced call that was cut off is no call, and parsers drop its text.
+        # A forced call that was cut off is not a valid call. Parsers drop its text, so the text becomes content.
         return self._shown(found if found else AnswerParts(content=text))
 
     async def add(self, text: str, token_ids: list[int], *, final: bool) -> AnswerParts:
-        """What some more text adds; nothing if it is too little to ask the parser."""
+        """Return the additions from new text; empty parts if there is too little new text to call the parser."""
         self._texts.append(text)
         self._ids += token_ids
         num_new = sum(map(len, self._texts))
@@ -190,7 +191,7 @@ class AnswerReader:
         return self._shown(found)
 
     def finish_reason(self, of_engine: str) -> str:
-        """OpenAI's reason for the end of the answer; a named function is `stop` there too."""
+        """Return OpenAI's finish reason. As in OpenAI's API, a call of a named function ends with `stop`."""
         is_called = self._has_calls and of_engine == "stop" and self._question.choice != "named"
         return "tool_calls" if is_called else of_engine
 
@@ -204,7 +205,7 @@ class AnswerReader:
                     return parse()
                 return await asyncio.get_running_loop().run_in_executor(POOL, parse)
         except ForeignError as exc:
-            # Whatever a parser raises, it raises of a model's text, which its message may quote.
+            # The message of the exception may quote the model's text, so only its type is logged.
             logger.warning("parser.failed error=%s chars=%d", type(exc.cause).__name__, size)
             self._has_failed = True
             return AnswerParts(content=text)

@@ -1,4 +1,4 @@
-"""What is to be continued: token ids, wherever they come from."""
+"""The prompts of a body as token ids: given as such, or made from texts or messages."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ __all__ = [
 ]
 
 MAX_PROMPTS: Final = 256
-"""Each is a request of its own to the fleet."""
+"""Maximum prompts in one body. Each prompt becomes a separate request to the fleet."""
 FUNCTION_FIELDS: Final = ("name", "description", "parameters")
-"""Of a tool, which vLLM shows to templates also where they are null."""
+"""Fields of a tool that vLLM passes to templates even if they are null."""
 T = TypeVar("T")
 TokenizerLoader = Callable[[], Awaitable[Tokenizer]]
-"""Gives the model's tokenizer, which token ids do not need."""
+"""Loads the model's tokenizer. Prompts of token ids do not need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,18 @@ class BodyPrompt:
 
     token_ids: Sequence[int]
     field: str
-    """Where in the body it comes from."""
+    """The field of the body with the prompt."""
     text: str | None = None
-    """What it was given as; None: as token ids, or as a chat."""
+    """The text of the prompt in the body; None: the prompt was token ids or a chat."""
 
 
 def one_of(**values: T | None) -> T | None:
-    """What one of several fields for the same thing says, `__` standing for the dot; None if none is given.
+    """Return the value of several fields with the same meaning; None if no field has a value.
+
+    In the names of the arguments, `__` stands for a dot.
 
     Raises:
-        HttpError: 400, they contradict each other.
+        HttpError: 400, the values of the fields differ.
     """
     given = [(name.replace("__", "."), value) for name, value in values.items() if value is not None]
     for name, value in given[1:]:
@@ -58,14 +60,15 @@ def _given_tokens(body: CommonBody) -> BodyPrompt | None:
 
 
 async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
-    """The chat's prompt: the token ids that are given, else the messages in the model's template.
+    """Return the chat's prompt: the body's token ids, otherwise its messages in the model's chat template.
 
     Raises:
-        HttpError: 400, or 501 without a template. And `InvalidRequest`.
+        HttpError: 400 if the body has neither, or the chat is invalid; 501 if the model has no template.
+        InvalidRequest: a field of the body is invalid.
     """
     given = _given_tokens(body)
     if given is not None:
-        # Whatever tools there are stand in the tokens already.
+        # The token ids already include the tools, if there are any.
         return given
     if not body.messages:
         raise invalid("messages", "is missing", "at least one message, or nvext.token_data")
@@ -81,10 +84,10 @@ async def chat_prompt(body: ChatBody, load: TokenizerLoader) -> BodyPrompt:
 
 
 async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> list[BodyPrompt]:
-    """One prompt or several.
+    """Return the prompts of a completion.
 
     Raises:
-        HttpError: 400.
+        HttpError: 400, the prompt is missing or has a wrong format.
     """
     given = _given_tokens(body)
     if given is not None:
@@ -114,7 +117,7 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
 
 
 def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools as vLLM shows them to chat templates."""
+    """Return the tools in the format in which vLLM passes them to chat templates."""
     if not body.tools:
         return None
     shown = []
@@ -128,12 +131,12 @@ def _chat_tools(body: ChatBody) -> list[dict[str, Any]] | None:
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
-    """Variables of the chat template that a body sets."""
+    """Return the variables of the chat template that a body sets."""
     variables = dict(
         one_of(chat_template_kwargs=body.chat_template_kwargs, chat_template_args=body.chat_template_args) or {}
     )
     if body.reasoning_effort is None:
         return variables
-    # As vLLM does.
+    # vLLM sets the same two variables.
     effort = body.reasoning_effort
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", **variables}

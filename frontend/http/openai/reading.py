@@ -1,4 +1,4 @@
-"""The parts of a chat's answers as a request wants them, and as OpenAI writes them."""
+"""The parsed parts of a chat's answers, selected by the request and written in OpenAI's format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +14,21 @@ __all__ = ["Reading", "parts_json"]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one chat are read."""
+    """The parsing of the answers to one chat."""
 
     body: ChatBody
     question: ToolQuestion
     plan: ParsePlan
 
     def constrain(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Add what the engine must hold an answer to; it takes the place of a `response_format`, as in vLLM."""
+        """Return the sampling fields with the plan's constraint, which replaces a `response_format`, as in vLLM."""
         structure = self.plan.structured_outputs
         if structure is None:
             return sampling
         return {**sampling, "extra": {**(sampling["extra"] or {}), "structured_outputs": structure}}
 
     def reader(self, request: bus.GenerateRequest) -> AnswerReader:
-        """Make the reader of one answer."""
+        """Create the reader of one answer."""
         return AnswerReader(
             self.plan.answer_parser(),
             self.question,
@@ -39,13 +39,13 @@ class Reading:
 
 
 def parts_json(parts: AnswerParts, *, delta: bool) -> dict[str, Any]:
-    """The `message` of an answer, or the `delta` of a stream."""
+    """Return the `message` of an answer, or the `delta` of a stream."""
     fields: dict[str, Any] = {} if delta else {"role": "assistant", "refusal": None}
     if not delta or parts.content:
-        # Null beside other parts, as OpenAI has it.
+        # As in OpenAI's API, empty content is null if the answer has other parts.
         fields["content"] = parts.content or (None if parts else "")
     if parts.reasoning:
-        # Clients of vLLM read the one name, those of DeepSeek and of others the other.
+        # Clients of vLLM read `reasoning`. Clients of DeepSeek and other servers read `reasoning_content`.
         fields |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
     if parts.calls:
         fields["tool_calls"] = [_call_json(call, delta=delta) for call in parts.calls]

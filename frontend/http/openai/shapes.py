@@ -1,4 +1,4 @@
-"""How the two routes write answers: a chat's messages, or plain text."""
+"""The answer formats of the two routes: messages of a chat, or plain text."""
 
 import itertools
 import math
@@ -15,50 +15,50 @@ __all__ = ["CHAT", "COMPLETION", "AnswerShape", "Namer"]
 
 
 class TokenBlocks(Protocol):
-    """Tokens and their log probabilities, block by block."""
+    """Tokens and their log probabilities, in blocks of positions."""
 
     def blocks(self) -> Iterator[list[list[Scored]]]:
-        """What stands at each position: its own token first."""
+        """Yield blocks with the tokens of each position. The first token of a position is its actual token."""
 
 
 class AnswerShape(Protocol):
-    """How one route writes answers."""
+    """The answer format of one route."""
 
     id_prefix: str
     object: str
     event_object: str
     prompt_is_common: bool
-    """All answers are to one prompt, whose token ids and logprobs stand beside them."""
+    """True if all answers belong to one prompt, so that its token ids and logprobs are fields of the whole response."""
 
     def opening(self, choice: AnswerChoice) -> dict[str, Any] | None:
-        """What stands in a stream before the first text of an answer."""
+        """Return the event content before the first text of an answer in a stream; None: there is none."""
 
     def text(self, text: str, *, delta: bool) -> dict[str, Any]:
-        """The text of an answer, or a part of it."""
+        """Return the fields for the text of an answer, or for a part of the text."""
 
     def logprobs(self, choice: AnswerChoice, scores: TokenBlocks, namer: "Namer", width: int) -> Iterator[bytes]:
-        """The logprobs of the answer's next tokens, with `width` alternatives of each, in pieces."""
+        """Yield the logprobs of the answer's next tokens as JSON pieces, with `width` alternatives to each token."""
 
 
 class Namer:
-    """What tokens are called in logprobs."""
+    """The names of tokens in logprobs."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids or tokenizer is None
 
     def name(self, token_id: int) -> str:
-        """Its text, or `token_id:N`."""
+        """Return the text of a token, or `token_id:N`."""
         data = None if self._as_token_ids else self.bytes(token_id)
         return f"token_id:{token_id}" if data is None else token_text(data)
 
     def bytes(self, token_id: int) -> bytes | None:
-        """Its bytes, which may be a part of a character; None without a tokenizer."""
+        """Return the bytes of a token, which may be a part of a character; None without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
 
 def _tops(position: list[Scored], width: int) -> list[Scored]:
-    """The most likely tokens, best first."""
+    """Return the `width` most likely tokens of a position, the most likely token first."""
     return sorted((each for each in position if each.rank is not None), key=lambda each: each.rank or 0)[:width]
 
 
@@ -121,7 +121,7 @@ class _Completion:
         def top(position: list[Scored]) -> dict[str, float] | None:
             if math.isnan(position[0].logprob):
                 return None
-            # The sampled token is among them, also where it is none of the most likely.
+            # The sampled token is included even if it is not among the most likely tokens.
             return {namer.name(each.token_id): each.logprob for each in [*_tops(position, width), position[0]]}
 
         yield b'{"tokens":'

@@ -1,6 +1,6 @@
-"""vLLM's own parsers of tool calls and reasoning, by the interface that its server uses (`vllm.parser`).
+"""vLLM's parsers of tool calls and reasoning, through the interface of vLLM's own server (`vllm.parser`).
 
-Importing them imports torch: that is done once, when the service starts, and only where a parser is named.
+The import of the parsers imports torch. It happens once, at the start of the service, and only if a parser is named.
 """
 
 import logging
@@ -19,23 +19,24 @@ from .parsers import AnswerParser, AnswerParts, CallPart, ParsePlan, ParserUnava
 __all__ = ["VllmParsers"]
 
 CALLED: Final = ("adjust_request", "parse", "parse_delta")
-"""Methods of a parser that are called here."""
+"""Methods of a parser that this module calls."""
 QUIET: Final = ("vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-"""Loggers that quote models' texts when a parser fails."""
+"""Loggers that log generated text when a parser fails."""
 MAX_MESSAGE_CHARS: Final = 200
 FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What parsers raise for a tokenizer that lacks their tokens, and for schemas that they make no grammar of."""
+"""Exceptions that parsers raise if the tokenizer lacks their tokens, or if they cannot make a grammar of a schema."""
 
 
 class VllmParsers:
-    """vLLM's parsers, by the names that `vllm serve` knows.
+    """vLLM's parsers, with the names that `vllm serve` uses.
 
     Args:
-        tool_call_parser: name of the parser of tool calls; None: tools are refused.
+        tool_call_parser: name of the parser of tool calls; None: the service rejects tools.
         reasoning_parser: name of the parser of reasoning; None: reasoning stays in the content.
 
     Raises:
-        ParserUnavailable: vLLM is not installed, has no parser of that name, or parsers of another make.
+        ParserUnavailable: vLLM is not installed, has no parser with that name, rejects the parsers, or has parsers with
+            another interface.
     """
 
     def __init__(self, tool_call_parser: str | None, reasoning_parser: str | None) -> None:
@@ -51,7 +52,7 @@ class VllmParsers:
         except ImportError as exc:
             option = "--tool-call-parser" if tool_call_parser else "--reasoning-parser"
             raise ParserUnavailable(
-                f"{option} needs vLLM's parsers ({exc}): install vLLM 0.30 to 0.33 where the HTTP service runs"
+                f"{option} needs vLLM's parsers ({exc}): install vLLM 0.30 to 0.33 for the HTTP service"
             ) from exc
         _check_name("--tool-call-parser", tool_call_parser, ToolParserManager.list_registered())
         _check_name("--reasoning-parser", reasoning_parser, ReasoningParserManager.list_registered())
@@ -65,37 +66,39 @@ class VllmParsers:
                 enable_auto_tools=tool_call_parser is not None,
             )
         except (TypeError, ValueError) as exc:
-            # From 0.32 on, some of the parsers go only with that of the same model.
-            raise ParserUnavailable(f"vLLM refuses the parsers: {_first_line(exc)}") from exc
+            # From vLLM 0.32 on, some parsers can only be combined with the other parser of the same model.
+            raise ParserUnavailable(f"vLLM rejects the parsers: {_first_line(exc)}") from exc
         missing = [name for name in CALLED if not callable(getattr(self._parser_class, name, None))]
         if missing:
-            raise ParserUnavailable(f"the installed vLLM's parsers have no {missing[0]}; allowed: vLLM 0.30 to 0.33")
+            raise ParserUnavailable(
+                f"the parsers of the installed vLLM have no method {missing[0]}; allowed: vLLM 0.30 to 0.33"
+            )
 
     def plan(self, tokenizer: Tokenizer, question: ToolQuestion) -> ParsePlan:
-        """Decide how answers are parsed, and what vLLM's server would ask of the engine for it.
+        """Return the plan for parsing answers, with the constraints that vLLM's server would give to the engine.
 
         Raises:
-            HttpError: 400, the tools cannot be used; 501, the parser does not fit the model.
+            HttpError: 400 if the tools cannot be used, 501 if the parser does not match the model.
         """
         if tokenizer not in self._tokenizers:
-            # Parsers ask for the whole vocabulary, each time that one is made. Two threads may get here at once:
-            # either's will do.
+            # Each new parser reads the whole vocabulary, so a cached tokenizer is kept. If two threads reach this line
+            # at the same time, either result is correct.
             self._tokenizers[tokenizer] = self._cached(tokenizer.wrapped)
         try:
             request = self._request_class(**_request_fields(question))
         except ValueError as exc:
-            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "what vLLM takes") from exc
+            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "tools that vLLM accepts") from exc
         plan = _ParserPlan(self._parser_class, self._tokenizers[tokenizer], request, dict(question.template_kwargs))
         try:
             parser = plan.make()
         except FAILURES as exc:
             names = " and ".join(name for name in (self.tool_call_parser, self.reasoning_parser) if name)
-            problem = f"the parser {names} does not fit this model: {_first_line(exc)}"
+            problem = f"the parser {names} does not match this model: {_first_line(exc)}"
             raise HttpError(501, problem, code="no_parser") from exc
         try:
             plan.request = parser.adjust_request(request)
         except FAILURES as exc:
-            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "JSON schemas that vLLM takes") from exc
+            raise invalid("tools", f"cannot be used: {_first_line(exc)}", "JSON schemas that vLLM accepts") from exc
         return plan
 
 
@@ -161,7 +164,7 @@ class _VllmAnswerParser:
 
 
 def _request_fields(question: ToolQuestion) -> Mapping[str, Any]:
-    """What parsers look at of a request; none reads messages."""
+    """Return the fields of a request that parsers read. No parser reads the messages."""
     fields: dict[str, Any] = {
         "messages": [{"role": "user", "content": ""}],
         "skip_special_tokens": question.skip_special_tokens,
@@ -175,7 +178,7 @@ def _request_fields(question: ToolQuestion) -> Mapping[str, Any]:
 
 def _check_name(option: str, name: str | None, names: list[str]) -> None:
     if name is not None and name not in names:
-        raise ParserUnavailable(f"{option} {name} is none of vLLM's parsers; allowed: {', '.join(names)}")
+        raise ParserUnavailable(f"{option} {name} is not a parser of vLLM; allowed: {', '.join(names)}")
 
 
 def _first_line(exc: Exception) -> str:
@@ -184,7 +187,7 @@ def _first_line(exc: Exception) -> str:
 
 @contextmanager
 def _own_logging() -> Iterator[None]:
-    """Keep vLLM from logging to stdout, and its parsers from logging what models write."""
+    """Prevent vLLM from logging to stdout, and its parsers from logging generated text."""
     before = os.environ.get("VLLM_CONFIGURE_LOGGING")
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
     try:
