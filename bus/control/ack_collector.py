@@ -57,19 +57,19 @@ class CommandMessage:
 
 @dataclass(eq=False, slots=True)
 class _UnderWay:
-    """A command whose answers are awaited."""
+    """A published command and the state of the wait for its acks."""
 
     tracker: AckTracker
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     news: deque[Ack] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     published_at: float = -math.inf
-    """When it was last, on `time.monotonic()`."""
+    """Time of the last publication, on `time.monotonic()`."""
     news_at: float = -math.inf
-    """When the last came."""
+    """Time of the last new ack."""
 
     @property
     def repeat_at(self) -> float:
-        """When to publish it again."""
+        """Time of the next repeat."""
         return min(max(self.published_at, self.news_at) + REPEAT_S, self.published_at + MAX_REPEAT_S)
 
 
@@ -77,7 +77,7 @@ class AckCollector:
     """The open commands of one controller. Lives on the bus thread; call `start` before use.
 
     Attributes:
-        bad_messages: acks that did not decode or named another worker.
+        bad_messages: number of acks that did not decode or named another worker.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str) -> None:
@@ -115,20 +115,20 @@ class AckCollector:
         under_way.changed.set()
 
     def mark_lost(self, lost: LostWorker) -> None:
-        """Expect no more acks of a worker or of one of its incarnations."""
+        """Stop the wait for acks of a lost worker or incarnation."""
         for under_way in self._under_way.values():
             if under_way.tracker.mark_lost(lost):
                 under_way.changed.set()
 
     @contextmanager
     def expecting(self, tracker: AckTracker) -> Iterator[None]:
-        """Add acks to `tracker`, and mark workers lost, from here to the end of the block.
+        """During the block, add incoming acks to `tracker` and mark lost workers in it.
 
         Raises:
-            InvalidRequest: a command of this id is under way.
+            InvalidRequest: another open command has this id.
         """
         if tracker.id in self._under_way:
-            raise InvalidRequest(field="id", problem=f"is {tracker.id}, which is under way", allowed="a new id")
+            raise InvalidRequest(field="id", problem=f"is {tracker.id}, the id of an open command", allowed="a new id")
         self._under_way[tracker.id] = _UnderWay(tracker)
         try:
             yield
@@ -138,10 +138,10 @@ class AckCollector:
     async def collect(
         self, tracker: AckTracker, messages: Sequence[CommandMessage], wait_s: float, on_ack: OnAck | None
     ) -> None:
-        """Publish, and wait for the answers until `wait_s` are over; inside `expecting`.
+        """Publish the commands and wait up to `wait_s` seconds for their acks. Call this inside `expecting`.
 
         Raises:
-            PermissionDenied: this user may not command.
+            PermissionDenied: this user may not publish commands.
             BusBroken: the connection was lost for good.
             LocalProtocolError: the command is over the server's `max_payload`.
         """
@@ -159,7 +159,7 @@ class AckCollector:
 
     async def _repeat(self, tracker: AckTracker, messages: Sequence[CommandMessage]) -> None:
         if not self._nats.is_connected:
-            # It would only wait in the buffer, together with those that follow.
+            # The client would buffer the repeat and each later one until the reconnect.
             return
         owing = set(tracker.owing)
         await self._publish(
@@ -178,7 +178,7 @@ class AckCollector:
             except BusBroken as exc:
                 if self._nats.lost is not None:
                     raise
-                # It is repeated when the connection is back.
+                # `collect` repeats the command after the reconnect.
                 logger.warning("command.publish_failed id=%s error=%s", command.id, exc)
 
 

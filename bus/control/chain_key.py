@@ -26,7 +26,7 @@ class StoredChain(NamedTuple):
     record: ChainRecord
     """The record; empty if no valid record exists."""
     sequence: int
-    """Sequence number of its message; 0: there is no message."""
+    """Sequence number of the record's message; 0: there is no message."""
     age_s: float
     """Seconds since the record was stored, by the server's clock."""
 
@@ -55,10 +55,10 @@ class ChainKey:
             raise self._refused("read", error) from error
 
     async def read(self) -> StoredChain:
-        """Read the record. One that does not decode, or is not signed where it has to be, counts as empty.
+        """Return the record. A record that does not decode, or lacks a required signature, counts as empty.
 
         Raises:
-            ControlError: `storage`: there is no bucket.
+            ControlError: `storage`: the bucket does not exist.
         """
         try:
             found = await find_object(self._nats, self.bucket, CHAIN_OBJECT, is_signed=True)
@@ -68,21 +68,21 @@ class ChainKey:
             return StoredChain(ChainRecord(model=self._model), 0, math.inf)
         try:
             if found.info is None:
-                raise RemoteProtocolError("it is deleted, or not signed")
+                raise RemoteProtocolError("the record is deleted or not signed")
             record = decode_chain(found.info.metadata.get(CHAIN, ""))
         except RemoteProtocolError as error:
             logger.warning("chain.decode_failed bucket=%s error=%s", self.bucket, error)
-            # Each epoch was a message of its own, so that none was above the number of this one.
+            # Each epoch was written in its own message, so no epoch exceeds the sequence number of this message.
             return StoredChain(ChainRecord(model=self._model, epoch=found.sequence), found.sequence, math.inf)
         now = (await self.bucket_state()).now
         return StoredChain(record, found.sequence, (now - found.stored_at).total_seconds())
 
     async def write(self, record: ChainRecord, sequence: int) -> int | None:
-        """Store the record if its last message is still that of `sequence`; return the new number. None: it is not.
+        """Store the record if its last message still has number `sequence`. Return the new number, or None if not.
 
         Raises:
-            ControlError: `storage`: the bucket is full, or is not there.
-            Unanswered: it may have been stored or not.
+            ControlError: `storage`: the bucket is full or does not exist.
+            Unanswered: the server may or may not have stored the record.
         """
         info = ObjectInfo(
             name=CHAIN_OBJECT, bucket=self.bucket, nuid="chain", metadata={CHAIN: msgspec.json.encode(record).decode()}
@@ -100,21 +100,21 @@ class ChainKey:
             if error.code in WRONG_LAST_SEQUENCE:
                 return None
             if error.code == NO_STREAM:
-                raise Unanswered(f"nobody stores the chain record of {self._model!r}") from error
+                raise Unanswered(f"no server stores the chain record of {self._model!r}") from error
             raise self._refused("written", error) from error
 
     def _refused(self, what: str, error: ApiError) -> ControlError:
         if error.code == NO_STREAM:
             return ControlError(
                 ControlCode.STORAGE,
-                f"the bucket {self.bucket!r} of {self._model!r} is not there; an admin makes it: rollbus make-queue "
-                "MODEL --upload-bytes N",
+                f"the bucket {self.bucket!r} of {self._model!r} does not exist; an admin creates it: rollbus "
+                "make-queue MODEL --upload-bytes N",
             )
         return ControlError(ControlCode.STORAGE, f"the bucket {self.bucket!r} cannot be {what}: {error}")
 
 
 async def read_chain(nats: Connection, fleet: str, model: str) -> ChainRecord | None:
-    """Read the chain record of a model without its lease; None: nothing was ever published for it.
+    """Return the chain record of a model without taking its lease. Return None if nothing was ever published.
 
     Raises:
         ControlError: `storage`: JetStream refuses.

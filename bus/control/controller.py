@@ -46,7 +46,7 @@ HELD: Final = frozenset({"pause", "flush"})
 
 READS: Final = (ReadExperts, ReadRequest)
 """Commands that change nothing."""
-TELLS_NOTHING: Final = "it is of an earlier release, which does not answer this"
+TELLS_NOTHING: Final = "the worker runs an earlier release, which does not answer this command"
 
 Kind = TypeVar("Kind", bound=Command)
 
@@ -86,14 +86,14 @@ class CommandOutcome:
     recordings: tuple[Recording, ...]
     """Recordings, one for each model; empty for a one-off command."""
     lost: dict[str, str]
-    """Reasons of workers that ended while they owed an ack, by worker."""
+    """Reasons why workers ended while they owed an ack, by worker."""
 
 
 class Controller:
     """One controller of a fleet. Lives on the bus thread; start its collector before use.
 
     Attributes:
-        collector: collects the command acks.
+        collector: the collector of command acks.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
@@ -127,14 +127,14 @@ class Controller:
         return await self.conclude(await self.execute(command, roster, on_ack, revise=revise))
 
     async def read(self, command: ReadExperts | ReadRequest) -> CommandResult:
-        """Ask workers for what they keep in memory, and return all their answers.
+        """Ask workers for data that they keep in memory, and return all their answers.
 
-        Workers that do not answer within `timeout_s` are `late` or `missing`, as are those of earlier releases, which
-        know no reads and are not asked.
+        Workers that do not answer within `timeout_s` are `late` or `missing`. Workers of earlier releases do not know
+        these commands: they receive none and are `missing`.
 
         Raises:
-            NoWorkers, InvalidRequest, BusBroken: as `send`.
-            ControlError: `not_allowed`, this user may not command.
+            NoWorkers, InvalidRequest, BusBroken: as in `send`.
+            ControlError: `not_allowed`: this user may not send the command.
         """
         command = check_command(command)
         everyone = [worker for workers in (await self.roster(command)).values() for worker in workers]
@@ -149,7 +149,7 @@ class Controller:
         try:
             outcome = await self.execute(command, workers_that_must_ack(able, command), None)
         except PermissionDenied as exc:
-            problem = f"{exc}: what became of requests and how experts are used is for admins and frontends"
+            problem = f"{exc}: only admins and frontends may read request traces and expert usage"
             raise ControlError(ControlCode.NOT_ALLOWED, problem) from exc
         return replace(outcome.result, missing=outcome.result.missing | missing)
 
@@ -166,7 +166,7 @@ class Controller:
             return workers_that_must_ack(await self._watcher.ping_workers(), command)
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
-        """Check that this user may send the command to workers of these models. The workers would reject it, too.
+        """Check that this user may send the command to workers of these models. Each worker checks this again.
 
         Raises:
             ControlError: `not_allowed`.
@@ -185,11 +185,11 @@ class Controller:
         lost: dict[str, str] | None = None,
         quorum: Quorum | None = None,
     ) -> CommandOutcome:
-        """Record `command` where it sets something, tell the workers, and wait for their answers.
+        """Record `command` if it sets a register, publish it, and wait for the acks.
 
         Args:
-            lost: workers of `roster` that have ended since, and why.
-            quorum: which workers are waited for; None: all.
+            lost: workers of `roster` that have ended since it was made, with the reasons.
+            quorum: workers to wait for; None: all.
         """
         self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
@@ -203,7 +203,7 @@ class Controller:
             if command.register is not None:
                 recordings = await self._record(command, roster, revise)
                 messages = [CommandMessage(recording.command, recording.workers) for recording in recordings]
-            # What is only read is answered at once.
+            # Workers answer a read immediately, so it needs no margin.
             wait_s = command.timeout_s + (0 if isinstance(command, READS) else MARGIN_S)
             await self.collector.collect(tracker, messages, wait_s, on_ack)
         epochs = {recording.model: recording.epoch for recording in recordings}
@@ -213,7 +213,7 @@ class Controller:
         return CommandOutcome(result, recordings, tracker.lost)
 
     async def conclude(self, outcome: CommandOutcome) -> CommandResult:
-        """Return the command result if it is complete. Undo the recording for a model if every worker failed.
+        """Return the command result if it is complete. Undo the recording for each model whose workers all failed.
 
         Raises:
             CommandIncomplete: the command result is incomplete.
@@ -237,7 +237,7 @@ class Controller:
     async def _record(self, command: AnyCommand, roster: Roster, revise: Revise | None) -> tuple[Recording, ...]:
         own = {model: _for_model(command, workers) for model, workers in roster.items()}
         if len(own) > 1:
-            # What one model refuses is recorded for none.
+            # A command that one model rejects is recorded for no model.
             for model, wanted in own.items():
                 desired.record(await self.store.current(model), wanted)
         return tuple([await self._record_one(model, wanted, roster, revise) for model, wanted in own.items()])
@@ -257,7 +257,7 @@ class Controller:
         return Recording(model, replace(recorded, epoch=epoch, model=model), epoch, before, names)
 
     async def _restore(self, recording: Recording) -> str:
-        """Undo a recording, unless it was recorded before or something later took its place; says what was done."""
+        """Undo a recording unless the command was recorded before or a later command replaced it. Return a note."""
         register = recording.command.register
         if register is None or recording.epoch <= recording.before.epoch:
             return ""
@@ -267,13 +267,13 @@ class Controller:
             )
         except RollbusError as exc:
             logger.error("desired.rollback_failed model=%s epoch=%s error=%s", recording.model, recording.epoch, exc)
-            return f"All workers of {recording.model} failed, and what is desired could not be set back: {exc}."
+            return f"All workers of {recording.model} failed, and the desired state could not be restored: {exc}."
         logger.info("desired.rolled_back model=%s epoch=%s to=%s", recording.model, recording.epoch, state.epoch)
-        return f"All workers of {recording.model} failed: what is desired of them was set back."
+        return f"All workers of {recording.model} failed: their previous desired state was restored."
 
 
 def check_command(command: Kind) -> Kind:
-    """Read a command as workers will, so that none of them finds what is wrong with it; return what they will read.
+    """Encode and decode a command, so that an error appears here and not at each worker. Return the decoded command.
 
     Raises:
         InvalidRequest: a field is wrong.
@@ -291,13 +291,13 @@ def check_command(command: Kind) -> Kind:
 
 
 def _for_model(command: AnyCommand, workers: tuple[WorkerPresence, ...]) -> AnyCommand:
-    """The part of `command` that concerns these workers of one model."""
+    """Return `command` for these workers of one model."""
     if command.workers is None:
         return command
     return replace(command, workers=tuple(worker.worker for worker in workers))
 
 
 def _is_failed_by_all(outcome: CommandOutcome, workers: frozenset[str]) -> bool:
-    """Some of these failed, and nobody has applied it or still may."""
+    """Return True if at least one of these workers failed, none applied the command, and none still may."""
     failed = (outcome.result.failed.keys() | outcome.result.unsupported.keys()) & workers
     return bool(failed) and workers <= failed | outcome.lost.keys()

@@ -1,4 +1,4 @@
-"""Creates the queues and the bucket that a fleet's workers and controllers may use but not create.
+"""Creates the queues and buckets that a fleet's workers and controllers may use but not create.
 
 On a server without permissions, workers and controllers create them by themselves.
 """
@@ -24,17 +24,17 @@ async def provision(
     *,
     upload_bytes: int | None = None,
 ) -> None:
-    """Make the queues of `models`, and the bucket of desired states; safe to repeat.
+    """Create the queues of `models` and the bucket of desired states. Safe to repeat.
 
     Args:
-        limits: by the names of `QueueLimits`; those that queues are to have, also queues that exist.
-        upload_bytes: make the buckets for what publishers of the models upload too; those that are there get this
-            size.
+        limits: limits of the queues, by the field names of `QueueLimits`; queues that exist get them too.
+        upload_bytes: size in bytes of each model's bucket for published weights; buckets that exist are resized. None:
+            create no such bucket.
 
     Raises:
-        BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` for a user that is no admin.
-        ControlError: a bucket for uploads cannot be made, or holds more than its new size.
-        InvalidRequest: the fleet's name cannot stand in a subject, or a queue holds more than a limit allows.
+        BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` if the user is no admin.
+        ControlError: a bucket for published weights cannot be created, or holds more than its new size.
+        InvalidRequest: the fleet's name is not valid in a subject, or a queue holds more than a limit allows.
     """
     subjects = Subjects(fleet)
     async with connected(server, name=f"rollbus provision {fleet}") as nats:

@@ -49,15 +49,15 @@ FAIL_S: Final = 10.0
 
 
 class Publication:
-    """A version on its way into the store. Made by `VersionStore.begin` and `join`; use one call at a time.
+    """A publication in progress, from `VersionStore.begin` or `join`. Make only one call at a time.
 
-    What fails or is cancelled takes back the whole publication, as `discard` does.
+    A call that fails or is cancelled discards the whole publication, as `discard` does.
 
     Attributes:
-        objects: the folder, `<bucket>/<prefix>`.
-        version: what is published.
-        epoch: of the lease.
-        tag: marks the parts of the folder's objects.
+        objects: folder of the publication, `<bucket>/<prefix>`.
+        version: version that is published.
+        epoch: epoch of the lease.
+        tag: tag in the ids of the folder's object chunks.
     """
 
     def __init__(self, home: PublicationHome, opened: OpenedVersion, *, is_joined: bool) -> None:
@@ -75,7 +75,7 @@ class Publication:
         self._sender: Sender | None = None
         self._has_ranks = False
         self._is_over = False
-        # Why ranks that wait for the commit wait in vain, as far as that is known.
+        # Reason for the ranks that wait for the commit; empty until it is known.
         self._reason = ""
 
     def __repr__(self) -> str:
@@ -88,20 +88,20 @@ class Publication:
         return self._opened
 
     async def put(self, name: str, pieces: Pieces) -> ObjectInfo:
-        """Store an object of the folder; return its description, which is stored by `commit`.
+        """Store an object of the folder. Return its description, which `commit` stores.
 
         Args:
-            name: of the object; in a folder of safetensors that of the file.
-            pieces: its content, cut anywhere. No more than one piece and a window of 4 MiB is held at a time.
+            name: name of the object; in a folder of safetensors, the name of the file.
+            pieces: content, split at any byte. At most one piece and a window of 4 MiB are in memory at a time.
 
-        Cancellation: takes back the publication.
+        Cancellation: discards the publication.
 
         Raises:
-            ControlError: `bad_source`: no object can be called so; `storage`: there is no room for it. The publication
-                is taken back.
-            LocalProtocolError: it has an object of this name, or is over.
-            BusBroken: JetStream or the connection failed. The publication is taken back if the server returns soon;
-                else by a later `clean`.
+            ControlError: `bad_source`: the name is not valid, or the folder has too many objects; `storage`: the bucket
+                has no room, and the publication is discarded.
+            LocalProtocolError: the publication has an object of this name, or has ended.
+            BusBroken: JetStream or the connection failed. The publication is discarded if the server returns soon, and
+                otherwise by a later `clean`.
         """
         check_path(name, f"a file of objects:{self.objects}")
         self._check_open()
@@ -116,16 +116,16 @@ class Publication:
             return await self._put(full, pieces)
 
     async def commit(self, manifest: Manifest) -> None:
-        """Describe all objects, the manifest last, and have the chain record name the version.
+        """Store all descriptions, with the manifest's last, and add the version to the chain record.
 
-        Cancellation: takes back the publication, unless the chain record may name it already.
+        Cancellation: discards the publication, unless the chain record may already name it.
 
         Raises:
-            LocalProtocolError: the manifest is of another version, epoch, model or folder, or its links are not those
-                of `chain.links_with`.
-            ControlError: `publisher_busy`: another publisher took over; `storage`. The publication is taken back.
-            BusBroken: JetStream or the connection failed. If the chain record was being written, it may name the
-                version; else the publication is taken back, or later by a `clean`.
+            LocalProtocolError: the manifest is of another version, epoch, model or folder, or its links differ from
+                those of `chain.links_with`.
+            ControlError: `publisher_busy`: another publisher took over; `storage`. The publication is discarded.
+            BusBroken: JetStream or the connection failed. The chain record may name the version if its write had begun.
+                Otherwise the publication is discarded, at once or by a later `clean`.
         """
         self._check_open()
         async with self._or_discarded():
@@ -133,7 +133,7 @@ class Publication:
             data = msgspec.json.encode(manifest)
             if len(data) > MAX_MANIFEST_BYTES:
                 raise LocalProtocolError(f"a manifest of {len(data)} bytes; allowed: {MAX_MANIFEST_BYTES}")
-            # Nothing is described before: the lease holds, and the chain is the manifest's.
+            # Before the first description is stored, check that the lease holds and the manifest continues the chain.
             await self._home.change(lambda record: _checked(record, manifest))
             await self._put(f"{self._prefix}/{MANIFEST}", [data])
             sender = await self._open_sender()
@@ -148,9 +148,9 @@ class Publication:
             if not any(link.objects == self.objects for link in self._home.record().links):
                 await self.discard()
                 raise
-            # An answer was lost, and another publisher has taken over since: the version is committed all the same.
+            # The answer to a write was lost, and another publisher took over afterwards. The version is committed.
         finally:
-            # Where it is not known whether the record names the folder, it stays; if need be, `clean` deletes it.
+            # The folder stays if it is unknown whether the record names it. If it does not, `clean` deletes the folder.
             await self._end()
         size = sum(info.size for info in self._infos)
         logger.info("publication.committed objects=%s files=%s bytes=%s", self.objects, len(self._infos), size)
@@ -188,14 +188,14 @@ class Publication:
         return signs_of_life(self._home.nats, self._bucket, self._list_prefix, rank)
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
-        """Give rank 0 what this rank has put, and the tensors that are in it. It belongs to rank 0 from then on.
+        """Store the list of this rank's objects and tensors for rank 0, which owns the objects from then on.
 
         Args:
             rank: of this process; not 0.
-            tensors: as they are to stand in the manifest.
+            tensors: entries for the manifest.
 
         Raises:
-            ControlError: `storage`: there is no room for it.
+            ControlError: `storage`: the bucket has no room.
             BusBroken: JetStream or the connection failed.
         """
         self._check_open()
@@ -232,16 +232,16 @@ class Publication:
             logger.warning("publication.failure_publish_failed objects=%s rank=%s error=%s", self.objects, rank, error)
 
     async def collect(self, num_ranks: int, timeout_s: float) -> tuple[RankList, ...]:
-        """Wait for the lists of ranks 1 to `num_ranks` - 1, and make their objects part of this publication.
+        """Wait for the lists of ranks 1 to `num_ranks` - 1, and add their objects to this publication.
 
         Returns:
             The lists, by rank.
 
-        Cancellation: takes back the publication.
+        Cancellation: discards the publication.
 
         Raises:
-            ControlError: `timeout`: ranks gave none or fell silent, which it names; `bad_source`: a rank failed, or a
-                list is damaged or of another version. The publication is taken back, with what those ranks gave.
+            ControlError: `timeout`: ranks, which the message names, stored no list or fell silent; `bad_source`: a rank
+                failed, or a list is damaged or of another version. The publication and all its objects are discarded.
             BusBroken: JetStream or the connection failed.
         """
         self._check_open()
@@ -259,7 +259,7 @@ class Publication:
             except TimeoutError:
                 missing = [rank for rank in range(1, num_ranks) if rank not in found]
                 shown = ", ".join(f"{rank}{'' if rank in watch.joined else ' (did not join)'}" for rank in missing)
-                self._reason = f"of {num_ranks} ranks these gave no list within {timeout_s:g} s: {shown}"
+                self._reason = f"of {num_ranks} ranks, these stored no list within {timeout_s:g} s: {shown}"
                 raise self._unpublished(ControlCode.TIMEOUT) from None
         return tuple(given for _, given in sorted(found.items()))
 
@@ -284,13 +284,13 @@ class Publication:
             check_path(given_object.name, f"an object of rank {rank}")
             is_own = part_tag(given_object.nuid) == self.tag and given_object.name.startswith(f"{self._prefix}/")
             if not is_own or given_object.name in names:
-                raise _bad_list(rank, f"its object {given_object.name[:200]!r} is of another publication or rank")
+                raise _bad_list(rank, f"object {given_object.name[:200]!r} belongs to another publication or rank")
         if (given.version, given.epoch, given.rank) != (self.version, self.epoch, rank):
             raise _bad_list(rank, f"it is of version {given.version}, epoch {given.epoch}, rank {given.rank}")
         self._infos += [as_info(self._bucket, given_object) for given_object in given.objects]
         if len(self._infos) >= MAX_FILES:
             raise _bad_list(
-                rank, f"with its {len(given.objects)} objects there would be more than {MAX_FILES} with the manifest"
+                rank, f"its {len(given.objects)} objects raise the total to more than {MAX_FILES} with the manifest"
             )
         found[rank] = given
 
@@ -300,7 +300,7 @@ class Publication:
 
     @property
     def _list_prefix(self) -> str:
-        """Where ranks give their lists: not below the folder, or they would be files of it."""
+        """Prefix of the ranks' lists. It is outside the folder, so that the lists are no files of the folder."""
         return f"ranks/{self._prefix.rpartition('/')[2]}"
 
     async def _put(self, full_name: str, pieces: Pieces) -> ObjectInfo:
@@ -313,7 +313,7 @@ class Publication:
         return info
 
     async def _within_room(self, pieces: Pieces) -> AsyncGenerator[bytes | bytearray | memoryview, None]:
-        """Stop before the bucket is full, if cleaning does not help: the chain record must always find room."""
+        """Yield the pieces. Fail before the bucket is full if cleaning does not help: the chain record needs room."""
         num_bytes, room = 0, await self._room()
         async with contextlib.aclosing(each_piece(pieces)) as given:
             async for piece in given:
@@ -324,7 +324,7 @@ class Publication:
                     state = await self._home.key.bucket_state()
                     raise ControlError(
                         ControlCode.STORAGE,
-                        f"the bucket {self._bucket!r} takes no more: of {state.limit} bytes {state.used} are used, and "
+                        f"the bucket {self._bucket!r} has no room: {state.used} of {state.limit} bytes are used, and "
                         f"an object needs at least {num_bytes + chain.SPARE_BYTES}",
                     )
                 yield piece
@@ -334,8 +334,8 @@ class Publication:
         return state.limit - state.used - chain.SPARE_BYTES
 
     async def _free_room(self) -> int:
-        """Clean the bucket; return how many bytes that has freed."""
-        await (await self._open_sender()).finish()  # what arrives meanwhile would seem to be in the way
+        """Clean the bucket. Return the number of freed bytes."""
+        await (await self._open_sender()).finish()  # bytes in flight would count as used after the cleaning
         before = await self._room()
         await self._home.make_room()
         return await self._room() - before
@@ -347,7 +347,7 @@ class Publication:
 
     @contextlib.asynccontextmanager
     async def _or_discarded(self) -> AsyncIterator[None]:
-        """Take back the publication if the block fails or is cancelled."""
+        """Discard the publication if the block fails or is cancelled."""
         is_done = False
         try:
             yield
@@ -362,7 +362,7 @@ class Publication:
         await self._stack.aclose()
 
     async def _delete_lists(self) -> None:
-        """Delete what ranks gave; what fails is logged, and deleted by a later `clean`."""
+        """Delete the lists of ranks. Log failures; a later `clean` deletes the rest."""
         try:
             await delete_prefix(self._home.nats, f"{self._bucket}/{self._list_prefix}")
         except RollbusError as error:
@@ -383,13 +383,13 @@ class Publication:
 
 
 def _checked(record: ChainRecord, manifest: Manifest) -> ChainRecord:
-    """Return the record as it is, if the manifest continues its chain."""
+    """Return the record unchanged if the manifest continues its chain."""
     chain.committed(record, manifest)
     return record
 
 
 def _withdrawn(record: ChainRecord, objects: str, reason: str) -> ChainRecord:
-    """Return the record in which no rank joins the publication any more."""
+    """Return the record without this publication, so that no further rank joins it."""
     if record.opened is None or record.opened.objects != objects:
         return record
     withdrawn = WithdrawnVersion(objects=objects, reason=reason) if reason else None
@@ -397,4 +397,4 @@ def _withdrawn(record: ChainRecord, objects: str, reason: str) -> ChainRecord:
 
 
 def _bad_list(rank: int, problem: str) -> ControlError:
-    return ControlError(ControlCode.BAD_SOURCE, f"the list of rank {rank} is refused: {problem}")
+    return ControlError(ControlCode.BAD_SOURCE, f"the list of rank {rank} is rejected: {problem}")

@@ -25,8 +25,7 @@ class PublicationHome:
     change: Callable[[Callable[[ChainRecord], ChainRecord]], Awaitable[None]]
     """Writes the chain record while the lease is held."""
     record: Callable[[], ChainRecord]
-    """Returns the chain record as last read.
-    """
+    """Returns the chain record as last read."""
     ended: Callable[["Publication"], None]
     """Called when the publication was committed or discarded."""
     make_room: Callable[[], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""What ranks other than 0 store for rank 0: objects, as lists name them and as the folder describes them; failures."""
+"""The objects and failure reports that ranks other than 0 store for rank 0."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ REASON: Final = "rollbus-reason"
 
 
 def as_rank_object(info: ObjectInfo) -> RankObject:
-    """Return an object as a list names it."""
+    """Convert an object's description in the folder to its entry in a rank's list."""
     return RankObject(
         name=info.name,
         nuid=info.nuid,
@@ -30,7 +30,7 @@ def as_rank_object(info: ObjectInfo) -> RankObject:
 
 
 def as_info(bucket: str, given: RankObject) -> ObjectInfo:
-    """Return an object as the folder describes it."""
+    """Convert an object's entry in a rank's list to its description in the folder."""
     return ObjectInfo(
         name=given.name,
         bucket=bucket,
@@ -44,7 +44,7 @@ def as_info(bucket: str, given: RankObject) -> ObjectInfo:
 
 
 async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -> None:
-    """Store why a rank gives nothing.
+    """Store the reason why a rank failed.
 
     Raises:
         ApiError: the server refuses.
@@ -56,11 +56,11 @@ async def store_failure(nats: Connection, bucket: str, name: str, reason: str) -
 
 
 async def find_failure(nats: Connection, bucket: str, name: str) -> str | None:
-    """Read why a rank gives nothing; None: it did not say so, or did not sign that.
+    """Return the reason why a rank failed; None if the rank stored no reason, or did not sign it.
 
     Raises:
         ApiError: the server refuses.
-        ControlError: `bad_source`: what stands there is no description.
+        ControlError: `bad_source`: the stored message is no valid description.
         BusBroken: JetStream does not answer.
     """
     found = await find_object(nats, bucket, name, is_signed=True)

@@ -55,7 +55,7 @@ class RankWatch:
         return frozenset(self._silences)
 
     async def look(self, rank: int) -> str | None:
-        """Look for a sign of a rank that has given no list yet; return what is wrong if it was silent for too long.
+        """Check for a new sign of a rank without a list. Return the problem if the rank was silent for too long.
 
         Raises:
             ApiError: the server refuses.
@@ -65,7 +65,7 @@ class RankWatch:
         if found is None:
             return None
         silent_s = self._silences[rank].look(found.sequence, time.monotonic())
-        return None if silent_s < SILENT_S else f"rank {rank} joined, and {_has_been_silent()}"
+        return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +99,7 @@ async def until_opened(key: ChainKey, version: int, timeout_s: float) -> tuple[C
     """Wait until rank 0 has announced a version of the weights.
 
     Raises:
-        ControlError: `timeout`: rank 0 announced none of this version.
+        ControlError: `timeout`: rank 0 did not announce this version.
         BusBroken: JetStream or the connection failed.
     """
     ends_at = time.monotonic() + timeout_s
@@ -118,8 +118,8 @@ async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tupl
     """Wait until rank 0 has committed a publication.
 
     Raises:
-        ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither, or
-            did not renew its lease for too long.
+        ControlError: `not_found`: rank 0 discarded it, or another publisher took over; `timeout`: neither happened in
+            time, or rank 0 did not renew its lease for too long.
         BusBroken: JetStream or the connection failed.
     """
     ends_at, silence = time.monotonic() + timeout_s, Silence()
@@ -142,7 +142,7 @@ async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tupl
 
 
 def _has_been_silent() -> str:
-    return f"has given no sign of life for {SILENT_S:g} s"
+    return f"has sent no sign of life for {SILENT_S:g} s"
 
 
 def _sign(prefix: str, rank: int) -> str:
@@ -150,6 +150,6 @@ def _sign(prefix: str, rank: int) -> str:
 
 
 def _is_open(opened: OpenedVersion, record: ChainRecord, version: int) -> bool:
-    """True if rank 0 waits for lists of this version."""
+    """Return True if rank 0 waits for lists of this version."""
     is_wanted = (opened.version, opened.adapter, opened.epoch) == (version, None, record.epoch)
     return is_wanted and record.holder is not None

@@ -1,4 +1,4 @@
-"""Changing the replicas of a fleet's streams, one stream at a time."""
+"""Changes the number of replicas of a fleet's streams, one stream at a time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from ..subjects import BUCKET, Subjects
 __all__ = ["ReplicaChange", "describe_stream", "is_of_fleet", "set_replicas"]
 
 LOOK_AGAIN_S: Final = 0.5
-"""Between looks at a stream that is copied: a copy of an empty one takes about a second."""
+"""Seconds between checks of a stream whose replicas are being copied. Copying an empty stream takes about 1 s."""
 OBJECTS: Final = "objects"
 
 
@@ -29,7 +29,7 @@ class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: str
     what: str
-    """Of a fleet: `queue of m`, for example."""
+    """Content of the stream, for example `queue of m`."""
     before: int
     after: int
     leader: str
@@ -38,18 +38,19 @@ class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):
 async def set_replicas(
     server: Server, fleet: str, count: int, *, objects: int | None = None, timeout_s: float
 ) -> AsyncIterator[ReplicaChange]:
-    """Give the fleet's queues, desired states and objects `count` replicas; yields each stream once it is current.
+    """Set the replicas of the fleet's queues, desired states and objects. Yield each stream once it is current.
 
-    A stream is changed when all before it are current: copying takes the servers' time, and an error stops the rest.
+    A stream is changed only when all earlier streams are current, because copying loads the servers. An error leaves
+    the remaining streams unchanged.
 
     Args:
         objects: replicas of uploaded objects, which can be uploaded again; None: `count`.
-        timeout_s: for each stream to be current.
+        timeout_s: seconds for each stream to become current.
 
     Raises:
         InvalidRequest: a number is out of range.
-        BusBroken: the servers are no cluster or fewer than `count`, this user is no admin, a stream has no leader or is
-            not current in time. Streams that were yielded stay changed.
+        BusBroken: the servers are no cluster or fewer than `count`, this user is no admin, or a stream has no leader or
+            does not become current in time. Streams that were yielded stay changed.
     """
     check_int("replicas", count, 1, MAX_REPLICAS)
     objects = count if objects is None else check_int("objects", objects, 1, MAX_REPLICAS)
@@ -67,16 +68,16 @@ async def set_replicas(
 
 
 def is_of_fleet(stream: str, subjects: Subjects) -> bool:
-    """True if rollbus made the stream of this name for the fleet, or for all fleets."""
+    """Return True if rollbus created the stream of this name for the fleet, or for all fleets."""
     fleet = subjects.fleet
     return stream.startswith(f"rb~{fleet}~") or stream in {f"KV_{BUCKET}", stream_of(f"{BUCKET}-{fleet}")}
 
 
 def describe_stream(name: str, config: dict[str, Any]) -> str:
-    """Say what a stream of `is_of_fleet` holds.
+    """Return the content of a stream for which `is_of_fleet` is true.
 
     Args:
-        config: of the stream; empty: it is not known, and a queue is named as its stream.
+        config: configuration of the stream. Empty: unknown; a queue is then described by the name of its stream.
     """
     model = (config.get("metadata") or {}).get("model", name)
     if name == f"KV_{BUCKET}":
@@ -90,11 +91,11 @@ async def _streams(nats: PatchedNatsClient, subjects: Subjects) -> list[StreamIn
     try:
         streams, missing = await list_streams(nats)
     except PermissionDenied as error:
-        raise BusBroken(f"{error}; an admin changes replicas (--creds FILE)") from error
+        raise BusBroken(f"{error}; only an admin may change replicas (--creds FILE)") from error
     except ApiError as error:
         raise BusBroken(f"the streams cannot be listed: {error}") from error
     if missing:
-        raise BusBroken(f"{', '.join(missing)} have no leader: start their servers first; nothing was changed")
+        raise BusBroken(f"{', '.join(missing)} have no leader. Start their servers first; nothing was changed")
     return [stream for stream in streams if is_of_fleet(stream.name, subjects)]
 
 
@@ -112,7 +113,7 @@ async def _change(nats: PatchedNatsClient, stream: StreamInfo, what: str, wanted
 
 
 def _consumers(stream: str) -> list[str]:
-    """Return the questions for the consumers of a stream: those of a queue's lanes."""
+    """Return the API requests for the consumers of a stream. Only queues have consumers, one for each lane."""
     if not stream.startswith("rb~"):
         return []
     lanes = next(lanes for lanes in STREAM_LANES if ("resume" in lanes) == stream.endswith("~resume"))
@@ -127,15 +128,15 @@ async def _current(nats: PatchedNatsClient, name: str, what: str, wanted: int, t
             while True:
                 try:
                     stream = parse_stream(await ask(nats, f"STREAM.INFO.{name}"))
-                    # Consumers have replicas of their own, which follow those of their stream.
+                    # Consumers have their own replicas, which become current after those of their stream.
                     clusters = [stream, *[parse_stream(await ask(nats, one)) for one in _consumers(name)]]
-                except Unanswered as error:  # it elects a leader
+                except Unanswered as error:  # the stream elects a leader
                     seen = str(error)
                 else:
                     if all(one.others == wanted - 1 and not one.behind for one in clusters):
                         return stream
                     behind = sorted({server for one in clusters for server in one.behind})
-                    seen = f"behind are {', '.join(behind) or 'servers that were not chosen yet'}"
+                    seen = f"not current: {', '.join(behind) or 'servers that were not chosen yet'}"
                 await asyncio.sleep(LOOK_AGAIN_S)
     except TimeoutError:
-        raise BusBroken(f"the {what} has not {wanted} current replicas after {timeout_s:g} s: {seen}") from None
+        raise BusBroken(f"the {what} has fewer than {wanted} current replicas after {timeout_s:g} s: {seen}") from None

@@ -12,8 +12,8 @@ __all__ = ["TRY_S", "Retries"]
 logger = logging.getLogger(__name__)
 
 TRY_S: Final = 2.0
-"""Seconds for one answer, which takes milliseconds. A leader election drops earlier requests, so they must be
-repeated."""
+"""Seconds to wait for one answer, which usually takes milliseconds. A leader election drops earlier requests, so they
+must be repeated."""
 ELECTION_S: Final = 15.0
 """Seconds from the first missing answer. nats-server waits up to 9 s before it elects another leader."""
 AGAIN_S: Final = 0.25
@@ -21,7 +21,7 @@ AGAIN_S: Final = 0.25
 
 
 class Retries:
-    """The tries of one write."""
+    """The tries of one write, and when to stop."""
 
     def __init__(self) -> None:
         self._ends_at: float | None = None
@@ -32,13 +32,13 @@ class Retries:
         return f"<Retries ends_at={self._ends_at}>"
 
     async def note_refusal(self, sequence: int) -> None:
-        """Note that another write was first, where `sequence` was the last one.
+        """Record that the server refused a write because another write came first, when `sequence` was the last one.
 
-        Where that is so again, the other one is not stored yet: a leader without a majority refuses at once, and goes
-        on doing so. Then this waits.
+        If this repeats for the same number, wait, because the other write is not stored yet. A leader without a
+        majority refuses writes immediately and repeatedly.
 
         Raises:
-            Unanswered: it has been waited for long enough.
+            Unanswered: the time for an election has passed.
         """
         is_again, self._refused_at = sequence == self._refused_at, sequence
         if is_again:
@@ -48,7 +48,7 @@ class Retries:
         """Wait before the next try.
 
         Raises:
-            Unanswered: `error`; it has been waited for long enough.
+            Unanswered: `error`, because the time for an election has passed.
         """
         now = time.monotonic()
         if self._ends_at is None:

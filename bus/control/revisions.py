@@ -36,7 +36,7 @@ BASE_SIGNED: Final = "Rollbus-Base-Signed"
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The last state by an author that may write all of it, as it was stored."""
+    """The last state by an author that may write the whole state, as it was stored."""
 
     data: bytes
     signed: str
@@ -52,7 +52,7 @@ class Found:
     state: DesiredState | None = None
     """State of the newest valid revision; None: there is none."""
     base: _Base | None = None
-    """Of that state; None: nothing, or nothing is signed."""
+    """Base of that state; None: there is no base, or signatures are not required."""
     problem: str | None = None
     """Reason why the newest revision is unusable, if signatures are not required and no other revision replaces it."""
 
@@ -71,19 +71,20 @@ class _Revision:
     data: bytes
     headers: dict[str, str]
     stored_at: str = ""
-    """When the server stored it, by its clock; empty: this program wrote it and has not read it back."""
+    """Time at which the server stored it, by the server's clock. Empty: this program wrote it and has not read it
+    back."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadRevisions:
-    """How far this program has read."""
+    """The position up to which this program has read the revisions of a model."""
 
     newest: _Revision
-    """That was looked at."""
+    """Last revision that was read."""
     found: Found
-    """What counts since."""
+    """Valid state at that position."""
     created: str
-    """When the bucket was made, as the server says, which no author of states can feign; empty: not asked yet."""
+    """Creation time of the bucket, as the server reports it. Authors of states cannot forge it. Empty: not read yet."""
 
 
 class Revisions:
@@ -94,16 +95,16 @@ class Revisions:
         self._subjects = subjects
         self._signatures = nats.signatures
         self._known: dict[str, _ReadRevisions] = {}
-        """By subject; one for each model."""
+        """By subject, one entry for each model."""
         self.refused = 0
-        """Revisions that do not count."""
+        """Number of invalid revisions."""
 
     def __repr__(self) -> str:
         """One line."""
         return f"<Revisions of {len(self._known)} models refused={self.refused}>"
 
     def subject(self, model: str) -> str:
-        """Where the desired state of `model` is written."""
+        """Return the subject of the desired state of `model`."""
         return f"$KV.{BUCKET}.{self._subjects.fleet}.{encode_token(model)}"
 
     async def find(self, model: str) -> Found:
@@ -121,7 +122,7 @@ class Revisions:
         return known.found
 
     def remember(self, model: str, over: Found, sequence: int, data: bytes, headers: dict[str, str]) -> None:
-        """Remember what this program has stored over `over`, so that it counts even if it cannot be read back."""
+        """Store a revision that this program wrote over `over`, so that it counts even if it cannot be read back."""
         if self._signatures.are_demanded:
             revision = _Revision(sequence, data, headers)
             subject = self.subject(model)
@@ -129,17 +130,17 @@ class Revisions:
             self._known[subject] = _ReadRevisions(revision, self._follow(subject, model, over, revision), created)
 
     async def newest(self, model: str) -> Found:
-        """Return the newest state by any author."""
+        """Return the newest state without a check of its author."""
         newest = await self._get({"last_by_subj": self.subject(model)})
         return Found() if newest is None else _unsigned(model, newest)
 
     async def recorded_at(self, model: str, epoch: int) -> datetime | None:
-        """Return when the server stored the command of `epoch`; None if the history does not reach back to it.
+        """Return the time at which the server stored the command of `epoch`, or None if it is not in the history.
 
-        For people: revisions by any author are looked at.
+        Use the result only for display: authors of revisions are not checked.
         """
         subject, start = self.subject(model), 1
-        for _ in range(2 * HISTORY):  # others may write meanwhile
+        for _ in range(2 * HISTORY):  # other programs may write at the same time
             revision = await self._get({"seq": start, "next_by_subj": subject})
             if revision is None:
                 return None
@@ -149,14 +150,14 @@ class Revisions:
             except RemoteProtocolError:
                 continue
             if found >= epoch:
-                # The first one that is kept may be of a later command.
+                # The oldest revision in the history may be of a later command.
                 return datetime.fromisoformat(revision.stored_at) if found == epoch else None
         return None
 
     async def _catch_up(
         self, subject: str, model: str, newest: _Revision, known: _ReadRevisions | None
     ) -> _ReadRevisions:
-        """Go through the revisions since the known one; through all of a bucket that was lost and made anew."""
+        """Read the revisions after `known`, or all revisions if the bucket was lost and created again."""
         if known is None:
             found = await self._go_through(subject, model, newest, 1, Found())
             return _ReadRevisions(newest, found, await self._creation())
@@ -169,14 +170,14 @@ class Revisions:
         if is_later and known.created in {"", created}:
             return _ReadRevisions(newest, found, created)
         found = await self._go_through(subject, model, newest, 1, Found())
-        # Where only what does not count is left in the history, what is known stands.
+        # If the history has no valid revision any more, the known state stays valid.
         return _ReadRevisions(
             newest, found if found.state is not None else replace(before, sequence=newest.sequence), created
         )
 
     async def _go_through(self, subject: str, model: str, newest: _Revision, start: int, found: Found) -> Found:
-        """Return what counts after the revisions from number `start` to `newest`, where `found` does before them."""
-        for _ in range(2 * HISTORY):  # others may write meanwhile
+        """Return the valid state after the revisions `start` to `newest`, where `found` is the state before them."""
+        for _ in range(2 * HISTORY):  # other programs may write at the same time
             revision = await self._get({"seq": start, "next_by_subj": subject})
             if revision is None or revision.sequence > newest.sequence:
                 break
@@ -190,16 +191,16 @@ class Revisions:
         try:
             info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
         except ApiError as error:
-            raise BusBroken(f"the bucket of desired states cannot be looked at: {error}") from error
+            raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
         return str(info["created"])
 
     def _follow(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
-        """Return `revision` if it counts after `found`; else `found`."""
+        """Return the new state if `revision` is valid after `found`; otherwise return `found`."""
         try:
             return self._judge(subject, model, found, revision)
         except RemoteProtocolError as error:
             self.refused += 1
-            if self.refused.bit_count() == 1:  # at 1, 2, 4, 8 ...: a flood of them makes no flood of events
+            if self.refused.bit_count() == 1:  # at 1, 2, 4, 8 ...: many invalid revisions cause few log lines
                 logger.warning(
                     "desired.revision_rejected model=%s sequence=%s so_far=%s error=%s",
                     *(model, revision.sequence, self.refused, error),
@@ -209,21 +210,21 @@ class Revisions:
     def _judge(self, subject: str, model: str, found: Found, revision: _Revision) -> Found:
         signed = self._signatures.check(subject, revision.data, revision.headers)
         if signed is None:
-            raise BadSignature("nothing is demanded")
+            raise BadSignature("this fleet requires no signatures")
         state = _decode(model, revision.data)
         if found.state is not None and state.epoch < found.state.epoch:
-            raise RemoteProtocolError(f"epoch {state.epoch} was written again after {found.state.epoch}")
+            raise RemoteProtocolError(f"epoch {state.epoch} was recorded again after epoch {found.state.epoch}")
         if not signed.by.is_limited:
             base = _Base(revision.data, revision.headers[SIGNED], state)
             return Found(revision.sequence, state, base)
         carried = self._base(subject, model, revision.headers)
         if found.base is not None and (carried is None or carried.state.epoch < found.base.state.epoch):
-            raise RemoteProtocolError(f"{signed.by.name} leaves out epoch {found.base.state.epoch}")
+            raise RemoteProtocolError(f"the state by {signed.by.name} omits epoch {found.base.state.epoch}")
         if found.state is not None and found.state.bucket not in {"", state.bucket}:
-            raise RemoteProtocolError(f"{signed.by.name} has written another bucket's id")
+            raise RemoteProtocolError(f"the state by {signed.by.name} has the id of another bucket")
         check_limited_state(signed.by, state, None if carried is None else carried.state)
         if state.epoch > revision.sequence:
-            raise RemoteProtocolError(f"epoch {state.epoch} is above the message's number {revision.sequence}")
+            raise RemoteProtocolError(f"epoch {state.epoch} is above the message's sequence number {revision.sequence}")
         return Found(revision.sequence, state, carried)
 
     def _base(self, subject: str, model: str, headers: dict[str, str]) -> _Base | None:
@@ -232,16 +233,16 @@ class Revisions:
         try:
             data = base64.b64decode(headers[BASE], validate=True)
         except (binascii.Error, ValueError):
-            raise BadSignature(f"the header {BASE} is no base64") from None
+            raise BadSignature(f"the header {BASE} is not valid base64") from None
         signature = headers.get(BASE_SIGNED, "")
         signed = self._signatures.check(subject, data, {SIGNED: signature})
         if signed is None or signed.by.is_limited:
-            raise BadSignature(f"the state in the header {BASE} is not by somebody who may write it whole")
+            raise BadSignature(f"the author of the state in the header {BASE} may not write the whole state")
         return _Base(data, signature, _decode(model, data))
 
     async def _get(self, question: dict[str, Any]) -> _Revision | None:
-        # From the stream's leader, and not by DIRECT.GET: a replica's answer may be older than the command that made us
-        # look. So may a leader's that was deposed, which readers find out.
+        # Read from the stream's leader, not with DIRECT.GET: a replica may answer with a state older than the command
+        # that caused this read. A deposed leader may also return an old state, which the callers detect.
         try:
             answer = await ask(self._nats, f"STREAM.MSG.GET.{STREAM}", question, timeout_s=TRY_S)
         except ApiError as error:
@@ -256,7 +257,7 @@ class Revisions:
 
 def _unsigned(model: str, newest: _Revision) -> Found:
     try:
-        # What was deleted is empty, in a later epoch than any that was there.
+        # A deleted state counts as empty. Its epoch is later than every epoch before it.
         empty = DesiredState(model=model, epoch=newest.sequence)
         return Found(newest.sequence, _decode(model, newest.data) if newest.data else empty)
     except RemoteProtocolError as error:
@@ -266,5 +267,5 @@ def _unsigned(model: str, newest: _Revision) -> Found:
 def _decode(model: str, data: bytes) -> DesiredState:
     state = decode_desired(data)
     if state.model != model:
-        raise RemoteProtocolError(f"it is that of {state.model!r}")
+        raise RemoteProtocolError(f"the state belongs to model {state.model!r}")
     return state

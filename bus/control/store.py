@@ -32,14 +32,14 @@ __all__ = ["DesiredStore"]
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES: Final = 1024**2
-"""A state with a thousand workers' own commands, or with hundreds of adapters, takes a third of it."""
+"""Maximum bytes of one state. A state with a thousand workers' own commands, or hundreds of adapters, takes a third."""
 MAX_BUCKET_BYTES: Final = 64 * 1024**2
-"""The full history of one state of the largest size, or of thousands of usual ones."""
+"""Size of the bucket in bytes: the full history of one state of maximum size, or of thousands of usual states."""
 MAX_TRIES: Final = 1000
-"""Of one write. Each failure means that another writer got through: of a fleet's workers that record the same command
-one, and the others find it recorded."""
+"""Maximum tries of one write. A try fails only if another writer succeeds. If workers of a fleet record the same
+command, one worker succeeds and the others find the command recorded."""
 SINGLE_S: Final = 30.0
-"""How long the bucket is taken to be on one server still: each of a thousand workers would ask twice in its lease."""
+"""Seconds for which the bucket is assumed to stay on one server. A fleet of a thousand workers then asks rarely."""
 
 _SUBJECTS: Final = f"$KV.{BUCKET}"
 
@@ -48,7 +48,7 @@ class DesiredStore:
     """The desired states of one fleet.
 
     Every method that reads or writes raises `BusBroken` if JetStream is missing, does not answer or refuses. A write
-    waits for an answer for `ELECTION_S`; if it then raises `Unanswered`, it may have been stored.
+    waits up to `ELECTION_S` for an answer. If it then raises `Unanswered`, the state may have been stored.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects) -> None:
@@ -62,9 +62,9 @@ class DesiredStore:
         return f"<DesiredStore {self._subjects.fleet}>"
 
     def subject(self, model: str) -> str:
-        """Where writes to the desired state of `model` can be heard.
+        """Return the subject of writes to the desired state of `model`.
 
-        A hint to read again, no more: writes that were refused are heard too.
+        A message there is only a hint to read the state again, because the server also delivers writes that it rejects.
         """
         return self._revisions.subject(model)
 
@@ -74,20 +74,20 @@ class DesiredStore:
         return self._revisions.refused
 
     async def read(self, model: str) -> DesiredState | None:
-        """The desired state of `model`; None: nothing was ever recorded. What was deleted reads as empty.
+        """Return the desired state of `model`, or None if nothing was ever recorded. A deleted state is empty.
 
-        In a cluster it may be older than what was read before: see `rollbus.bus.protocol.fleet.read_order`.
+        In a cluster, the state may be older than one that was read before: see `rollbus.bus.protocol.fleet.read_order`.
 
         Raises:
-            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
         return self._usable(model, await self._revisions.find(model)).state
 
     async def current(self, model: str) -> DesiredState:
-        """The state that a command would be recorded over, empty where there is none; waits while a leader is elected.
+        """Return the state over which a command would be recorded, empty if there is none. Wait during an election.
 
         Raises:
-            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
         return await self.change(model, lambda state: state)
 
@@ -96,10 +96,10 @@ class DesiredStore:
         return await self._revisions.recorded_at(model, epoch)
 
     async def confirmed_s(self) -> float:
-        """Seconds since a majority of the servers that hold the states confirmed the one that answers as their leader.
+        """Return the seconds since a majority of the servers confirmed the answering server as the bucket's leader.
 
-        0 where they are on one server. A read after this call has all that was written until then: a leader that is
-        parted from the others goes on answering for a while, with what it had.
+        The result is 0 if the states are on one server. A read after this call contains all states written up to the
+        confirmation. A leader that is disconnected from the other servers keeps answering for a while, with old states.
         """
         if time.monotonic() < self._single_until:
             return 0.0
@@ -108,22 +108,22 @@ class DesiredStore:
         except ApiError as error:
             if error.code == NO_STREAM:
                 return 0.0
-            raise BusBroken(f"the bucket of desired states cannot be looked at: {error}") from error
+            raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
         others = (info.get("cluster") or {}).get("replicas") or ()
         if not others:
             self._single_until = time.monotonic() + SINGLE_S
         heard = sorted(math.inf if other.get("offline") else other["active"] / 1e9 for other in others)
-        # Of three, one besides the leader is a majority.
+        # Of three servers, one server and the leader are a majority.
         return heard[(len(heard) + 1) // 2 - 1] if heard else 0.0
 
     async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
-        """Record `command`: the state with it, and its epoch. See `rollbus.bus.protocol.fleet.desired.record`.
+        """Record `command`. Return the new state and the epoch. See `rollbus.bus.protocol.fleet.desired.record`.
 
-        Cancellation: it may be recorded or not; recording it again under its id is harmless.
+        Cancellation: the command may or may not be recorded. Recording it again with the same id is harmless.
 
         Raises:
-            ControlError: it was refused; nothing is recorded.
-            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            ControlError: the state rejects the command; nothing is recorded.
+            RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
         epoch = 0
 
@@ -135,13 +135,13 @@ class DesiredStore:
         return await self.change(model, recorded), epoch
 
     async def change(self, model: str, change: Callable[[DesiredState], DesiredState]) -> DesiredState:
-        """Write what `change` makes of the state, and return it; nothing is written where that is the state itself.
+        """Write the state that `change` returns, and return it. Write nothing if `change` returns its argument.
 
-        `change` is called again for each state that another writer got in before; what it raises ends the attempt.
+        `change` is called again if another writer stored a state first. Its exceptions end the attempt.
 
         Raises:
             ControlError: the state would be too large.
-            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
         retries = Retries()
         unanswered: list[tuple[DesiredState, DesiredState]] = []
@@ -165,9 +165,9 @@ class DesiredStore:
         raise _contended(model)
 
     async def reset(self, model: str) -> bool:
-        """Clear the desired state of `model`, also one that cannot be read; False where nothing is recorded.
+        """Clear the desired state of `model`, even if it cannot be decoded. Return False if nothing is recorded.
 
-        Epochs go on, so that later commands do not look old to workers.
+        The epochs continue, because workers would treat commands with lower epochs as old.
         """
         retries, is_sent = Retries(), False
         for _ in range(MAX_TRIES):
@@ -187,13 +187,13 @@ class DesiredStore:
         raise _contended(model)
 
     async def sign(self, model: str) -> DesiredState | None:
-        """Sign the desired state of `model` as it stands, by any author; None: nothing is recorded.
+        """Sign the stored desired state of `model` without a check of its author. Return None if nothing is recorded.
 
-        For states of before the fleet had its root key, or of before that was replaced.
+        Use this for states that were stored before the fleet had its root key, or before that key was replaced.
 
         Raises:
-            ControlError: this user may not write it whole.
-            RemoteProtocolError: what stands there is no desired state; `reset` clears it.
+            ControlError: this user may not write the whole state.
+            RemoteProtocolError: the stored message is no valid desired state; `reset` clears it.
         """
         check_unlimited(self._nats.signatures.own)
         for _ in range(MAX_TRIES):
@@ -241,12 +241,12 @@ class DesiredStore:
         )
 
     async def _write(self, model: str, state: DesiredState, over: Found) -> bool:
-        """Write `state` if the key's last sequence number is still that of `over`; False: it is not."""
+        """Write `state` if the key's last sequence number is still that of `over`. Return False if it is not."""
         data, sequence, own = encode_json(state), over.sequence, self._nats.signatures.own
         signed = self._nats.signatures.headers(self.subject(model), data)
         if own is not None and own.is_limited:
             signed |= over.base_headers()
-        # Half: it is read back as base64 in JSON.
+        # Half, because the state is read back as base64 in JSON.
         allowed = min(MAX_STATE_BYTES, self._nats.max_payload // 2)
         size = len(data) + sum(map(len, signed.values()))
         if size > allowed:
@@ -263,17 +263,17 @@ class DesiredStore:
             if error.code in WRONG_LAST_SEQUENCE:
                 return False
             if error.code == NO_STREAM:
-                # The bucket was there just now: it was deleted, or has no leader.
-                raise Unanswered(f"nobody stores the desired state of {model!r}") from error
+                # The bucket existed a moment ago: it was deleted, or it has no leader.
+                raise Unanswered(f"no server stores the desired state of {model!r}") from error
             raise BusBroken(f"the desired state of {model!r} cannot be written: {error}") from error
         self._revisions.remember(model, over, stored, data, signed)
         return True
 
     async def ensure_bucket(self) -> None:
-        """Make the bucket where it is missing.
+        """Create the bucket if it is missing.
 
-        Before the first write, not after its failure: workers listen where it is written to, so that to a server
-        without the bucket the write is delivered to them, and no answer comes.
+        Call this before the first write. Without the bucket, the server delivers the write only to the workers that
+        subscribe to its subject, and the writer receives no answer.
         """
         try:
             await ask(self._nats, f"STREAM.INFO.{STREAM}")
@@ -289,16 +289,16 @@ def _empty(model: str, sequence: int) -> DesiredState:
 
 
 def _named(state: DesiredState) -> DesiredState:
-    """`state` with the id of its bucket, a new one where it has none: it is the first, or of before there were ids."""
+    """Return the state with a bucket id. Add a new id if it has none: it is the first, or older than bucket ids."""
     return state if state.bucket else replace(state, bucket=uuid.uuid4().hex)
 
 
 def _contended(model: str) -> BusBroken:
-    return BusBroken(f"the desired state of {model!r} is written by others without end; {MAX_TRIES} tries failed")
+    return BusBroken(f"the desired state of {model!r} was not written: other writers were first in {MAX_TRIES} tries")
 
 
 def _stream_config() -> dict[str, object]:
-    """What makes a stream a KV bucket to NATS's own tools."""
+    """Return the configuration that makes the stream a KV bucket for NATS's own tools."""
     return {
         "name": STREAM,
         "subjects": [f"{_SUBJECTS}.>"],

@@ -45,7 +45,7 @@ Load = TypeVar("Load", UpdateWeights, LoadLora)
 
 
 class Updates:
-    """Changes of what a fleet's workers compute with. Each raises the errors of `Controller.send`."""
+    """Changes of the weights and adapters of a fleet's workers. Each method raises the errors of `Controller.send`."""
 
     def __init__(self, controller: Controller, uploads: Uploads) -> None:
         self._controller = controller
@@ -58,21 +58,21 @@ class Updates:
     async def update_weights(
         self, command: UpdateWeights, *, upload: bool, on_ack: OnAck | None, min_staged: int | None = None
     ) -> CommandResult:
-        """Replace the weights of all workers of a model, or of those that `command` names.
+        """Replace the weights of all workers of a model, or of the workers that `command` names.
 
-        Every worker first stages and checks the source; if one refuses it, nothing changes. Then it is recorded, and
-        each worker switches. After it was applied the canaries are compared: workers that differ from the majority of
-        their kind are fenced, and count as failed.
+        Every worker first stages and checks the source. If a worker rejects it, nothing changes. Then the command is
+        recorded, and each worker loads the weights. Afterwards the canaries are compared. Workers that differ from the
+        majority of the workers with their dtype are fenced, and count as failed.
 
         Args:
-            min_staged: record it as soon as so many workers have staged it. The others are not waited for: they serve
-                nothing until they have it. None: all have to stage it.
-            upload: the source's path is on this machine; the workers get it through the object store.
+            min_staged: record the command as soon as so many workers have staged the source. The other workers serve
+                nothing until they have it. None: all workers must stage it.
+            upload: the source's path is on this machine; upload it to the object store, from which the workers read it.
 
-        Cancellation: before it is recorded nothing changes; afterwards the workers go on.
+        Cancellation: before the recording, nothing changes; after it, the workers continue.
 
         Raises:
-            CommandIncomplete: not all workers have the new weights; its note says what holds.
+            CommandIncomplete: not all workers have the new weights; its note describes the resulting state.
         """
         command = check_command(command)
         roster = await self._controller.roster(command)
@@ -111,7 +111,8 @@ class Updates:
         [model] = roster
         revise: Revise | None = None
         if is_next_version:
-            # For the upload's name. What is recorded is decided where two controllers cannot decide the same.
+            # For the upload's name. The compare-and-set decides the recorded version, because it differs for each
+            # controller.
             command = _at_next_version(await self._state(model), command)
             revise = _revise_version
         async with self._source(model, command, upload) as ready:
@@ -145,9 +146,9 @@ class Updates:
         await self._uploads.delete_source(model, command, keep)
 
     async def check_version(self, command: UpdateWeights | LoadLora, *, min_staged: int | None = None) -> None:
-        """Raise the errors of loading this version before any worker is asked. The source need not exist yet.
+        """Raise the errors of loading this version before a command is sent. The source need not exist yet.
 
-        Without workers, the user's certificate and the desired state decide.
+        Without workers, check only the user's certificate and the desired state.
 
         Args:
             command: the command, with its model.
@@ -173,7 +174,7 @@ class Updates:
         return await self._controller.store.current(model)
 
     async def _check_update(self, model: str, command: UpdateWeights, roster: Roster, min_staged: int | None) -> None:
-        """Raise what these workers and recording would raise, before anything is uploaded or asked."""
+        """Raise the errors that these workers and the recording would raise, before an upload or a command."""
         if min_staged is not None:
             check_int("min_staged", min_staged, 1, len(roster[model]))
         if command.expected_canary is not None:
@@ -182,7 +183,7 @@ class Updates:
                     check_expected(command.expected_canary, worker.capabilities)
         state = await self._state(model)
         desired.record(state, command)
-        # Nothing is recorded for these: what they were started with counts.
+        # Nothing is recorded for these workers, so the version that they were started with counts.
         started = {
             worker.weight_version for worker in roster[model] if desired.target_version(state, worker.worker) is None
         }
@@ -192,12 +193,12 @@ class Updates:
             raise ControlError(
                 ControlCode.OLD_VERSION,
                 f"version {command.version} is not newer than {max(started)}, which workers were started with; "
-                "allow_rollback permits it all the same",
+                "set allow_rollback to load it anyway",
             )
 
     @asynccontextmanager
     async def _source(self, model: str, command: Load, upload: bool) -> AsyncIterator[Load]:
-        """Upload the source if asked to; what nobody can want any more at the end of the block is deleted."""
+        """Upload the source if `upload` is set. At the end of the block, delete the upload if no worker can need it."""
         if not upload:
             yield command
             return
@@ -206,7 +207,7 @@ class Updates:
         try:
             yield structs.replace(command, source=WeightSource(objects=objects))
         except BusBroken:
-            # What was sent last arrives when the connection is back.
+            # The last message may arrive after the reconnect, and record the command.
             may_be_recorded_yet = True
             raise
         finally:
@@ -223,7 +224,7 @@ class Updates:
             await self._uploads.delete(objects)
 
     async def _prune(self, model: str, command: Load, outcome: CommandOutcome) -> None:
-        """Delete older uploads than that of `command`, but what is recorded, or was before it, stays."""
+        """Delete uploads that are older than that of `command`. Keep those that are recorded or were before it."""
         befores = [recording.before for recording in outcome.recordings]
         try:
             keep = sources_in(await self._state(model), *befores)
@@ -235,10 +236,11 @@ class Updates:
     async def _check(
         self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None, min_staged: int | None
     ) -> tuple[dict[str, str], Quorum | None]:
-        """Have all workers stage the source; returns those that ended meanwhile and why, and those to wait for.
+        """Have all workers stage the source. Return those that ended meanwhile, with reasons, and those to wait for.
 
         Raises:
-            CommandIncomplete: one cannot, or did not say in time, or none is left; or fewer than `min_staged` have.
+            CommandIncomplete: a worker cannot stage it or did not answer in time, no worker is left, or fewer than
+                `min_staged` workers have staged it.
         """
         check = CheckWeights(
             source=command.source, model=command.model, workers=command.workers, timeout_s=command.timeout_s
@@ -256,7 +258,7 @@ class Updates:
         return outcome.lost, None
 
     async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:
-        """Compare the canaries, fence those that differ, and sum up."""
+        """Compare the canaries, fence the workers that differ, and return the command result."""
         everyone = {worker.worker: worker for workers in roster.values() for worker in workers}
         dtypes = {
             name: worker.capabilities.dtype for name, worker in everyone.items() if worker.capabilities is not None
@@ -269,7 +271,7 @@ class Updates:
         return await self._controller.conclude(outcome)
 
     async def _fence(self, workers: tuple[str, ...], roster: Roster, epoch: int) -> frozenset[str]:
-        """Have these workers serve nothing, unless weights of after `epoch` are desired; returns who confirmed it."""
+        """Make these workers serve nothing until weights after `epoch` are desired. Return those that confirmed it."""
         logger.error("weights.mismatch_detected workers=%s", ",".join(workers))
         fence = Fence(
             workers=workers,
@@ -283,7 +285,7 @@ class Updates:
 
 
 def _not_verified(result: CommandResult, differing: dict[str, str], fenced: frozenset[str]) -> CommandResult:
-    """The ledger with `differing` workers, and why, among those that failed."""
+    """Return the result with the `differing` workers, and the reasons, among those that failed."""
     failed = dict(result.failed)
     for worker, why in differing.items():
         state = "it serves nothing" if worker in fenced else "it did not confirm that it serves nothing"

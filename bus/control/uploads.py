@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """What was uploaded for the models of one fleet: folders in the fleet's bucket; for a publisher, in the model's.
+    """The uploads for a fleet's models: folders in the fleet's bucket, or, for a publisher, in the model's bucket.
 
-    Each upload has a prefix of its own, so that what workers have begun to read never changes.
+    Each upload has its own prefix, so the files that workers read never change.
 
     Args:
-        server: where they go, through connections of their own, past which everything else moves.
+        server: server of the uploads. They use their own connections, so that they do not delay other messages.
     """
 
     def __init__(self, server: str | Server, subjects: Subjects) -> None:
@@ -54,7 +54,7 @@ class Uploads:
         """
         prefix = f"{_home(model, command)}/{command.version}-{uuid.uuid4().hex[:8]}"
         async with self._connected() as nats:
-            # The chain record is in a publisher's bucket, and must find room whatever is uploaded.
+            # A publisher's bucket also has the chain record, for which room must remain.
             needed = needed_bytes if self._is_publisher else None
             return await put_folder(nats, self._bucket(model), prefix, folder, needed_bytes=needed)
 
@@ -67,9 +67,10 @@ class Uploads:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
 
     async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
-        """Delete what was uploaded before the source of `command`, of older versions of the same, but for `keep`.
+        """Delete older uploads than the source of `command`, for the same model or adapter, except for `keep`.
 
-        What is newer stays, or of a later version: another controller may be about to record it. What fails is logged.
+        An upload is deleted only if it was stored earlier and has an older version. Another controller may be about to
+        record a newer upload. Failures are logged.
         """
         home = f"{_home(model, command)}/"
         bucket, times = self._bucket(model), dict[str, str]()
@@ -88,7 +89,7 @@ class Uploads:
             logger.warning("upload.prune_failed bucket=%s home=%s error=%s", bucket, home, exc)
 
     async def delete_source(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
-        """Delete the source of `command` too, which nobody wants any more, if it was uploaded here."""
+        """Delete older uploads and the source of `command`, if it was uploaded here, except for `keep`."""
         objects = command.source.objects or ""
         if objects.startswith(f"{self._bucket(model)}/{_home(model, command)}/"):
             await self.prune(model, command, keep)
@@ -119,6 +120,6 @@ def _home(model: str, command: UpdateWeights | LoadLora) -> str:
 
 
 def _is_older(name: str, version: int) -> bool:
-    """Whether an upload, named `<version>-<random>`, is of an older version."""
+    """Return True if an upload, named `<version>-<random>`, is of an older version."""
     digits, _, _ = name.partition("-")
     return digits.isascii() and digits.isdigit() and int(digits) < version

@@ -25,11 +25,11 @@ class Cleaning:
     """One cleaning of the bucket: list it, decide, delete. Methods raise `ApiError`, `ControlError` and `BusBroken`.
 
     Args:
-        nats: a connection of a user that may delete there.
-        bucket: the model's.
+        nats: connection of a user that may delete in the bucket.
+        bucket: bucket of the model.
         now: time of the server's clock.
-        open_tags: tags of publications that are under way here: no object names their parts yet.
-        young_s: age in seconds up to which folders and parts stay in any case.
+        open_tags: tags of this process's publications in progress. No object names their object chunks yet.
+        young_s: age in seconds below which folders and object chunks always stay.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Cleaning:
         """Age in seconds, by folder."""
         self._open_tags = open_tags
         self._tags = set(open_tags)
-        """Tags of the folders that are there, or will be."""
+        """Tags of the folders that exist or will exist."""
         self._others: list[str] = []
         """Names of objects that belong to no published version."""
 
@@ -58,7 +58,7 @@ class Cleaning:
         return f"<Cleaning {self._bucket} folders={len(self._ages)} others={len(self._others)}>"
 
     async def look(self) -> None:
-        """Find the folders and how old they are."""
+        """Find the folders and their ages."""
         one_of: dict[str, str] = {}
         for subject in await list_subjects(self._nats, self._bucket, info_subjects(self._bucket)):
             name = name_of(subject)
@@ -70,7 +70,7 @@ class Cleaning:
             else:
                 folder, tag = found
                 self._tags.add(tag)
-                if tag not in self._open_tags:  # ranks have given lists, whose age says nothing
+                if tag not in self._open_tags:  # the lists of its ranks would show a wrong age
                     one_of[folder] = name
         for folder, name in one_of.items():
             described = await find_object(self._nats, self._bucket, name, is_signed=False)
@@ -80,13 +80,13 @@ class Cleaning:
     async def kept(self, record: ChainRecord, recorded: AbstractSet[str]) -> set[str]:
         """Return the folders to keep."""
         roots = recorded | set(record.noted)
-        # Of a chain that the record has lost.
+        # Folders of a chain that the record has lost.
         unlinked = roots & self._ages.keys() - {link.objects for link in record.links}
         needed = {other for objects in unlinked if is_weights(objects) for other in await self._named_by(objects)}
         return kept(record.links, roots | needed, self._ages, young_s=self._young_s)
 
     async def _named_by(self, objects: str) -> set[str]:
-        """Return the folders that a version's manifest names; none if it cannot be read: no worker can load it."""
+        """Return the folders that a version's manifest names. Return none if no worker can load the version."""
         try:
             async with open_reader(self._nats, objects, None) as reader:
                 manifest = decode_manifest(await reader.read(MANIFEST, MAX_MANIFEST_BYTES))
@@ -104,10 +104,11 @@ class Cleaning:
             logger.info("versions.deleted objects=%s", objects)
 
     async def delete_parts(self, *, tagged_young_s: float | None = None) -> int:
-        """Delete parts that no object names, which killed uploads left; return of how many objects.
+        """Delete object chunks that no object names, left by killed uploads. Return the number of their objects.
 
         Args:
-            tagged_young_s: age in seconds up to which parts of publications stay; None: as parts of other uploads.
+            tagged_young_s: age in seconds below which object chunks of publications stay; None: as those of other
+                uploads.
         """
         tagged_young_s = self._young_s if tagged_young_s is None else tagged_young_s
         prefix = parts_subject(self._bucket, "")
@@ -132,7 +133,7 @@ class Cleaning:
         return deleted
 
     async def _named_by_others(self) -> set[str]:
-        """Return the ids of parts that objects of other uploads name."""
+        """Return the ids of object chunks that objects of other uploads name."""
         named = set()
         for name in self._others:
             found = await find_object(self._nats, self._bucket, name, is_signed=False)
@@ -141,7 +142,7 @@ class Cleaning:
         return named
 
     async def _is_old(self, subject: str, young_s: float) -> bool:
-        """True if the last part is older than `young_s`: an upload that goes on has a young one."""
+        """Return True if the last object chunk is older than `young_s`. An upload in progress has a younger one."""
         try:
             answer = await ask(self._nats, f"STREAM.MSG.GET.{stream_of(self._bucket)}", {"last_by_subj": subject})
         except ApiError as error:

@@ -41,14 +41,14 @@ class VersionStore:
     """The published versions of one model.
 
     Args:
-        server: the bus; the store has a connection of its own.
-        subjects: of the fleet.
-        model: whose weights.
-        publisher: who publishes: the name of the client.
+        server: the bus; the store opens its own connection.
+        subjects: subjects of the fleet.
+        model: model whose weights are published.
+        publisher: name of the client that publishes.
 
     Attributes:
-        record: the chain record, as it was last read or written.
-        make_room: called when an object finds no room in the bucket, to `clean` it; set it before `open`.
+        record: chain record as last read or written.
+        make_room: function that cleans the bucket; called if an object finds no room. Set it before `open`.
     """
 
     def __init__(self, server: str | Server, subjects: Subjects, model: str, *, publisher: str) -> None:
@@ -62,9 +62,9 @@ class VersionStore:
         self._stack = AsyncExitStack()
         self._home: PublicationHome | None = None
         self._stored: StoredChain | None = None
-        """None: what is stored is not known."""
+        """Stored chain record; None: unknown."""
         self._epoch: int | None = None
-        """Of the own lease; None: there is none."""
+        """Epoch of this store's lease; None: it has no lease."""
         self._lost: ControlError | None = None
         self._lock = asyncio.Lock()
         self._open: set[Publication] = set()
@@ -75,10 +75,10 @@ class VersionStore:
         return f"<VersionStore {self._model} epoch={self._epoch} links={len(self.record.links)}>"
 
     async def open(self, *, with_lease: bool = True) -> None:
-        """Connect, make the bucket where that is allowed, and take the lease, which is renewed until `close`.
+        """Connect, create the bucket if that is allowed, and acquire the lease, which is renewed until `close`.
 
-        A lease that a process of the same name holds may be that of an earlier life of this one, which was killed:
-        this waits for its end, unless it is renewed meanwhile.
+        If a process of the same name holds the lease, it may be a killed earlier incarnation of this process. `open`
+        then waits until that lease expires, and fails if it is renewed.
 
         Args:
             with_lease: False for ranks other than 0, which only `join`.
@@ -86,8 +86,8 @@ class VersionStore:
         Cancellation: leaves nothing open.
 
         Raises:
-            ControlError: `publisher_busy`: another publisher has the lease, which it names; `storage`: there is no
-                bucket, or it is full.
+            ControlError: `publisher_busy`: another publisher holds the lease; the message names it. `storage`: the
+                bucket does not exist or is full.
             BusBroken: the connection or JetStream failed.
         """
         async with AsyncExitStack() as stack:
@@ -113,7 +113,7 @@ class VersionStore:
             self._stack = stack.pop_all()
 
     async def close(self) -> None:
-        """Take back publications that are not committed, give back the lease, and disconnect. Safe to repeat."""
+        """Discard publications that are not committed, release the lease, and disconnect. Safe to repeat."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
@@ -132,7 +132,7 @@ class VersionStore:
 
     @property
     def epoch(self) -> int:
-        """Of the lease, as manifests carry it.
+        """Epoch of the lease, as manifests carry it.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
@@ -145,10 +145,10 @@ class VersionStore:
         return self._epoch
 
     async def used_and_limit(self) -> tuple[int, int]:
-        """Return the bytes of the bucket that are in use, and how many it may have.
+        """Return the used bytes and the maximum bytes of the bucket.
 
         Raises:
-            ControlError: `storage`: there is no bucket.
+            ControlError: `storage`: the bucket does not exist.
             BusBroken: JetStream does not answer.
         """
         state = await self._opened().key.bucket_state()
@@ -162,8 +162,8 @@ class VersionStore:
         Args:
             version: of the weights, or of the adapter.
             adapter: name of the LoRA adapter; None: weights of the model.
-            has_delta: it will have what changed; for ranks that join.
-            has_anchor: it will have the whole checkpoint.
+            has_delta: True if it will contain a tensor delta; for ranks that join.
+            has_anchor: True if it will contain the whole checkpoint.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
@@ -184,10 +184,10 @@ class VersionStore:
         return publication
 
     async def join(self, version: int, timeout_s: float) -> Publication:
-        """Join the version of the weights that rank 0 has announced; needs no lease.
+        """Join the version of the weights that rank 0 has announced. This requires no lease.
 
         Raises:
-            ControlError: `timeout`: rank 0 announced none of this version.
+            ControlError: `timeout`: rank 0 did not announce this version.
             BusBroken: JetStream or the connection failed.
         """
         home = self._opened()
@@ -197,20 +197,20 @@ class VersionStore:
         return publication
 
     async def until_committed(self, objects: str, timeout_s: float) -> Link:
-        """Wait until rank 0 has committed a publication that this rank joined; return its link.
+        """Wait until rank 0 has committed a publication that this rank joined. Return its link.
 
         Raises:
-            ControlError: `not_found`: rank 0 took it back, or another publisher took over; `timeout`: it did neither,
-                or has fallen silent.
+            ControlError: `not_found`: rank 0 discarded it, or another publisher took over; `timeout`: neither happened
+                in time, or rank 0 fell silent.
             BusBroken: JetStream or the connection failed.
         """
         self.record, link = await until_committed(self._opened().key, objects, timeout_s)
         return link
 
     async def refresh(self) -> None:
-        """Renew the lease, so that `record` is what the server has: an answer to a commit may have been lost.
+        """Renew the lease and update `record`, because the answer to a commit may have been lost.
 
-        If the server has lost its store, the bucket is made anew where that is allowed, and the lease is taken anew.
+        If the server has lost its storage, create the bucket again if that is allowed, and acquire the lease again.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over; `storage`.
@@ -224,7 +224,7 @@ class VersionStore:
             self._epoch = self.record.epoch
 
     async def note_recorded(self, objects: str) -> None:
-        """Note that a folder was recorded in the desired state: it and the one before stay.
+        """Note that a folder was recorded in the desired state. This folder and the previous one are then kept.
 
         Raises:
             ControlError: `publisher_busy`: another publisher took over.
@@ -233,11 +233,11 @@ class VersionStore:
         await self._change(lambda record: replace(record, noted=chain.noted(record.noted, objects)))
 
     async def clean(self, recorded: AbstractSet[str], *, young_s: float = chain.YOUNG_S) -> None:
-        """Delete versions that nobody needs, and what killed uploads left. What fails is logged.
+        """Delete versions that no worker needs, and leftovers of killed uploads. Log failures.
 
         Args:
-            recorded: folders of the object store that the desired state names; versions of them are noted.
-            young_s: up to which what is there stays in any case.
+            recorded: folders of the object store that the desired state names; those with published versions are noted.
+            young_s: age in seconds below which folders and object chunks always stay.
         """
         try:
             home = self._opened()
@@ -261,7 +261,7 @@ class VersionStore:
         return self._home
 
     async def _take_lease(self, key: ChainKey) -> None:
-        """Take the lease, or wait for the end of an earlier life's."""
+        """Acquire the lease. If an earlier incarnation of this process holds it, wait until it expires."""
         first: int | None = None
         while True:
             stored = await key.read()
@@ -280,20 +280,20 @@ class VersionStore:
         except ControlError as error:
             if error.code is not ControlCode.STORAGE:
                 raise
-            # A killed upload may have filled the bucket. What it left is rubbish whoever has the lease.
+            # A killed upload may have filled the bucket. Its leftovers can be deleted under any holder of the lease.
             if not await self._delete_leftovers(key, chain.PRESSED_S):
                 raise
             await self._change(self._taken, is_leasing=True)
         self._epoch = self.record.epoch
         logger.info("versions.lease_acquired model=%s publisher=%s epoch=%s", self._model, self._publisher, self._epoch)
         try:
-            # No other publisher can commit any more, and this one has stored nothing yet.
+            # No other publisher can commit any more, and this publisher has stored nothing yet.
             await self._delete_leftovers(key, 0.0)
         except RollbusError as error:
             logger.warning("versions.cleanup_failed model=%s error=%s", self._model, error)
 
     async def _delete_leftovers(self, key: ChainKey, young_s: float) -> int:
-        """Delete what killed publications left; return of how many objects.
+        """Delete leftovers of killed publications. Return the number of their objects.
 
         Raises:
             ControlError: `storage`: JetStream refuses.
@@ -307,7 +307,7 @@ class VersionStore:
             raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be cleaned: {error}") from error
 
     def _taken(self, record: ChainRecord) -> ChainRecord:
-        if record.holder == self._holder:  # by a write that was not answered
+        if record.holder == self._holder:  # an unanswered write was stored
             return record
         return chain.lease_taken(record, self._holder, self._age_s)
 
@@ -325,14 +325,14 @@ class VersionStore:
                 logger.warning("versions.lease_renewal_failed model=%s error=%s", self._model, error)
 
     async def _change(self, change: Callable[[ChainRecord], ChainRecord], *, is_leasing: bool = False) -> None:
-        """Write what `change` makes of the chain record; called again for what another program has written.
+        """Write the chain record that `change` returns. Call `change` again if another program wrote first.
 
-        A change that was made already must be no change.
+        `change` must return its argument if its change was already made.
 
         Raises:
-            ControlError: `publisher_busy`: the lease is another's now; `storage`; and what `change` raises.
-            LocalProtocolError: there is no lease, and none is being taken.
-            Unanswered: it may have been written or not.
+            ControlError: `publisher_busy`: another publisher holds the lease now; `storage`; errors of `change`.
+            LocalProtocolError: this store has no lease and is not acquiring one.
+            Unanswered: the record may or may not have been written.
         """
         key, retries = self._opened().key, Retries()
         async with self._lock:
@@ -358,13 +358,13 @@ class VersionStore:
 
 
 async def _make_no_room() -> None:
-    """Of a store whose user does not say what is recorded: nothing may go."""
+    """Free nothing. Used by stores whose user does not know the recorded folders, so that none may be deleted."""
 
 
 async def _make_bucket(nats: Connection, key: ChainKey) -> None:
     try:
         await key.bucket_state()
     except ControlError:
-        with contextlib.suppress(PermissionDenied):  # then the next line says what is missing
+        with contextlib.suppress(PermissionDenied):  # then the next line raises the error
             await ensure_bucket(nats, key.bucket)
         await key.bucket_state()

@@ -214,7 +214,7 @@ async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None
         state = await control.store.read("m")
 
         assert set(error.ledger.unsupported) == {"a", "b"}
-        assert "All workers of m failed: what is desired of them was set back." in str(error)
+        assert "All workers of m failed: their previous desired state was restored." in str(error)
         assert state is not None
         assert (state.registers["sleep"].command.command, state.epoch) == ("wake", 3)
 

@@ -133,7 +133,7 @@ async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
             running = tasks.create_task(control.rb.fleet.send(FlushCache(id="slow")))
             while (heard := await control["a"].waiting.get()).id != "slow":
                 pass
-            with pytest.raises(InvalidRequest, match="id is slow, which is under way"):
+            with pytest.raises(InvalidRequest, match="id is slow, the id of an open command"):
                 await control.rb.fleet.send(FlushCache(id="slow"))
             await control["a"].ack(heard, **APPLIED)
         assert running.result().is_complete

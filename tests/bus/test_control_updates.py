@@ -157,7 +157,7 @@ async def test_an_update_that_all_fail_is_set_back(nats_url: str, fleet: str) ->
             control[name].reply = unless(UpdateWeights, failed(ControlCode.HALF_WRITTEN))
         error = await incomplete(control.rb.fleet.update_weights("/ckpt/2", version=2))
 
-        assert "was set back" in error.note
+        assert "was restored" in error.note
         assert await desired_version(control) == 1
 
 
@@ -199,7 +199,7 @@ async def test_without_a_majority_all_are_fenced_and_it_is_set_back(nats_url: st
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1))
 
         assert set(error.ledger.failed) == {"a", "b"}
-        assert "was set back" in error.note
+        assert "was restored" in error.note
         assert control.count("fence") == 2
         assert await desired_version(control) is None
 

@@ -102,7 +102,7 @@ async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: s
             assert list((await first).ledger.stale) == ["a"]
             control["a"].controller = other
             await control["a"].ack(failing, **failed(ControlCode.BAD_SOURCE))
-            assert "was set back" in str(await second)
+            assert "was restored" in str(await second)
 
         state = await control.store.read("m")
         assert state is not None

@@ -225,7 +225,7 @@ async def test_the_silent_are_named_within_the_time(nats_url: str, fleet: str) -
 
         assert control.count("read_request") == 0
     assert (trace.timelines, trace.workers_answered) == ((), 0)
-    assert trace.silent == {"old": "it is of an earlier release, which does not answer this"}
+    assert trace.silent == {"old": "the worker runs an earlier release, which does not answer this command"}
 
 
 async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:

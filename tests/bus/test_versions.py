@@ -243,7 +243,7 @@ async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: st
         async with opened_store(nats_url, fleet) as store:
             publication = store.begin(1)
             await publication.put("a.safetensors", [bytes(4 * MEGABYTE)])
-            with pytest.raises(ControlError, match=rf"takes no more: of {12 * MEGABYTE} bytes \d+ are used") as raised:
+            with pytest.raises(ControlError, match=rf"has no room: \d+ of {12 * MEGABYTE} bytes are used") as raised:
                 await publication.put("b", (bytes(MEGABYTE) for _ in range(9)))
             assert raised.value.code is ControlCode.STORAGE
             assert await parts_in(nats, bucket) == 0
@@ -258,7 +258,7 @@ async def test_without_a_bucket_nobody_publishes(nats_url: str) -> None:
         async with versions_bucket(nats) as (fleet, _):
             store = fresh_store(nats_url, fleet)
             await store.open()
-        with pytest.raises(ControlError, match=r"is not there; an admin makes it: rollbus make-queue") as raised:
+        with pytest.raises(ControlError, match=r"does not exist; an admin creates it: rollbus make-queue") as raised:
             await store.used_and_limit()
         assert raised.value.code is ControlCode.STORAGE
         assert await read_chain(nats, fleet, "m") is None

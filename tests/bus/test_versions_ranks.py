@@ -88,7 +88,7 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
         await publication.put("0.safetensors", [b"\0"])
         await take_part(stores[1], 1, 7)
         with pytest.raises(
-            ControlError, match=r"of 4 ranks these gave no list within 0\.1 s: 2 \(did not join\), 3 \(did"
+            ControlError, match=r"of 4 ranks, these stored no list within 0\.1 s: 2 \(did not join\), 3 \(did"
         ) as raised:
             await publication.collect(4, 0.1)
         assert raised.value.code is ControlCode.TIMEOUT
@@ -146,7 +146,7 @@ async def test_a_rank_that_falls_silent_is_named(nats_url: str, monkeypatch: pyt
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(refusal(stores[1].until_committed(publication.objects, SOON_S)))
             refused = await refusal(publication.collect(3, SOON_S))
-        said = "rank 2 joined, and has given no sign of life for 1 s"
+        said = "rank 2 joined, but has sent no sign of life for 1 s"
         assert (refused.code, refused.message) == (ControlCode.TIMEOUT, f"version 7 is not published: {said}")
         # Rank 1 may find rank 0 silent first: the lease is renewed less often than the test's second.
         assert waiting.result().code in {ControlCode.NOT_FOUND, ControlCode.TIMEOUT}
@@ -165,7 +165,7 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
             assert watch.joined == {2}
             refused = await refusal(publication.collect(3, 1.0))
         assert refused.code is ControlCode.TIMEOUT
-        assert "of 3 ranks these gave no list within 1 s: 1 (did not join)" in refused.message
+        assert "of 3 ranks, these stored no list within 1 s: 1 (did not join)" in refused.message
 
 
 async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkey
         await take_part(stores[1], 1, 7)
         refused = await refusal(stores[1].until_committed(publication.objects, SOON_S))
         assert refused.code is ControlCode.TIMEOUT
-        assert refused.message.endswith("rank 0 has given no sign of life for 1 s")
+        assert refused.message.endswith("rank 0 has sent no sign of life for 1 s")
 
 
 async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:
@@ -204,7 +204,7 @@ async def test_ranks_have_no_more_objects_together_than_a_folder(
         await publication.put("0.safetensors", [b"0"])
         await take_part(stores[1], 1, 7)
         monkeypatch.setattr(module, "MAX_FILES", 2)
-        with pytest.raises(ControlError, match="there would be more than 2 with the manifest") as raised:
+        with pytest.raises(ControlError, match="raise the total to more than 2 with the manifest") as raised:
             await publication.collect(2, SOON_S)
         assert raised.value.code is ControlCode.BAD_SOURCE
         assert await parts_in(nats, bucket) == 0

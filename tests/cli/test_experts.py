@@ -91,10 +91,10 @@ async def test_who_is_left_out_is_said(nats_url: str, fleet: str) -> None:
     nobody = await run_rollbus(nats_url, fleet, "experts")
 
     assert (alone.code, alone.stdout) == (ExitCode.FAILED, "")
-    assert "no worker of m has counted experts: old: it is of an earlier release" in alone.stderr
+    assert "no worker of m has counted experts: old: the worker runs an earlier release" in alone.stderr
     assert beside.code == ExitCode.PARTIAL
-    assert "no routing of tokens was seen in that time" in beside.stdout
-    assert beside.stderr == "rollbus: not counted: old: it is of an earlier release, which does not answer this\n"
+    assert "no routed experts were seen in that time" in beside.stdout
+    assert beside.stderr == "rollbus: not counted: old: the worker runs an earlier release, which does not answer this command\n"
     assert nobody.code == ExitCode.NO_WORKERS
 
 

@@ -390,7 +390,7 @@ async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url:
         refused, waited = await both(1, [(name, tensors[name])], SOON_S)
         assert "was given by ranks 0 and 1" in str(refused)
         assert "did not commit" in str(waited)
-        with pytest.raises(ControlError, match="these gave no list within 0 s: 1"):
+        with pytest.raises(ControlError, match="these stored no list within 0 s: 1"):
             await zero.publish([(name, tensors[name])], version=2, update=False, ranks_timeout_s=0.0)
         assert await folders(nats_url, fleet) == []
         own, given = await both(3, [(other, tensors[other])], SOON_S)

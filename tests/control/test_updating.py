@@ -163,7 +163,7 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
 
     assert ended.code == ExitCode.FAILED
     assert ended.stderr.startswith("rollbus: update_weights was applied by 0 of 2 workers")
-    assert ended.stderr.endswith("set back.\n")
+    assert ended.stderr.endswith("was restored.\n")
     assert "weights" not in state.desired["m"].registers
     assert [worker.weight_version for worker in state.workers] == [1, 1]
     assert {*result.weight_versions.tolist()} == {1}

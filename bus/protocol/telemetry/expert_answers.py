@@ -22,6 +22,7 @@ class ExpertAnswers:
     """The answers of one model's workers about their experts."""
 
     model: str
+    """Name of the model."""
     window: ExpertWindow | None
     """The sum of the answers; None: no worker answered with counts."""
     asked: tuple[str, ...]
@@ -64,7 +65,7 @@ def _why_unable(worker: WorkerPresence) -> str | None:
     if capabilities is None:
         return f"it is {worker.state}"
     if not capabilities.telemetry_reads:
-        return "it is of an earlier release, which does not answer this"
+        return "the worker runs an earlier release, which does not answer this command"
     if capabilities.routed_experts is None:
         return f"its engine returns no routing{f': {why}' if (why := capabilities.routing_refusal) else ''}"
     return None

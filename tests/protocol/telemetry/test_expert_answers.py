@@ -51,7 +51,7 @@ def test_those_that_cannot_answer_are_named() -> None:
 
     assert asked == ("good",)
     assert unable == {
-        "old": "it is of an earlier release, which does not answer this",
+        "old": "the worker runs an earlier release, which does not answer this command",
         "dense": "its engine returns no routing",
         "refuses": "its engine returns no routing: it was told not to",
         "starts": "it is serving",
