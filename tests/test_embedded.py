@@ -142,7 +142,7 @@ async def test_a_failed_start_shows_the_log(temporary: Path) -> None:
     """When the server ends at once, the error says so with the server's own words, and nothing stays."""
     async with EmbeddedServer() as server:
         port = int(server.url.rpartition(":")[2])
-        with pytest.raises(BusBroken, match=r"ended at once.*\n(.*\n)*.*address already in use"):
+        with pytest.raises(BusBroken, match=r"exited immediately.*\n(.*\n)*.*address already in use"):
             async with EmbeddedServer(port=port):
                 pytest.fail("two servers on one port")
 

@@ -42,8 +42,8 @@ def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
 @pytest.mark.parametrize(
     ("urls", "problem"),
     [
-        ("tls://a,nats://b", "asks for TLS at some servers only"),
-        ("tls://a,b", "asks for TLS at some servers only"),
+        ("tls://a,nats://b", "requires TLS for some servers only"),
+        ("tls://a,b", "requires TLS for some servers only"),
         ("nats://a,http://b", "'http://b' is not a URL .*: its scheme is 'http'"),
         ("nats://a,", "'' is not a URL .*: it names no host"),
         (["nats://a", "b:port"], "'b:port' is not a URL"),

@@ -286,7 +286,7 @@ async def test_who_takes_tls_out_of_the_info_ends_the_connection(
     ("names", "days", "is_named", "words"),
     [
         (("127.0.0.1",), 1, False, "self-signed certificate; name the certificate of its CA with --tls-ca FILE"),
-        (("nats.example.com",), 1, True, "not valid for '127.0.0.1'.*; name the server in the URL as its certificate"),
+        (("nats.example.com",), 1, True, "not valid for '127.0.0.1'.*; use a name of the server's certificate in the URL"),
         (("127.0.0.1",), -1, True, "expired; renew the server's certificate"),
     ],
 )

@@ -21,12 +21,11 @@ def parse_urls(text: str) -> tuple[str, ...]:
     """Check a list of URLs with commas between them, and return each once, with scheme and port.
 
     Raises:
-        BusBroken: one of them cannot be the URL of a NATS server, some ask for TLS and others do not, or there are
-            more than `MAX_URLS`.
+        BusBroken: a URL is not that of a NATS server, only some URLs require TLS, or there are more than `MAX_URLS`.
     """
     urls = tuple(dict.fromkeys(parse_url(url) for url in _split(text)))
     if len({url.partition("://")[0] for url in urls}) > 1:
-        raise BusBroken(f"{redact(text)!r} asks for TLS at some servers only: begin each URL with tls://, or none")
+        raise BusBroken(f"{redact(text)!r} requires TLS for some servers only: begin all URLs with tls://, or none")
     if len(urls) > MAX_URLS:
         raise BusBroken(f"{len(urls)} URLs of NATS servers were named; allowed: {MAX_URLS}")
     return urls
@@ -36,7 +35,7 @@ def parse_url(url: str) -> str:
     """Check the URL of one server and return it with scheme and port.
 
     Raises:
-        BusBroken: it cannot be the URL of a NATS server.
+        BusBroken: the text is not the URL of a NATS server.
     """
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
@@ -59,7 +58,7 @@ def redact(urls: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Cut a list at its commas, but not at those of passwords, which stand before the last `@` of a URL."""
+    """Split a list at its commas, except for commas in passwords, which precede the last `@` of a URL."""
     urls = []
     for part in _NEXT_URL.split(text):
         user, at, hosts = part.rpartition("@")

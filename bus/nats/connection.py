@@ -56,7 +56,7 @@ FLUSH_TIMEOUT_S: Final = 10.0
 MAX_PENDING_MSGS: Final = 65_536
 """Received messages that may wait for a handler. Handlers only forward messages, so this covers many reads."""
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
-"""The server cuts off a client for which as much waits on its side; more on ours would gain little."""
+"""Maximum bytes of these messages, equal to the server's limit for a slow client. A higher limit would gain little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Connection(PatchedNatsClient):
         self._server = server
         self._user = None if server.credentials is None else server.credentials.user
         self.signatures = Signatures(server.credentials)
-        """What this user signs with, and what it demands."""
+        """Signing key of this user, and the root keys that it trusts."""
         self.denials = Denials("this user" if self._user is None else str(self._user))
         self._urls = server.urls
         self._shown_urls = ",".join(map(redact, self._urls))
@@ -103,8 +103,8 @@ class Connection(PatchedNatsClient):
         self._is_open = self._is_opening = False
         self._failed = FailedServers(server, name)
         self.lost: BusBroken | None = None
-        """Why the connection ended for good without having been closed here; None while it has not."""
-        # Since the connection was last there.
+        """Reason why the connection ended permanently without a local close; None: it has not."""
+        # Errors that were logged since the last connect.
         self._logged: set[str] = set()
         self._disconnects = 0
         self._dropped_msgs = 0
@@ -116,7 +116,7 @@ class Connection(PatchedNatsClient):
         return f"<Connection {self._name} {state} url={self._shown_urls} {self.counters()}>"
 
     def counters(self) -> ConnectionStats:
-        """Return the counters; nats-py's own, of messages and bytes, are in `stats`."""
+        """Return the counters. nats-py's own counters of messages and bytes are in `stats`."""
         return ConnectionStats(
             disconnects=self._disconnects,
             reconnects=self.stats["reconnects"],
@@ -126,7 +126,7 @@ class Connection(PatchedNatsClient):
         )
 
     async def open(self, timeout_s: float) -> None:
-        """Connect; see `open_connection`."""
+        """Connect as `open_connection` does."""
         options: dict[str, Any] = {
             "name": self._name,
             "error_cb": self._on_nats_error,
@@ -194,14 +194,14 @@ class Connection(PatchedNatsClient):
         if PERMISSIONS_ERR not in err_msg:
             await super()._process_err(err_msg)
             return
-        # nats-py hands on the server's words in lower case; in subjects it matters.
+        # nats-py passes the server's error on in lower case, but subjects are case-sensitive.
         words = ERR_RE.match(self._ps.buf)
         denial = self.denials.add(words[1].decode(errors="replace") if words and words[1] else err_msg)
         if denial is not None:
             self._on_error(denial)
 
     async def _on_nats_error(self, error: Exception) -> None:
-        """Count and log what nats-py reports, and tell the owner what it has to know."""
+        """Count and log an error that nats-py reports. Pass it to `on_error` if the owner must know it."""
         if isinstance(error, nats_errors.SlowConsumerError):
             self._dropped_msgs += 1
             if self._dropped_msgs.bit_count() == 1:  # at 1, 2, 4, 8 ...: one event per message would flood the log
@@ -218,17 +218,17 @@ class Connection(PatchedNatsClient):
 
     def _on_connection_error(self, error: Exception) -> None:
         if not self.is_connected:
-            self._wire.abort()  # nats-py forgets it when it tries again
+            self._wire.abort()  # nats-py drops its reference at the next attempt
         if self._is_open:
-            # Attempts to reconnect repeat their errors, of several servers in turn.
+            # Attempts to reconnect repeat the errors of each server.
             if str(error) not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(str(error))
                 logger.warning("nats.error_received name=%s error=%s", self._name, error)
         elif self._is_opening and (failure := self._failed.add(self._address_now(), error)) is not None:
-            raise failure from None  # nats-py lets it through, and with it ends `connect`
+            raise failure from None  # nats-py propagates it, which ends `connect`
 
     def _shown_url(self) -> str:
-        """Return the URL of the present server, without user and password."""
+        """Return the URL of the current server, without user and password."""
         return f"{self._urls[0].partition(':')[0]}://{self._address_now()}"
 
     async def _on_nats_disconnect(self) -> None:
@@ -246,7 +246,7 @@ class Connection(PatchedNatsClient):
 
     async def _on_nats_close(self) -> None:
         if self._is_open:
-            self.lost = BusBroken(f"the NATS server at {self._shown_url()} ended {self._name}: {self.last_error}")
+            self.lost = BusBroken(f"the NATS server at {self._shown_url()} closed {self._name}: {self.last_error}")
             logger.error("nats.connection_lost name=%s error=%s", self._name, self.lost)
             self._on_error(self.lost)
 
@@ -256,7 +256,7 @@ class Connection(PatchedNatsClient):
         try:
             await callback()
         except RollbusError as error:
-            # The connection broke again meanwhile; the next turn brings the next call.
+            # The connection was lost again. The next reconnect calls this callback again.
             logger.warning("nats.callback_failed name=%s error=%s", self._name, error)
 
 
@@ -269,28 +269,28 @@ async def open_connection(
     on_error: Callable[[Exception], None] = lambda _: None,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> Connection:
-    """Connect to a NATS server, and again without end whenever the connection is lost.
+    """Connect to a NATS server, and reconnect without limit whenever the connection is lost.
 
     Args:
-        server: `nats://host:port` or `tls://host:port`, with user and password where needed; they are never logged. Or
-            the same with credentials and TLS. Several URLs, with commas between them, are servers of one cluster: any
-            of them will do, and those that it names are tried too.
-        name: what the server's monitoring shows.
-        on_disconnect: called when an open connection is lost; what was on its way, either way, may be lost.
-        on_reconnect: called when it is back, with all subscriptions in place. Publishing there is fine.
-        on_error: called with `nats.errors.SlowConsumerError` for each received message that was dropped, with whatever
-            a handler raised, with `PermissionDenied` for what the server does not let us do and nobody waits for, and
-            with another `BusBroken` if it ended the connection for good. Must not raise; of the other two only
-            `RollbusError` is caught.
-        timeout_s: seconds for the first connection, with attempts every quarter of a second; with several URLs there
-            are `ATTEMPT_TIMEOUT_S` more for each but one.
+        server: `nats://host:port` or `tls://host:port`, with user and password if needed; they are never logged. A
+            `Server` also has credentials and TLS. Several URLs with commas are servers of one cluster: the client
+            connects to any of them, or to another server of the cluster.
+        name: name of the connection in the server's monitoring.
+        on_disconnect: called when an open connection is lost. Messages in flight in both directions may be lost.
+        on_reconnect: called after a reconnect, when all subscriptions are restored. It may publish.
+        on_error: called with `nats.errors.SlowConsumerError` for each dropped message, with each exception of a
+            handler, with each `PermissionDenied` that no call waits for, and with the `BusBroken` that ends the
+            connection permanently. It must not raise. Of the exceptions of the other two callbacks, only `RollbusError`
+            is caught.
+        timeout_s: seconds for the first connection, with attempts every quarter of a second. Each further URL adds
+            `ATTEMPT_TIMEOUT_S`.
 
     Cancellation: leaves nothing behind.
 
     Raises:
-        TlsFailed: TLS is required, and the server offers none, or a certificate is refused.
+        TlsFailed: TLS is required, and the server offers none, or a certificate is rejected.
         ServerUnreachable: no server answered in time.
-        BusBroken: a URL is malformed, or all of the URLs refused us.
+        BusBroken: a URL is malformed, or all servers rejected this user.
     """
     if isinstance(server, str):
         server = Server(server)
@@ -312,7 +312,7 @@ async def publish(
         BusClosed: the connection was closed locally.
     """
     try:
-        # nats-py does not count headers; the server does, and ends the connection. 12 bytes are in none of the lines.
+        # nats-py does not count headers. The server does, and closes the connection. 12 bytes are in none of the lines.
         lines_bytes = sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items()) if headers else 0
         if headers and len(data) + lines_bytes + 12 > nats.max_payload:
             raise nats_errors.MaxPayloadError
@@ -322,7 +322,7 @@ async def publish(
             f"{len(data)} bytes for {subject} are over the server's max_payload of {nats.max_payload}"
         ) from error
     except nats_errors.OutboundBufferLimitError as error:
-        raise BusBroken("the connection to NATS is down, and no more can wait for its return") from error
+        raise BusBroken("the connection to NATS is down, and the buffer of unsent messages is full") from error
     except (nats_errors.ConnectionClosedError, nats_errors.ConnectionDrainingError) as error:
         if isinstance(nats, Connection) and nats.lost is not None:
             raise nats.lost from error
@@ -338,15 +338,15 @@ async def subscribe(
     max_pending_msgs: int = MAX_PENDING_MSGS,
     max_pending_bytes: int = MAX_PENDING_BYTES,
 ) -> Subscription:
-    """Call `handler` for each message on `subject`, one after another; it must hand over and return, not work.
+    """Call `handler` for each message on `subject`, one after another. It must forward the message and return.
 
-    On subjects of the software, what a stream delivers is dropped: whoever pulls from one says where to, and no
-    permission binds that.
+    On subjects of rollbus, messages from a stream are dropped. A program that pulls from a stream chooses the subject
+    of the delivery, and no permission limits that subject.
 
     Args:
-        queue: the queue group to share the subject's messages with; empty: receive all.
-        max_pending_msgs: messages that may wait for `handler`; those beyond it are dropped and counted.
-        max_pending_bytes: their total size, likewise; must exceed the largest message.
+        queue: queue group that shares the messages of the subject; empty: receive all.
+        max_pending_msgs: messages that may wait for `handler`; further messages are dropped and counted.
+        max_pending_bytes: bytes of messages that may wait, with the same effect; must exceed the largest message.
 
     Raises:
         BusClosed: the connection is closed.
@@ -365,7 +365,7 @@ async def subscribe(
 
 @asynccontextmanager
 async def connected(server: str | Server, *, name: str) -> AsyncIterator[Connection]:
-    """Connect for a block; see `open_connection`."""
+    """Open a connection for a block, as `open_connection` does."""
     nats = await open_connection(server, name=name)
     try:
         yield nats

@@ -73,7 +73,7 @@ class Denials:
             raise waiter.denial
 
     def add(self, words: str) -> PermissionDenied | None:
-        """Take what the server says in an error; return it where nobody waits for it."""
+        """Handle an error text of the server. Return the denial if no call waits for it."""
         violation = _VIOLATION.search(words)
         action, subject = (_ACTIONS[violation[1].lower()], violation[2]) if violation else ("do", words)
         denial = PermissionDenied(user=self._user, action=action, subject=subject)

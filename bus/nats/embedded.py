@@ -37,8 +37,8 @@ DEFAULT_MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 """Maximum message size, the largest that NATS recommends. Prompts and routed experts of long requests are seldom
 split."""
 GC_PERCENT: Final = "400"
-"""`GOGC` of the server, unless the environment has one: the heap is small, and Go's default of 100 collects it so
-often that routed experts pass a sixth slower."""
+"""`GOGC` of the server, unless the environment sets it. The heap is small, and Go's default of 100 collects it so often
+that routed experts pass a sixth slower."""
 DEFAULT_START_TIMEOUT_S: Final = 30.0
 """Seconds for a start. A start takes tens of milliseconds; the recovery of large streams from a slow disk takes
 longer."""
@@ -62,7 +62,7 @@ def find_binary(explicit: Path | None = None) -> Path:
     """Find nats-server: `explicit`, else `$ROLLBUS_NATS_SERVER`, else beside this Python, else on PATH.
 
     Raises:
-        BusBroken: there is none, or the one named by the first two is not a program.
+        BusBroken: no binary was found, or the binary that one of the first two names is not executable.
     """
     named = {"the binary argument": explicit, f"${BINARY_VARIABLE}": os.environ.get(BINARY_VARIABLE)}
     for source, value in named.items():
@@ -82,14 +82,14 @@ def find_binary(explicit: Path | None = None) -> Path:
 
 
 def server_config(*, listen: str, store_dir: str, max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES) -> str:
-    """Write a nats-server configuration with JetStream; JSON is valid in its language."""
+    """Return a nats-server configuration with JetStream as JSON, which nats-server can read."""
     return json.dumps(
         {
             "listen": listen,
             "max_payload": max_payload_bytes,
             "jetstream": {"store_dir": store_dir, "max_memory_store": _MAX_MEMORY_STORE_BYTES},
         },
-        ensure_ascii=False,  # the language knows no \u escapes
+        ensure_ascii=False,  # the configuration language has no \u escapes
         indent=2,
     )
 
@@ -230,7 +230,7 @@ class EmbeddedServer:
             text = json.dumps({**json.loads(text), "accounts": self._accounts}, ensure_ascii=False, indent=2)
         config.write_text(text)
         process = _ServerProcess([str(find_binary(self._binary)), "-c", str(config)], folder, self._log_lines)
-        problem = "ended at once"
+        problem = "exited immediately"
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await process.settled.wait()

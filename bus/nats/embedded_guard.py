@@ -1,11 +1,11 @@
-"""The parent of an embedded nats-server: a tiny process that outlives ours by just long enough to clean up.
+"""The parent process of an embedded nats-server. It outlives the program just long enough to clean up.
 
-`EmbeddedServer` runs this file as a script, in a session of its own, so that Ctrl-C on the terminal reaches neither it
-nor the server. It starts the server and obeys single bytes on its standard input: `t` terminates the server, `k` kills
-it. When our process is gone, however it ended, it kills the server and removes the temporary folder. It exits with the
-server's exit code, or 128 + the signal that ended it.
+`EmbeddedServer` runs this file as a script in its own session, so that Ctrl-C on the terminal reaches neither the guard
+nor the server. The guard starts the server and reads orders from its standard input, one byte each: `t` terminates the
+server, `k` kills it. When the program has exited for any reason, the guard kills the server and removes the temporary
+folder. The guard exits with the server's exit code, or with 128 + the signal that ended the server.
 
-It imports the standard library only, and of that little: its start-up time is the server's.
+It imports only a few modules of the standard library, because its start-up time delays the server.
 """
 
 import os
@@ -28,15 +28,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
-    """Run `command` until it ends or our parent does.
+    """Run `command` until the command or the parent exits.
 
     Args:
-        parent: the process id of who started us.
-        folder: removed when the parent is gone, left alone otherwise.
-        command: the server's program and arguments.
+        parent: process id of the program that started the guard.
+        folder: folder that is removed if the parent exits first.
+        command: program and arguments of the server.
 
     Returns:
-        The exit code to end with.
+        The exit code of the guard.
     """
     alive_read, alive_write = os.pipe()
     os.set_inheritable(alive_write, True)
@@ -48,7 +48,7 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     is_abandoned = _watch(parent, server, alive_read)
     _, status = os.waitpid(server, 0)
     if is_abandoned:
-        import shutil  # takes longer to import than all else here, and is rarely needed
+        import shutil  # takes longer to import than all other modules here, and is rarely needed
 
         shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
@@ -69,20 +69,20 @@ def _become_server(guard: int, command: list[str]) -> None:
 
 
 def _die_with(guard: int) -> None:
-    """On Linux, have the kernel kill this process when its parent dies: someone may kill the guard as well."""
+    """On Linux, have the kernel kill this process when the guard dies, because the guard may be killed too."""
     if sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != guard:  # it died before the kernel knew
+    if os.getppid() != guard:  # the guard died before the call
         os._exit(127)
 
 
 def _watch(parent: int, server: int, alive: int) -> bool:
-    """Obey orders until the server has ended; return whether our parent is gone.
+    """Execute orders until the server has exited. Return True if the parent has exited.
 
-    `alive` reads as closed as soon as the server, which holds its other end, is no more.
+    `alive` is the read end of a pipe. It is closed when the server, which holds the other end, exits.
     """
     inputs = [alive, 0]
     is_abandoned = False
@@ -103,5 +103,5 @@ def _watch(parent: int, server: int, alive: int) -> bool:
 
 
 if __name__ == "__main__":
-    # At once, without finalizing the interpreter: only from our end on is the folder in other hands.
+    # Exit immediately, without finalizing the interpreter: other programs may use the folder only after this exit.
     os._exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class FailedServers:
-    """Why the servers that were named by URL refused the connection; one that accepts it is enough.
+    """The errors of servers that were named by URL and rejected the connection. One server that accepts is enough.
 
     Args:
-        name: the connection's, for messages.
+        name: name of the connection for messages.
     """
 
     def __init__(self, server: Server, name: str) -> None:
@@ -27,22 +27,22 @@ class FailedServers:
         self._addresses = frozenset(redact(url).rpartition("/")[2].rpartition("@")[2] for url in server.urls)
         if server.credentials is not None:
             user = server.credentials.user
-            self._identity = f"it was shown the key of {user}; nats-server --signal reload has it read new users"
+            self._identity = f"it received the key of {user}; nats-server --signal reload makes it read new users"
         elif "@" in server.url:
-            self._identity = "it was shown the user of the URL: check the user, password or token there"
+            self._identity = "it received the user of the URL: check the user, password or token there"
         else:
             self._identity = (
-                f"it was shown no credentials: name some with --creds FILE, credentials=FILE or ${CREDENTIALS_VARIABLE}"
+                f"it received no credentials: set --creds FILE, credentials=FILE or ${CREDENTIALS_VARIABLE}"
             )
         self._errors: dict[str, BusBroken] = {}
 
     @property
     def first(self) -> BusBroken | None:
-        """Return what the first of them said; None: none has failed."""
+        """First error; None: no server has failed."""
         return next(iter(self._errors.values()), None)
 
     def add(self, address: str, error: Exception) -> BusBroken | None:
-        """Take an error of an attempt, and return what ends all attempts; None: others may go better."""
+        """Add the error of an attempt. Return the error that ends all attempts; None: another server may accept."""
         failure = self._explain(address, error)
         if failure is None or address in self._errors:
             return None
@@ -53,11 +53,11 @@ class FailedServers:
         return None
 
     def _explain(self, address: str, error: Exception) -> BusBroken | None:
-        """Explain an error that another attempt would bring again; None: it is no such error."""
+        """Return the reason of an error that each further attempt would repeat; None: another attempt may succeed."""
         url = f"{self._scheme}://{address}"
         if (failure := tls_failure(error, url)) is not None:
             return failure
-        # The server itself said no: nats-py quotes its words.
+        # The server rejected the connection, and nats-py quotes its message.
         if isinstance(error, nats_errors.Error) and str(error).startswith("nats: '"):
             return BusBroken(f"the NATS server at {url} refused {self._name!r}: {error}; {self._identity}")
         return None

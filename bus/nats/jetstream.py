@@ -65,26 +65,26 @@ class ApiError(Exception):
 
 
 class Unanswered(BusBroken):
-    """It is unknown whether the call took effect: the server does not answer, or has no leader now. Read the state."""
+    """The server does not answer or has no leader now. The call may have taken effect; read the state to find out."""
 
 
 class _ConnectionLost(Unanswered):
-    """The answer was lost with the connection; over the next one the server may answer."""
+    """The answer was lost with the connection. The server may answer over the next connection."""
 
 
 async def ask(
     nats: Client, operation: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
 ) -> dict[str, Any]:
-    """Call JetStream's API; where the connection is lost meanwhile, once more over the next one.
+    """Call JetStream's API. If the connection is lost meanwhile, call once more over the next connection.
 
     Args:
-        operation: the subject behind `$JS.API.`; one that may be carried out twice.
-        timeout_s: for the server to answer; None: `API_TIMEOUT_S`.
+        operation: subject after `$JS.API.`; the server may execute the operation twice.
+        timeout_s: seconds for the server to answer; None: `API_TIMEOUT_S`.
 
     Raises:
-        ApiError: it refused.
-        Unanswered: it does not answer, or is electing a leader.
-        BusBroken: there is no JetStream, or no connection.
+        ApiError: the server rejected the call.
+        Unanswered: the server does not answer, or is electing a leader.
+        BusBroken: the server has no JetStream, or there is no connection.
     """
     timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
     payload = b"" if body is None else json.dumps(body).encode()
@@ -105,15 +105,15 @@ async def put(
     *,
     timeout_s: float | None = None,
 ) -> int:
-    """Store a message in the stream that has `subject`, on the conditions in `headers`; returns its sequence number.
+    """Store a message in the stream that has `subject`, on the conditions in `headers`. Return its sequence number.
 
     Args:
-        timeout_s: for the server to answer; None: `API_TIMEOUT_S`.
+        timeout_s: seconds for the server to answer; None: `API_TIMEOUT_S`.
 
     Raises:
-        ApiError: the server refused; NO_STREAM: no stream has the subject, the one that has it is without a leader, or
-            there is no JetStream.
-        Unanswered: it does not answer; the message may have been stored all the same.
+        ApiError: the server rejected the message; NO_STREAM: no stream has the subject, its stream has no leader, or
+            the server has no JetStream.
+        Unanswered: the server does not answer; the message may have been stored.
         BusBroken: there is no connection.
     """
     timeout_s = API_TIMEOUT_S if timeout_s is None else timeout_s
@@ -133,7 +133,7 @@ async def _request(
     except nats_errors.NoRespondersError:
         raise
     except nats_errors.TimeoutError as error:
-        # A server drops what a user may not publish, and tells only the log.
+        # A server drops a message that the user may not publish, and reports this only in its log.
         raise Unanswered(
             f"JetStream did not answer on {subject} within {timeout_s:g} s: it is overloaded, the stream has no leader "
             "now, or this user may not publish there"
@@ -154,12 +154,12 @@ async def _request(
 async def create_stream(nats: PatchedNatsClient, config: dict[str, Any]) -> None:
     """Create a stream, unless another program does so at the same time.
 
-    It has as many replicas as the program asks for; otherwise three in a cluster that has room for them, else one.
-    The server sets `max_bytes` aside. Where it cannot, the stream shares what the server has, which is bounded too.
+    The stream has as many replicas as the program requests, or else three in a cluster with room for them, or else one.
+    The server reserves `max_bytes`. If it cannot, the stream shares the server's storage, which is bounded too.
 
     Raises:
-        ApiError: the server refused.
-        BusBroken: it does not answer.
+        ApiError: the server rejected the stream.
+        BusBroken: the server does not answer.
     """
     name = config["name"]
     config = {**config, "num_replicas": nats.replicas or (DEFAULT_REPLICAS if nats.is_in_cluster else 1)}
@@ -167,7 +167,7 @@ async def create_stream(nats: PatchedNatsClient, config: dict[str, Any]) -> None
         try:
             await ask(nats, f"STREAM.CREATE.{name}", config)
         except ApiError as error:
-            if error.code == NAME_IN_USE:  # another program with other limits was faster
+            if error.code == NAME_IN_USE:  # another program created it with other limits
                 return
             config = _lesser(nats, config, error)
         else:
@@ -175,7 +175,7 @@ async def create_stream(nats: PatchedNatsClient, config: dict[str, Any]) -> None
 
 
 def _lesser(nats: PatchedNatsClient, config: dict[str, Any], error: ApiError) -> dict[str, Any]:
-    """Return what the server may make instead. ApiError: nothing."""
+    """Return a configuration with lower requirements. Raise `error` if there is none."""
     name, replicas = config["name"], config["num_replicas"]
     is_full = error.code == NO_STORAGE or (error.code == NO_PEERS and "storage" in str(error))
     if is_full and config.get("max_bytes", -1) != -1:
@@ -190,11 +190,11 @@ def _lesser(nats: PatchedNatsClient, config: dict[str, Any], error: ApiError) ->
 
 
 def headers_of(message: dict[str, Any]) -> dict[str, str]:
-    """Return the headers of a message as `STREAM.MSG.GET` gives it: base64 of lines, after one of the protocol's."""
+    """Return the headers of a message from `STREAM.MSG.GET`: base64 of lines, after one line of the protocol."""
     lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")[1:]
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return `seconds` as JetStream takes them."""
+    """Return `seconds` in nanoseconds, as JetStream expects them."""
     return int(seconds * 1e9)

@@ -85,7 +85,7 @@ class OperationReader:
         return bool(self._whole)
 
     def buffer(self) -> memoryview:
-        """Buffer for the next bytes; never empty."""
+        """Return the buffer for the next bytes; never empty."""
         if self._large is not None:
             return memoryview(self._large.data)[self._large.filled :]
         if self._start:

@@ -1,4 +1,4 @@
-"""nats-py's client with its traps closed; `rollbus.bus.nats.connection` gives it our options and errors.
+"""nats-py's client with its faults corrected. `rollbus.bus.nats.connection` adds rollbus's options and errors.
 
 `PatchedNatsClient` corrects these faults of nats-py 2.16:
 
@@ -38,8 +38,8 @@ __all__ = ["PatchedNatsClient"]
 logger = logging.getLogger(__name__)
 
 MIN_APART_BYTES: Final = 8 * 1024
-"""From this size on, a payload is sent without a copy, separate from its command: a copy costs more than three
-pieces."""
+"""Minimum size of a payload that is sent without a copy, separately from its command. Above it, a copy costs more than
+three pieces."""
 
 
 class PatchedNatsClient(Client):

@@ -12,7 +12,7 @@ from .connection import Connection, publish, subscribe
 __all__ = ["check_permitted", "publish_permitted", "subscribe_permitted"]
 
 ANSWER_S: Final = 3.0
-"""For the server's word; one that does not answer has other troubles, which show elsewhere."""
+"""Seconds for the server's answer. If the server does not answer, other calls report that."""
 
 
 async def publish_permitted(nats: Connection, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
@@ -20,7 +20,7 @@ async def publish_permitted(nats: Connection, subject: str, data: bytes, headers
 
     Raises:
         PermissionDenied: the user may not publish.
-        Exception: as `publish`.
+        Exception: the errors of `publish`.
     """
     async with nats.denials.expected(subject):
         await publish(nats, subject, data, headers=headers)
@@ -39,14 +39,14 @@ async def subscribe_permitted(
 
     Raises:
         PermissionDenied: the user may not subscribe; the subscription is removed.
-        Exception: as `subscribe`.
+        Exception: the errors of `subscribe`.
     """
     async with AsyncExitStack() as undo:
         async with nats.denials.expected(subject, "subscribe"):
             subscription = await subscribe(
                 nats, subject, handler, max_pending_msgs=max_pending_msgs, max_pending_bytes=max_pending_bytes
             )
-            # Else it would be asked for again after each reconnect, and one that was cancelled has no owner.
+            # Otherwise each reconnect would subscribe again, and after a cancellation no caller owns the subscription.
             undo.push_async_callback(_end, nats, subscription)
             await nats.confirm(timeout_s=ANSWER_S)
         undo.pop_all()

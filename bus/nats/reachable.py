@@ -1,4 +1,4 @@
-"""Which servers of a cluster can be reached from here, for a user that sees nothing else of them."""
+"""Checks which servers of a cluster are reachable from here, for users that cannot query the cluster."""
 
 import asyncio
 
@@ -11,9 +11,9 @@ ATTEMPT_S = 2.0
 
 
 async def describe_reachable(nats: Connection) -> str:
-    """Connect to each server that was named or learned, and say how many take connections.
+    """Connect to each named or learned server, and describe how many accept connections.
 
-    A server that ended before this connection was made is known only if its URL was named.
+    A server that ended before this connection was opened is known only if its URL was named.
     """
     addresses = {(uri.hostname or "", uri.port or 0) for uri in nats.servers}
     async with asyncio.TaskGroup() as tasks:

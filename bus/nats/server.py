@@ -26,11 +26,12 @@ class Server:
     """One NATS server or the servers of one cluster, and the user and TLS files with which a program connects."""
 
     url: str = field(repr=False)
-    """`nats://host:port` or `tls://host:port`, with user and password where needed; they are never shown. Several, with
-    commas between them, are servers of one cluster: a program connects to any of them."""
+    """`nats://host:port` or `tls://host:port`, with user and password if needed; they are never shown. Several URLs
+    with commas are servers of one cluster: a program connects to any of them."""
     credentials: Credentials | None = None
     """Credentials of the user; None: the program has no user of `rollbus auth init`."""
     tls: Tls = field(default_factory=Tls)
+    """TLS files of the connection."""
     replicas: int | None = None
     """Replicas of the queues, buckets and object stores that the program creates; None: three in a cluster with enough
     room, else one."""
@@ -42,15 +43,15 @@ class Server:
 
     @property
     def requires_tls(self) -> bool:
-        """True if the connection has to be TLS: `tls://`, or a file for it. BusBroken: a URL is malformed."""
+        """True if the connection must use TLS: a URL with `tls://`, or a TLS file. BusBroken: a URL is malformed."""
         return bool(self.tls) or self.urls[0].startswith("tls:")
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return each URL, with scheme and port.
+        """All URLs, with scheme and port.
 
         Raises:
-            BusBroken: one is malformed, or some ask for TLS and others do not.
+            BusBroken: a URL is malformed, or only some URLs require TLS.
         """
         return parse_urls(self.url)
 
@@ -60,15 +61,15 @@ class Server:
         url: "str | Sequence[str] | Server | None" = None,
         credentials: Credentials | str | os.PathLike[str] | None = None,
     ) -> "Server":
-        """What was said, and for the rest what the environment says.
+        """Return a server with these arguments. Values that are not given come from the environment.
 
         Args:
-            url: one, or those of the servers of a cluster; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
-            credentials: or their file; None: that in `$ROLLBUS_CREDS`, else none.
+            url: URL, or the URLs of the servers of a cluster; None: `$ROLLBUS_NATS`, else `nats://127.0.0.1:4222`.
+            credentials: credentials or their file; None: the file in `$ROLLBUS_CREDS`, else none.
 
         Raises:
             BusBroken: a URL is malformed, or the credentials cannot be read.
-            InvalidRequest: `$ROLLBUS_REPLICAS` is no number of replicas.
+            InvalidRequest: `$ROLLBUS_REPLICAS` is not a valid number of replicas.
         """
         if isinstance(url, Server):
             return url
@@ -76,7 +77,7 @@ class Server:
             path = credentials or os.environ.get(CREDENTIALS_VARIABLE)
             credentials = load_credentials(path) if path else None
         if url is not None and not isinstance(url, str):
-            url = ",".join(str(one) for one in url) or ","  # none at all is no default
+            url = ",".join(str(one) for one in url) or ","  # an empty list must fail, not select the default
         server = cls(url or default_url(), credentials, Tls.from_environment(), _replicas())
         _ = server.urls
         return server

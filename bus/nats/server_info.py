@@ -28,7 +28,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Challenge that the user's key must sign."""
     tls_required: bool = False
     tls_available: bool = False
-    """TLS is there for clients that begin with it."""
+    """True if the server offers TLS to clients that begin with it."""
     connect_urls: list[str] | None = None
     """The addresses of the cluster's servers, without a scheme."""
     client_id: int = 0
@@ -42,7 +42,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def learned_servers(self) -> list[str]:
-        """Return the addresses that a client can connect to, at most `MAX_LEARNED_SERVERS`."""
+        """Addresses that a client can connect to, at most `MAX_LEARNED_SERVERS`."""
         addresses = [url for url in self.connect_urls or () if _is_address(url)]
         return addresses[:MAX_LEARNED_SERVERS]
 
@@ -51,7 +51,7 @@ def parse_info(info: Any) -> ServerInfo:
     """Check the types of a decoded `INFO`.
 
     Raises:
-        RemoteProtocolError: `info` is no object, or a field of it is not what the protocol says.
+        RemoteProtocolError: `info` is no object, or a field violates the protocol.
     """
     try:
         return msgspec.convert(info, ServerInfo)

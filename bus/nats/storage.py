@@ -19,18 +19,18 @@ _NOT_CREATED: Final = 10049
 
 
 async def free_storage(nats: PatchedNatsClient, up_to: int) -> int | None:
-    """Find out how many bytes a server without a cluster can set aside, `up_to` at most.
+    """Return the bytes that a server without a cluster can reserve, at most `up_to`.
 
-    `$JS.API.INFO` has the limits of the account, not those of the server. So this asks for streams that cannot be made:
-    the server checks their size first, and then refuses the subject of their source. Nothing is created.
+    `$JS.API.INFO` has the limits of the account, not those of the server. This function therefore requests streams that
+    cannot be created: the server first checks their size, and then rejects the subject of their source.
 
     Returns:
-        None: this user may not ask, or the server's answer says nothing about its store.
+        The bytes; None: this user may not ask, or the answer does not show the server's storage.
 
     Raises:
         BusBroken: the server does not answer.
     """
-    if nats.is_in_cluster:  # there a server proposes a stream to others before it checks the subject
+    if nats.is_in_cluster:  # a server of a cluster proposes a stream to others before it checks the subject
         return None
     if (has_room := await _has_room(nats, up_to)) is not False:
         return up_to if has_room else None

@@ -31,11 +31,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_streams(nats: PatchedNatsClient) -> tuple[tuple[StreamInfo, ...], tuple[str, ...]]:
-    """Return all streams of this user's account by name, and the names of those that did not answer: without a leader.
+    """Return all streams of this user's account by name, and the names of streams without a leader.
 
     Raises:
-        ApiError: the server refused.
-        BusBroken: it does not answer; `PermissionDenied`: this user is no admin.
+        ApiError: the server rejected the request.
+        BusBroken: the server does not answer; `PermissionDenied`: this user is no admin.
     """
     found: dict[str, StreamInfo] = {}
     missing: set[str] = set()
@@ -50,7 +50,7 @@ async def list_streams(nats: PatchedNatsClient) -> tuple[tuple[StreamInfo, ...],
 
 
 def parse_stream(info: dict[str, Any]) -> StreamInfo:
-    """Read the answer to `STREAM.INFO`, or one stream of a list. `CONSUMER.INFO` has its cluster in the same form."""
+    """Parse the answer to `STREAM.INFO`, or one stream of a list. `CONSUMER.INFO` has the same form for its cluster."""
     config, cluster = info["config"], info.get("cluster") or {}
     return StreamInfo(
         name=config.get("name", ""),

@@ -13,14 +13,14 @@ _EXPIRED: Final = 10
 _UNKNOWN_ISSUER: Final = frozenset({18, 19, 20, 21})
 _OTHER_NAME: Final = frozenset({62, 64})
 _NO_CERTIFICATE: Final = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE", "BAD_CERTIFICATE", "UNKNOWN_CA")
-"""What servers answer to a client without a certificate, or with one that they do not trust; TLS 1.2 has no better."""
+"""Alerts for a client without a certificate, or with one that the server does not trust; TLS 1.2 has no better ones."""
 
 
 def tls_failure(error: Exception, url: str) -> TlsFailed | None:
-    """Explain `error`; None: it is not about TLS, or another attempt may go better.
+    """Explain `error`. Return None if it does not concern TLS, or another attempt may succeed.
 
     Args:
-        url: the server's, without password.
+        url: URL of the server, without password.
     """
     match error:
         case NoTls():
@@ -45,9 +45,9 @@ def tls_failure(error: Exception, url: str) -> TlsFailed | None:
 
 def _advice(code: int) -> str:
     if code == _EXPIRED:
-        return "renew the server's certificate; a wrong clock of this machine looks the same"
+        return "renew the server's certificate, or correct the clock of this machine"
     if code in _UNKNOWN_ISSUER:
         return "name the certificate of its CA with --tls-ca FILE or $ROLLBUS_TLS_CA"
     if code in _OTHER_NAME:
-        return "name the server in the URL as its certificate does; all servers of a cluster must bear that name"
-    return "let the server have a certificate that this machine trusts, or name its CA with --tls-ca FILE"
+        return "use a name of the server's certificate in the URL; all servers of a cluster must have that name"
+    return "give the server a certificate that this machine trusts, or name its CA with --tls-ca FILE"

@@ -88,7 +88,7 @@ class NatsTransport(Transport):
             async with asyncio.timeout(connect_timeout):
                 transport = await loop.start_tls(plain.transport, protocol, ssl_context, server_hostname=name)
             if transport is None:
-                raise ConnectionResetError("the connection to NATS was lost on the way to TLS")
+                raise ConnectionResetError("the connection to NATS was lost during the TLS handshake")
             unless_secure.pop_all()
         protocol.transport = transport
         protocol.is_secure = True
@@ -187,7 +187,7 @@ class NatsTransport(Transport):
     def _writable(self) -> "_NatsProtocol":
         protocol = self._open()
         if self.requires_tls and not protocol.is_secure:
-            raise NoTls("TLS is required and was not begun: nothing is sent without it")
+            raise NoTls("TLS is required and not active: nothing is sent without it")
         return protocol
 
 

@@ -47,9 +47,9 @@ async def test_no_server() -> None:
 @pytest.mark.parametrize(
     ("has_credentials", "has_password", "advice"),
     [
-        (False, False, "it was shown no credentials: name some with --creds FILE, credentials=FILE or $ROLLBUS_CREDS"),
-        (False, True, "it was shown the user of the URL: check the user, password or token there"),
-        (True, False, "it was shown the key of trainer eve of fleet f; nats-server --signal reload"),
+        (False, False, "it received no credentials: set --creds FILE, credentials=FILE or $ROLLBUS_CREDS"),
+        (False, True, "it received the user of the URL: check the user, password or token there"),
+        (True, False, "it received the key of trainer eve of fleet f; nats-server --signal reload"),
     ],
 )
 async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_password: bool, advice: str) -> None:

@@ -40,10 +40,10 @@ class OtherServer(FakeServer):
 @pytest.mark.parametrize(
     ("unasked", "asked", "found", "advice"),
     [
-        (b"", b"HTTP/1.0 404 Not Found\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.0 404", "4222 unless told otherwise"),
+        (b"", b"HTTP/1.0 404 Not Found\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.0 404", "(default: 4222)"),
         (b"", b"HTTP/1.1 400 \x1b[31mred\r\n\r\n", "speaks HTTP, not NATS: HTTP/1.1 400 \\x1b[31mred", "4222"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "is no NATS server: 'SSH-2.0-OpenSSH_9.6'", "name one with --nats"),
-        (b"", b"", "takes connections and says nothing", "look at its log"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "is not a NATS server: 'SSH-2.0-OpenSSH_9.6'", "name one with --nats"),
+        (b"", b"", "accepts connections and sends nothing", "look at its log"),
     ],
 )
 async def test_what_is_no_nats_server_is_named(unasked: bytes, asked: bytes, found: str, advice: str) -> None:
@@ -79,7 +79,12 @@ async def test_a_server_without_tls_is_a_failure_where_it_is_required(
 @pytest.mark.parametrize(
     ("name", "days", "is_trusted", "words"),
     [
-        ("nats.example.com", 100, True, ("not valid for '127.0.0.1'", "name the server in the URL")),
+        (
+            "nats.example.com",
+            100,
+            True,
+            ("not valid for '127.0.0.1'", "use a name of the server's certificate in the URL"),
+        ),
         ("127.0.0.1", 100, False, ("self-signed certificate", "--tls-ca FILE")),
         ("127.0.0.1", -1, True, ("certificate has expired", "renew")),
     ],
@@ -140,7 +145,7 @@ async def test_a_server_that_wants_the_handshake_first_is_found_out(
     """The server sends nothing to a client that does not begin with TLS."""
     finding = await at_tls(monkeypatch, tmp_path, "nats://", 100, handshake_first=True)
 
-    assert "says nothing before a TLS handshake, where it shows TLSv1.3, certificate of CN=cert" in finding.found
+    assert "sends nothing before a TLS handshake; there it shows TLSv1.3, certificate of CN=cert" in finding.found
     assert finding.advice == "tls:// in the URL"
 
 
@@ -154,7 +159,7 @@ async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path)
 
     assert {one.status for one in (none, unknown, password)} == {Status.FAIL}
     assert none.advice == "name your credentials with --creds FILE or $ROLLBUS_CREDS"
-    assert "it was shown the key of trainer alice of fleet F" in unknown.found
+    assert "it received the key of trainer alice of fleet F" in unknown.found
     assert unknown.advice.startswith("the server does not know this key of trainer alice of fleet F")
     assert "password in the URL" in password.advice
     assert "hunter2" not in f"{password}"
@@ -184,7 +189,7 @@ async def test_a_small_store_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
         await nats.shut()
 
     assert finding.status is Status.WARN
-    assert "2 MiB left to set aside; the queues of a model set aside 5.0 GiB" in finding.found
+    assert "2 MiB left to reserve; the queues of a model reserve 5.0 GiB" in finding.found
     assert "max_file_store of 5GB" in finding.advice
     assert (info["streams"], info["reserved_storage"], info["limits"]["max_storage"]) == (0, 0, -1)
 

@@ -92,7 +92,7 @@ async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     [line] = stderr.decode().splitlines()
-    assert "it was shown no credentials: name some with --creds FILE" in line
+    assert "it received no credentials: set --creds FILE" in line
 
 
 async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:
