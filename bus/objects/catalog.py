@@ -72,7 +72,7 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
     try:
         await create_stream(nats, stream_config(bucket, max_bytes))
     except ApiError as error:
-        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be made: {error}") from error
+        raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be created: {error}") from error
 
 
 async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> None:
@@ -90,7 +90,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> Non
         if info["config"]["max_bytes"] == max_bytes:
             return
         used = info["state"]["bytes"]
-        # The server would then reject all uploads, including the record of published weights.
+        # With a lower limit, the server would reject all uploads, including the record of published weights.
         if used > max_bytes:
             raise ControlError(
                 ControlCode.STORAGE, f"the bucket {bucket!r} holds {used} bytes; it cannot have {max_bytes}"

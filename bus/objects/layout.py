@@ -192,7 +192,7 @@ def decode_info(data: bytes) -> ObjectInfo:
     if info.options is not None and info.options.link is not None:
         raise ControlError(ControlCode.BAD_SOURCE, f"{_shown(info)} is a link; allowed: objects that have content")
     if not info.deleted:
-        # The nuid becomes a subject's token, and sizes bound what is written.
+        # The nuid becomes a token of a subject, and the sizes limit the bytes that are written.
         is_sound = info.nuid.isalnum() and 0 <= info.chunks <= info.size and (info.size == 0) == (info.chunks == 0)
         if not is_sound:
             raise ControlError(

@@ -47,7 +47,7 @@ class NewFile:
 
 
 def is_whole(path: Path, size: int, digest: bytes, on_read: Callable[[], None]) -> bool:
-    """True if a regular file lies there with this size and SHA-256; reads all of it, and says so again and again."""
+    """Return True if a regular file has this size and SHA-256. Read all of it, and call `on_read` after each part."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

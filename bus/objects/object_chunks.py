@@ -1,8 +1,8 @@
-"""The chunks of one object, read at the connection's speed: in order, each once, however often the connection breaks.
+"""Reads the chunks of one object at the connection's speed: in order, and each once even if the connection breaks.
 
-`DIRECT.GET` brings them in batches: the server sends the messages that follow a number, up to so many bytes, and says
-how many are left. No consumer is needed. The right to make consumers would be the right to have the store deliver its
-content to any subject: the subject stands in the payload, which no permission checks.
+`DIRECT.GET` returns the chunks in batches: the server sends the messages after a sequence number, up to a number of
+bytes, and states how many remain. This requires no consumer. A user that may create consumers could make the store
+deliver its content to any subject, because the subject is in the payload, which no permission checks.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ __all__ = ["read_object_chunks"]
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES: Final = 2 * 1024 * 1024
-"""Of one batch, at least one chunk. What comes at once holds up the event loop's other work: round trips beside it take
-3 ms (p99), 10 with twice the size; the speed is the same from 1 to 8 MB."""
+"""Bytes of one batch, which has at least one chunk. A batch delays the event loop's other work: concurrent round trips
+take 3 ms (p99), and 10 ms with twice the size. The speed is the same from 1 to 8 MB."""
 BATCHES: Final = 2
 """Number of batches in flight or buffered, so that data arrives while earlier data is written."""
 SILENCE_S: Final = 2.0
@@ -46,15 +46,15 @@ class _AttemptLost(Exception):
 
 
 async def read_object_chunks(nats: Connection, info: ObjectInfo) -> AsyncGenerator[list[bytes], None]:
-    """Yield the chunks of an object, in order, as many at a time as are there: `BATCHES * BATCH_BYTES` at most.
+    """Yield the chunks of an object in order, as many at a time as were received: at most `BATCHES * BATCH_BYTES`.
 
-    They are as many bytes and chunks as `info` says; the caller checks the digest. Close it (`contextlib.aclosing`)
-    where it may be left early.
+    The number of bytes and chunks equals that in `info`. The caller checks the digest. Close the generator with
+    `contextlib.aclosing` if it may be left early.
 
     Raises:
-        ControlError: `bad_source`: the object is not what `info` says, or was deleted meanwhile; `storage`: the server
-            sends nothing for `STALL_S`.
-        BusClosed: the connection was closed here.
+        ControlError: `bad_source`: the object differs from `info`, or was deleted meanwhile; `storage`: the server sent
+            no chunk for `STALL_S`.
+        BusClosed: the connection was closed locally.
     """
     progress = _ReadProgress(info)
     lost_at: float | None = None
@@ -87,7 +87,7 @@ class _ReadProgress:
         self.chunks = 0
         self.size = 0
         self.next_seq = 1
-        """The stream's number from which on chunks are missing."""
+        """Sequence number in the stream from which chunks are missing."""
         self._mismatches = 0
 
     @property
@@ -99,7 +99,7 @@ class _ReadProgress:
         return f"{self.chunks} of {self.info.chunks} parts"
 
     def check_missing(self, found: int) -> None:
-        """Compare how many chunks the server has left with how many are missing here.
+        """Compare the number of chunks that the server still has with the number that is missing here.
 
         Raises:
             _AttemptLost: they differ, for the first time.
@@ -110,9 +110,7 @@ class _ReadProgress:
             self._mismatches = 0
             return
         self._mismatches += 1
-        problem = (
-            f"{self.shown} has {found} parts where {missing} are missing: stored incompletely, or deleted meanwhile"
-        )
+        problem = f"{self.shown} has {found} more parts, expected {missing}: stored incompletely, or deleted meanwhile"
         if self._mismatches < MAX_MISMATCHES:
             raise _AttemptLost(problem)
         raise ControlError(ControlCode.BAD_SOURCE, problem)
@@ -158,11 +156,11 @@ class _Attempt:
         self._subject = parts_subject(info.bucket, info.nuid)
         self._waiting: asyncio.Queue[Msg] = asyncio.Queue()
         self._num_whole = 0
-        """Batches that have come whole and wait here."""
+        """Number of complete batches that wait here."""
         self._ask_from: int | None = None
-        """Where the next batch begins, which is asked for when one that waits has been taken."""
+        """Start of the next batch, which is requested after a waiting batch was read; None: it was requested."""
         self._last_seq = 0
-        """Of the batch that is being taken."""
+        """Sequence number of the last chunk that was read from the current batch."""
         self._lost: _AttemptLost | BusBroken | None = None
 
     async def ask(self, seq: int) -> None:
@@ -191,7 +189,7 @@ class _Attempt:
 
         Raises:
             _AttemptLost: no more chunks will arrive.
-            BusBroken, BusClosed: as `publish`.
+            BusBroken, BusClosed: the errors of `publish`.
             ControlError: `bad_source`.
         """
         chunks: list[bytes] = []
@@ -202,13 +200,13 @@ class _Attempt:
                 async with asyncio.timeout(SILENCE_S):
                     message = await self._waiting.get()
             except TimeoutError:
-                raise _AttemptLost(f"nothing was heard for {SILENCE_S:g} s") from None
+                raise _AttemptLost(f"no message arrived for {SILENCE_S:g} s") from None
             try:
                 await self._add(message, chunks)
                 while not self._waiting.empty():
                     await self._add(self._waiting.get_nowait(), chunks)
             except (_AttemptLost, BusBroken) as error:
-                self._lost = error  # what came before it counts
+                self._lost = error  # the chunks before the error are valid
         return chunks
 
     async def _add(self, message: Msg, chunks: list[bytes]) -> None:
@@ -228,7 +226,7 @@ class _Attempt:
         else:
             seq, last_seq, pending = (int(headers.get(f"Nats-{name}", -1)) for name in _NUMBERS)
             if last_seq != self._last_seq:
-                raise _AttemptLost(f"what follows message {self._last_seq} was lost")
+                raise _AttemptLost(f"messages after message {self._last_seq} were lost")
             self._progress.check_missing(pending + 1)
             self._last_seq = seq
             self._progress.add(message.data, seq)

@@ -15,15 +15,15 @@ __all__ = ["ObjectReader"]
 
 
 class ObjectReader:
-    """Opens folders, on a connection of its own for each, so that megabytes do not hold up tokens.
+    """Opens folders. Each folder has its own connection, so that megabytes do not delay tokens.
 
     Args:
-        server: where the objects are.
-        name: of whoever fetches, for the server's monitoring.
-        fetch_rate: bytes in a second, at least 1, over all that is fetched at a time; None: no limit. While one
-            object is slowed down, up to 4 MiB of it may already be on their way.
-        nice: how far the thread that hashes and writes stands back where others want its core. As no more than those
-            4 MiB come before it has written them, the whole fetch is then as slow as it.
+        server: server that stores the objects.
+        name: name of the reading program, for the server's monitoring.
+        fetch_rate: bytes per second, at least 1, over all concurrent fetches; None: no limit. When a fetch is slowed
+            down, up to 4 MiB of its object may already be in flight.
+        nice: nice value of the thread that hashes and writes. At most those 4 MiB arrive before the thread has written
+            them, so the whole fetch is as slow as the thread.
     """
 
     def __init__(self, server: str | Server, *, name: str, fetch_rate: int | None = None, nice: int = 0) -> None:
@@ -38,11 +38,11 @@ class ObjectReader:
 
     @contextlib.asynccontextmanager
     async def open_folder(self, objects: str) -> AsyncIterator[FolderReader]:
-        """Open the folder written `<bucket>/<prefix>` for reading single objects of it.
+        """Open the folder `<bucket>/<prefix>` to read single objects of it.
 
         Raises:
-            ControlError: `bad_source`: nothing is there, it is not the folder that was signed, or a name could lead
-                out of it; `storage`: NATS failed.
+            ControlError: `bad_source`: the folder has no objects, differs from the signed folder, or has a name that
+                could lead out of it; `storage`: NATS failed.
         """
         split_objects(objects)
         async with contextlib.AsyncExitStack() as stack:

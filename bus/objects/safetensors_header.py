@@ -1,7 +1,7 @@
-"""What a safetensors file says of its tensors, without reading them: 8 bytes of length, then that much JSON.
+"""Reads the header of a safetensors file without its tensors: 8 bytes of length, then JSON of that length.
 
-Nothing in the file is believed: sizes are bounded before they are used, and the tensors must fill the rest of the file
-exactly, each as large as its shape and dtype say. So a truncated file is noticed.
+No value in the file is trusted. Sizes are limited before they are used. The tensors must fill the rest of the file
+exactly, each with the size of its shape and dtype, so a truncated file is detected.
 """
 
 import math
@@ -47,14 +47,14 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_header(fd: int) -> dict[str, StoredTensor]:
-    """Read the header of an open file from its begin, and check that all of its tensors are there. Blocks.
+    """Read the header of an open file from its start, and check that all of its tensors are present. Blocks.
 
     Returns:
         The tensors by name, in the order of their contents.
 
     Raises:
-        BadSafetensors: it is truncated, or no safetensors file.
-        OSError: it cannot be read.
+        BadSafetensors: the file is truncated, or is no safetensors file.
+        OSError: the file cannot be read.
     """
     file_bytes = os.fstat(fd).st_size
     length = int.from_bytes(_read_exactly(fd, _LENGTH_BYTES), "little")
@@ -85,7 +85,7 @@ def _decode(header: bytes) -> Mapping[str, _Entry]:
 
 
 def _located(entries: Mapping[str, _Entry], data_begin: int, data_bytes: int) -> dict[str, StoredTensor]:
-    """Find the tensors, which must lie one behind the other, from the header's end to the end of the file."""
+    """Locate the tensors, which must be contiguous from the header's end to the end of the file."""
     located = {}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -103,5 +103,5 @@ def _located(entries: Mapping[str, _Entry], data_begin: int, data_bytes: int) ->
             raise BadSafetensors(f"is truncated: {shown} ends at byte {end} of the data, and there are {data_bytes}")
         located[name] = StoredTensor(entry.dtype, entry.shape, data_begin + begin, data_begin + end)
     if end != data_bytes:
-        raise BadSafetensors(f"has {data_bytes} bytes of data; its tensors are {end}")
+        raise BadSafetensors(f"has {data_bytes} bytes of data; its tensors have {end}")
     return located

@@ -75,7 +75,7 @@ class Sender:
 
 @contextlib.asynccontextmanager
 async def open_sender(nats: Client) -> AsyncIterator[Sender]:
-    """Let messages be stored for a block; at its end the server has dealt with all of them."""
+    """Open a sender for a block. At the end of the block, the server has processed all messages."""
     inbox = nats.new_inbox()
     sender = Sender(nats, inbox)
     subscription = await subscribe(nats, inbox, sender.on_ack)

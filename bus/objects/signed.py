@@ -1,6 +1,6 @@
-"""Signatures of stored folders: each object's description is signed, and names what the whole folder holds.
+"""Signatures of stored folders. Each object's description is signed, and has the digest of the whole folder.
 
-So only a user that may sign can change, add or leave out a file. See `rollbus.bus.auth.signatures`.
+Only a user that may sign can therefore change, add or remove a file. See `rollbus.bus.auth.signatures`.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ def describe_folder(objects: str, infos: Iterable[ObjectInfo]) -> list[ObjectInf
 
 
 async def store_descriptions(nats: Connection, sender: Sender, infos: Iterable[ObjectInfo]) -> None:
-    """Store descriptions, signed where this program signs; from then on the objects are there.
+    """Store descriptions, signed if this program signs. From then on, readers find the objects.
 
     Raises:
         ControlError: `storage`: the bucket is full.
-        BusBroken: the connection or JetStream failed; some may be stored.
+        BusBroken: the connection or JetStream failed; some descriptions may be stored.
     """
     for info in infos:
         subject, data = info_subject(info.bucket, info.name), msgspec.json.encode(info)
@@ -59,16 +59,16 @@ def check_folder(objects: str, infos: Iterable[ObjectInfo]) -> None:
         if info.metadata.get(FOLDER_DIGEST) != digest:
             raise ControlError(
                 ControlCode.BAD_SOURCE,
-                f"objects:{objects} is not the folder that was signed: a file was changed, added or left out since",
+                f"objects:{objects} is not the folder that was signed: a file was changed, added or removed since",
             )
 
 
 async def sign_folder(nats: Connection, objects: str) -> int:
-    """Sign a folder as it is stored, by any author; return how many objects it has.
+    """Sign a stored folder without a check of its author. Return its number of objects.
 
     Raises:
-        ControlError: `bad_source`: nothing is there; `not_allowed`; `storage`.
-        BusBroken: JetStream does not answer; some may be signed.
+        ControlError: `bad_source`: the folder has no objects; `not_allowed`; `storage`.
+        BusBroken: JetStream does not answer; some objects may be signed.
     """
     check_unlimited(nats.signatures.own)
     bucket, _ = split_objects(objects)

@@ -9,17 +9,17 @@ BURST_S: Final = 0.25
 
 
 class TokenBucket:
-    """Lets so many bytes pass in a second, and after a rest as many as pass in `BURST_S`.
+    """Limits transfers to a rate. After idle time, the bytes of `BURST_S` may pass at once.
 
     Args:
-        rate: bytes in a second.
+        rate: bytes per second.
         now: seconds on a clock that only rises; all calls use the same clock.
     """
 
     def __init__(self, rate: int, now: float) -> None:
         self._rate = rate
         self._paid_until = now - BURST_S
-        """The time at which all that has passed would have passed at exactly the rate."""
+        """Time at which the counted bytes would have passed at exactly the rate."""
 
     def __repr__(self) -> str:
         """One line with the rate."""

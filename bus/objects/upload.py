@@ -24,10 +24,10 @@ Pieces = AsyncIterable[Bytes] | Iterable[Bytes]
 
 
 async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
-    """Store the content of a file; return its description.
+    """Store the content of a file. Return the object's description.
 
     Raises:
-        ControlError: `bad_source`: it cannot be read; and as in `put_pieces`.
+        ControlError: `bad_source`: the file cannot be read; and as in `put_pieces`.
     """
     sha = hashlib.sha256()
     try:
@@ -38,13 +38,13 @@ async def put_file(sender: Sender, info: ObjectInfo, path: Path) -> ObjectInfo:
 
 
 async def put_pieces(sender: Sender, info: ObjectInfo, pieces: Pieces) -> ObjectInfo:
-    """Store what `pieces` yield as one object; return its description.
+    """Store the content of `pieces` as one object. Return its description.
 
-    No more is held than a window, and one piece. Hashes are computed in a thread.
+    At most one window and one piece are in memory. Hashes are computed in a thread.
 
     Raises:
         ControlError: `storage`: the bucket is full.
-        BusBroken, BusClosed: as `publish`.
+        BusBroken, BusClosed: the errors of `publish`.
     """
     sha = hashlib.sha256()
     async with contextlib.aclosing(_parts_of_pieces(pieces, sender.part_bytes, sha)) as batches:
@@ -71,7 +71,7 @@ async def _put(
 
 
 async def _parts_of_file(path: Path, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
-    # One thread reads and closes, in that order, also when the waiting for it was cancelled.
+    # One thread reads and closes the file in that order, even if the wait for the thread was cancelled.
     disk = ThreadPoolExecutor(1, thread_name_prefix="objects")
     run = asyncio.get_running_loop().run_in_executor
     file = _OldFile(path, part_bytes, sha)
@@ -85,7 +85,7 @@ async def _parts_of_file(path: Path, part_bytes: int, sha: "hashlib._Hash") -> A
 
 
 async def _parts_of_pieces(pieces: Pieces, part_bytes: int, sha: "hashlib._Hash") -> AsyncGenerator[list[bytes], None]:
-    """Cut anew: parts of `part_bytes`, but for the last one; a window's worth at a time."""
+    """Cut the pieces into chunks of `part_bytes`, except for the last one. Yield the chunks of one window at a time."""
     batch_bytes = max(1, WINDOW_BYTES // part_bytes) * part_bytes
     rest = bytearray()
     async with contextlib.aclosing(each_piece(pieces)) as given:
@@ -131,13 +131,13 @@ class _OldFile:
         self._sha = sha
 
     def open(self) -> None:
-        """Open it, but no pipe, which could make us wait for ever."""
+        """Open the file. Reject a pipe, because a read from it could block forever."""
         self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             raise ControlError(ControlCode.BAD_SOURCE, f"{self._path} is no regular file")
 
     def read(self) -> list[bytes]:
-        """Return a window's worth of parts; none at the end."""
+        """Return the chunks of one window; an empty list at the end of the file."""
         if self._fd is None:
             raise LocalProtocolError(f"{self._path} is read before it is open")
         parts = []

@@ -40,30 +40,31 @@ async def put_folder(
     max_bytes: int = BUCKET_BYTES,
     needed_bytes: Callable[[int], int] | None = None,
 ) -> str:
-    """Store the files of `folder`, those of its folders too, as the objects below `prefix`; return `<bucket>/<prefix>`.
+    """Store the files in `folder` and its subfolders as the objects below `prefix`. Return `<bucket>/<prefix>`.
 
-    Nothing is seen of it before all is stored. Hidden files and folders are left out; symlinks to files are followed.
+    Readers find no file before all are stored. Hidden files and folders are skipped. Symlinks to files are followed.
 
     Args:
-        prefix: nothing may be stored below it yet: what is stored never changes.
-        max_bytes: of the bucket, if it has to be made.
-        needed_bytes: how much room the bucket must have for so many bytes of files; None: what the server takes.
+        prefix: prefix below which nothing is stored yet, because stored objects never change.
+        max_bytes: size of the bucket if it must be created.
+        needed_bytes: function from the bytes of the files to the free bytes that the bucket must have; None: no check
+            before the upload.
 
-    Cancellation: takes back what was stored.
+    Cancellation: removes the stored objects.
 
     Raises:
-        ControlError: `bad_source`: names, no files or too many, or one that cannot be read; `storage`: the bucket is
-            full, or has something below `prefix`. Nothing stays stored.
-        BusBroken: the connection or JetStream failed. What was stored is taken back if the server returns soon; else
-            parts stay, of which no object knows.
-        BusClosed: the connection was closed here.
+        ControlError: `bad_source`: a name is not valid, there are no files or too many, or a file cannot be read;
+            `storage`: the bucket is full, or has objects below `prefix`. Nothing stays stored.
+        BusBroken: the connection or JetStream failed. The stored objects are removed if the server returns soon.
+            Otherwise object chunks remain that no object names.
+        BusClosed: the connection was closed locally.
     """
     objects = f"{bucket}/{prefix}"
     split_objects(objects)
     files = await asyncio.to_thread(_find_files, folder)
     await ensure_bucket(nats, bucket, max_bytes=max_bytes)
     if await list_objects(nats, bucket, prefix):
-        raise ControlError(ControlCode.STORAGE, f"objects:{objects} exists; delete it first, or take another prefix")
+        raise ControlError(ControlCode.STORAGE, f"objects:{objects} exists; delete it first, or use another prefix")
     if needed_bytes is not None:
         await _check_room(nats, bucket, folder, needed_bytes(await asyncio.to_thread(_bytes_of, folder, files)))
     started = time.monotonic()
@@ -89,7 +90,7 @@ async def put_folder(
 
 
 async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) -> None:
-    """Raise `storage` if the bucket has not so many bytes left."""
+    """Raise `storage` if the bucket has fewer than `needed` bytes left."""
     try:
         info = await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
     except ApiError as error:
@@ -98,13 +99,13 @@ async def _check_room(nats: Connection, bucket: str, folder: Path, needed: int) 
     if 0 <= limit < used + needed:
         raise ControlError(
             ControlCode.STORAGE,
-            f"{folder} takes {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "
-            "admin gives it more: rollbus make-queue MODEL --upload-bytes N",
+            f"{folder} needs {needed} bytes, and of the {limit} bytes of the bucket {bucket!r} {used} are used; an "
+            "admin can enlarge it: rollbus make-queue MODEL --upload-bytes N",
         )
 
 
 def _bytes_of(folder: Path, files: Iterable[str]) -> int:
-    """Sum up the sizes of files; one that is gone is refused when it is read."""
+    """Return the total size of the files. Skip a missing file, because the upload rejects it later."""
     num_bytes = 0
     for file in files:
         with contextlib.suppress(OSError):

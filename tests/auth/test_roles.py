@@ -127,7 +127,7 @@ async def test_an_upload_of_a_publisher_leaves_room_for_the_chain_record(tmp_pat
         await set_bucket_bytes(nats, bucket, SPARE_BYTES)
         uploads = Uploads(guard.login("carol"), Subjects(FLEET))
         command = UpdateWeights(model=MODEL, version=1, source=WeightSource(path=str(one)))
-        with pytest.raises(ControlError, match="an admin gives it more: rollbus make-queue") as raised:
+        with pytest.raises(ControlError, match="an admin can enlarge it: rollbus make-queue") as raised:
             await uploads.put(MODEL, command, one)
         assert raised.value.code is ControlCode.STORAGE
         assert await stored_messages(nats, bucket) == 0

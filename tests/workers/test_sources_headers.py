@@ -45,7 +45,7 @@ def test_a_header_gives_dtypes_and_shapes(tmp_path: Path) -> None:
         ({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, 4, "expected: from 4 on"),
         ({"a": entry(4, 0, [1])}, 4, "expected: from 0 on"),
         ({"a": entry(0, 4, [1])}, 3, "is truncated: the tensor 'a' ends at byte 4 of the data, and there are 3"),
-        ({"a": entry(0, 4, [1])}, 5, "has 5 bytes of data; its tensors are 4"),
+        ({"a": entry(0, 4, [1])}, 5, "has 5 bytes of data; its tensors have 4"),
         ({"a": entry(0, 2**70, [2**68])}, 4, "is truncated"),
         ({"a": entry(0, 2**62, [2**31, 2**29])}, 4, "is truncated"),
         ({"a": entry(-4, 0, [1])}, 4, "does not decode"),

@@ -35,7 +35,7 @@ def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
     [
         ({"a": (0, 4)}, bytes(3), "is truncated: the tensor 'a' ends at byte 4 of the data, and there are 3"),
         ({"a": (0, 2), "b": (3, 4)}, bytes(4), "expected: from 2 on"),
-        ({"a": (0, 2)}, bytes(4), "has 4 bytes of data; its tensors are 2"),
+        ({"a": (0, 2)}, bytes(4), "has 4 bytes of data; its tensors have 2"),
     ],
 )
 def test_a_file_that_a_worker_would_refuse_is_not_published(
