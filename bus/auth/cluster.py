@@ -90,7 +90,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
     """
     pairs = [_address(part.strip()) for part in text.split(",")]
     if not MIN_NODES <= len(pairs) <= MAX_NODES:
-        raise _wrong(f"names {len(pairs)} servers", f"{MIN_NODES} to {MAX_NODES}; three outlive the loss of one")
+        raise _wrong(f"names {len(pairs)} servers", f"{MIN_NODES} to {MAX_NODES}; three survive the loss of one")
     hosts = [host for host, _ in pairs]
     nodes = tuple(
         Node(re.sub(r"[^\w.-]", "-", host if hosts.count(host) == 1 else f"{host}-{port}"), host, port)
@@ -102,7 +102,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
             if (node.host, port) in taken:
                 raise _wrong(
                     f"needs port {port} of {node.host} twice",
-                    f"ports that differ: a server also takes the one {ROUTE_PORT_OFFSET} above its own, for routes",
+                    f"different ports: a server also uses the port {ROUTE_PORT_OFFSET} above its own, for routes",
                 )
             taken.add((node.host, port))
     return nodes
@@ -118,7 +118,7 @@ def write_cluster(folder: Path, nodes: Sequence[Node], config: ClusterConfig) ->
     paths = tuple(folder / node.file for node in nodes)
     for path in paths:
         if path.exists():
-            raise InvalidRequest(field="dir", problem=f"holds {path.name} already", allowed="a folder without it")
+            raise InvalidRequest(field="dir", problem=f"already contains {path.name}", allowed="a folder without it")
     password = secrets.token_urlsafe(32)
     for node, path in zip(nodes, paths, strict=True):
         write_new(path, _text(node, nodes, config, password).encode())
@@ -147,17 +147,17 @@ def _text(node: Node, nodes: Sequence[Node], config: ClusterConfig, password: st
         "max_memory_store: 1GB",
     ]
     lines = [
-        "# Made once by `rollbus nats init`; from here on it is yours.",
+        "# Written once by `rollbus nats init`. Edit it as you need.",
         f"server_name: {_quoted(node.name)}",
         f"listen: {_quoted(f'{_bracketed(interface)}:{node.port}')}",
         f"client_advertise: {_quoted(node.url)}",
         "max_payload: 8MB",
-        "# A server that is told to end (`nats-server --signal ldm=PID`) first sends its clients to the others.",
+        "# A server in lame duck mode (`nats-server --signal ldm=PID`) first sends its clients to the others.",
         f"lame_duck_duration: {_LAME_DUCK}",
         "lame_duck_grace_period: 2s",
         *_block("jetstream", jetstream),
         *_block("cluster", cluster),
-        "# Who may connect, and what each may do: the same on all servers. Nobody else is let in.",
+        "# Users and their permissions, the same on all servers. Other users are rejected.",
         f"include {CONFIG_FILE}",
     ]
     if config.client_tls.cert:
@@ -201,7 +201,7 @@ def _address(text: str) -> tuple[str, int]:
         raise _wrong(f"has {text!r}", "HOST or HOST:PORT")
     if not 0 < port <= 65535 - ROUTE_PORT_OFFSET:
         raise _wrong(
-            f"has port {port}", f"1 to {65535 - ROUTE_PORT_OFFSET}: routes use the one {ROUTE_PORT_OFFSET} above"
+            f"has port {port}", f"1 to {65535 - ROUTE_PORT_OFFSET}: routes use the port {ROUTE_PORT_OFFSET} above"
         )
     return host, port
 

@@ -86,8 +86,11 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """The content of a credentials file. Invalid content raises `BadKey`, `BadSignature` or `InvalidRequest`."""
 
     fleet: str
+    """Name of the fleet."""
     role: Role
+    """Role of the user."""
     name: str
+    """Name of the user within its role."""
     seed: str
     """Secret of the user: an nkey seed."""
     roots: tuple[str, ...] = ()
@@ -128,7 +131,7 @@ def load_credentials(path: str | os.PathLike[str]) -> Credentials:
         raise BusBroken(f"the credentials {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest, nkeys.BadKey, BadSignature):
         # The exact error would quote a part of the file.
-        raise BusBroken(f"{path} is no credentials file; `rollbus auth init` makes them") from None
+        raise BusBroken(f"{path} is not a credentials file; create one with `rollbus auth init`") from None
 
 
 def client_identity(credentials: Credentials | None, *, fleet: str | None, client: str | None) -> tuple[str, str]:
@@ -156,7 +159,7 @@ def _identity(
     if credentials.role not in roles:
         raise InvalidRequest(
             field="credentials",
-            problem=f"are those of the {credentials.user}",
+            problem=f"belong to the {credentials.user}",
             allowed=f"those of a {field.removesuffix('_id')}",
         )
     return _own("fleet", fleet, credentials.fleet), _own(field, name, credentials.name)
@@ -164,5 +167,5 @@ def _identity(
 
 def _own(field: str, given: str | None, own: str) -> str:
     if given not in (None, own):
-        raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as the credentials say")
+        raise InvalidRequest(field=field, problem=f"is {given!r}", allowed=f"{own}, as in the credentials")
     return own

@@ -1,12 +1,12 @@
 """The configuration of a leaf node: a nats-server at another site, through which named users reach the fleet.
 
     DIR/leaf-<name>.conf   the leaf server; it holds the seeds of its users
-    DIR/leafs.conf         what the servers of the hub include, beside `users.conf`
+    DIR/leafs.conf         a part of the configuration of the hub's servers, beside `users.conf`
 
-The leaf server connects once for each of its users, as this user, so that the hub enforces what each may do. At the
-leaf each user has an account of its own, which shares nothing: two users there meet at the hub alone. JetStream is at
-the hub. NATS keeps JetStream's subjects off a leaf connection unless both sides name its account in
-`default_js_domain`.
+The leaf server connects once for each of its users, as that user, so the hub enforces the user's permissions. At the
+leaf, each user has its own account, which shares nothing, so two users of the leaf reach each other only through the
+hub. JetStream runs at the hub. NATS keeps JetStream's subjects off a leaf connection unless both sides name its account
+in `default_js_domain`.
 """
 
 import json
@@ -61,7 +61,7 @@ def write_leaf(
     known = known_users(folder)
     found = [_known(known, *one) for one in dict.fromkeys(users)]
     if not found:
-        raise InvalidRequest(field="user", problem="names nobody", allowed="users of this folder")
+        raise InvalidRequest(field="user", problem="names no user", allowed="users of this folder")
     seeds = {user: load_credentials(credentials_path(folder, user.fleet, user.role, user.name)).seed for user in found}
     leaf, at_hub = folder / f"leaf-{name}.conf", folder / HUB_FILE
     accounts = {

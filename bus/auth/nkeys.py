@@ -1,7 +1,7 @@
-"""NATS's nkeys for users: Ed25519 keys, written in base32 with a kind and a checksum. A server knows the public ones.
+"""NATS's nkeys for users: Ed25519 keys in base32 with a kind and a checksum. A server knows the public keys.
 
-The `nkeys` package is published as source alone, which the lock does not install, so the forms are written here; the
-signature is that of `cryptography`, which is imported when a key is used.
+The `nkeys` package exists only as source, which the lock does not install, so this module implements the encoding.
+`cryptography` signs, and is imported when a key is used.
 """
 
 import base64
@@ -69,7 +69,7 @@ def decode_seed(seed: str) -> bytes:
         raw = b""
     kind = bytes([_SEED | _USER >> 5, (_USER & 31) << 3])
     if len(raw) != len(kind) + _KEY_BYTES + 2 or not raw.startswith(kind) or _checksum(raw[:-2]) != raw[-2:]:
-        raise BadKey("the seed is none of a NATS user: `SU` and 56 more characters, with a checksum")
+        raise BadKey("the seed is not that of a NATS user: `SU` and 56 more characters, with a checksum")
     return raw[len(kind) : -2]
 
 

@@ -1,13 +1,13 @@
 """The subjects that each role may publish and subscribe to. NATS denies every subject that is not listed here.
 
-A user may use its own name in subjects and no other's: for clients that is the client's or controller's name, for
-workers the worker's. Where a subject also names a peer, every peer is allowed.
+In subjects, a user may use only its own name: clients the name of the client or controller, workers the name of the
+worker. If a subject also names a peer, any peer is allowed.
 
-NATS checks no permission on the reply subject of a publish, nor inside of the payload of a JetStream API call. The
-accounts (`accounts.py`) confine replies. Calls whose payload names a subject (`STREAM.CREATE`, `STREAM.UPDATE`,
-`CONSUMER.CREATE`) are for admins alone. `STREAM.INFO` of a queue lists whose requests wait, but shows no request. Only
-admins and frontends have it: they may end any request of the fleet anyway. For the same reason these two may hear all
-acks; others hear the acks to their own commands.
+NATS does not check the reply subject of a publish or subjects in the payload of a JetStream API call. The accounts
+(`accounts.py`) confine replies. Only admins may make calls whose payload names a subject (`STREAM.CREATE`,
+`STREAM.UPDATE`, `CONSUMER.CREATE`). `STREAM.INFO` of a queue lists the clients whose requests wait, but shows no
+request. Only admins and frontends may call it, because they may end any request of the fleet anyway. For the same
+reason, these two roles may receive all command acks. Other roles receive only the acks of their own commands.
 """
 
 import re
@@ -42,14 +42,14 @@ _EVERYBODY: Final = frozenset(Role)
 _OWN_NAME: Final = {Role.WORKER: frozenset({"<worker>"})} | dict.fromkeys(
     CLIENT_ROLES, frozenset({"<client>", "<controller>"})
 )
-"""What stands for a user's own name."""
+"""Placeholders for a user's own name."""
 _PUBLISHED: Final = "<published>"
-"""Stands for each model of a publisher."""
+"""Placeholder for each model of a publisher."""
 _UPLOADS: Final = "<uploads>"
-"""Stands for the bucket of each of them."""
+"""Placeholder for the bucket of each of these models."""
 _PLACEHOLDER: Final = re.compile(r"<\w+>")
 INBOX: Final = "<inbox>."
-"""Begins the subjects on which a user receives answers."""
+"""Prefix of the subjects on which a user receives answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,60 +57,60 @@ class Rule:
     """The roles that may use one kind of subject."""
 
     subject: str
-    """As docs/protocol.md writes it: below `rb.v1.<fleet>.` in `SUBJECT_RULES`, whole in `JETSTREAM_RULES`."""
+    """Subject as in docs/protocol.md: below `rb.v1.<fleet>.` in `SUBJECT_RULES`, complete in `JETSTREAM_RULES`."""
     publish: frozenset[Role] = _NOBODY
     subscribe: frozenset[Role] = _NOBODY
     observe: frozenset[Role] = _NOBODY
-    """May subscribe to it whatever names stand there, also those of others."""
+    """Roles that may subscribe to the subject with every name, also with the names of other users."""
     why: str = ""
-    """What for, where the subject does not say it."""
+    """Purpose, if the subject does not show it."""
 
 
 SUBJECT_RULES: Final = (
-    Rule("req.<client>.<model>.<lane>", publish=_REQUESTERS),  # workers get them from the stream
+    Rule("req.<client>.<model>.<lane>", publish=_REQUESTERS),  # workers pull them from the stream
     Rule("direct.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
     Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
     Rule("link.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
     Rule("plain.<client>.>", publish=_WORKERS, subscribe=_REQUESTERS),
-    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # a worker its own: is there another of its id?
+    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # workers also: to detect a worker with their id
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
     Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
     Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS),
     Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
 )
-"""The software's own subjects, one for each row of the table in `rollbus.bus.subjects`."""
+"""The subjects of rollbus, one for each row of the table in `rollbus.bus.subjects`."""
 
 _API: Final = "$JS.API"
 _KV: Final = f"KV_{BUCKET}"
 _OBJECTS: Final = f"OBJ_{BUCKET}-<fleet>"
 
 JETSTREAM_RULES: Final = (
-    Rule(f"{_API}.INFO", publish=_EVERYBODY, why="what the server has room for"),
-    Rule(f"{_API}.CONSUMER.INFO.*.*", publish=_EVERYBODY, why="how much waits in a queue, and whether it is there"),
-    Rule(f"{_API}.STREAM.INFO.*", publish=_COMMANDERS, why="how a queue is set up, and whose requests wait"),
+    Rule(f"{_API}.INFO", publish=_EVERYBODY, why="read the storage limits"),
+    Rule(f"{_API}.CONSUMER.INFO.*.*", publish=_EVERYBODY, why="count waiting requests; check that a queue exists"),
+    Rule(f"{_API}.STREAM.INFO.*", publish=_COMMANDERS, why="read a queue's settings, and the clients that wait"),
     Rule(f"{_API}.STREAM.LIST", publish=_ADMINS, why="find streams, their leaders and replicas"),
-    Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _COMMANDERS, why="which models have a desired state"),
-    *(Rule(f"{_API}.CONSUMER.MSG.NEXT.*.{lane}", publish=_WORKERS, why="take requests") for lane in LANES),
+    Rule(f"{_API}.STREAM.INFO.{_KV}", publish=_EVERYBODY - _COMMANDERS, why="list models with a desired state"),
+    *(Rule(f"{_API}.CONSUMER.MSG.NEXT.*.{lane}", publish=_WORKERS, why="pull requests") for lane in LANES),
     *(Rule(f"$JS.ACK.*.{lane}.>", publish=_WORKERS, why="acknowledge requests") for lane in LANES),
-    Rule(f"{_API}.STREAM.CREATE.*", publish=_ADMINS, why="make queues and buckets"),
-    Rule(f"{_API}.STREAM.UPDATE.*", publish=_ADMINS, why="change a queue's bounds"),
-    Rule(f"{_API}.CONSUMER.CREATE.*.*", publish=_ADMINS, why="make queues"),
+    Rule(f"{_API}.STREAM.CREATE.*", publish=_ADMINS, why="create queues and buckets"),
+    Rule(f"{_API}.STREAM.UPDATE.*", publish=_ADMINS, why="change a queue's limits"),
+    Rule(f"{_API}.CONSUMER.CREATE.*.*", publish=_ADMINS, why="create queues"),
     Rule(f"{_API}.STREAM.MSG.GET.{_KV}", publish=_EVERYBODY, why="read desired states"),
-    Rule(f"$KV.{BUCKET}.<fleet>.*", publish=_COMMANDERS, subscribe=_WORKERS, why="record commands, and hear of them"),
+    Rule(f"$KV.{BUCKET}.<fleet>.*", publish=_COMMANDERS, subscribe=_WORKERS, why="record commands, and notify workers"),
     Rule(f"$KV.{BUCKET}.<fleet>.{_PUBLISHED}", publish=_PUBLISHERS, why="record new weights of its models"),
-    Rule(f"{_API}.STREAM.MSG.GET.{_OBJECTS}", publish=_WORKERS | _ADMINS, why="read what describes them"),
-    Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list them"),
-    Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch them"),
+    Rule(f"{_API}.STREAM.MSG.GET.{_OBJECTS}", publish=_WORKERS | _ADMINS, why="read descriptions of uploads"),
+    Rule(f"{_API}.STREAM.INFO.{_OBJECTS}", publish=_WORKERS, why="list uploads"),
+    Rule(f"{_API}.DIRECT.GET.{_OBJECTS}", publish=_WORKERS, why="fetch uploads"),
     Rule(f"{_API}.STREAM.PURGE.{_OBJECTS}", publish=_ADMINS, why="delete old uploads"),
     Rule(f"$O.{BUCKET}-<fleet>.>", publish=_ADMINS, why="upload weights and adapters"),
-    Rule(f"{_API}.STREAM.MSG.GET.OBJ_{_UPLOADS}", publish=_READERS, why="read what describes uploads of publishers"),
-    Rule(f"{_API}.STREAM.INFO.OBJ_{_UPLOADS}", publish=_READERS - _ADMINS, why="list them"),
-    Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch them"),
-    Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old ones"),
+    Rule(f"{_API}.STREAM.MSG.GET.OBJ_{_UPLOADS}", publish=_READERS, why="read descriptions of published weights"),
+    Rule(f"{_API}.STREAM.INFO.OBJ_{_UPLOADS}", publish=_READERS - _ADMINS, why="list published weights"),
+    Rule(f"{_API}.DIRECT.GET.OBJ_{_UPLOADS}", publish=_WORKERS | _PUBLISHERS, why="fetch published weights"),
+    Rule(f"{_API}.STREAM.PURGE.OBJ_{_UPLOADS}", publish=_PUBLISHERS | _ADMINS, why="delete old published weights"),
     Rule(f"$O.{_UPLOADS}.>", publish=_PUBLISHERS | _ADMINS, why="upload weights of its models"),
-    Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="answers to oneself"),
+    Rule(f"{INBOX}>", subscribe=_EVERYBODY, why="receive answers"),
 )
-"""The subjects of NATS's own services, as far as the software uses them."""
+"""The subjects of NATS's own services that rollbus uses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,12 @@ PUBLISHER_COMMANDS: Final = (
     "update_weight_chunk",
     "finish_weight_update",
 )
-"""New weights, by a folder or a transfer, and what `Updates` gives besides: the check before, the fence of those that
-differ after.
+"""Commands that a publisher may sign: new weights by a folder or a transfer, and the commands that `Updates` adds.
+These are the check before an update, and the fence of differing workers after it.
 
-`load_lora` cannot be added. Workers of this release and of older ones let a publisher change the registers of these
-commands alone, and the register of an adapter is none of them: they would refuse the whole state, with the weights."""
+`load_lora` cannot be added. Workers of this release and of older releases let a publisher change only the registers of
+these commands. An adapter's register is not among them, so these workers would reject the whole state, with the
+weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,4 @@ def _read(path: Path) -> bytes:
     try:
         return decode_key(path.read_text().strip())
     except (BadSignature, UnicodeDecodeError):
-        raise BusBroken(
-            f"{path} is no root key: 43 characters in base64url, as `rollbus auth init` writes it"
-        ) from None
+        raise BusBroken(f"{path} is not a root key: 43 characters in base64url, from `rollbus auth init`") from None

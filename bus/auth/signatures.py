@@ -1,12 +1,13 @@
-"""Signatures of what changes a fleet: stored states, commands, and what describes uploads. Pure.
+"""Signatures of messages that change a fleet: stored states, commands, and descriptions of uploads. Pure.
 
-A subject alone proves little: an answer of JetStream may be steered to it, and an intruder on the server can write
-anything. So the author signs each message that changes a fleet, in a header of the NATS message beside the payload:
+A subject alone proves little: an answer of JetStream can be directed to it, and an intruder on the server can write any
+message. The author therefore signs each message that changes a fleet, in a header beside the payload:
 
     Rollbus-Signed: <certificate>.<root's signature>.<milliseconds since 1970>.<signature>
 
-each in base64url. The signature is Ed25519 over `rollbus message 1`, the subject, the milliseconds and the payload, as
-it was sent; that of the root over `rollbus certificate 1` and the certificate. Lines end the parts but the last.
+The certificate and the signatures are in base64url. The signature is Ed25519 over `rollbus message 1`, the subject, the
+milliseconds and the payload as it was sent. The root's signature is over `rollbus certificate 1` and the certificate.
+Each of these parts except the last ends with a newline.
 
 The signing key is derived from the user's seed and differs from the seed's own key. With the seed's own key a program
 signs the challenge of each server that it connects to, and a hostile server could choose a command as the challenge.
@@ -76,8 +77,8 @@ class Signatures:
     """The signing key of one program, and the root keys that it trusts.
 
     Args:
-        credentials: credentials of the user. With None, or without root keys in an earlier release, nothing is signed
-            and all is accepted.
+        credentials: credentials of the user. Without credentials, or with those of an earlier release, which have no
+            root keys, nothing is signed and every message is accepted.
     """
 
     def __init__(self, credentials: "Credentials | None") -> None:
@@ -125,7 +126,7 @@ class Signatures:
             return None
         header = (headers or {}).get(SIGNED)
         if not header:
-            raise BadSignature(f"what came on {subject} is not signed")
+            raise BadSignature(f"the message on {subject} is not signed")
         if len(header) > MAX_HEADER_CHARS or header.count(".") != 3:
             raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
         certificate, at, signature = header.rsplit(".", 2)
@@ -133,7 +134,7 @@ class Signatures:
         if not (at.isascii() and at.isdigit() and len(at) <= 15):
             raise BadSignature(f"the header {SIGNED} on {subject} is malformed")
         if not _is_signed(_decode(by.key), _decode(signature), _message(subject, int(at), data)):
-            raise BadSignature(f"what came on {subject} is not what {by.role} {by.name} signed")
+            raise BadSignature(f"the message on {subject} is not the one that {by.role} {by.name} signed")
         return Signed(by, int(at))
 
     def _certified(self, text: str) -> Certificate:
@@ -144,13 +145,13 @@ class Signatures:
         encoded, _, signature = text.partition(".")
         data = _decode(encoded)
         if not any(_is_signed(root, _decode(signature), _CERTIFICATE_DOMAIN + data) for root in self._roots):
-            raise BadSignature("the certificate is not by the fleet's root key")
+            raise BadSignature("no root key of the fleet signed the certificate")
         try:
             certificate = msgspec.json.decode(data, type=Certificate)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidRequest) as error:
             raise BadSignature(f"the certificate does not decode: {error}") from None
         if certificate.fleet != self._fleet:
-            raise BadSignature(f"the certificate is for fleet {certificate.fleet}; this is {self._fleet}")
+            raise BadSignature(f"the certificate is for fleet {certificate.fleet}; this fleet is {self._fleet}")
         self._good[text] = certificate
         while len(self._good) > MAX_CACHED:
             self._good.popitem(last=False)
@@ -225,4 +226,4 @@ def _decode(text: str) -> bytes:
     try:
         return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
-        raise BadSignature(f"{text[:20]!r} is no base64url") from None
+        raise BadSignature(f"{text[:20]!r} is not valid base64url") from None

@@ -1,12 +1,12 @@
-"""The folder in which the users of a NATS server are kept: `rollbus auth init` makes it and adds to it.
+"""The folder with the users of a NATS server. `rollbus auth init` creates it and adds users.
 
     DIR/users.json                  all users, with public keys; the source of the next file
-    DIR/users.conf                  the same and what each may do, as a part of a server's configuration
-    DIR/nats-server.conf            a whole configuration that includes it; made once, then its operator's
-    DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to where that user runs
-    DIR/<fleet>/root.seed           the secret of the fleet's root key, which certifies commanders and publishers
+    DIR/users.conf                  all users and their permissions, as a part of a server's configuration
+    DIR/nats-server.conf            a complete configuration that includes it; the operator may edit it
+    DIR/<fleet>/<role>-<name>.creds the secret of one user; may be moved to the user's machine
+    DIR/<fleet>/root.seed           the secret of the root key, which certifies admins, frontends and publishers
 
-A key is written once and never replaced. Each fleet has accounts of its own.
+A key is written once and never replaced. Each fleet has its own accounts.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ WantedUser = tuple[str, Role, str]
 class _Users(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     users: tuple[User, ...] = ()
     leafs: tuple[str, ...] = ()
-    """Accounts that servers name for leaf nodes. They are never removed, because a server rejects a configuration that
-    lacks one."""
+    """Accounts that server configurations name for leaf nodes. They are never removed, because a server rejects a
+    configuration that lacks one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ def known_users(folder: Path) -> tuple[User, ...]:
 
 
 def keep_for_leafs(folder: Path) -> tuple[str, ...]:
-    """Keep all current accounts of leaf nodes from now on, with or without users. Return all kept accounts.
+    """Keep the accounts of all current users for leaf nodes, even if their users are removed. Return all kept accounts.
 
-    Admins share the account of JetStream, which is never included.
+    The account of JetStream, which admins share, is never included.
 
     Raises:
         BusBroken, OSError: as in `ensure_users`.
@@ -143,7 +143,7 @@ def certify(folder: Path, path: Path) -> User:
             if user.public_key == found.public_key:
                 _certify(path, user, ensure_roots(folder / user.fleet))
                 return user
-    raise BusBroken(f"{path} holds the credentials of the {found}, who is none of the users in {folder}")
+    raise BusBroken(f"{path} holds the credentials of the {found}, which is not a user in {folder}")
 
 
 def remove_user(folder: Path, unwanted: WantedUser) -> bool:
@@ -175,11 +175,11 @@ def write_server_config(folder: Path, listen: str, tls: Tls) -> bool:
             certificate there is no TLS.
     """
     lines = [
-        "# Made once by `rollbus auth init`; from here on it is yours.",
+        "# Written once by `rollbus auth init`. Edit it as you need.",
         f"listen: {json.dumps(listen)}",
         "max_payload: 8MB",
         f"jetstream {{ store_dir: {json.dumps(str(folder.absolute() / 'jetstream'), ensure_ascii=False)} }}",
-        "# Who may connect, and what each may do; written anew when users are added. Nobody else is let in.",
+        "# Users and their permissions; rewritten when users are added. Other users are rejected.",
         f"include {CONFIG_FILE}",
     ]
     if tls.cert:
@@ -212,7 +212,7 @@ def _read(folder: Path) -> _Users:
     except FileNotFoundError:
         return _Users()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BusBroken(f"{path} is no list of users: {error}") from error
+        raise BusBroken(f"{path} is not a list of users: {error}") from error
 
 
 def _check_names(users: Iterable[WantedUser]) -> None:
@@ -222,7 +222,7 @@ def _check_names(users: Iterable[WantedUser]) -> None:
         other = roles.setdefault((fleet, name), role) if role in CLIENT_ROLES else role
         if other is not role:
             raise InvalidRequest(
-                field=str(role), problem=f"is {name}, as is the fleet's {other}", allowed="a name of its own"
+                field=str(role), problem=f"is {name}, the name of the fleet's {other}", allowed="a name of its own"
             )
 
 

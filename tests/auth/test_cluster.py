@@ -77,7 +77,7 @@ def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.Captur
     assert "ROLLBUS_NATS=tls://a.example:4222,tls://b.example:4222,tls://c.example:4222" in shown
     before = (tmp_path / "plain/node-a.example.conf").read_text()
     assert main(["nats", "init", "--nodes", "a.example,x,y", "--dir", str(tmp_path / "plain")]) == 2
-    assert "holds node-a.example.conf already" in capsys.readouterr().err
+    assert "already contains node-a.example.conf" in capsys.readouterr().err
     assert (tmp_path / "plain/node-a.example.conf").read_text() == before
     assert not (tmp_path / "plain/node-x.conf").exists()
 

@@ -107,9 +107,9 @@ async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "fields", "problem"),
     [
-        ("alice", {"client": "bob"}, "client is 'bob'; allowed: alice, as the credentials say"),
-        ("alice", {"fleet": "G"}, "fleet is 'G'; allowed: F, as the credentials say"),
-        ("w0", {}, "credentials are those of the worker w0 of fleet F; allowed: those of a client"),
+        ("alice", {"client": "bob"}, "client is 'bob'; allowed: alice, as in the credentials"),
+        ("alice", {"fleet": "G"}, "fleet is 'G'; allowed: F, as in the credentials"),
+        ("w0", {}, "credentials belong to the worker w0 of fleet F; allowed: those of a client"),
     ],
 )
 async def test_names_that_are_not_the_users_are_refused_here(

@@ -73,7 +73,7 @@ def test_what_is_no_credentials_file_is_refused_and_kept(text: str, tmp_path: Pa
     path = credentials_path(tmp_path, *ALICE)
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(BusBroken, match="is no credentials file") as caught:
+    with pytest.raises(BusBroken, match="is not a credentials file") as caught:
         ensure_users(tmp_path, [ALICE])
 
     assert path.read_text() == text
