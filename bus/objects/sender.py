@@ -92,4 +92,6 @@ def _refusal(message: Msg) -> ControlError | None:
     answer: dict[str, Any] = json.loads(message.data) if message.data else {"error": {"description": "no such bucket"}}
     if "error" not in answer:
         return None
-    return ControlError(ControlCode.STORAGE, f"the bucket takes no more: {answer['error'].get('description', '')}")
+    return ControlError(
+        ControlCode.STORAGE, f"the bucket rejected the upload: {answer['error'].get('description', '')}"
+    )

@@ -1,4 +1,4 @@
-"""Publishes a client's requests to the queues: without waiting, and again until the server has answered.
+"""Publishes a client's requests to the queues without waiting, and repeats them until the server has answered.
 
 If the client's share of a lane is full, the publisher holds further requests back until there is room.
 
@@ -32,9 +32,9 @@ REPEAT_S: Final = 2.0
 TICK_S: Final = 0.25
 """Seconds between checks of unanswered publishes."""
 MAX_REPEATS: Final = 1000
-"""Repeats at a time: a slow server must not get even more load."""
+"""Maximum repeats at a time, because more would increase the load of a slow server."""
 MAX_UNANSWERED: Final = 65_536
-"""Publishes without an answer: a second of work for the server, a day of work for a trainer."""
+"""Maximum publishes without an answer: a second of work for the server, a day of work for a trainer."""
 
 _FULL: Final = frozenset({10077, 10023, 10047, 10002})
 """JetStream's errors for a stream, a server, a disk or an account that can store no more."""
@@ -204,7 +204,8 @@ class QueuePublisher:
         """Publish one request. `on_result` receives the result. Wait only while too much data is unsent.
 
         Args:
-            token: comes back in `on_result`. If it waits for a result already, the earlier publish is removed first.
+            token: value that `on_result` receives. If it still waits for a result, the earlier publish is removed
+                first.
             msg_id: the server stores no second message with it.
             ttl_s: the request leaves the queue after this time, in whole seconds, rounded up.
 
@@ -286,7 +287,7 @@ class QueuePublisher:
         return True
 
     def _keep_back(self, number: int, unanswered: _UnansweredPublish) -> None:
-        """Let the request wait for room in this client's share of a lane."""
+        """Hold the request back until this client's share of the lane has room."""
         self._unanswered.pop(number, None)
         self._kept[number] = unanswered
         self._held_back.add(unanswered.subject, number)

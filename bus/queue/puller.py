@@ -100,7 +100,7 @@ class QueuedRequest:
         )
 
     async def in_progress(self) -> None:
-        """Keep it for another `ack_wait_s`."""
+        """Extend the time in which the queue waits for an ack by `ack_wait_s`."""
         await self._publish_ack(b"+WPI")
 
     async def _publish_ack(self, what: bytes) -> None:
@@ -205,7 +205,7 @@ class QueuePuller:
             return RECONNECT_POLL_S
         if self._reconnects != self._nats.counters().reconnects:
             self._reconnects = self._nats.counters().reconnects
-            await self._withdraw()  # a server that was not restarted may have kept them
+            await self._withdraw()  # a server that was not restarted may still have the pulls
         if self._is_paused:
             await self._withdraw()
             return None

@@ -1,7 +1,7 @@
 """Changes the limits of an existing queue without losing a request.
 
-A server that gets a lower limit than the contents of a stream deletes the oldest messages without an error. So the
-limits are compared with the contents first, and workers never change them.
+If a server receives a lower limit than the contents of a stream, it deletes the oldest messages without an error.
+Therefore the limits are first compared with the contents, and workers never change limits.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mappi
         limits: by the names of `QueueLimits`.
 
     Raises:
-        InvalidRequest: a stream has more than a limit, which the error names; this stream is not changed.
+        InvalidRequest: a stream holds more than a limit, which the error names; this stream is not changed.
         BusBroken: JetStream does not answer, or refuses; the message quotes it.
     """
     try:
@@ -53,5 +53,5 @@ def _check_held(stream: str, state: dict[str, Any], bounds: dict[str, Any]) -> N
             raise InvalidRequest(
                 field=bound,
                 problem=f"is {bounds[bound]}, and {stream} holds {now}",
-                allowed=f"{now} or more, until workers have taken some",
+                allowed=f"{now} or more, until workers have pulled some",
             )

@@ -51,7 +51,9 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     """The number of requests in one lane of a model's queue."""
 
     model: str
+    """Name of the model."""
     lane: Lane
+    """The lane."""
     waiting: int
     """Requests that were not delivered to a worker yet."""
     in_hand: int
@@ -109,10 +111,10 @@ def stream_name(subjects: Subjects, model: str, lane: Lane) -> str:
 async def ensure_queue(
     nats: PatchedNatsClient, subjects: Subjects, model: str, limits: QueueLimits | None = None
 ) -> None:
-    """Create the streams and consumers of `model` that are missing; safe to repeat.
+    """Create the streams and consumers of `model` that are missing. Safe to repeat.
 
-    Existing ones stay unchanged, also their limits: a lower limit would delete waiting requests. If nothing is missing,
-    the caller needs no permission to change anything.
+    Existing streams and consumers stay unchanged, including their limits: a lower limit would delete waiting requests.
+    If nothing is missing, the caller needs no permission to change anything.
 
     Raises:
         BusBroken: JetStream does not answer, or refuses; the message quotes it.

@@ -1,4 +1,4 @@
-"""Names of attributes: those of OpenTelemetry's semantic conventions 1.40, and our own, below `rollbus.`.
+"""Names of attributes: those of OpenTelemetry's semantic conventions 1.40, and rollbus's own, below `rollbus.`.
 
 They are repeated here because the package with these names is an extra. A test compares both.
 """

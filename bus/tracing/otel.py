@@ -1,8 +1,8 @@
 """Exports spans with OpenTelemetry. No other module imports OpenTelemetry.
 
-The tracer creates the SDK's spans when a request has ended, with recorded ids and times. So a running request costs
-only these. Three limits bound the export: the sampler; `MAX_SPANS_PER_S`, because the flags of callers may sample
-everything; and the queue of the exporter, whose thread alone waits for the collector.
+The tracer creates the SDK's spans when a request has ended, with recorded ids and times. A running request therefore
+costs only the recording. Three limits bound the export: the sampler; `MAX_SPANS_PER_S`, because the flags of callers
+may sample everything; and the queue of the exporter, whose thread alone waits for the collector.
 """
 
 import copy
@@ -34,11 +34,11 @@ __all__ = ["OtelTracer", "exporting_tracer", "is_provider", "tracer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_SPANS_PER_S: Final = 1000
-"""About 2% of a core in a worker. This is far above the load of one worker, which has two spans per request."""
+"""Maximum spans per second, about 2% of a core in a worker. A worker has two spans per request, far below this."""
 BURST: Final = 2 * MAX_SPANS_PER_S
-"""Requests end together, and a request with many samples has hundreds of spans."""
+"""Spans that may be exported at once. Requests end together, and a request with many samples has hundreds of spans."""
 MAX_QUEUE_SPANS: Final = 2048
-"""The SDK's default for `OTEL_BSP_MAX_QUEUE_SIZE`."""
+"""Maximum spans in the exporter's queue, the SDK's default for `OTEL_BSP_MAX_QUEUE_SIZE`."""
 CLOSE_S: Final = 5.0
 """Seconds for the last spans of a process that ends. A working collector answers in milliseconds."""
 WARN_S: Final = 60.0

@@ -58,7 +58,7 @@ class SpanContext:
 
     @property
     def traceparent(self) -> str:
-        """The W3C format, version 00."""
+        """The context as a W3C `traceparent`, version 00."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
 
     def child(self) -> "SpanContext":

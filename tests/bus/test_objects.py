@@ -165,7 +165,7 @@ async def test_a_full_bucket_is_an_error_and_leaves_nothing(nats_url: str, tmp_p
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put_folder(nats, bucket, "small", write_folder(tmp_path / "small", a=10), max_bytes=2 * MEGABYTE)
 
-        with pytest.raises(ControlError, match="the bucket takes no more: maximum bytes exceeded") as raised:
+        with pytest.raises(ControlError, match="the bucket rejected the upload: maximum bytes exceeded") as raised:
             await put(nats, bucket, "large", source)
 
         assert raised.value.code is ControlCode.STORAGE
@@ -285,7 +285,7 @@ async def test_a_bucket_gets_another_size_but_none_below_what_it_holds(nats_url:
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await set_bucket_bytes(nats, bucket, 2 * MEGABYTE)
         await put(nats, bucket, "p", write_folder(tmp_path / "p", a=MEGABYTE))
-        with pytest.raises(ControlError, match=r"takes no more"):
+        with pytest.raises(ControlError, match=r"rejected the upload"):
             await put(nats, bucket, "q", write_folder(tmp_path / "q", a=MEGABYTE))
         await set_bucket_bytes(nats, bucket, 3 * MEGABYTE)
         await put(nats, bucket, "q", tmp_path / "q")

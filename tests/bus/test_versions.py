@@ -183,7 +183,7 @@ async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
                 finally:
                     closed.append(True)
 
-            with pytest.raises(ControlError, match="takes no more"):
+            with pytest.raises(ControlError, match="has no room"):
                 await store.begin(1).put("a.safetensors", endless())
             assert closed == [True]
 

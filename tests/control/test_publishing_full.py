@@ -91,7 +91,7 @@ async def test_a_first_version_that_cannot_fit_is_refused_before_its_first_byte(
     ):
         for large, said in (
             (tensors(1, 4 * MEGABYTE), "an anchor \\(first\\) takes"),
-            (iter(tensors(1, 4 * MEGABYTE).items()), "takes no more"),
+            (iter(tensors(1, 4 * MEGABYTE).items()), "has no room"),
         ):
             with pytest.raises(ControlError, match=said) as raised:
                 await publisher.publish(large, version=1, update=False)

@@ -47,7 +47,7 @@ MARGIN_S: Final = 5.0
 MAX_DELTAS: Final = 16
 """Versions after an anchor, before the next anchor: the deltas that a new worker applies one after another."""
 YOUNG_S: Final = 3600.0
-"""Younger folders are kept: a controller may be about to record one, or a worker about to fetch one."""
+"""Age in seconds below which folders are kept: a controller may be about to record one, or a worker to fetch one."""
 PRESSED_S: Final = 60.0
 """Replaces `YOUNG_S` if the bucket has no room: a controller needs seconds to record a version."""
 SPARE_BYTES: Final = 4 * 1024**2
@@ -135,7 +135,7 @@ def check_lease(record: ChainRecord, holder: Holder, epoch: int) -> None:
         raise ControlError(
             ControlCode.STORAGE,
             f"the server has lost its store, and with it the lease of epoch {epoch} on the published weights of "
-            f"{record.model!r}: what was being published is not; the next publication begins a new chain",
+            f"{record.model!r}: the version in progress is not published; the next publication begins a new chain",
         )
     other = "another publisher" if record.holder is None else record.holder.publisher
     raise ControlError(
@@ -226,8 +226,8 @@ def contents(
         return Contents(anchor=False, delta=True)
     raise ControlError(
         ControlCode.STORAGE,
-        f"an anchor ({reason}) takes {needed} bytes, and of the bucket's {limit} bytes {used} are used; an admin gives "
-        "it more: rollbus make-queue MODEL --upload-bytes N",
+        f"an anchor ({reason}) takes {needed} bytes, and of the bucket's {limit} bytes {used} are used; an admin can "
+        "enlarge it: rollbus make-queue MODEL --upload-bytes N",
     )
 
 
@@ -272,8 +272,8 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
         links = _bounded((*links, own), record.noted)
     if manifest.links != expected:
         raise LocalProtocolError(
-            f"the manifest of version {manifest.version} names {len(manifest.links)} links that are not the "
-            f"{len(expected)} from the last anchor on"
+            f"the manifest of version {manifest.version} has {len(manifest.links)} links, which differ from the "
+            f"{len(expected)} links since the last anchor"
         )
     return replace(record, links=links, opened=None)
 

@@ -74,7 +74,7 @@ def encode_delta(old: npt.NDArray[np.uint8] | None, new: npt.NDArray[np.uint8], 
     Args:
         old: u1[num_bytes], the previous content; None: there is none.
         new: u1[num_bytes], the new content.
-        item_bytes: of an element: 1, 2, 4 or 8.
+        item_bytes: bytes of an element: 1, 2, 4 or 8.
     """
     sparse = None if old is None else _sparse(_items(old, item_bytes), _items(new, item_bytes), item_bytes)
     if sparse is not None:
@@ -96,7 +96,7 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
     """
     items = _items(content, item_bytes)
     if not 0 <= encoded.num_changed <= len(items):
-        raise DeltaError(f"{encoded.num_changed} of {len(items)} elements are said to have changed")
+        raise DeltaError(f"the delta changes {encoded.num_changed} elements of {len(items)}")
     if encoded.body_bytes > max_body_bytes(encoded.encoding, encoded.num_changed, len(items), item_bytes):
         raise DeltaError(
             f"{encoded.body_bytes} bytes are too many for {encoded.num_changed} changes of {len(items)} elements"
@@ -104,12 +104,12 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
     body = _decompress(encoded.data, encoded.body_bytes)
     if encoded.encoding == "dense":
         if len(body) != len(content):
-            raise DeltaError(f"{len(body)} bytes are the whole of a tensor that has {len(content)}")
+            raise DeltaError(f"a dense encoding of {len(body)} bytes for a tensor of {len(content)} bytes")
         content[:] = _joined(body, item_bytes)
     elif encoded.encoding == "sparse":
         _move(items, *_gaps_and_steps(body, encoded.num_changed, item_bytes), np.add)
     elif len(body):
-        raise DeltaError(f"{len(body)} bytes came for a tensor that is the same")
+        raise DeltaError(f"{len(body)} bytes for a tensor that is the same")
 
 
 def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int) -> None:
@@ -124,7 +124,7 @@ def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int
         DeltaError: `encoded` is dense, or of another tensor.
     """
     if encoded.encoding == "dense":
-        raise DeltaError("a whole content does not say what was before it")
+        raise DeltaError("a dense encoding does not contain the previous content")
     if encoded.encoding == "sparse":
         body = _decompress(encoded.data, encoded.body_bytes)
         parts = _gaps_and_steps(body, encoded.num_changed, item_bytes)
@@ -251,7 +251,7 @@ def _move(
         after = np.cumsum(block + is_end.astype(np.int64)) + position
         position = int(after[-1])
         if position > len(items):
-            raise DeltaError(f"element {position - 1} is said to have changed; there are {len(items)}")
+            raise DeltaError(f"the delta changes element {position - 1}; there are {len(items)}")
         positions = after[is_end]
         positions -= 1
         taken = steps[num_done : num_done + len(positions)]
@@ -260,7 +260,7 @@ def _move(
         items[positions] = by(items[positions], _with_high_sign(taken))
         num_done += len(positions)
     if num_done != len(steps) or (len(stream) and stream[-1] == GO_ON) or (len(steps) and not len(stream)):
-        raise DeltaError(f"the gaps of {len(steps)} changed elements end elsewhere")
+        raise DeltaError(f"the gaps do not match the {len(steps)} changed elements")
 
 
 def _planes(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.uint8]:
