@@ -89,7 +89,7 @@ def _sample(trace: Trace, branch: Branch, advantage: float) -> Sample:
         loss_mask=np.array(branch.sampled_mask, np.bool_),
         logprobs=np.array(branch.logprobs, np.float32),
         weight_versions=np.array(versions, np.int32),
-        # verifiers copies a row for the last token, which has passed through no model.
+        # verifiers copies a row for the last token, which did not pass through the model.
         routed_experts=None if rows is None else rows[:-1],
         advantage=advantage,
     )

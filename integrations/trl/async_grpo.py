@@ -41,7 +41,7 @@ FULL_WAIT_S: Final = 0.2
 MAX_METRICS: Final = 1024
 """Maximum number of measurements that wait for the trainer's next log. Later ones are dropped."""
 UNFINISHED: Final = frozenset({FinishReason.ERROR, FinishReason.ABORT})
-"""Finish reasons that exclude a group from training. An answer that was cut from outside is no sample of the policy."""
+"""Finish reasons that exclude a group from training. An aborted answer is no sample of the policy."""
 NO_TEXT: Final = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a dataset that reward functions receive under other names."""
 
@@ -70,7 +70,7 @@ class WeightTransfer(PolicyPublisher):
         """Do nothing. Workers serve while they stage, and pause for the switch on their own."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish a version. The iterator is drawn to its end, because other ranks wait in it."""
+        """Publish a version. The iterator is consumed to its end, because other ranks wait in it."""
         if self._policy is None:
             self.publish(iterator)
             return
@@ -111,7 +111,7 @@ class RolloutWorker:
         metrics_queue: queue of maps from a metric's name to a number or to (numerator, denominator).
     """
 
-    def __init__(  # noqa: PLR0913 - each is something that only the caller knows
+    def __init__(  # noqa: PLR0913 - only the caller knows these values
         self,
         url: str | None = None,
         *,
@@ -213,7 +213,7 @@ class RolloutWorker:
                 for generation in generations:
                     group, row = self._rows.pop(generation.request_id)
                     if any(answer.finish_reason in UNFINISHED for answer in (generation, *generation.siblings)):
-                        # No sign of health: the trainer must notice a fleet in which every group fails.
+                        # Do not update `_beat`: the trainer must notice a fleet in which every group fails.
                         self._skip(generation)
                         continue
                     self._beat = time.monotonic()

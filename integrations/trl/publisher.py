@@ -83,7 +83,8 @@ class PolicyPublisher:
         """Publish a version, and wait until each live worker has loaded it. Workers that die meanwhile are left out.
 
         Args:
-            tensors: all tensors of the model as (name, tensor), named as in the checkpoint. They are drawn to the end.
+            tensors: all tensors of the model as (name, tensor), named as in the checkpoint. The iterable is consumed to
+                its end.
 
         Raises:
             InvalidRequest: a tensor differs in kind from the checkpoint.

@@ -18,8 +18,8 @@ from .prompts import sampling_of, seeded, token_ids_of
 __all__ = ["Rollouts"]
 
 MAX_STOPS: Final = 16
-"""Maximum number of interruptions in one step, for example by `pause --mode abort`. Then a cut answer is kept as it
-is."""
+"""Maximum number of interruptions in one step, for example by `pause --mode abort`. After that, an interrupted answer
+is kept as it is."""
 
 
 class Rollouts:

@@ -314,7 +314,7 @@ async def test_a_publisher_gives_no_other_commands(tmp_path: Path) -> None:
         async with rollbus.connect(attack.guard.login("carol")) as rb:
             await rb.fleet.wait_for_workers()
             for refused in (rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache):
-                with pytest.raises(ControlError, match="publisher carol may not give") as caught:
+                with pytest.raises(ControlError, match="publisher carol may not send") as caught:
                     await refused()
                 assert caught.value.code is ControlCode.NOT_ALLOWED
         await attack.assert_unmoved()

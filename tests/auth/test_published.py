@@ -196,11 +196,11 @@ async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures
         folder = write_adapter(tmp_path / "tuned")
         # Refused before the first byte, not by the workers after the last one.
         before = await stored_names(guard)
-        with pytest.raises(rollbus.ControlError, match=r"may not give load_lora.* update=False stores"):
+        with pytest.raises(rollbus.ControlError, match=r"may not send load_lora.* update=False stores"):
             await publisher.publish_adapter("tuned", [], version=7, config={})
         assert await stored_names(guard) == before
         adapter = await publisher.publish_adapter("tuned", folder, version=7, update=False)
-        with pytest.raises(rollbus.ControlError, match="publisher carol may not give load_lora"):
+        with pytest.raises(rollbus.ControlError, match="publisher carol may not send load_lora"):
             await carol.fleet.load_lora("tuned", objects=adapter.objects, version=7)
         boss = await stack.enter_async_context(rollbus.connect(guard.login("boss")))
         await boss.fleet.load_lora("tuned", objects=adapter.objects, version=7, model=MODEL)

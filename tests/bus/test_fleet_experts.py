@@ -157,7 +157,7 @@ async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -
     assert (answers.asked, answers.num_workers) == (("new",), 3)
     assert answers.left_out == {
         "old": "the worker runs an earlier release, which does not answer this command",
-        "dense": "its engine returns no routing",
+        "dense": "its engine returns no routed experts",
     }
 
 

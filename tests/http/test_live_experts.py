@@ -64,7 +64,7 @@ async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
         for query, words in (
             ("?experts=other", "other"),
             ("?experts=synthetic&worker=nobody", "nobody"),
-            ("?experts=synthetic", f"{worker.worker}: its engine returns no routing"),
+            ("?experts=synthetic", f"{worker.worker}: its engine returns no routed experts"),
         ):
             async with watching(http, query) as stream:
                 event = await stream.next("experts")

@@ -33,7 +33,7 @@ def check_authority(by: Certificate, command: Command, model: str) -> None:
     if not by.covers_command(command.command):
         allowed = ", ".join(by.commands or ())
         raise ControlError(
-            ControlCode.NOT_ALLOWED, f"{by.role} {by.name} may not give {command.command}; allowed: {allowed}"
+            ControlCode.NOT_ALLOWED, f"{by.role} {by.name} may not send {command.command}; allowed: {allowed}"
         )
     if not by.covers_model(model):
         allowed = ", ".join(by.models or ())
@@ -83,7 +83,7 @@ def check_limited_state(by: Certificate, state: DesiredState, base: DesiredState
     if state.epoch < base.epoch:
         raise RemoteProtocolError(f"{who} has written epoch {state.epoch} over epoch {base.epoch}")
     if base.bucket not in {"", state.bucket}:
-        raise RemoteProtocolError(f"{who} has written another bucket's id")
+        raise RemoteProtocolError(f"{who} wrote the id of another bucket")
     own = frozenset(register for command, register in _REGISTERS.items() if by.covers_command(command))
     if _without(state, own) != _without(base, own):
         raise RemoteProtocolError(f"{who} has changed more than {', '.join(sorted(own))}")

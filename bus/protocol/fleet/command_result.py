@@ -52,10 +52,13 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Seconds from the first publication until all workers had acked or the time was over."""
     applied: dict[str, Ack] = {}
-    """Final acks by worker. The next three maps are final acks as well."""
+    """By worker: the final acks of workers that applied the command."""
     failed: dict[str, Ack] = {}
+    """The final acks of workers that failed to apply the command."""
     unsupported: dict[str, Ack] = {}
+    """The final acks of workers whose engine does not support the command."""
     stale: dict[str, Ack] = {}
+    """The final acks of workers that have a later command."""
     late: dict[str, Ack] = {}
     """Workers that sent an ack, but no final ack in time, each with its last ack. They may still apply the command."""
     missing: dict[str, str] = {}

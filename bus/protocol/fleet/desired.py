@@ -77,8 +77,8 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
 def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> bool:
     """Return True if `written` was stored before `state` was read.
 
-    The write of `written` over `over` was not answered. The ids of its commands in `seen` are the proof: later writes
-    may have changed all else.
+    Use this if the write of `written` over `over` was not answered. The new command ids in `seen` prove the write,
+    because later writes may have changed all other fields.
     """
     own = set(written.seen) - set(over.seen)
     return state == written or (bool(own) and own <= set(state.seen))

@@ -26,7 +26,7 @@ MAX_PROOF_S: Final = 3.0
 to end its requests.
 """
 PROOF_OF_LEASE: Final = 0.6
-"""The same as a share of the lease, which may be short."""
+"""The same time as a share of the lease. The shorter of the two times counts."""
 TIE_S: Final = 1.0
 """If the times of two workers differ by less, the order of the incarnations decides. Both hold the id, or both do not.
 """
@@ -67,9 +67,9 @@ class DuplicateWatch:
     """Tracks the other workers with this worker's id.
 
     Args:
-        lease_s: of this worker.
-        listen_s: how long it listens before it serves; 0: its id is unique by construction.
-        now: the time at which it starts to listen.
+        lease_s: lease in seconds of this worker.
+        listen_s: seconds for which it listens before it serves; 0: its id is unique by construction.
+        now: time at which it starts to listen.
     """
 
     def __init__(self, lease_s: float, listen_s: float, now: float) -> None:

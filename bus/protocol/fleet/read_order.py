@@ -46,7 +46,7 @@ class ReadOrder:
         """Judge a read. A read that is not stale is the reference for later reads.
 
         Args:
-            state: None: no state was ever recorded there.
+            state: state that was read; None: no state was ever recorded.
         """
         verdict = self._compare(state)
         if verdict is ReadVerdict.STALE:

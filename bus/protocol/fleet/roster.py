@@ -39,9 +39,9 @@ def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand
     """Return the live `workers` that must ack `command`.
 
     Raises:
-        NoWorkers: there is none; the message has the states of the workers that are present.
-        InvalidRequest: a worker that the command names is not among them; no worker of its model is known; it names no
-            model although it must; or it has a field that a worker of its model cannot decode.
+        NoWorkers: no live worker can ack; the message has the states of the other workers.
+        InvalidRequest: a named worker cannot ack; no worker of the named model is known; the command names no model
+            although it must; or a worker of the model cannot decode one of its fields.
     """
     known = [worker for worker in workers if command.model in (None, worker.model)]
     if workers and not known:

@@ -124,7 +124,7 @@ class CommandBook:
         A command may arrive after its first acks. Then these acks count, and the other workers are awaited.
 
         Args:
-            workers: those that must ack.
+            workers: ids of the workers that must ack.
         """
         known = self._commands.get((controller, command.id))
         if known is not None and known.is_heard:

@@ -67,14 +67,14 @@ def _why_unable(worker: WorkerPresence) -> str | None:
     if not capabilities.telemetry_reads:
         return "the worker runs an earlier release, which does not answer this command"
     if capabilities.routed_experts is None:
-        return f"its engine returns no routing{f': {why}' if (why := capabilities.routing_refusal) else ''}"
+        return f"its engine returns no routed experts{f': {why}' if (why := capabilities.routing_refusal) else ''}"
     return None
 
 
 def loads_of(result: CommandResult) -> tuple[dict[str, ExpertLoad], dict[str, str]]:
     """Return the answers of the workers to a `read_experts`, and the reason for each missing answer."""
     loads = {worker: ack.experts for worker, ack in result.applied.items() if ack.experts is not None}
-    silent = {worker: "its engine returns no routing" for worker in result.applied if worker not in loads}
+    silent = {worker: "its engine returns no routed experts" for worker in result.applied if worker not in loads}
     for acks in (result.failed, result.unsupported, result.stale, result.late):
         for worker, ack in acks.items():
             silent[worker] = f"it is at {ack.status}" if ack.error is None else ack.error.message

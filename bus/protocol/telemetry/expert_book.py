@@ -22,7 +22,7 @@ __all__ = ["INTERVAL_S", "KEPT_INTERVALS", "ExpertBook", "Plane", "Window", "is_
 
 INTERVAL_S: Final = 5.0
 KEPT_INTERVALS: Final = 24
-"""Two minutes: a reader that asks for the last minute may be late."""
+"""Number of kept intervals, which cover two minutes: a reader that asks for the last minute may be late."""
 MAX_PENDING_ROWS: Final = 512
 """Rows that wait to be counted. To count them takes a third of a millisecond; larger batches are no faster per row."""
 
@@ -71,8 +71,8 @@ class ExpertBook:
     a plane takes 187 KB.
 
     Args:
-        routing: of the engine's model, for which `is_countable` must be True.
-        now: in seconds, as everywhere in this module.
+        routing: routed experts of the engine's model; `is_countable` must be True for it.
+        now: present time in seconds.
         unix_now: the same moment as Unix time.
     """
 

@@ -162,10 +162,10 @@ def decode_counts(data: bytes, num_layers: int, num_experts: int, *, name: str =
     """Decode the result of `encode_counts`. This uses at most the memory of the given shape.
 
     Args:
-        name: of the field, for errors.
+        name: name of the field, for errors.
 
     Raises:
-        RemoteProtocolError: it has another size, is not valid zlib, or has a count above 2**53.
+        RemoteProtocolError: the data has another size, is not valid zlib, or has a count above 2**53.
     """
     cells = num_layers * num_experts
     if cells > MAX_EXPERT_CELLS:
@@ -195,7 +195,7 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     """Add up the answers of these workers of one model, for the 8 highest weight versions.
 
     Returns:
-        The sum; None without a worker. And the reason for each worker that is left out: its answer is unusable, its
+        The sum, or None without a worker. Also the reason for each worker that is left out: its answer is unusable, its
         routed experts have another shape than those of most workers, or all of its versions are older than the 8
         highest.
     """

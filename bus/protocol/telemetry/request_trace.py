@@ -49,7 +49,7 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
     """Merge the answers to `read_request`. Name the workers without an answer.
 
     Args:
-        result: of the command; it may have no answers.
+        result: result of the command; it may have no answers.
     """
     acks = result.applied.values()
     found = sorted((each for ack in acks for each in _of_worker(ack)), key=_order)

@@ -88,7 +88,7 @@ class History:
     """The last hour. The caller passes in the time as the number of a step of `STEP_S` seconds.
 
     Attributes:
-        number: of the last point; 0: there is none.
+        number: number of the last point; 0: there is none.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class History:
         A worker or model without a point for an hour is removed.
 
         Args:
-            number: of the step, above `self.number`; else nothing is added.
+            number: number of the step. If it is not above `self.number`, nothing is added.
         """
         if number <= self.number:
             return

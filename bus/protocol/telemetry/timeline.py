@@ -152,7 +152,7 @@ class TimelineBook:
         """Begin the timeline of a received request.
 
         Args:
-            lane: of the queue; None: the request was placed at this worker.
+            lane: lane of the queue; None: the request was placed at this worker.
             published_at: the time at which the queue stored it.
         """
         self._num_begun += 1

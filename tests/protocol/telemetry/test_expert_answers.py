@@ -52,8 +52,8 @@ def test_those_that_cannot_answer_are_named() -> None:
     assert asked == ("good",)
     assert unable == {
         "old": "the worker runs an earlier release, which does not answer this command",
-        "dense": "its engine returns no routing",
-        "refuses": "its engine returns no routing: it was told not to",
+        "dense": "its engine returns no routed experts",
+        "refuses": "its engine returns no routed experts: it was told not to",
         "starts": "it is serving",
     }
     assert choose_workers(fleet, ["old"]) == ((), {"old": unable["old"]})
