@@ -4,8 +4,8 @@ NATS checks the subject of a publish but never its reply subject. JetStream answ
 permission check, but only in the account of the sender. Each fleet therefore has three kinds of accounts:
 
     <fleet>                  JetStream and the admins
-    <fleet>~workers          all workers; it owns nothing
-    <fleet>~<role>~<name>    one trainer, publisher, frontend or viewer each; it owns nothing
+    <fleet>~workers          all workers; it has no JetStream
+    <fleet>~<role>~<name>    one trainer, publisher, frontend or viewer; it has no JetStream
 
 An account imports only what the permissions of its users allow. Otherwise an answer on an imported subject could
 continue into the account that exports it. No fleet, role or name contains a `~`.

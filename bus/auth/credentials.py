@@ -104,7 +104,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         _ = self.user, Signatures(self)
 
     def __repr__(self) -> str:
-        """One line without the key."""
+        """Return one line without the key."""
         return f"<Credentials of {self.role} {self.name} of fleet {self.fleet}>"
 
     @property

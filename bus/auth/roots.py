@@ -47,7 +47,7 @@ class Roots:
     secrets: tuple[bytes, ...]
 
     def __repr__(self) -> str:
-        """One line without keys."""
+        """Return one line without keys."""
         return f"<Roots {len(self.secrets)}>"
 
     def certify(self, credentials: Credentials, user: User) -> Credentials:

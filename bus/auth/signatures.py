@@ -89,7 +89,7 @@ class Signatures:
         self._good: OrderedDict[str, Certificate] = OrderedDict()
 
     def __repr__(self) -> str:
-        """One line without keys."""
+        """Return one line without keys."""
         return f"<Signatures fleet={self._fleet} signs={bool(self._certificate)} roots={len(self._roots)}>"
 
     @property

@@ -88,7 +88,7 @@ class AckCollector:
         self.bad_messages = 0
 
     def __repr__(self) -> str:
-        """One line with the commands under way."""
+        """Return one line with the commands under way."""
         return f"<AckCollector {self._controller} {[each.tracker for each in self._under_way.values()]}>"
 
     async def start(self) -> None:
@@ -142,7 +142,7 @@ class AckCollector:
 
         Raises:
             PermissionDenied: this user may not publish commands.
-            BusBroken: the connection was lost for good.
+            BusBroken: the connection was lost permanently.
             LocalProtocolError: the command is over the server's `max_payload`.
         """
         under_way = self._under_way[tracker.id]

@@ -40,7 +40,7 @@ class ChainKey:
         self.bucket: Final = published_bucket(fleet, model)
 
     def __repr__(self) -> str:
-        """One line with the bucket."""
+        """Return one line with the bucket."""
         return f"<ChainKey {self.bucket}>"
 
     async def bucket_state(self) -> BucketState:

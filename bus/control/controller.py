@@ -103,7 +103,7 @@ class Controller:
         self.collector = AckCollector(nats, subjects, controller)
 
     def __repr__(self) -> str:
-        """One line with the commands under way."""
+        """Return one line with the commands under way."""
         return f"<Controller {self.collector!r}>"
 
     async def send(

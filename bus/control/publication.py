@@ -79,7 +79,7 @@ class Publication:
         self._reason = ""
 
     def __repr__(self) -> str:
-        """One line with what is stored so far."""
+        """Return one line with the number of stored objects and bytes."""
         return f"<Publication {self.objects} objects={len(self._infos)} bytes={sum(i.size for i in self._infos)}>"
 
     @property
@@ -191,7 +191,7 @@ class Publication:
         """Store the list of this rank's objects and tensors for rank 0, which owns the objects from then on.
 
         Args:
-            rank: of this process; not 0.
+            rank: number of this process; not 0.
             tensors: entries for the manifest.
 
         Raises:

@@ -46,7 +46,7 @@ class RankWatch:
         self._silences: defaultdict[int, Silence] = defaultdict(Silence)
 
     def __repr__(self) -> str:
-        """One line with the ranks."""
+        """Return one line with the ranks."""
         return f"<RankWatch {self._prefix} joined={sorted(self.joined)}>"
 
     @property

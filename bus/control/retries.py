@@ -28,7 +28,7 @@ class Retries:
         self._refused_at: int | None = None
 
     def __repr__(self) -> str:
-        """One line with the end."""
+        """Return one line with the end."""
         return f"<Retries ends_at={self._ends_at}>"
 
     async def note_refusal(self, sequence: int) -> None:

@@ -100,7 +100,7 @@ class Revisions:
         """Number of invalid revisions."""
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"<Revisions of {len(self._known)} models refused={self.refused}>"
 
     def subject(self, model: str) -> str:

@@ -58,7 +58,7 @@ class DesiredStore:
         self._single_until = -math.inf
 
     def __repr__(self) -> str:
-        """One line with the fleet."""
+        """Return one line with the fleet."""
         return f"<DesiredStore {self._subjects.fleet}>"
 
     def subject(self, model: str) -> str:

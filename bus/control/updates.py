@@ -52,7 +52,7 @@ class Updates:
         self._uploads = uploads
 
     def __repr__(self) -> str:
-        """One line with the commands under way."""
+        """Return one line with the commands under way."""
         return f"<Updates {self._controller!r}>"
 
     async def update_weights(
@@ -65,8 +65,8 @@ class Updates:
         majority of the workers with their dtype are fenced, and count as failed.
 
         Args:
-            min_staged: record the command as soon as so many workers have staged the source. The other workers serve
-                nothing until they have it. None: all workers must stage it.
+            min_staged: number of workers that must have staged the source before the command is recorded. The other
+                workers serve nothing until they have it. None: all workers.
             upload: the source's path is on this machine; upload it to the object store, from which the workers read it.
 
         Cancellation: before the recording, nothing changes; after it, the workers continue.

@@ -37,7 +37,7 @@ class Uploads:
         self._is_publisher = credentials is not None and credentials.role is Role.PUBLISHER
 
     def __repr__(self) -> str:
-        """One line with the fleet."""
+        """Return one line with the fleet."""
         return f"<Uploads {self._fleet}>"
 
     def _bucket(self, model: str) -> str:

@@ -54,7 +54,7 @@ class Cleaning:
         """Names of objects that belong to no published version."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<Cleaning {self._bucket} folders={len(self._ages)} others={len(self._others)}>"
 
     async def look(self) -> None:

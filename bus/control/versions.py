@@ -71,7 +71,7 @@ class VersionStore:
         self._renewing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """One line with the model and the lease."""
+        """Return one line with the model and the lease."""
         return f"<VersionStore {self._model} epoch={self._epoch} links={len(self.record.links)}>"
 
     async def open(self, *, with_lease: bool = True) -> None:
@@ -160,7 +160,7 @@ class VersionStore:
         """Begin a publication, under a folder of its own.
 
         Args:
-            version: of the weights, or of the adapter.
+            version: version of the weights or of the adapter.
             adapter: name of the LoRA adapter; None: weights of the model.
             has_delta: True if it will contain a tensor delta; for ranks that join.
             has_anchor: True if it will contain the whole checkpoint.

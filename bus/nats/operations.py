@@ -76,7 +76,7 @@ class OperationReader:
         """Approximate memory of complete operations that were not popped."""
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<OperationReader whole={len(self._whole)} unread_bytes={self.unread_bytes}>"
 
     @property

@@ -33,7 +33,7 @@ class ObjectReader:
         self._rate = None if fetch_rate is None else TokenBucket(fetch_rate, time.monotonic())
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return one line."""
         return f"<ObjectReader {self._name}>"
 
     @contextlib.asynccontextmanager

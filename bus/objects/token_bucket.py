@@ -22,7 +22,7 @@ class TokenBucket:
         """Time at which the counted bytes would have passed at exactly the rate."""
 
     def __repr__(self) -> str:
-        """One line with the rate."""
+        """Return one line with the rate."""
         return f"<TokenBucket rate={self._rate}>"
 
     def spend(self, num_bytes: int, now: float) -> float:

@@ -155,7 +155,7 @@ class QueuePublisher:
         Requests that were held back are published when there is room.
 
         Raises:
-            BusClosed: this process closed the connection.
+            BusClosed: the connection was closed locally.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_repeats())
@@ -213,8 +213,8 @@ class QueuePublisher:
 
         Raises:
             LocalProtocolError: `data`, with its headers, is larger than the server's `max_payload`.
-            BusBroken: the connection is down and its buffer is full, or it was lost for good.
-            BusClosed: this process closed the connection.
+            BusBroken: the connection is down and its buffer is full, or it was lost permanently.
+            BusClosed: the connection was closed locally.
         """
         self.remove(token)
         if self.is_full:

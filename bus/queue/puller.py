@@ -1,4 +1,4 @@
-"""Pulls requests from a model's queue for a worker: as many as there is room for, the lanes in their order.
+"""Pulls requests from a model's queue for a worker: as many as the worker has room for, in the order of the lanes.
 
 Invariant: a request is handed over, or returned (nak) for another worker. If neither happens, because the request or
 its pull was lost, the server delivers the request again after `ack_wait_s`.
@@ -86,7 +86,7 @@ class QueuedRequest:
         """Requests that waited in the lane behind it, without redelivered ones."""
 
     def __repr__(self) -> str:
-        """One line without content."""
+        """Return one line without content."""
         return f"<QueuedRequest {self.subject} bytes={len(self.data)} num_delivered={self.num_delivered}>"
 
     async def ack(self) -> None:
@@ -178,8 +178,8 @@ class QueuePuller:
         This survives lost connections, restarted servers and deleted streams.
 
         Raises:
-            BusBroken: the connection was lost for good.
-            BusClosed: this process closed it.
+            BusBroken: the connection was lost permanently.
+            BusClosed: the connection was closed locally.
         """
         try:
             while True:

@@ -138,11 +138,11 @@ class AckTracker:
     """The workers that must ack one command, and the acks that have arrived.
 
     Args:
-        command: its name.
-        id: of the command.
-        workers: those that must ack, in their present incarnations.
-        now: in seconds, as everywhere in this module.
-        quorum: the workers to wait for; None: all.
+        command: name of the command.
+        id: id of the command.
+        workers: workers that must ack, in their present incarnations.
+        now: present time in seconds.
+        quorum: workers to wait for; None: all.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class AckTracker:
 
 
 def _as_failed(ack: Ack) -> Ack:
-    """Return a failed ack in place of an ack for another command with our id: our command was not executed."""
+    """Return a failed ack in place of an ack for another command with this id: this command was not executed."""
     error = AckError(
         code=ControlCode.INVALID_COMMAND,
         message=f"the id belongs to another command, {ack.command}; allowed: a new id for each command",

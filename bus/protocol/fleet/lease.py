@@ -13,7 +13,7 @@ __all__ = ["ClientLeases", "EndedIncarnation", "WorkerLease"]
 DEFAULT_LEASE_S = 5.0
 """The lease in seconds of a client from which a message but no presence has arrived."""
 MAX_LEASE_S = 60.0
-"""The longest lease in seconds, whatever presence states: data that a client or worker leaves behind must expire."""
+"""The maximum lease in seconds, even if presence states more: data that a lost client or worker leaves must expire."""
 MAX_CLIENTS = 65_536
 """The number of live client incarnations, and also that of remembered dead ones. The oldest dead ones are removed."""
 
@@ -76,7 +76,7 @@ class ClientLeases:
         self._margin_s = margin_s
         self._live: dict[str, dict[str, _Lease]] = {}
         self._num_live = 0
-        # (client, incarnation) -> True if it ended for good. An expired one may come back.
+        # (client, incarnation) -> True if it ended permanently. An expired incarnation may come back.
         self._dead: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class ClientLeases:
         """Handle presence. Return the incarnations of this client that it ended.
 
         The first presence of an incarnation ends all other incarnations of the same client. An incarnation that ended
-        for good stays ended.
+        permanently stays ended.
         """
         client, incarnation = presence.client, presence.incarnation
         if presence.state is ClientState.CLOSED:

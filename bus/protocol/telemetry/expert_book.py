@@ -100,7 +100,7 @@ class ExpertBook:
         self._answers: dict[tuple[int, Window], ExpertLoad] = {}
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<ExpertBook number={self._number} kept={len(self._intervals)} versions={list(self._totals)}>"
 
     def add_computed(self, plane: Plane, count: int, weight_version: int, now: float) -> None:
