@@ -35,7 +35,7 @@ LOGIN_OPTIONS = (
     ("creds", CREDENTIALS_VARIABLE, "credentials of the NATS user to connect as", "none"),
     ("tls-ca", "ROLLBUS_TLS_CA", "CA certificates to trust", "those of the system"),
     ("tls-cert", "ROLLBUS_TLS_CERT", "client certificate", "none"),
-    ("tls-key", "ROLLBUS_TLS_KEY", "its key", "none"),
+    ("tls-key", "ROLLBUS_TLS_KEY", "key of the client certificate", "none"),
 )
 """Login options: option, environment variable, help and default. Child processes read the environment variable."""
 EXIT_CODES = "exit codes: 0 ok, 1 failed, 2 usage, 3 partial acks, 4 timeout, 5 no workers, 130 interrupted"
@@ -53,13 +53,16 @@ class CliCommand(Protocol):
     HELP: str
     """The line for `rollbus --help`."""
     EXAMPLES: Sequence[str]
-    """Two to four command lines at the end of its help. Each works as pasted."""
+    """Two to four command lines at the end of the help of the subcommand. Each works without changes."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options. With `READS_NO_CREDENTIALS`, `run` reads `--creds` and `--fleet` itself."""
+        """Add the options of the subcommand.
+
+        If the module sets `READS_NO_CREDENTIALS`, `run` reads `--creds` and `--fleet` itself.
+        """
 
     def run(self, args: argparse.Namespace) -> int | Coroutine[object, object, int]:
-        """Run the subcommand and return the exit code, or return a coroutine that does so."""
+        """Run the subcommand and return the exit code, or return a coroutine that returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rollbus {__version__}")
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND [options]")
-    named = as_section("options of every command, in full in rollbus --help", [" ".join(option_names(common))])
+    named = as_section("options of every command (rollbus --help describes them)", [" ".join(option_names(common))])
     for action in common._actions:
         action.help = argparse.SUPPRESS
     for module in pkgutil.iter_modules(commands.__path__):
@@ -188,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _NamedServer(argparse.Action):
-    """Stores --nats and the fact that the user gave it: `up` may replace only the default port by another one."""
+    """Stores --nats and the fact that the user set it: `up` may change the port only if the user did not set it."""
 
     def __call__(
         self,
@@ -197,7 +200,7 @@ class _NamedServer(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
-        """Store the value and the fact that the user gave it."""
+        """Store the value and the fact that the user set it."""
         namespace.nats, namespace.is_nats_named = values, True
 
 
@@ -228,7 +231,7 @@ def _common_options() -> CliParser:
         "--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr (default: text)"
     )
     group.add_argument(
-        "-v", "--verbose", action="store_true", help="log from debug on, and show the traceback of an error"
+        "-v", "--verbose", action="store_true", help="log at debug level, and show the traceback of an error"
     )
     return parser
 

@@ -1,4 +1,7 @@
-"""Types of argument values, whose errors state what is wrong and what is allowed. Also hides passwords in addresses."""
+"""Types of argument values. Their errors state the wrong value and the allowed values.
+
+Also removes passwords from addresses.
+"""
 
 import argparse
 import json

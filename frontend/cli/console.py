@@ -84,14 +84,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, out: I
 
 
 def printable(text: str) -> str:
-    """Return text of a peer with control characters escaped, because a terminal would obey them."""
+    """Return text of a peer with control characters escaped, because a terminal would interpret them."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """Return the table for a terminal, for a console without markup."""
+    """Return a table with borders, for a rich console without markup."""
     from rich.table import Table
 
     table = Table()
@@ -113,7 +113,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def program() -> str:
-    """Return how the user calls this program from the current folder, for commands to copy."""
+    """Return the command that starts this program in the current folder, for examples that the user copies."""
     script = Path(sys.argv[0])
     if script.name != "rollbus":
         return "python -m rollbus.frontend.cli"
@@ -140,9 +140,9 @@ def progress(what: str, total: int, *, done: int = 0, shown: bool = True) -> Ite
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal that work is in progress, with its seconds. The yielded function changes the text.
+    """Show a text and the elapsed seconds on stderr while the body runs, if stderr is a terminal.
 
-    The yielded function may be called on any thread.
+    The yielded function changes the text. It may be called on any thread.
     """
     if not sys.stderr.isatty():
         yield lambda _what: None

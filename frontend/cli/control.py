@@ -57,7 +57,8 @@ def add_send_options(parser: argparse.ArgumentParser, *, has_worker: bool = True
         "--expect",
         metavar="N",
         type=positive_int,
-        help="expected number of workers of the model or fleet (with fewer live workers, the command is not sent)",
+        help="expected number of workers of the model or fleet; with fewer live workers, the command is not sent "
+        "(default: no check)",
     )
     group.add_argument(
         "--timeout-s",
@@ -88,7 +89,10 @@ def add_source_options(parser: argparse.ArgumentParser, what: str) -> None:
 def add_switch_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that state how workers switch to new weights."""
     parser.add_argument(
-        "--mode", choices=get_args(PauseMode), default="keep", help="handling of requests in flight (default: keep)"
+        "--mode",
+        choices=get_args(PauseMode),
+        default="keep",
+        help="treatment of requests in flight during the switch (default: keep)",
     )
     parser.add_argument("--allow-rollback", action="store_true", help="allow N to be lower than the current version")
     parser.add_argument(
@@ -101,7 +105,9 @@ def add_switch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def source_of(args: argparse.Namespace) -> WeightSource:
-    """Return the weight source of PATH. Make a path absolute, but keep its links: they may differ on other machines.
+    """Return the weight source of PATH.
+
+    A path becomes absolute, but its symbolic links are not resolved, because they may differ on other machines.
 
     Raises:
         CommandFailed: the path to upload is not a folder.

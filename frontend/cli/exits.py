@@ -66,7 +66,10 @@ def exit_code_of_ledger(ledger: "CommandResult") -> ExitCode:
 
 
 def cause_of(group: BaseExceptionGroup[BaseException]) -> RollbusError | OSError | None:
-    """Return the error of `group` to report. A `CommandFailed` comes first, because it may have caused the others."""
+    """Return the error of `group` to report, or None if the group has an error that is neither ours nor an `OSError`.
+
+    A `CommandFailed` has precedence, because it may have caused the other errors.
+    """
     leaves = list(_leaves(group))
     shown = [leaf for leaf in leaves if isinstance(leaf, (RollbusError, OSError))]
     if len(shown) < len(leaves):

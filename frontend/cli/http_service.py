@@ -1,4 +1,4 @@
-"""The HTTP service as commands run it: its address, its settings from the environment, and what is said of them."""
+"""Runs the HTTP service for commands: its options, its address and its settings from the environment."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ DEFAULT_ADDRESS = "127.0.0.1:8080"
 
 
 def add_allowed_host(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
+    """Add the option --allowed-host."""
     parser.add_argument(
         "--allowed-host",
         metavar="NAME",
@@ -47,12 +47,12 @@ def add_allowed_host(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name vLLM's parsers, by vLLM's own names."""
+    """Add the options that select vLLM's parsers. vLLM has the same names for these options."""
     parser.add_argument(
         "--tool-call-parser",
         metavar="NAME",
-        help="vLLM's parser of the model's tool calls, such as hermes or qwen3_coder; needs vLLM where the HTTP "
-        "service runs (default: none; requests with tools are refused)",
+        help="vLLM's parser of the model's tool calls, such as hermes or qwen3_coder; vLLM must be installed where the "
+        "HTTP service runs (default: none; requests with tools are rejected)",
     )
     parser.add_argument(
         "--reasoning-parser",
@@ -63,10 +63,10 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 
 
 def check_parsers(args: argparse.Namespace) -> None:
-    """Load the parsers, so that a wrong name is known before anything is started.
+    """Load the parsers before any process starts, so that a wrong name fails early.
 
     Raises:
-        CommandFailed: there is no such parser, or no vLLM.
+        CommandFailed: vLLM has no parser of that name, or vLLM is not installed.
     """
     if args.tool_call_parser is None and args.reasoning_parser is None:
         return
@@ -79,29 +79,29 @@ def check_parsers(args: argparse.Namespace) -> None:
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that are about every request."""
+    """Add the options that apply to every request."""
     parser.add_argument(
         "--request-timeout",
         metavar="S",
         type=request_timeout,
         default=Settings().timeout_s,
-        help="seconds until a request for tokens fails that names no timeout_s and has no header X-Request-Timeout "
+        help="timeout in seconds of requests for tokens without timeout_s and without the header X-Request-Timeout "
         "(default: %(default)g)",
     )
     parser.add_argument(
         "--return-tokens",
         action="store_true",
-        help="token ids and log probabilities in every answer, also if the request does not ask for them",
+        help="return token ids and log probabilities in every answer, even if the request does not ask for them",
     )
     parser.add_argument(
         "--trust-traceparent",
         action="store_true",
-        help="a client's traceparent decides whether its request is sampled; otherwise its flags are cleared",
+        help="let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
     )
 
 
 def request_timeout(text: str) -> float:
-    """Read an option that is a request's timeout, in seconds."""
+    """Parse the timeout of a request in seconds."""
     value = positive_float(text)
     if value > MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"{text} is above {MAX_TIMEOUT_S:g}")
@@ -109,7 +109,7 @@ def request_timeout(text: str) -> float:
 
 
 def settings_of(args: argparse.Namespace, host: str) -> Settings:
-    """The settings that `rollbus frontend` and `rollbus up` have in common."""
+    """Return the settings that `rollbus frontend` and `rollbus up` have in common."""
     return replace(
         settings_from_environment(),
         allowed_hosts=frozenset({host, *args.allowed_host}),
@@ -126,7 +126,7 @@ def address(text: str) -> tuple[str, int]:
     """Split HOST:PORT.
 
     Raises:
-        CommandFailed: it is something else.
+        CommandFailed: `text` has another form.
     """
     host, separator, port = text.rpartition(":")
     if not separator or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
@@ -135,22 +135,24 @@ def address(text: str) -> tuple[str, int]:
 
 
 def check_installed() -> None:
-    """Say what to install before anything is started without it.
+    """Check that the packages of the HTTP service are installed, before any process starts.
 
     Raises:
-        CommandFailed: the service's packages are not there.
+        CommandFailed: a package is not installed. The message has the pip command that installs it.
     """
     try:
-        from ..http import server  # noqa: F401 - whether it can be imported is the question
+        from ..http import server  # noqa: F401 - this only checks that the import works
     except ImportError as exc:
         raise CommandFailed(f"{exc.name} is not installed: pip install 'rollbus[frontend]'") from exc
 
 
 def bind_address(host: str, port: int) -> socket.socket:
-    """Listen at an address, with as many file descriptors as may be had, and warn if other machines can reach it.
+    """Listen at an address and raise the limit of file descriptors to its maximum.
+
+    If other machines can reach the address, print a note, and a warning for each token that is not set.
 
     Raises:
-        CommandFailed: it is taken, or not of this machine.
+        CommandFailed: another process uses the address, or it is not an address of this machine.
     """
     from ..http.connections import raise_descriptor_limit
     from ..http.server import listen
@@ -166,12 +168,12 @@ def bind_address(host: str, port: int) -> socket.socket:
         settings = settings_from_environment()
         for name, token in (("ROLLBUS_HTTP_TOKEN", settings.token), ("ROLLBUS_ADMIN_TOKEN", settings.admin_token)):
             if token is None:
-                note(f"warning: {name} is not set: nobody is asked for a token")
+                note(f"warning: {name} is not set: the service accepts requests without this token")
     return listening
 
 
 def settings_from_environment() -> Settings:
-    """The default settings, with the tokens from the environment."""
+    """Return the default settings with the tokens from the environment."""
     return Settings(
         token=os.environ.get("ROLLBUS_HTTP_TOKEN") or None, admin_token=os.environ.get("ROLLBUS_ADMIN_TOKEN") or None
     )
@@ -181,7 +183,7 @@ def settings_from_environment() -> Settings:
 async def serve_http(
     nats: "str | Server", fleet: str, settings: Settings, listening: socket.socket
 ) -> AsyncIterator[str]:
-    """Serve a fleet on a listening socket while the block lasts; yields the service's URL.
+    """Run the HTTP service of a fleet on a listening socket while the body runs. Yield its URL.
 
     Raises:
         BusBroken: no NATS server answers.

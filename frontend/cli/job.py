@@ -1,4 +1,4 @@
-"""One run of `rollbus generate`: feeds requests, writes what comes back."""
+"""One run of `rollbus generate`: sends the requests and writes their results."""
 
 import asyncio
 import time
@@ -21,23 +21,23 @@ __all__ = ["Counts", "GenerateRun"]
 
 @dataclass(slots=True)
 class Counts:
-    """What a run did."""
+    """Counts and times of one run."""
 
     done: int = 0
     failed: int = 0
     first_error: str | None = None
-    """Why the first of them failed."""
+    """Line and error message of the first request that failed."""
     retryable: int = 0
-    """How many of them may succeed when sent again."""
+    """Number of failed requests that may succeed in a retry."""
     tokens: int = 0
     seconds: float = 0.0
     seconds_to: dict[str, float] = field(default_factory=dict)
-    """Until 50, 90, 99 and 100 % of the requests were complete; empty if none was sent."""
+    """Seconds until 50, 90, 99 and 100 % of the requests were complete. Empty if no request was sent."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerateRun:
-    """The prompts of `input` that have no result yet; in memory is only what is in flight."""
+    """The run for the prompts of `input` that have no result yet. Memory holds only the requests in flight."""
 
     input: Path
     defaults: Defaults
@@ -46,18 +46,18 @@ class GenerateRun:
     max_in_flight: int
     bar: GenerateBar
     tokenizer_dir: Path | None = None
-    """None: that of a worker on this machine, if there are text prompts."""
+    """Folder of the tokenizer. None: for text prompts, the model folder of a worker on this machine."""
     counts: Counts = field(default_factory=Counts)
     _tokenizer: Tokenizer | None = None
     _in_flight: dict[str, PromptLine] = field(default_factory=dict)
 
     async def run(self, nats_url: str, fleet: str) -> int:
-        """Generate for all of them.
+        """Generate a result for each of these prompts.
 
-        Cancellation: what is finished is in the output.
+        Cancellation: the output has all results that were finished.
 
         Raises:
-            CommandFailed: no worker serves, or the last one went away; what is finished is in the output.
+            CommandFailed: no worker serves, or the last worker disappeared. The output has all finished results.
         """
         self.bar.show("connecting")
         async with bus.connect(nats_url, fleet=fleet) as rb:
@@ -71,7 +71,7 @@ class GenerateRun:
         return ExitCode.OK
 
     def count_text(self) -> str:
-        """How far it is with what was done before, and how it goes on."""
+        """Return the counts of this run and of earlier runs, and how the user continues it."""
         done = len(self.results.finished) + self.counts.done
         return count_text(done, self.counts.failed, self.summary.num_prompts)
 
@@ -119,7 +119,10 @@ class GenerateRun:
         self.bar.set_counts(self.counts.done + self.counts.failed, self.counts.tokens)
 
     def _find_tokenizer(self, workers: tuple[WorkerPresence, ...]) -> Path | None:
-        """The folder that was named, or that of the model which the workers on this machine serve."""
+        """Return the tokenizer folder that the user chose, or the model folder of the workers on this machine.
+
+        Return None if the input has no text prompts and the user chose no folder.
+        """
         if self.tokenizer_dir is not None or not self.summary.has_text:
             return self.tokenizer_dir
         model = self.defaults.fields.get("model")
@@ -128,8 +131,8 @@ class GenerateRun:
         if len(folders) != 1:
             found = "more than one model" if folders else "no model"
             raise CommandFailed(
-                f"the input has text prompts, and the workers serve {found} from a folder on this machine: pass "
-                "--tokenizer DIR, the folder of the model or of its tokenizer",
+                f"the input has text prompts, but the workers serve {found} from a folder on this machine; name the "
+                "folder of the model or of its tokenizer with --tokenizer DIR",
                 ExitCode.USAGE,
             )
         return folders[0]

@@ -49,7 +49,7 @@ def _what(ledger: CommandResult, ack: Ack | None) -> str:
     if ledger.command != "abort":
         verified = "" if ack.verified is None else _what_was_verified(ack.verified)
         return "; ".join(filter(None, (verified, "" if ack.timing is None else _where_time_went(ack.timing))))
-    return f"ended {', '.join(ack.request_ids)}" if ack.request_ids else "had none of them"
+    return f"aborted {', '.join(ack.request_ids)}" if ack.request_ids else "had none of these requests"
 
 
 def _where_time_went(timing: UpdateTiming) -> str:

@@ -1,4 +1,4 @@
-"""A whole fleet on this machine: NATS, workers, and a tiny model for who brings none."""
+"""Runs a whole fleet on this machine: NATS, workers and, if the user has no model, a tiny model."""
 
 import asyncio
 import importlib.util
@@ -24,37 +24,37 @@ from .worker_options import python_env, python_module
 __all__ = ["TINY_MOE", "LocalFleet", "check_vllm", "default_state_dir", "make_tiny_moe", "run_fleet", "worker_names"]
 
 TINY_MOE = "tiny-moe"
-"""Served name of the model that is made on the spot, and of its folder."""
+"""Served name of the tiny model that `make_tiny_moe` creates, and name of its folder."""
 TINY_MOE_MARKER = "tiny_moe.json"
-"""The file in it that says how it was made."""
+"""File in that folder that records how the model was created."""
 ANY_PORT = -1
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-"""Which cores an engine on CPUs computes on. Left to itself each of several takes the first ones, all the same."""
+"""Variable with the cores on which an engine on CPUs computes. Without it, all engines use the same first cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFleet:
-    """What to run."""
+    """Description of the fleet to run."""
 
     fleet: str = "default"
     model: Path | None = None
-    """Folder of the checkpoint; None: an engine that needs none."""
+    """Folder of the checkpoint. None: the engine needs no checkpoint."""
     num_workers: int = 1
     num_prefill: int = 0
-    """The last so many of them compute prompts for the others."""
+    """Number of prefill workers. They are the last workers, and the others are decode workers."""
     worker_flags: Sequence[str] = ()
-    """More flags of `python -m rollbus.workers`."""
+    """Additional flags of `python -m rollbus.workers`."""
     nats_port: int = ANY_PORT
     start_timeout_s: float = 1800.0
-    """Until all workers serve; loading a large model from a slow disk takes many minutes."""
+    """Seconds until all workers must serve. Loading a large model from a slow disk takes many minutes."""
     served_model: str = ""
-    """Its served name, for who makes its queue."""
+    """Served name of the model. With `users`, the admin creates the queue of this name."""
     restarts: RestartRule | None = None
-    """How a worker is started again that ends by itself, once all have served; None: it is not."""
+    """Rule for restarts of workers that exit unexpectedly after all workers have served. None: no restarts."""
     users: LocalUsers | None = None
-    """Who may connect; None: everybody, and may do everything."""
+    """Users that may connect. None: every program may connect and has all permissions."""
     worker_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """More variables of each worker by its name, such as its GPUs; the same ones whenever it is started again."""
+    """Additional variables of each worker by its name, for example its GPUs. A restart uses the same variables."""
     worker_ids: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,19 +62,20 @@ class LocalFleet:
         object.__setattr__(self, "worker_ids", worker_names(self.num_workers))
 
     def spec(self, worker_id: str, nats_url: str) -> ProcessSpec:
-        """How to start one of the workers."""
+        """Return how to start a worker."""
         model = () if self.model is None else ("--model", str(self.model))
         names = ("--nats", nats_url, "--fleet", self.fleet, "--worker-id", worker_id)
-        # The ids are our own, and a worker is started again only when the process before it has ended.
+        # --listen-s 0: a worker need not look for another worker with its id. This command assigns the ids and restarts
+        # a worker only after its process has ended.
         timeout = ("--start-timeout", str(self.start_timeout_s), "--listen-s", "0")
         env = python_env()
-        # Those in our own environment are for another server.
+        # The credentials in the environment of this process are for another server.
         for variable in (CREDENTIALS_VARIABLE, *TLS_VARIABLES.values()):
             env.pop(variable, None)
         if self.users is not None:
             env[CREDENTIALS_VARIABLE] = str(self.users.workers[worker_id])
         cores = core_share(self.worker_ids.index(worker_id), self.num_workers, sorted(os.sched_getaffinity(0)))
-        # One list is for one process; an engine that spreads over several shares out its cores itself.
+        # The list of cores applies to one process. An engine with several processes divides its cores itself.
         if cores and not any("parallel_size" in flag for flag in self.worker_flags):
             env.setdefault(CORES_VARIABLE, cores)
         env |= self.worker_env.get(worker_id, {})
@@ -89,12 +90,15 @@ class LocalFleet:
 
 
 def worker_names(num_workers: int) -> tuple[str, ...]:
-    """What the workers of one command are called."""
+    """Return the names of the workers of one command."""
     return tuple(f"local-{i}" for i in range(num_workers))
 
 
 def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
-    """The cores of one of several workers as a comma-separated list; empty when there is nothing to share out."""
+    """Return the cores of one worker as a comma-separated list.
+
+    The list is empty for a single worker, or if there are more workers than cores.
+    """
     if num_workers == 1 or num_workers > len(cores):
         return ""
     first, past = (len(cores) * i // num_workers for i in (index, index + 1))
@@ -103,15 +107,15 @@ def core_share(index: int, num_workers: int, cores: Sequence[int]) -> str:
 
 @asynccontextmanager
 async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator[Server]:
-    """Run NATS and the workers while the body runs; yields the NATS server to connect to once all workers serve.
+    """Run NATS and the workers while the body runs. Yield the address and login of NATS after all workers serve.
 
     Args:
-        observer: hears what the workers print, announce, and that they end.
+        observer: receives the lines, the presence and the end of the workers.
 
     Raises:
         BusBroken: NATS could not be started.
-        ExceptionGroup: of `CommandFailed`, when a worker did not come up in time, the last worker or NATS ended by
-            itself, and of what the body raises.
+        ExceptionGroup: contains the errors of the body. It also contains `CommandFailed` if a worker did not serve in
+            time, or if NATS or the last worker exited unexpectedly.
     """
     users = fleet.users
     listed = None if users is None else users.everybody
@@ -133,14 +137,14 @@ async def run_fleet(fleet: LocalFleet, observer: FleetObserver) -> AsyncIterator
 
 async def _watch_server(server: EmbeddedServer) -> None:
     await server.wait()
-    raise CommandFailed(f"nats-server ended by itself; its log:\n{server.log_tail()}")
+    raise CommandFailed(f"nats-server exited unexpectedly; its log:\n{server.log_tail()}")
 
 
 def check_vllm() -> None:
-    """Say what to install before anything is started without it.
+    """Check that vLLM is installed, before any process starts.
 
     Raises:
-        CommandFailed: vLLM is not there.
+        CommandFailed: vLLM is not installed. The message explains how to install it.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandFailed(
@@ -150,19 +154,19 @@ def check_vllm() -> None:
 
 
 def default_state_dir() -> Path:
-    """Where files are kept that take time to make: `$XDG_CACHE_HOME/rollbus`, else `~/.cache/rollbus`."""
+    """Return the folder for files that take time to create: `$XDG_CACHE_HOME/rollbus`, else `~/.cache/rollbus`."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "rollbus"
 
 
 async def make_tiny_moe(state_dir: Path, *, seed: int = 0) -> Path:
-    """Make the tiny mixture-of-experts model, unless an earlier run did, and return its folder.
+    """Create the tiny mixture-of-experts model, unless an earlier run created it. Return its folder.
 
     Args:
-        seed: of its random weights; those of another seed are in a folder of their own.
+        seed: seed of the random weights. Each seed has its own folder.
 
     Raises:
-        CommandFailed: that failed; the message says why.
+        CommandFailed: the model could not be created. The message has the reason.
     """
     folder = state_dir / (f"{TINY_MOE}-{seed}" if seed else TINY_MOE)
     command = [*python_module("rollbus.workers.engines.vllm.tiny_moe"), "--output", str(folder), "--seed", str(seed)]
@@ -172,7 +176,7 @@ async def make_tiny_moe(state_dir: Path, *, seed: int = 0) -> Path:
     except CommandFailed:
         if not await asyncio.to_thread((folder / TINY_MOE_MARKER).is_file):
             raise
-        # It is one, but another release of rollbus made it in another way.
+        # The folder has a tiny model, but another release of rollbus created it differently.
         await asyncio.to_thread(shutil.rmtree, folder)
         await run_tool(spec)
     return folder

@@ -1,4 +1,4 @@
-"""The users of a fleet that one command runs on this machine, each with credentials of its own."""
+"""Creates the NATS users of a fleet that one command runs on this machine. Each user has its own credentials."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ __all__ = ["LocalUsers", "local_users"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalUsers:
-    """Who runs what."""
+    """The NATS users of a local fleet and their credentials."""
 
     everybody: tuple[User, ...]
-    """Whom the server lets in."""
+    """All users that the server accepts."""
     workers: Mapping[str, Path]
-    """Credentials files by worker."""
+    """Credentials file of each worker."""
     admin: Credentials
-    """Makes the queue."""
+    """Credentials that create the queue."""
     frontend: Credentials
-    """The HTTP service, and the command itself."""
+    """Credentials of the HTTP service and of the command."""
     others: Mapping[str, Path]
-    """For people: credentials files by role."""
+    """Credentials file of each role except worker, for the user of the command."""
 
 
 def local_users(folder: Path, fleet: str, workers: Sequence[str]) -> LocalUsers:
-    """Make the users that are missing in `folder`: one for each worker, and one of each role but publishers.
+    """Create the users that are missing in `folder`: one for each worker, and one for each other role but publisher.
 
     Raises:
-        BusBroken: the folder holds something else, or the key of one of them is not there any more.
-        OSError: it cannot be read or written.
+        BusBroken: the folder holds other files, or the key of a user is missing.
+        OSError: the folder cannot be read or written.
     """
     single = tuple(role for role in Role if role not in {Role.WORKER, Role.PUBLISHER})
     listed = [(fleet, role, str(role)) for role in single] + [(fleet, Role.WORKER, name) for name in workers]

@@ -69,7 +69,7 @@ class _File(RotatingFileHandler):
     is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
-        """Report once that the file cannot be written, for example because the disk is full. The fleet runs on."""
+        """Report once that the file cannot be written, for example on a full disk. The fleet keeps running."""
         del record
         self.is_broken = True
         note(f"the log file cannot be written, logging to it stops: {sys.exception()}")

@@ -7,5 +7,5 @@ from typing import Final
 __all__ = ["EXAMPLES_DIR", "PACKAGE"]
 
 PACKAGE: Final = Path(str(files(__name__.partition(".")[0])))
-"""The folder `rollbus`, with links unresolved: in a checkout its entries are links to folders outside of `rollbus`."""
+"""The folder `rollbus`. Its links are not resolved: in a checkout its entries link to folders outside of `rollbus`."""
 EXAMPLES_DIR: Final = PACKAGE / "examples"

@@ -13,7 +13,7 @@ from .exits import ExitCode
 __all__ = ["CliParser", "as_section", "did_you_mean", "option_names"]
 
 MISSING = "the following arguments are required"
-"""The start of that error in argparse."""
+"""First words of argparse's error for a missing argument."""
 
 
 class CliParser(argparse.ArgumentParser):

@@ -1,8 +1,8 @@
-"""Worker processes that live no longer than the command that started them.
+"""Runs worker processes that end at the latest when the command that started them ends.
 
-One that ends by itself may be started again (`restarts`). In the end all are asked to stop, given time,
-then killed with all that they started. Should this process be killed,
-they see the pipe close that they were given (`--parent-pipe`), and stop by themselves.
+A worker that exits unexpectedly may be started again (`restarts`). At the end, every worker gets SIGTERM. After a
+time limit, the workers and all processes that they started are killed. If this process is killed, a pipe closes that
+every worker has (`--parent-pipe`), and each worker then stops by itself.
 """
 
 import asyncio
@@ -22,34 +22,35 @@ from .restarts import RestartRule, Restarts
 __all__ = ["STOP_S", "ProcessSpec", "WorkerDied", "Workers", "run_tool", "run_workers"]
 
 STOP_S: Final = 30.0
-"""From SIGTERM to SIGKILL: engines take a few seconds to end their own processes."""
+"""Seconds from SIGTERM to SIGKILL. An engine takes a few seconds to end its own processes."""
 LOG_LINES: Final = 20
-"""Lines of a process's output that are shown when it fails."""
+"""Number of output lines that are shown when a process fails."""
 MAX_LOG_LINE_BYTES: Final = 64 * 1024
-"""A longer line is shown in pieces; memory is bounded whatever a process prints."""
+"""Maximum bytes of a line of output. A longer line is shown in pieces, so that memory is bounded."""
 
 
 class WorkerDied(CommandFailed):
-    """A worker ended that nobody had told to."""
+    """A worker exited although this command did not stop it."""
 
 
 @dataclass(slots=True)
 class Workers:
-    """Workers that run."""
+    """The workers of one command, with their rules and counts."""
 
     can_lose_some: bool = False
-    """While others are left, one that has ended for good is only reported; else it ends all of them."""
+    """True if a worker that ended and is not restarted is only reported while other workers remain. Otherwise its end
+    stops all workers."""
     rule: RestartRule | None = None
-    """How one that ends by itself is started again; None: it is not."""
+    """Rule for restarts of workers that exit unexpectedly. None: no restarts."""
     living: int = 0
-    """How many run now."""
+    """Number of running workers."""
     remaining: int = 0
-    """How many run or are to be started again."""
+    """Number of workers that run or will be started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start a process."""
+    """Name, command line and environment of a process to start."""
 
     name: str
     command: Sequence[str]
@@ -64,19 +65,21 @@ async def run_workers(
     *,
     stop_s: float = STOP_S,
 ) -> AsyncIterator[Workers]:
-    """Run workers while the body runs; when it ends, all are stopped.
+    """Run workers while the body runs. Stop all workers when the body ends.
 
-    So they are when one of them ends by itself. After the body has set `rule`, it is started again instead, and after
-    the body has set `can_lose_some`, the others go on where it has ended for good; `on_end` hears of both.
+    If a worker exits unexpectedly, all workers are stopped too. The body can change this. After it has set `rule`, the
+    worker is started again. After it has set `can_lose_some`, the other workers continue without a worker that is not
+    started again. `on_end` is called in both cases.
 
     Args:
-        specs: their commands; `--parent-pipe FD` is added to each.
-        on_line: hears each line that a worker prints, with the worker's name.
-        on_end: hears that a worker ended, and what becomes of it, with its name; None: `on_line` does.
+        specs: commands of the workers. `--parent-pipe FD` is added to each command.
+        on_line: called with the name of the worker and each line that it prints.
+        on_end: called with the name of a worker that ended, and a text that states whether it is started again.
+            None: `on_line` is called instead.
         stop_s: seconds from SIGTERM to SIGKILL.
 
     Raises:
-        ExceptionGroup: of `WorkerDied`, when a worker ends by itself, and of what the body raises.
+        ExceptionGroup: contains the errors of the body, and `WorkerDied` if a worker exited unexpectedly.
     """
     workers = Workers(remaining=len(specs))
     watches: dict[asyncio.Task[None], _SupervisedWorker] = {}
@@ -99,23 +102,23 @@ async def run_workers(
 async def run_tool(spec: ProcessSpec) -> None:
     """Run a command to its end.
 
-    Cancellation: kills it.
+    Cancellation: kills the command.
 
     Raises:
-        CommandFailed: it failed; the message has the last line that it printed.
+        CommandFailed: the command failed. The message has the last line that it printed.
     """
     tool = await _ChildProcess.start(spec, lambda _name, _line: None)
     exit_code = await tool.wait()
     if exit_code != 0:
-        last = tool.tail[-1] if tool.tail else "it said nothing"
+        last = tool.tail[-1] if tool.tail else "it printed nothing"
         raise CommandFailed(f"{spec.name} failed with exit code {exit_code}: {last}")
 
 
 class _ChildProcess:
-    """A process in a session of its own, and the end of what it printed.
+    """A process in its own session, and its last lines of output.
 
-    Ctrl-C on the terminal thus comes to us alone, and we stop the process in order; and it leads a process group, so
-    that killing a worker does not leave its engine behind.
+    Because of the session, Ctrl-C on the terminal reaches only this process, which then stops the child in order. The
+    child leads a process group, so that a kill of a worker also kills its engine.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, output: "_Output") -> None:
@@ -147,33 +150,34 @@ class _ChildProcess:
 
     @property
     def tail(self) -> Sequence[str]:
-        """The last lines that it printed."""
+        """The last lines that the process printed."""
         return self._output.tail
 
     async def wait(self) -> int:
-        """Wait for its end, kill what it left behind, and return its exit code.
+        """Wait for the end of the process, kill the rest of its process group, and return its exit code.
 
-        Cancellation: kills it.
+        Cancellation: kills the process.
         """
         try:
             return await self._process.wait()
         finally:
-            # Also when it has ended: an engine that outlived its worker is still in the group.
+            # Kill the group even after the process has ended: an engine that outlived its worker is still in the group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
             self._output.close()
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM to the process, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
 
 class _Output:
-    """Takes what a process prints, line by line as it comes, and keeps the end of it.
+    """Reads the output of a process line by line and stores its last lines.
 
-    The pipe is ours rather than asyncio's: for that one, a process has not ended while an orphan of it holds the pipe.
+    The pipe does not belong to asyncio. With a pipe of asyncio, a process would not count as ended while another
+    process that it started still has the pipe open.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
@@ -186,7 +190,7 @@ class _Output:
         self._loop.add_reader(self._read_end, self._read)
 
     def close(self) -> None:
-        """Take what is left and close our end."""
+        """Read the remaining output and close the read end of the pipe."""
         while self._read():
             pass
         if self._rest:
@@ -195,7 +199,7 @@ class _Output:
         os.close(self._read_end)
 
     def _read(self) -> bool:
-        """Take what there is; False when there is nothing now, or nothing more ever."""
+        """Read the available output. Return False if there is no output now, or the pipe has ended."""
         try:
             data = os.read(self._read_end, MAX_LOG_LINE_BYTES)
         except BlockingIOError:
@@ -216,7 +220,7 @@ class _Output:
 
 
 class _SupervisedWorker:
-    """One of several workers: the process that runs now, and those that follow it.
+    """One of several workers: its current process and the processes that replace it.
 
     Args:
         pipe: read end of the pipe that closes when this process ends.
@@ -241,23 +245,24 @@ class _SupervisedWorker:
         self._started_at = 0.0
 
     async def start(self) -> None:
-        """Start its process."""
+        """Start a process of the worker."""
         self._started_at = time.monotonic()
         arguments = ("--parent-pipe", str(self._pipe))
         self._process = await _ChildProcess.start(self._spec, self._on_line, *arguments, pass_fds=(self._pipe,))
         self._workers.living += 1
 
     def stop(self) -> None:
-        """Ask it to end, and start it no more."""
+        """Send SIGTERM to the worker, and do not start it again."""
         self._is_stopping.set()
         if self._process is not None:
             self._process.terminate()
 
     async def run(self) -> None:
-        """Wait for the end of its process, and start another where the rule allows it, until it has ended for good.
+        """Wait for the end of the worker's process and start it again, as long as the rule allows this.
 
         Raises:
-            WorkerDied: it ended, and with it the last worker, or it must not.
+            WorkerDied: the worker ended and is not started again, and it was the last worker or `can_lose_some` is not
+                set.
         """
         while self._process is not None:
             process = self._process
@@ -310,7 +315,7 @@ def _last(tail: Sequence[str]) -> str:
 
 
 async def _stop(workers: Mapping[asyncio.Task[None], _SupervisedWorker], stop_s: float) -> None:
-    """Ask all workers to end, wait for them together, and kill those that are late."""
+    """Send SIGTERM to all workers, wait `stop_s` seconds for all of them, and kill the workers that still run."""
     for worker in workers.values():
         worker.stop()
     if workers:

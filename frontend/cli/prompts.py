@@ -1,7 +1,7 @@
-"""The input of `rollbus generate`: JSONL, one prompt with its parameters in each line.
+"""Reads the input of `rollbus generate`: JSONL, one prompt with its parameters in each line.
 
 A line holds `prompt` (text) or `prompt_token_ids`, any other field of `GenerateRequest`, and fields of
-`SamplingParams`, either beside them or under `sampling`. Blank lines are skipped but counted.
+`SamplingParams`, either beside these fields or under `sampling`. Blank lines are skipped but counted.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -29,12 +29,13 @@ REQUEST_FIELDS = frozenset(GenerateRequest.__struct_fields__)
 START = "routed_experts_prompt_start"
 ROUTING = "return_routed_experts"
 MAX_LINE_BYTES = 64 * 1024 * 1024
-"""More than the longest allowed prompt takes as decimal numbers; a file without line ends must not fill memory."""
+"""Maximum bytes of a line. The longest allowed prompt fits as decimal numbers. A file without line ends must not fill
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Fields for lines that do not state them, in JSON's types."""
+    """Default values of fields that a line does not state, in JSON's types."""
 
     fields: Mapping[str, object] = field(default_factory=dict)
     sampling: Mapping[str, object] = field(default_factory=dict)
@@ -42,23 +43,24 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One line of the input, checked as far as that is possible without the model's tokenizer."""
+    """One line of the input. All checks that need no tokenizer of the model are done."""
 
     index: int
     """0-based number of its line."""
     request_id: str
     fingerprint: str
-    """A digest of all that decides the result; the same line with the same options has the same."""
+    """Digest of all values that affect the result. The same line with the same options has the same digest."""
     text: str | None
-    """The prompt when it is text; None when it is token ids."""
+    """The prompt if it is text. None: the prompt is token ids."""
     fields: Mapping[str, object]
     """The other fields of the request, in JSON's types."""
 
     def request(self, tokenizer: Encoder | None) -> GenerateRequest:
-        """The request to send; a text prompt is tokenized.
+        """Return the request to send. A text prompt is tokenized.
 
         Raises:
-            InvalidRequest: the tokens of the text do not fit the other fields, or there are none.
+            InvalidRequest: the tokens of the text do not fit the other fields, or the text has no tokens, or there is
+                no tokenizer.
         """
         if self.text is None:
             return request_from_json(self.fields)
@@ -69,17 +71,17 @@ class PromptLine:
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """What a pass over the whole input found."""
+    """Result of a pass over the whole input."""
 
     num_prompts: int
     has_text: bool
 
 
 def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -> Iterator[PromptLine]:
-    """Read the prompts of a file one at a time, but for those whose indexes are in `skip`.
+    """Read the prompts of a file one at a time, without the prompts whose indexes are in `skip`.
 
     Raises:
-        CommandFailed: a line is wrong; the message names it and the field.
+        CommandFailed: a line is not valid. The message names the line and the field.
     """
     with path.open("rb") as file:
         index = 0
@@ -95,13 +97,14 @@ def read_prompts(path: Path, defaults: Defaults, *, skip: Container[int] = ()) -
 
 
 def check_input(path: Path, defaults: Defaults, finished: Mapping[int, str]) -> InputSummary:
-    """Read the whole file before anything is sent, so that a mistake in its last line costs nothing.
+    """Check the whole file before the first request is sent, so that an error in its last line wastes no computation.
 
     Args:
         finished: fingerprints of the prompts that have results already, by index.
 
     Raises:
-        CommandFailed: a line is wrong, two lines share a request id, or finished prompts are not those of this file.
+        CommandFailed: a line is not valid, two lines have the same request id, or a finished prompt is missing or has
+            changed in this file.
     """
     num_prompts = 0
     num_finished = 0
@@ -113,12 +116,12 @@ def check_input(path: Path, defaults: Defaults, finished: Mapping[int, str]) -> 
         first = lines.setdefault(prompt.request_id, prompt.index)
         if first != prompt.index:
             raise CommandFailed(
-                f"{path} line {prompt.index + 1}: request_id is also that of line {first + 1}", ExitCode.USAGE
+                f"{path} line {prompt.index + 1}: request_id is the same as in line {first + 1}", ExitCode.USAGE
             )
         if prompt.index in finished:
             num_finished += 1
             if finished[prompt.index] != prompt.fingerprint:
-                raise _changed(f"{path} line {prompt.index + 1} is not what its result was made from")
+                raise _changed(f"{path} line {prompt.index + 1} differs from the line of its result")
     if num_finished < len(finished):
         raise _changed(f"{path} lacks {len(finished) - num_finished} of the lines that have results")
     return InputSummary(num_prompts, has_text)
@@ -126,7 +129,7 @@ def check_input(path: Path, defaults: Defaults, finished: Mapping[int, str]) -> 
 
 def _changed(what: str) -> CommandFailed:
     return CommandFailed(
-        f"{what}: the input or the options changed since the output was begun; choose another --output", ExitCode.USAGE
+        f"{what}: the input or the options changed after the first run; choose another --output", ExitCode.USAGE
     )
 
 
@@ -134,7 +137,7 @@ def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
     """Parse and check one line.
 
     Raises:
-        InvalidRequest: it is no JSON object, or a field is wrong, unknown, missing or stated twice.
+        InvalidRequest: the line is not a JSON object, or a field is not valid, unknown, missing or stated twice.
     """
     text, fields = _split(_decode(raw))
     if fields.get(ROUTING) and defaults.fields.get(ROUTING) is False:
@@ -145,11 +148,11 @@ def parse_prompt(index: int, raw: bytes, defaults: Defaults) -> PromptLine:
         checked = request_from_json(fields)
         digest = blake2b(digest_size=16)
     else:
-        # How long the prompt is, and so how far its routing may be skipped, is known once it is tokenized.
+        # The length of the prompt, which limits the start of the routed experts, is known only after tokenization.
         start = check_int(START, fields.get(START, 0), 0, limits.MAX_PROMPT_TOKENS)
         checked = request_from_json({**fields, START: 0, "prompt_token_ids": [0]})
         digest = blake2b(f"{start} {text}".encode(), digest_size=16)
-    # Neither when nor for whom it runs changes a result; whoever raises the time limit may still resume.
+    # These fields do not change a result. For example, a user may raise the timeout and resume the run.
     digest.update(
         encode(
             replace(
@@ -172,10 +175,10 @@ def _decode(raw: bytes) -> dict[str, object]:
 
 
 def _split(fields: dict[str, object]) -> tuple[str | None, dict[str, object]]:
-    """Take the text prompt, if there is one, out of `fields`."""
+    """Return the text prompt, or None for token ids, and the other fields."""
     allowed = "either prompt (text) or prompt_token_ids"
     if ("prompt" in fields) == ("prompt_token_ids" in fields):
-        problem = "stand together" if "prompt" in fields else "are both missing"
+        problem = "are both set" if "prompt" in fields else "are both missing"
         raise InvalidRequest(field="prompt and prompt_token_ids", problem=problem, allowed=allowed)
     known = sorted(REQUEST_FIELDS | SAMPLING_FIELDS | {"prompt"})
     unknown = sorted(set(fields) - set(known))
@@ -190,12 +193,12 @@ def _split(fields: dict[str, object]) -> tuple[str | None, dict[str, object]]:
 
 
 def _sampling_of(fields: dict[str, object]) -> dict[str, object]:
-    """Move the sampling parameters that stand beside the prompt to those under `sampling`."""
+    """Remove the sampling parameters from `fields`. Return them together with the parameters under `sampling`."""
     nested = fields.pop("sampling", {})
     if not isinstance(nested, dict):
         raise InvalidRequest(field="sampling", problem=f"is {describe(nested)}", allowed="a JSON object")
     beside = {name: fields.pop(name) for name in sorted(SAMPLING_FIELDS & set(fields))}
     twice = sorted(set(beside) & set(nested))
     if twice:
-        raise InvalidRequest(field=twice[0], problem="stands beside and under sampling", allowed="one of the two")
+        raise InvalidRequest(field=twice[0], problem="is set both beside and under sampling", allowed="one of the two")
     return {**nested, **beside}

@@ -1,4 +1,4 @@
-"""Decides when a process that has ended is started again. Time is passed in; nothing here waits."""
+"""Decides when a process that has ended is started again. Callers pass the current time, and no function waits."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,20 +9,21 @@ from ...schemas.exit_codes import EXIT_DUPLICATE_WORKER
 __all__ = ["RestartRule", "Restarts"]
 
 FINAL_CODES: Final = frozenset({0, 2, EXIT_DUPLICATE_WORKER})
-"""Exit codes after which a restart changes nothing: stopped as told, a wrong option, a name that is taken."""
+"""Exit codes after which a restart cannot help: a requested stop, a wrong option, a worker id in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """How often a process is started again, and how fast."""
+    """Limits for the number of restarts of a process and for the delays before them."""
 
     first_delay_s: float = 1.0
-    """Doubles with each restart: what ended a process at its start is seldom over at once."""
+    """Seconds before the first restart. Each restart doubles the delay, because the cause of a failed start often
+    lasts."""
     max_delay_s: float = 60.0
     max_restarts: int = 5
-    """Within `window_s`: a process that ends as often as that needs a person."""
+    """Maximum number of restarts within `window_s`. A process that ends more often needs an operator."""
     window_s: float = 600.0
-    """A process that has lived for as long starts anew with `first_delay_s`."""
+    """Seconds. After a process has run for this time, its next delay is `first_delay_s` again."""
 
 
 class Restarts:
@@ -34,17 +35,17 @@ class Restarts:
         self._at: deque[float] = deque(maxlen=rule.max_restarts)
 
     def __str__(self) -> str:
-        """How many of those that are allowed there were, for people."""
+        """Return the number of restarts and the limit as text."""
         rule = self._rule
         return f"{len(self._at)} of {rule.max_restarts} restarts in {rule.window_s / 60:g} minutes"
 
     def delay_s(self, exit_code: int, *, lived_s: float, now: float) -> float | None:
-        """Return the seconds until the process is started again; None if it stays ended.
+        """Return the seconds until the process is started again, or None if it is not started again.
 
         Args:
-            exit_code: of the process; negative: the signal that killed it.
-            lived_s: seconds from its start to its end.
-            now: when it ended.
+            exit_code: exit code of the process. A negative value is the number of the signal that killed it.
+            lived_s: seconds from the start of the process to its end.
+            now: time of the end of the process.
         """
         rule = self._rule
         while self._at and now - self._at[0] >= rule.window_s:

@@ -1,7 +1,7 @@
-"""The output of `rollbus generate`: JSONL, one line for each prompt, in the order in which results come in.
+"""Writes the output of `rollbus generate`: JSONL, one line for each prompt, in the order in which requests end.
 
-Every line that is there and whole counts: a second run cuts off the torn line that a crash may have left, drops the
-lines of prompts that failed or lack their rows, and goes on behind the others.
+A second run uses every complete line. It cuts off an incomplete last line, which a crash may leave, and removes the
+lines of prompts that failed or whose rows are missing. Then it appends to the other lines.
 """
 
 import base64
@@ -28,7 +28,8 @@ from .rows_file import RowsFile
 __all__ = ["ResultsFile", "error_line", "first_error", "open_results", "result_line"]
 
 LINE_START = b'{"index":'
-"""What every line begins with; the torn end of a file that was not ours is not cut off."""
+"""Start of every line. An incomplete last line is cut off only if it has this start, because another program may have
+written the file."""
 
 
 class _Rows(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class _SiblingResult(msgspec.Struct, frozen=True):
 
 
 class _ResultLine(msgspec.Struct, frozen=True):
-    """What a second run must know of a line."""
+    """The fields of a line that a second run reads."""
 
     index: int
     fingerprint: str
@@ -49,7 +50,7 @@ class _ResultLine(msgspec.Struct, frozen=True):
     siblings: list[_SiblingResult] = []
 
     def keys(self) -> Iterator[str]:
-        """The keys of its arrays in the `.npz`."""
+        """Yield the keys of the line's arrays in the `.npz`."""
         for rows in (self.routed_experts, *(sibling.routed_experts for sibling in self.siblings)):
             if rows is not None and rows.key is not None:
                 yield rows.key
@@ -59,17 +60,17 @@ _line_decoder = msgspec.json.Decoder(_ResultLine)
 
 
 class ResultsFile:
-    """Results of one input, for one writer at a time. Made by `open_results`."""
+    """Results of one input, for one writer at a time. `open_results` creates it."""
 
     def __init__(self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str]) -> None:
         self.rows = rows
-        """Where routed experts go; None: they stand in the lines."""
+        """File for routed experts. None: the lines contain the routed experts."""
         self.finished = finished
         """Fingerprints of the prompts that had results when the file was opened, by index."""
         self._file = file
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line; it survives the end of this process from here on."""
+        """Append a line. After the return, the line survives a crash of this process."""
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()
 
@@ -79,11 +80,11 @@ def open_results(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
     """Open the results of an input, new or left by earlier runs.
 
     Args:
-        path: the JSONL file; made when it is not there.
-        rows_path: the `.npz` for routed experts; None: they stand in the lines.
+        path: the JSONL file. It is created if it is missing.
+        rows_path: the `.npz` for routed experts. None: the lines contain the routed experts.
 
     Raises:
-        CommandFailed: another process writes to it, or it holds something else than results.
+        CommandFailed: another process writes to the file, or the file has lines that are not results.
     """
     with ExitStack() as stack:
         file = stack.enter_context(_open_locked(path))
@@ -96,7 +97,7 @@ def open_results(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
 
 
 def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int, str], set[int]]:
-    """Note what is finished, and the numbers of lines that do not count. A torn last line is cut off."""
+    """Return the finished prompts and the numbers of the lines to remove. Cut off an incomplete last line."""
     finished: dict[int, str] = {}
     dropped: set[int] = set()
     torn = b""
@@ -110,11 +111,11 @@ def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int,
             line = _line_decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise CommandFailed(
-                f"{path} line {number + 1} is no result ({exc}); choose another --output", ExitCode.USAGE
+                f"{path} line {number + 1} is not a result ({exc}); choose another --output", ExitCode.USAGE
             ) from None
         keys = list(line.keys())
         if keys and rows is None:
-            raise CommandFailed(f"the results in {path} were begun with --routed-experts npz", ExitCode.USAGE)
+            raise CommandFailed(f"the results in {path} need --routed-experts npz, as in the first run", ExitCode.USAGE)
         if line.error is not None or not all(key in rows for key in keys if rows is not None):
             dropped.add(number)
         else:
@@ -125,7 +126,7 @@ def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int,
 
 
 def _without(file: IO[bytes], path: Path, dropped: set[int]) -> IO[bytes]:
-    """Replace the file by one that lacks some lines, and return that one, locked as well."""
+    """Replace the file by a copy without the lines `dropped`. Return the new file, which is locked too."""
     draft_path = path.with_name(path.name + ".tmp")
     draft_path.unlink(missing_ok=True)
     draft = _open_locked(draft_path)
@@ -150,10 +151,10 @@ def _open_locked(path: Path) -> IO[bytes]:
 def result_line(
     prompt: PromptLine, generation: Generation, tokenizer: Tokenizer | None, rows: RowsFile | None
 ) -> dict[str, object]:
-    """The line of a prompt that succeeded; n > 1 samples stand as `siblings` in that of the first.
+    """Return the line of a prompt that succeeded. With n > 1, the first sample has the others under `siblings`.
 
     Args:
-        rows: where routed experts are added; None: they stand in the line as base64.
+        rows: file to which routed experts are added. None: the line contains them as base64.
     """
     line: dict[str, object] = {
         "index": prompt.index,
@@ -168,7 +169,7 @@ def result_line(
 
 
 def error_line(prompt: PromptLine, error: RequestError) -> dict[str, object]:
-    """The line of a prompt that failed; the next run tries it again."""
+    """Return the line of a prompt that failed. The next run sends the prompt again."""
     described: dict[str, object] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if isinstance(error, InvalidRequest):
         described["field"] = error.field
@@ -181,7 +182,7 @@ def error_line(prompt: PromptLine, error: RequestError) -> dict[str, object]:
 
 
 def first_error(generation: Generation) -> RequestError | None:
-    """Why a request failed, be it only one of its samples; None when all is well."""
+    """Return the error of the first sample of a request that failed, or None if no sample failed."""
     return next((sample.error for sample in (generation, *generation.siblings) if sample.error is not None), None)
 
 
@@ -230,7 +231,7 @@ def _routed_experts(prompt: PromptLine, generation: Generation, rows: RowsFile |
 
 
 def _json_logprobs(values: npt.NDArray[np.float32]) -> object:
-    """Log probabilities as (nested) lists with the nine digits that identify a float32."""
+    """Return log probabilities as (nested) lists. Nine digits identify a float32."""
     if values.ndim > 1:
         return [_json_logprobs(row) for row in values]
     return [float(f"{value:.9g}") for value in json_logprobs(values)]

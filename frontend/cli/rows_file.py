@@ -1,8 +1,8 @@
-"""Routed experts of many results in one `.npz`, written so that a crash at any moment loses no array that was added.
+"""Writes the routed experts of many results into one `.npz`. A crash loses no array that was added.
 
-An `.npz` is readable only once the directory at its end is written. So while results come in, each array is a file of
-its own in a folder beside it (`NAME.npz.partial/KEY.npy`). At the end, also an early one, they move into the `.npz`,
-which is replaced as a whole. After a crash, the next run takes up the files that it finds.
+An `.npz` is readable only after the directory at its end is written. So during the run each array is a separate file in
+a folder beside the `.npz` (`NAME.npz.partial/KEY.npy`). At the end, even after an error, all arrays move into a new
+`.npz`, which replaces the old one as a whole. After a crash, the next run uses the files in the folder.
 """
 
 import os
@@ -22,10 +22,10 @@ __all__ = ["RowsFile"]
 
 
 class RowsFile:
-    """Arrays by key, for one writer. Leaving it, also by an error, makes them readable with `numpy.load`.
+    """Arrays by key, for one writer. After the exit, even by an error, `numpy.load` can read the arrays.
 
     Raises:
-        CommandFailed: what lies at `path` is no `.npz`.
+        CommandFailed: the file at `path` is not an `.npz`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,28 +35,28 @@ class RowsFile:
         self._folder.mkdir(exist_ok=True)
 
     def __repr__(self) -> str:
-        """One line with counts."""
+        """Return one line with counts."""
         return f"<RowsFile {self.path} saved={len(self._saved)}>"
 
     def __contains__(self, key: str) -> bool:
-        """Whether the array of `key` is there."""
+        """Return True if the array of `key` was added in this run or an earlier one."""
         return f"{key}.npy" in self._saved or (self._folder / f"{key}.npy").exists()
 
     def __enter__(self) -> Self:
-        """Open already."""
+        """Return this file, which is already open."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Move what the folder holds into the `.npz`."""
+        """Move the arrays of the folder into the `.npz`."""
         added = sorted(self._folder.glob("*.npy"))
         if added:
             self._merge(added)
         shutil.rmtree(self._folder)
 
     def append(self, key: str, rows: Rows) -> None:
-        """Add an array, u1 or <u2, of three dimensions; it survives the end of this process from here on."""
+        """Add an array, u1 or <u2, of three dimensions. After the return, it survives a crash of this process."""
         draft = self._folder / "draft"
         with draft.open("wb") as file:
             np.save(file, rows, allow_pickle=False)
@@ -64,7 +64,7 @@ class RowsFile:
 
     def _merge(self, added: Sequence[Path]) -> None:
         draft = self.path.with_name(self.path.name + ".tmp")
-        # A prompt whose line was lost was computed again; a name must not stand twice in an archive.
+        # A prompt whose line was lost was computed again. An archive must not have two members of the same name.
         kept = self._saved - {file.name for file in added}
         with zipfile.ZipFile(draft, "w") as archive:
             if kept:
@@ -83,7 +83,7 @@ def _saved_names(path: Path) -> frozenset[str]:
         with zipfile.ZipFile(path) as archive:
             return frozenset(archive.namelist())
     except zipfile.BadZipFile as exc:
-        raise CommandFailed(f"{path} is no .npz ({exc}); choose another --output", ExitCode.USAGE) from None
+        raise CommandFailed(f"{path} is not an .npz file ({exc}); choose another --output", ExitCode.USAGE) from None
 
 
 def _copy_members(source: Path, target: zipfile.ZipFile, names: frozenset[str]) -> None:

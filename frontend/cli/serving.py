@@ -1,4 +1,4 @@
-"""Which workers serve, for commands that have nothing to do without one."""
+"""Finds the workers that serve, for commands that need at least one serving worker."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,26 @@ __all__ = ["serving_workers", "warn_of_wait"]
 
 
 def serving_workers(workers: Sequence[WorkerPresence], *, nats_url: str, fleet: str) -> list[WorkerPresence]:
-    """Those of `workers` that take requests now.
+    """Return the workers in `workers` that accept requests now.
 
     Raises:
-        CommandFailed: none does; the message says what they are doing.
+        CommandFailed: no worker accepts requests. The message has the state of each worker.
     """
     serving = [worker for worker in workers if worker.state is WorkerState.SERVING and accepts_whole_requests(worker)]
     if not serving:
         raise CommandFailed(
             f"no worker serves in fleet {fleet!r} at {without_password(nats_url)}"
-            f"{_others(workers) or ' (none is there)'}; start one with `rollbus up` or `rollbus worker`",
+            f"{_others(workers) or ' (no worker is live)'}; start one with `rollbus up` or `rollbus worker`",
             ExitCode.NO_WORKERS,
         )
     return serving
 
 
 async def warn_of_wait(rb: Client, state: FleetState, *, nats_url: str) -> None:
-    """Say on stderr why requests will wait; nothing where a worker serves.
+    """Print on stderr why requests must wait. Print nothing if a worker serves.
 
     Raises:
-        CommandFailed: no worker serves, and none is paused or updating, for which requests may wait.
+        CommandFailed: no worker serves, and requests cannot wait because no worker is paused or updates its weights.
     """
     present = [worker for worker in state.workers if worker.state.is_present and accepts_whole_requests(worker)]
     if not present:
@@ -55,7 +55,7 @@ def _others(workers: Sequence[WorkerPresence]) -> str:
 
 
 def _options(nats_url: str, fleet: str) -> str:
-    """The options with which another command reaches the same fleet."""
+    """Return the options with which another command reaches the same fleet."""
     from .app import DEFAULT_FLEET, DEFAULT_NATS
 
     nats = "" if nats_url == DEFAULT_NATS else f" --nats {without_password(nats_url)}"

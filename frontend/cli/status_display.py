@@ -1,4 +1,4 @@
-"""What `rollbus status` shows of a fleet: once, or again each second."""
+"""Shows the state of a fleet for `rollbus status`, once or every second."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from .fleet_tables import state_as_json
 __all__ = ["print_state", "watch_state"]
 
 INTERVAL_S: Final = 1.0
-"""Workers announce themselves as often."""
+"""Seconds between two updates. Workers publish presence at the same interval."""
 
 
 def print_state(state: FleetState) -> None:
@@ -27,12 +27,13 @@ def print_state(state: FleetState) -> None:
 
 
 async def watch_state(rb: Client, *, nothing: str, as_json: bool) -> None:
-    """Show the fleet each second until cancelled, or until nobody reads it: in place on a terminal, else as lines.
+    """Show the fleet every second until this task is cancelled or the reader closes the pipe.
 
-    While the server does not answer, that is said and the watch goes on.
+    On a terminal the tables change in place. Elsewhere they are printed again. If the server does not answer, print the
+    error and continue.
 
     Args:
-        nothing: what is shown where no worker lives.
+        nothing: text that is shown if no worker is live.
         as_json: print each state as one line of JSON.
     """
     with _shown_in_place(nothing) if sys.stdout.isatty() and not as_json else _printed(nothing, as_json) as show:
@@ -76,7 +77,7 @@ def _heading(state: FleetState) -> str:
 
 
 def _tables(state: FleetState) -> list[tuple[Sequence[str], list[list[str]]]]:
-    """Columns and rows of each table; those that are empty are left out."""
+    """Return columns and rows of each table that is not empty."""
     every = (
         (tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers]),
         (tables.STAGING_COLUMNS, tables.staging_rows(state.workers)),

@@ -1,4 +1,4 @@
-"""What became of a request, as tables: two lines for each attempt, and a line for each event."""
+"""Prints the history of a request as tables: two lines for each attempt, and a line for each event."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,13 @@ __all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "print_trace"]
 
 ATTEMPTS = ("attempt", "worker", "lane", "prompt", "tokens", "versions", "end")
 SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
-"""Two tables: one with all of it would be too wide for a terminal of 80 columns."""
+"""Columns of the second table. A single table would be too wide for a terminal of 80 columns."""
 EVENTS = ("attempt", "worker", "at", "took", "event", "")
 MAX_SHOWN = 16
-"""Timelines whose events are listed: those of a group fit on some screens, and --json has all."""
+"""Maximum number of timelines whose events are listed. The timelines of a group then fit on a few screens. --json has
+all."""
 MAX_TEXT_CHARS = 80
-"""Of a name or reason, which may be anything."""
+"""Maximum length of a name or reason from a peer."""
 
 
 def print_trace(trace: RequestTrace) -> None:
@@ -25,14 +26,14 @@ def print_trace(trace: RequestTrace) -> None:
     print_table(ATTEMPTS, list(attempt_rows(trace)))
     write("\nseconds in each phase\n")
     print_table(SECONDS, list(phase_rows(trace)))
-    write("\nseconds since the first event, and since the one before\n")
+    write("\nseconds since the first event, and since the previous event\n")
     print_table(EVENTS, list(event_rows(trace)))
     for note in notes(trace):
         write(note)
 
 
 def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
-    """Return a line for each timeline: where it was served, and how it ended."""
+    """Yield a line for each timeline: its worker, its size and its end."""
     for timeline in trace.timelines:
         ended = _find(timeline, "ended")
         versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
@@ -48,7 +49,7 @@ def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
 
 
 def phase_rows(trace: RequestTrace) -> Iterator[list[str]]:
-    """Return a line for each timeline: where its time went."""
+    """Yield a line for each timeline: its time in each phase."""
     for timeline in trace.timelines:
         phases = phases_of(timeline)
         seconds = map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s))
@@ -57,7 +58,7 @@ def phase_rows(trace: RequestTrace) -> Iterator[list[str]]:
 
 
 def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
-    """Return a line for each event of the first timelines, with the time since the first event of all."""
+    """Yield a line for each event of the first `MAX_SHOWN` timelines, with the time since the first event of all."""
     began_at = min((event.at for timeline in trace.timelines for event in timeline.events), default=0.0)
     for timeline in trace.timelines[:MAX_SHOWN]:
         before: float | None = None
@@ -69,11 +70,11 @@ def event_rows(trace: RequestTrace) -> Iterator[list[str]]:
 
 
 def notes(trace: RequestTrace) -> Iterator[str]:
-    """Return what else there is to know, a line each."""
+    """Yield a line for each limit of the trace: left out timelines, wrong clocks, workers without an answer."""
     if len(trace.timelines) > MAX_SHOWN:
         yield f"The events of {len(trace.timelines) - MAX_SHOWN} more timelines: --json."
     if trace.left_out:
-        yield f"{trace.left_out} earlier timelines had no room in the answers."
+        yield f"{trace.left_out} earlier timelines did not fit into the answers."
     for worker, seconds in clock_skews(trace.timelines).items():
         side = "ahead of" if seconds > 0 else "behind"
         clock = f"The clock of {worker} is at least {abs(seconds):.3f} s {side} the server's"
@@ -83,7 +84,7 @@ def notes(trace: RequestTrace) -> Iterator[str]:
 
 
 def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
-    """The attempt, with the sample and the client where there are several."""
+    """Return the attempt, with the sample and the client if the trace has several of them."""
     label = str(timeline.attempt)
     if any(other.child for other in trace.timelines):
         label += f" of sample {timeline.child}"
@@ -126,6 +127,6 @@ def _seconds(value: float | None) -> str:
 
 
 def _text(given: str) -> str:
-    """Text from the wire, without what a terminal would act on."""
+    """Return a text of a peer, shortened, with a replacement for each control character."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in given)
     return shown if len(shown) <= MAX_TEXT_CHARS else f"{shown[:MAX_TEXT_CHARS]}..."

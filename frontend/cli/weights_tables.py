@@ -1,4 +1,4 @@
-"""The published weights of a model as a table for people, and as JSON for programs."""
+"""Formats the published weights of a model as a table and as JSON."""
 
 import math
 from collections.abc import Mapping, Set
@@ -18,25 +18,25 @@ NONE = "-"
 
 
 class ModelWeights(NamedTuple):
-    """What is known of one model."""
+    """The published weights of one model."""
 
     record: ChainRecord
     age_s: float
-    """Since the record was stored, by the server's clock; infinite if there is none."""
+    """Seconds since the record was stored, by the server's clock. Infinite without a record."""
     used: int
-    """Bytes of the bucket."""
+    """Bytes in the bucket."""
     limit: int
-    """Bytes that it may have."""
+    """Maximum bytes of the bucket."""
     recorded: Set[str]
     """Folders that the desired state names."""
     workers: Mapping[int, list[str]]
-    """Ids of the live workers, by the version that they serve."""
+    """Ids of the live workers that serve each version."""
 
 
 def head_line(weights: ModelWeights) -> str:
-    """Say who publishes, and how full the bucket is."""
+    """Return a line with the publisher, the bytes in the bucket and the length of the chain."""
     record = weights.record
-    holder = "nobody publishes"
+    holder = "no publisher"
     if record.holder is not None:
         holder = f"published by {record.holder.publisher} (heard {weights.age_s:.0f} s ago)"
     limit = f" of {size(weights.limit)}" if weights.limit < 2**60 else ""
@@ -54,7 +54,7 @@ def weights_rows(weights: ModelWeights) -> list[list[str]]:
             NONE if link.anchor_bytes is None else size(link.anchor_bytes),
             NONE if link.delta_bytes is None else size(link.delta_bytes),
             "yes" if link.objects in weights.recorded else NONE,
-            # Workers say the number of their version alone: the last of a number is meant.
+            # Workers publish only the number of their version. It means the last published version of that number.
             ", ".join(sorted(weights.workers.get(link.version, ()))) or NONE
             if newest[link.version] == link.objects
             else NONE,
@@ -65,7 +65,7 @@ def weights_rows(weights: ModelWeights) -> list[list[str]]:
 
 
 def weights_as_json(weights: ModelWeights) -> dict[str, Any]:
-    """Return everything that is known, for programs."""
+    """Return the published weights as a JSON object."""
     record = weights.record
     return {
         "model": record.model,

@@ -328,11 +328,11 @@ def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypat
         assert build_parser().parse_args(["up"]).is_nats_named
 
         assert nats_port(url, is_named=False) == -1
-        assert capsys.readouterr().err == f"port {port} is taken: the NATS server listens at a free one\n"
+        assert capsys.readouterr().err == f"port {port} is in use: the NATS server listens at a free port\n"
         for argv in (["up", "--engine", "synthetic"], ["up", "--engine", "synthetic", "--nats", url]):
             assert main(argv) == ExitCode.FAILED
             assert capsys.readouterr().err == (
-                f"rollbus: --nats {url}: port {port} is taken; name another port, or nats://127.0.0.1:0 for any free "
+                f"rollbus: --nats {url}: port {port} is in use; name another port, or nats://127.0.0.1:0 for any free "
                 "port\n"
             )
 

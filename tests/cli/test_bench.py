@@ -242,7 +242,7 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
 @pytest.mark.parametrize(
     ("workers", "model", "error", "words"),
     [
-        ([], None, CommandFailed, r"in fleet 'f' at nats://h \(none is there\); start one"),
+        ([], None, CommandFailed, r"in fleet 'f' at nats://h \(no worker is live\); start one"),
         ([PAUSED, PREFILL], None, CommandFailed, r"\(w is paused, u is serving prefill phases only\)"),
         ([SERVES], "n", InvalidRequest, "model is 'n'; allowed: one of m"),
         ([SERVES, replace(SERVES, model="n")], None, InvalidRequest, "model is missing; allowed: one of m, n"),
@@ -305,6 +305,6 @@ def test_where_no_fleet_is_the_transport_alone_is_measured(
         assert main(["bench", *OPTIONS[:-1], "--concurrency", "3"]) == ExitCode.OK
 
     captured = capfd.readouterr()
-    assert captured.err.startswith("starting a NATS server and a worker that makes its tokens up")
+    assert captured.err.startswith("starting a NATS server and a worker with a synthetic engine")
     assert captured.out.splitlines()[2].startswith("TRANSPORT ONLY: ")
     assert "requests that failed" in captured.out

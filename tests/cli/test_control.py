@@ -219,6 +219,6 @@ async def test_reset_forgets_what_was_told(nats_url: str, fleet: str) -> None:
         after = json.loads((await run_rollbus(nats_url, fleet, "status", "--json")).stdout)["desired"]["m"]
 
     assert (first.code, json.loads(first.stdout)) == (ExitCode.OK, {"models": []})
-    assert (second.code, second.stdout) == (ExitCode.OK, "forgot what was told the workers of m\n")
+    assert (second.code, second.stdout) == (ExitCode.OK, "cleared the desired state of m\n")
     assert list(before["registers"]) == ["pause"]
     assert after == {"epoch": before["epoch"] + 1, "registers": {}, "workers": {}}

@@ -44,7 +44,7 @@ def test_an_abort_says_what_it_ended() -> None:
 
     rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
 
-    assert [row[-1] for row in rows] == ["ended x, y", "had none of them"]
+    assert [row[-1] for row in rows] == ["aborted x, y", "had none of these requests"]
 
 
 @pytest.mark.proves("P20")

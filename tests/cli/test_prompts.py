@@ -64,7 +64,7 @@ def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
         ([1], "the line", "is a list"),
         ("null", "the line", "is None"),
         ({}, "prompt and prompt_token_ids", "are both missing"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids", "stand together"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids", "are both set"),
         ({"prompt": ""}, "prompt", "is ''"),
         ({"prompt": 5}, "prompt", "is 5"),
         ({"prompt_token_ids": []}, "prompt_token_ids", "has 0 entries"),
@@ -72,7 +72,7 @@ def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
         ({"prompt": "a", "max_token": 5}, "max_token", "is unknown"),
         ({"prompt": "a", "sampling": {"max_token": 5}}, "sampling.max_token", "is unknown"),
         ({"prompt": "a", "sampling": []}, "sampling", "is a list"),
-        ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "stands beside and under sampling"),
+        ({"prompt": "a", "seed": 1, "sampling": {"seed": 1}}, "seed", "is set both beside and under sampling"),
         ({"prompt": "a", "top_p": 0}, "sampling.top_p", "is 0"),
         ({"prompt": "a", "request_id": "a b"}, "request_id", "is 'a b'"),
         ({"prompt": "a", "routed_experts_prompt_start": -1}, "routed_experts_prompt_start", "is -1"),
@@ -148,7 +148,7 @@ def test_two_prompts_of_one_request_id_are_refused(tmp_path: Path) -> None:
     """Request ids are unique, also against those that are given to lines without one."""
     path = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b", "request_id": "input-0"})
 
-    with pytest.raises(CommandFailed, match="line 2: request_id is also that of line 1"):
+    with pytest.raises(CommandFailed, match="line 2: request_id is the same as in line 1"):
         check_input(path, Defaults(), {})
 
 
@@ -160,7 +160,7 @@ def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
     shorter = write(tmp_path / "shorter.jsonl", {"prompt": "a"})
     longer = write(tmp_path / "longer.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
 
-    with pytest.raises(CommandFailed, match="line 2 is not what its result was made from"):
+    with pytest.raises(CommandFailed, match="line 2 differs from the line of its result"):
         check_input(changed, Defaults(), finished)
     with pytest.raises(CommandFailed, match="lacks 1 of the lines"):
         check_input(shorter, Defaults(), finished)

@@ -186,7 +186,7 @@ def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
     with open_results(path, tmp_path / "out.npz") as results:
         results.append(line_of(PROMPTS[0], results))
 
-    with pytest.raises(CommandFailed, match="begun with --routed-experts npz"), open_results(path, None):
+    with pytest.raises(CommandFailed, match="need --routed-experts npz"), open_results(path, None):
         pass
 
 
@@ -196,7 +196,7 @@ def test_a_file_of_something_else_is_refused_untouched(tmp_path: Path, content: 
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
 
-    with pytest.raises(CommandFailed, match="line 1 is no result") as caught, open_results(path, None):
+    with pytest.raises(CommandFailed, match="line 1 is not a result") as caught, open_results(path, None):
         pass
     assert caught.value.exit_code == ExitCode.USAGE
     assert path.read_bytes() == content

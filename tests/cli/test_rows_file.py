@@ -98,6 +98,6 @@ def test_another_file_is_not_taken_for_an_npz(tmp_path: Path) -> None:
     path = tmp_path / "r.npz"
     path.write_bytes(b"something else")
 
-    with pytest.raises(CommandFailed, match=r"is no \.npz"):
+    with pytest.raises(CommandFailed, match=r"is not an \.npz file"):
         RowsFile(path)
     assert path.read_bytes() == b"something else"

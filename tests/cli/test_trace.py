@@ -84,7 +84,7 @@ def test_samples_and_clients_are_named_where_there_are_several() -> None:
     assert len(list(event_rows(samples))) == MAX_SHOWN
     assert list(notes(samples)) == [
         "The events of 2 more timelines: --json.",
-        "3 earlier timelines had no room in the answers.",
+        "3 earlier timelines did not fit into the answers.",
     ]
     assert [row[0] for row in phase_rows(clients)] == ["0 of alice", "0 of bob"]
 

@@ -34,7 +34,7 @@ async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_pa
     assert model["versions"][1]["objects"] == published["objects"]
     assert (model["publisher"], model["chain_length"]) == (None, 1)
     assert "1 versions after the last anchor" in shown.stdout
-    assert "nobody publishes" in shown.stdout
+    assert "no publisher" in shown.stdout
 
 
 async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, t
     stored = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--model", MODEL)
     assert (nameless.code, nothing.code, stored.code) == (ExitCode.USAGE, ExitCode.FAILED, ExitCode.NO_WORKERS)
     assert "--model NAME is required" in nameless.stderr
-    assert "nothing is published" in nothing.stderr
+    assert "has no published weights" in nothing.stderr
     assert "version 1 is stored as objects:" in stored.stderr

@@ -1,7 +1,7 @@
-"""Abort requests in flight of any client. Their streams end with `abort`.
+"""Abort requests in flight of any client. Their response streams end with the finish reason `abort`.
 
-Requests that still wait in the queue are not aborted. The command reports each id that no worker has. It fails only if
-no worker has any of the ids, because a request may have ended by itself.
+Requests that still wait in the queue are not aborted. The command reports each id that no worker has. A request may
+have ended by itself, so the command fails only if no worker has any of the ids.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from ..control import add_send_options, command
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "end requests in flight"
+HELP = "abort requests in flight"
 EXAMPLES = (
     "rollbus abort req-1",
     "rollbus abort req-1 req-2 --worker w0",

@@ -1,13 +1,13 @@
-"""Manage the users of a NATS server: who may connect, in which role, and with which permissions.
+"""Manage the users of a NATS server with their roles and permissions.
 
 `rollbus auth init --dir DIR --trainer alice --worker w0` creates a key for each user and a configuration for
-nats-server. Each key is in a file that only its owner can read. The server then accepts these users only. Run `init`
+nats-server. Each key is in a file that only its owner can read. The server then accepts only these users. Run `init`
 again to add users; existing keys stay. `rollbus auth remove` removes users. Both commands take effect after the server
 reloads its configuration: `nats-server --signal reload`.
 
 Commands, desired states and uploads are signed. `init` creates the root key of the fleet, DIR/<fleet>/root.seed. The
-root key certifies who may sign what; no running program needs it. `rollbus auth certify --dir DIR FILE...` renews the
-certificates in credentials files that were moved out of DIR.
+root key certifies which user may sign which data. No running program needs it. `rollbus auth certify --dir DIR FILE...`
+renews the certificates in credentials files that were moved out of DIR.
 
 A program connects as a user with `--creds FILE` or $ROLLBUS_CREDS. Each trainer, worker and frontend needs its own
 user, because the user's name is part of its subjects.
@@ -48,23 +48,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", metavar="FILE", type=Path, nargs="*", help="credentials files (for the action certify)"
     )
     parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="folder of the users")
-    group = parser.add_argument_group("which users; each may be given several times")
+    group = parser.add_argument_group("users; each option may be repeated")
     for role in ROLES:
-        default = f" (init: always one called {role})" if role in SINGLE else ""
+        default = f" (init always creates one with the name {role})" if role in SINGLE else ""
         group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=f"a {role}{default}")
     group.add_argument(
         "--publisher",
         metavar="NAME:MODEL",
         action="append",
         default=[],
-        help="a trainer that may also replace the weights of MODEL; repeat for more models (remove: NAME)",
+        help="trainer that may also replace the weights of MODEL; repeat for more models (for remove, only NAME)",
     )
-    group = parser.add_argument_group("the server's configuration, when init makes it")
+    group = parser.add_argument_group("configuration of the server, used when init creates it")
     group.add_argument(
         "--listen", metavar="HOST:PORT", default="127.0.0.1:4222", help="address of the server (default: %(default)s)"
     )
     group.add_argument("--server-cert", metavar="FILE", default="", help="certificate for TLS (default: no TLS)")
-    group.add_argument("--server-key", metavar="FILE", default="", help="key of the TLS certificate")
+    group.add_argument("--server-key", metavar="FILE", default="", help="key of the TLS certificate (default: no TLS)")
     group.add_argument(
         "--client-ca",
         metavar="FILE",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Change the folder, and print the result."""
     if bool(args.files) != (args.action == "certify"):
-        raise CommandFailed("FILE goes with the action certify only, which requires at least one", ExitCode.USAGE)
+        raise CommandFailed("only the action certify has FILE arguments, and it requires at least one", ExitCode.USAGE)
     if args.action == "certify":
         return _certify(args)
     models = _models_of(args)
@@ -126,7 +126,7 @@ def _init(
     if has_cluster:
         server = args.dir / CONFIG_FILE
     elif not write_server_config(args.dir, args.listen, tls) and args.server_cert:
-        note(f"{server} was there and stays as it is: TLS is for you to add")
+        note(f"{server} already exists and stays unchanged: add TLS to it yourself")
     if args.json:
         print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
     else:
@@ -159,9 +159,9 @@ def _remove(args: argparse.Namespace, users: "tuple[WantedUser, ...]") -> int:
         print_json({"removed": [{"fleet": fleet, "role": role, "name": name} for fleet, role, name in removed]})
     for fleet, role, name in users:
         if (fleet, role, name) not in removed:
-            raise CommandFailed(f"there is no {role} {name} of fleet {fleet} in {args.dir}")
+            raise CommandFailed(f"{args.dir} has no {role} {name} of fleet {fleet}")
         if not args.json:
-            write(f"removed {role} {name} of fleet {fleet}; once the server has reloaded, it is let in no more")
+            write(f"removed {role} {name} of fleet {fleet}; after its next reload, the server rejects this user")
     return ExitCode.OK
 
 
@@ -181,8 +181,10 @@ def _show(server: Path, entries: "tuple[UserFile, ...]", *, has_cluster: bool) -
     print_table(("role", "name", "fleet", "key", "credentials"), rows)
     admin = next(entry for entry in entries if entry.user.role == "admin")
     if has_cluster:
-        write(f"\nServers: copy {CONFIG_FILE} to each server; one that runs reads it again on SIGHUP; send it twice.")
+        write(f"\nServers: copy {CONFIG_FILE} to each server. Running servers reload it on SIGHUP; send SIGHUP twice.")
     else:
-        write(f"\nServer: nats-server -c {server}; one that runs reads it again on SIGHUP; send it twice.")
-    write(f"Keep {admin.path.parent / 'root.seed'} to yourself: no running program needs it.")
-    write(f"Then make the queue of each model, as workers may not: {program()} make-queue MODEL --creds {admin.path}")
+        write(f"\nServer: nats-server -c {server}. A running server reloads it on SIGHUP; send SIGHUP twice.")
+    write(f"Keep {admin.path.parent / 'root.seed'} secret: no running program needs it.")
+    write(
+        f"Then create the queue of each model, since workers may not: {program()} make-queue MODEL --creds {admin.path}"
+    )

@@ -1,12 +1,12 @@
-"""Measure the throughput and latency of a fleet from the place of a trainer.
+"""Measure the throughput and latency of a fleet as a trainer sees them.
 
-The bench sends prompts of random token ids, with --concurrency requests open at once and --output-tokens tokens each.
-No prompt is in a prefix cache. The result is the median of the rounds with the lowest and the highest round; a warm-up
-round is not counted. With --stream, the bench reads chunks one by one and measures their times. The command counts
-failed requests by error, and then exits with 1.
+The bench sends prompts of random token ids. --concurrency requests are open at once, and each generates --output-tokens
+tokens. No prompt is in a prefix cache. The result is the median of the rounds with the lowest and the highest value. A
+warm-up round is not counted. With --stream, the bench reads chunks one by one and measures their times. If requests
+fail, the command counts them by error and exits with 1.
 
-With --synthetic, the bench starts a NATS server and a worker with a synthetic engine, and measures the transport alone.
-This is the default if no fleet is named and no server listens at the default address.
+With --synthetic, the bench starts a NATS server and a worker with a synthetic engine, and measures only the transport.
+This is the default if no option names a fleet and no server listens at the default address.
 """
 
 import argparse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "names_nobody", "run"]
 
-HELP = "measure how fast the fleet is"
+HELP = "measure throughput and latency of the fleet"
 EXAMPLES = (
     "rollbus bench --synthetic --concurrency 16 --rounds 1",
     "rollbus bench --stream --routing",
@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         nargs="+",
         default=[64, 256],
-        help="open requests at once; several values are measured in turn (default: 64 256)",
+        help="number of requests open at once; several values are measured in turn (default: 64 256)",
     )
     parser.add_argument(
         "--requests",
         metavar="N",
         type=positive_int,
-        help="requests of each round (default: four times the concurrency, at least 32)",
+        help="number of requests of each round (default: four times the concurrency, at least 32)",
     )
     parser.add_argument(
         "--input-tokens",
@@ -75,12 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         type=number_or_none,
         default=0,
-        help="logprobs: none; 0: of each sampled token; K: also of the K most likely tokens (default: 0)",
+        help="log probabilities to request: none; 0: each sampled token; K: also the K most likely tokens (default: 0)",
     )
     parser.add_argument(
         "--routing",
         action=argparse.BooleanOptionalAction,
-        help="request routed experts, or not (default: if the model has experts)",
+        help="request routed experts, or do not (default: request them if the model has experts)",
     )
     parser.add_argument(
         "--rounds", metavar="N", type=positive_int, default=5, help="number of rounds (default: %(default)s)"
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", metavar="N", type=non_negative_int, default=0, help="seed of the prompts (default: 0)"
     )
     parser.add_argument(
-        "--synthetic", action="store_true", help="measure the transport alone, with its own server and synthetic worker"
+        "--synthetic", action="store_true", help="measure only the transport, with a new server and a synthetic worker"
     )
 
 
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> Coroutine[object, object, int]:
 
 
 def names_nobody(args: argparse.Namespace) -> bool:
-    """True if no fleet is named and no server listens at the default address."""
+    """Return True if the user named no fleet and no server listens at the default address."""
     from urllib.parse import urlsplit
 
     from .. import app
@@ -180,7 +180,7 @@ async def _server(args: argparse.Namespace, options: "BenchOptions") -> "AsyncIt
     from ..fleet_display import FleetObserver
     from ..local_fleet import LocalFleet, run_fleet
 
-    note("starting a NATS server and a worker that makes its tokens up: what is measured is the transport alone")
+    note("starting a NATS server and a worker with a synthetic engine: the bench measures only the transport")
     # All requests are in the engine's batch, so the bench does not measure the queue of an engine.
     engine_args = json.dumps({"max_num_seqs": max(options.concurrencies)})
     flags = ("--engine", "synthetic", "--engine-args", engine_args)

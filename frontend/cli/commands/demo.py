@@ -1,7 +1,7 @@
 """The tour: answer real questions with a real vLLM engine through a temporary NATS server.
 
 The tour needs no GPU, no model and no server. It creates a tiny mixture-of-experts model. The model is not trained, so
-its text is noise; everything else is the same as with a trained model.
+its text is noise. All else is the same as with a trained model.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from ..package import EXAMPLES_DIR
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "the tour: real questions through a real engine"
+HELP = "tour: answer real questions with a real engine"
 EXAMPLES = (
     "rollbus demo",
     "rollbus demo --max-tokens 16",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rl",
         action="store_true",
-        help="instead of the tour: train three tiny policies with RL, a few minutes; writes rl-output/",
+        help="train three tiny policies with RL instead of the tour; takes a few minutes and writes rl-output/",
     )
     parser.add_argument(
         "--state-dir", metavar="DIR", type=Path, help="folder of the tiny MoE (default: ~/.cache/rollbus)"
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int | Coroutine[object, object, int]:
 
 
 def _learn() -> int:
-    """Run the RL loop; return its exit code."""
+    """Run the RL loop and return its exit code."""
     from ..local_fleet import check_vllm
     from ..worker_options import python_env
 

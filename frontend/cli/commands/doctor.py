@@ -1,6 +1,6 @@
 """Check this machine, the NATS server and the fleet, and print each problem with its remedy.
 
-The command changes nothing. It exits with 1 if a check fails (`fail`), otherwise with 0, also with warnings.
+The command changes nothing. If a check fails (`fail`), it exits with 1. Otherwise it exits with 0, even with warnings.
 """
 
 import argparse
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "READS_NO_CREDENTIALS", "add_arguments", "run"]
 
-HELP = "say what is wrong here, and what to do"
+HELP = "find problems of machine, server and fleet"
 EXAMPLES = (
     "rollbus doctor",
     "rollbus doctor --nats nats://127.0.0.1:4222 --json",
 )
 READS_NO_CREDENTIALS = True
-"""Unreadable credentials are a finding of this command."""
+"""This command reads the credentials itself, because it reports unreadable credentials as a finding."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
-"""Drain workers: they hand their requests in flight to other workers and accept no more until `rollbus resume`.
+"""Drain workers: their requests in flight move to other workers, and they accept no requests until `rollbus resume`.
 
-Other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without loss.
+The other workers resume the requests from the tokens that the clients have. A drained worker can be stopped without
+loss.
 """
 
 import argparse
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "take workers out of service"
+HELP = "move all requests away from workers"
 EXAMPLES = (
     "rollbus drain w0",
     "rollbus drain w0 w1 --timeout-s 120",
-    "rollbus resume --worker w0    # take it back into service",
+    "rollbus resume --worker w0    # put w0 back into service",
 )
 
 

@@ -1,8 +1,8 @@
 """Show how often the router chose each expert: a map of layers by experts, and the imbalance of each layer.
 
 Workers count the positions that their engines compute, in intervals of 5 s: generated tokens, and prompt tokens that
-are not cached. The command asks up to 64 workers of the model. It exits with 3 if some workers did not answer, and
-names them.
+are not cached. The command asks up to 64 workers of the model. If some workers do not answer, it names them and exits
+with 3.
 """
 
 import argparse
@@ -28,7 +28,7 @@ EXAMPLES = (
 )
 PLANES = ("both", "prompt", "generated")
 MAX_NAMED = 8
-"""Maximum named workers that are left out, with reasons; --json has all of them."""
+"""Maximum number of workers without counts that are listed with their reasons. --json lists all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=positive_float,
         default=60.0,
-        help="seconds to show, up to 120 (default: 60)",
+        help="show the counts of the last S seconds, up to 120 (default: 60)",
     )
     when.add_argument("--versions", action="store_true", help="show all counts of each of the last 8 weight versions")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="write the map as a picture to this file")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="also write the map as a PNG picture (default: none)")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="seconds for workers to answer (default: 5)"
+        "--timeout-s", metavar="S", type=positive_float, default=5.0, help="seconds to wait for answers (default: 5)"
     )
 
 
@@ -115,7 +115,7 @@ def _show(args: argparse.Namespace, answers: "ExpertAnswers", window: "ExpertWin
     for name, one in (("prompt", window.prompt), ("generated", window.generated)):
         write(f"{name}: {one.computed:,} tokens computed, {share_text(one)} of them seen")
     if not plane.seen:
-        write("no routing of tokens was seen in that time")
+        write("no routed experts were seen in that time")
         return
     if args.versions:
         print_table(VERSION_COLUMNS, version_rows(window.versions, window.shape.top_k))

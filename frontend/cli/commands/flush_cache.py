@@ -1,8 +1,8 @@
 """Reset the prefix caches of workers.
 
-An engine may be unable to reset its cache while requests are in flight; the worker then reports a failure. With
---preempt, requests in flight lose their cached tokens, and the engine computes them again. A flush is not necessary
-after an update of the weights: new requests never use the cache of older weights.
+If an engine cannot reset its cache while requests are in flight, the worker reports a failure. With --preempt, requests
+in flight lose their cached tokens, and the engine computes them again. After an update of the weights, a reset is not
+necessary: new requests never use the cache of older weights.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from ..control import add_send_options, command
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "forget prefix caches"
+HELP = "reset prefix caches"
 EXAMPLES = (
     "rollbus flush-cache",
     "rollbus flush-cache --preempt --worker w0",

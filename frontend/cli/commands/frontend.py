@@ -1,8 +1,8 @@
 """Serve the fleet over HTTP, for clients of vLLM, OpenAI and Dynamo.
 
-Without --http the service is reachable from this machine only. It reads bearer tokens from the environment:
-ROLLBUS_HTTP_TOKEN for requests, ROLLBUS_ADMIN_TOKEN for routes that change the fleet. With --json, it prints one line
-{"http": URL} when it serves.
+Without --http, only this machine can reach the service. The service reads bearer tokens from the environment:
+ROLLBUS_HTTP_TOKEN for requests, ROLLBUS_ADMIN_TOKEN for routes that change the fleet. With --json, the command prints
+one line {"http": URL} when the service is ready.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--http",
         metavar="HOST:PORT",
         default=DEFAULT_ADDRESS,
-        help="address to listen at; port 0: any free port (default: %(default)s)",
+        help="address of the service; port 0: any free port (default: %(default)s)",
     )
     add_allowed_host(parser)
     add_tokenizer(parser)
@@ -70,13 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=defaults.prefill_min_tokens,
-        help="prompts of at least so many tokens go to a prefill worker first, where there is one (default: "
-        "%(default)s)",
+        help="minimum tokens of a prompt for a prefill worker, if the fleet has prefill workers (default: %(default)s)",
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Serve until stopped."""
+    """Serve until a signal arrives."""
     from ..app import until_signalled
     from ..console import note, print_json
 

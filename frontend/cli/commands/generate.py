@@ -1,12 +1,13 @@
-"""Generate for every prompt of a file and write the results to another.
+"""Generate a result for every prompt of a file and write the results to another file.
 
 Each line of the input is a JSON object: "prompt" (text) or "prompt_token_ids", and any field of SamplingParams
 ("max_tokens", "temperature", "seed", ...) and GenerateRequest ("request_id", "routed_experts_prompt_start", ...). The
-options below are for lines that do not say otherwise.
+options below set the fields that a line does not set.
 
-The output has one JSON object for each prompt, in the order in which they are finished; "index" is the prompt's line,
-counted from 0. The whole input is checked before anything is sent. A prompt that fails has an "error", and the command
-ends with 1. Run the same command again to go on after an interruption, or to try failed prompts again.
+The output has one JSON object for each prompt, in the order in which the prompts end. "index" is the line number of the
+prompt, counted from 0. The command checks the whole input before it sends the first request. The object of a prompt
+that fails has an "error", and the command exits with 1. Run the same command again to continue after an interruption,
+or to retry failed prompts.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "describe", "run"]
 
-HELP = "generate for the prompts of a JSONL file"
+HELP = "generate results for the prompts of a JSONL file"
 EXAMPLES = (
     "echo '{\"prompt_token_ids\": [1, 2, 3]}' > prompts.jsonl",
     "rollbus generate --input prompts.jsonl --output results.jsonl --max-tokens 32",
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=positive_int,
         default=DEFAULT_MAX_IN_FLIGHT,
-        help="open requests at once (default: %(default)s)",
+        help="maximum number of requests in flight (default: %(default)s)",
     )
     parser.add_argument("--model", metavar="NAME", help="name of the model (default: the only model of the fleet)")
     parser.add_argument("--max-tokens", metavar="N", type=positive_int, help="maximum tokens per sample (default: 16)")
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="N", type=non_negative_int, help="seed of every prompt (default: none)")
     parser.add_argument("-n", metavar="N", type=positive_int, help="samples per prompt (default: 1)")
     parser.add_argument(
-        "--timeout-s", metavar="S", type=positive_float, help="seconds for each request (default: 3600)"
+        "--timeout-s", metavar="S", type=positive_float, help="timeout of each request in seconds (default: 3600)"
     )
 
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_paths(args: argparse.Namespace) -> Path | None:
-    """Check the paths; return the path of the `.npz` file, or None."""
+    """Check the paths. Return the path of the `.npz` file, or None without --routed-experts npz."""
     if not args.input.is_file():
         raise CommandFailed(f"--input {args.input} is not a file", ExitCode.USAGE)
     if not args.output.absolute().parent.is_dir():
@@ -136,7 +137,7 @@ def describe(report: Mapping[str, Any]) -> str:
     """Return the report as one line of text."""
     text = f"{report['done']:,} of {report['prompts']:,} prompts done"
     if report["resumed"]:
-        text += f", {report['resumed']:,} were done before"
+        text += f", {report['resumed']:,} were done in earlier runs"
     if report["failed"]:
         text += f", {report['failed']:,} failed (the first, {report['first_error']})"
     if report["retryable"]:
@@ -145,6 +146,6 @@ def describe(report: Mapping[str, Any]) -> str:
         text += f"; {report['tokens']:,} tokens in {report['seconds']} s"
     if report["seconds_to"]:
         times = ", ".join(f"{percent} % after {seconds} s" for percent, seconds in report["seconds_to"].items())
-        text += f"; complete were {times}"
+        text += f"; requests complete: {times}"
     places = [str(report[name]) for name in ("output", "npz") if report[name] is not None]
     return f"{text}: {', '.join(places)}"

@@ -3,7 +3,7 @@
 PATH is the folder of the adapter, with adapter_config.json and adapter_model.safetensors. Each worker looks for it on
 its own machine, below one of its --weight-root folders. With --upload the adapter goes to the workers through NATS.
 
-If a load fails, the previous adapter stays. Workers that start later load the adapter too.
+If a load fails, the previous adapter stays loaded. Workers that start later load the new adapter too.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Create the queues of models and the bucket of desired states, and set limits.
 
-Use this on a server with `rollbus auth`, where only admins may create them. On other servers the workers do it.
-Existing queues stay unchanged. A limit changes only if an option names it, and never below the present content of the
-queue.
+Use this on a server with `rollbus auth`, where only admins may create queues. On other servers the workers create them.
+Existing queues stay unchanged. A limit changes only if an option sets it. It cannot be lower than the present content
+of the queue.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "make a model's queue, or set its limits"
+HELP = "create the queue of a model, or set its limits"
 EXAMPLES = (
     "rollbus make-queue my-model",
     "rollbus make-queue my-model --max-requests 100000 --upload-bytes 34359738368",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-requests",
         metavar="N",
         type=positive_int,
-        help="maximum waiting requests of all clients (default of a new queue: 65,536)",
+        help="maximum number of waiting requests of all clients (default of a new queue: 65,536)",
     )
     parser.add_argument(
         "--max-bytes",
@@ -38,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-per-client",
         metavar="N",
         type=positive_int,
-        help="maximum waiting requests of one client in one lane (default of a new queue: 1,024)",
+        help="maximum number of waiting requests of one client in one lane (default of a new queue: 1,024)",
     )
     parser.add_argument(
         "--upload-bytes",
         metavar="N",
         type=positive_int,
-        help="bytes of the bucket for uploads of publishers, created if missing (for example 34359738368: 32 GiB)",
+        help="maximum bytes of the bucket for uploads of publishers, which is created if missing (for example "
+        "34359738368: 32 GiB; default: unchanged)",
     )
 
 
@@ -60,5 +61,5 @@ async def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"models": args.models})
     else:
-        write(f"the queue of {', '.join(args.models)} is there")
+        write(f"the queue of {', '.join(args.models)} exists")
     return ExitCode.OK

@@ -5,8 +5,8 @@ also contains the users (see `rollbus auth`). The configuration has JetStream, r
 if certificate files are given. The command prints the next steps.
 
 `rollbus nats leaf --dir DIR --hub A,B,C --user trainer-alice --user worker-w0` writes DIR/leaf-NAME.conf for a
-nats-server at another site, through which these users reach the fleet. It also writes DIR/leafs.conf, which each server
-of the hub includes.
+nats-server at another site. Through this leaf, these users reach the fleet. The command also writes DIR/leafs.conf,
+which each server of the hub must include.
 
 `rollbus nats replicas 3`, run by an admin, sets the fleet's queues, desired states and objects to three replicas. It
 changes one stream at a time and waits until that stream is current. Run it again after an interruption.
@@ -36,13 +36,19 @@ READS_NO_CREDENTIALS = True
 LEAF_PORT = 7422
 """The default port of NATS for leaf nodes."""
 REPLICATED_S = 600.0
-"""Seconds for each stream: a copy of a full object store of 32 GiB takes minutes on a fast network."""
+"""Seconds for each stream. A copy of a full object store of 32 GiB takes minutes on a fast network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("action", choices=("init", "leaf", "replicas"), help="write configurations; change replicas")
-    parser.add_argument("count", metavar="N", nargs="?", type=positive_int, help="replicas, for the action replicas")
+    parser.add_argument(
+        "action",
+        choices=("init", "leaf", "replicas"),
+        help="write configurations (init, leaf), or change replicas",
+    )
+    parser.add_argument(
+        "count", metavar="N", nargs="?", type=positive_int, help="number of replicas (for the action replicas)"
+    )
     group = parser.add_argument_group("replicas")
     group.add_argument("--objects", metavar="N", type=positive_int, help="replicas of uploaded weights (default: N)")
     group.add_argument(
@@ -50,14 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=positive_float,
         default=REPLICATED_S,
-        help="seconds for each stream to become current (default: %(default)g)",
+        help="seconds until each stream must be current (default: %(default)g)",
     )
     group = parser.add_argument_group("init")
     group.add_argument(
-        "--nodes", metavar="HOST[:PORT],...", help="the servers, three or more; routes use ports 2000 above theirs"
+        "--nodes", metavar="HOST[:PORT],...", help="three or more servers; the port of routes is PORT + 2000"
     )
-    group.add_argument("--dir", metavar="DIR", type=Path, default=Path("nats"), help="folder (default: %(default)s)")
-    group.add_argument("--cluster", metavar="NAME", type=_name, default="rollbus", help="name (default: %(default)s)")
+    group.add_argument(
+        "--dir", metavar="DIR", type=Path, default=Path("nats"), help="folder of the files (default: %(default)s)"
+    )
+    group.add_argument(
+        "--cluster", metavar="NAME", type=_name, default="rollbus", help="name of the cluster (default: %(default)s)"
+    )
     group.add_argument(
         "--store-dir",
         metavar="DIR",
@@ -70,13 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=_size,
         default="50GB",
-        help="disk for the streams of one server; the queue of a model reserves 5 GiB (default: %(default)s)",
+        help="disk space for the streams of one server; the queue of a model reserves 5 GiB (default: %(default)s)",
     )
     for what, side in (("server", "clients"), ("cluster", "the other servers")):
         group.add_argument(
-            f"--{what}-cert", metavar="FILE", default="", help=f"path on each machine of its certificate for {side}"
+            f"--{what}-cert",
+            metavar="FILE",
+            default="",
+            help=f"path of the certificate for {side}, the same on each machine (default: no TLS)",
         )
-        group.add_argument(f"--{what}-key", metavar="FILE", default="", help="path on each machine of the key")
+        group.add_argument(
+            f"--{what}-key", metavar="FILE", default="", help="path of the certificate's key, the same on each machine"
+        )
     group.add_argument(
         "--client-ca",
         metavar="FILE",
@@ -87,14 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-ca",
         metavar="FILE",
         default="",
-        help="CA that must have signed the certificates of the other servers",
+        help="CA that must have signed the certificates of the other servers (required with --cluster-cert)",
     )
     _add_leaf_arguments(parser)
 
 
 def _add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("leaf", "also --dir; and --cluster-cert, --cluster-key, --cluster-ca of the link")
-    group.add_argument("--hub", metavar="HOST,...", type=_hosts, help="the servers of the hub")
+    group = parser.add_argument_group(
+        "leaf", "also --dir, and --cluster-cert, --cluster-key and --cluster-ca for the connection to the hub"
+    )
+    group.add_argument("--hub", metavar="HOST,...", type=_hosts, help="servers of the hub, without ports")
     group.add_argument(
         "--leaf-port",
         metavar="N",
@@ -150,7 +167,7 @@ async def _replicas(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"streams": [msgspec.to_builtins(change) for change in changes]})
     elif not changes:
-        note(f"there is nothing of fleet {fleet!r} yet")
+        note(f"fleet {fleet!r} has no streams yet")
     return ExitCode.OK
 
 
@@ -213,10 +230,10 @@ def _leaf(args: argparse.Namespace) -> int:
         print_json({"leaf": str(leaf), "hub": str(at_hub)})
     else:
         write(
-            f"""1. To each server of the hub: {at_hub}, beside users.conf; `include {at_hub.name}` in its configuration.
-2. Restart these servers, one after the other: a reload does not take it.
-3. To the site: {leaf}, readable for nats-server alone; it holds the seeds of its users.
-4. There: nats-server -c {leaf.name}"""
+            f"""1. Copy {at_hub} to each hub server, beside users.conf. Its configuration: `include {at_hub.name}`.
+2. Restart these servers, one after the other: a reload does not apply this change.
+3. Copy {leaf} to the site. Only nats-server may read it, because it contains the seeds of its users.
+4. At the site: nats-server -c {leaf.name}"""
         )
     return ExitCode.OK
 
@@ -228,8 +245,8 @@ def _show(folder: Path, rows: list[tuple[str, str, str]], url: str, admin: Path)
     name = program()
     write(
         f"""
-1. Users: {name} auth init --dir {folder} --trainer NAME --worker NAME ...
-2. To each machine: its configuration and {folder / "users.conf"}, side by side, readable for nats-server alone.
+1. Create users: {name} auth init --dir {folder} --trainer NAME --worker NAME ...
+2. Copy to each machine its configuration and {folder / "users.conf"}, into one folder. Only nats-server may read them.
 3. On each machine: nats-server -c FILE
 4. For all programs: export ROLLBUS_NATS={url}
 5. As an admin: {name} make-queue MODEL --creds {admin}

@@ -1,10 +1,10 @@
 """Pause workers: they pull no requests until `rollbus resume`, and new requests wait in the queue.
 
-With --mode keep, requests in flight stop and continue after the resume; no token is lost or repeated. With wait, they
-finish first. If that takes longer than --timeout-s, the command fails and the workers stay paused. With abort, they end
-at once with the tokens that they have.
+With --mode keep, requests in flight stop and continue after the resume; no token is lost or repeated. With wait,
+requests in flight finish first. If that takes longer than --timeout-s, the command fails and the workers stay paused.
+With abort, requests in flight end immediately with the tokens that they have.
 
-Workers that start later are paused too, unless --worker is given.
+Workers that start later are paused too, unless --worker is set.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from ..control import add_send_options, command
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "take no more requests; they wait in the queue"
+HELP = "pause workers; new requests wait in the queue"
 EXAMPLES = (
     "rollbus pause",
     "rollbus pause --mode wait --timeout-s 600",

@@ -1,11 +1,12 @@
-"""Publish a checkpoint through NATS and have the fleet load it, without a shared disk.
+"""Publish a checkpoint through NATS, without a shared disk. All workers of the model then load it.
 
 DIR is the folder of a whole checkpoint on this machine. The command stores it in the bucket of the model as an anchor,
-a whole checkpoint. With --base, the folder of the last published version, it stores the changes only, and workers with
-that version fetch these alone. The content of --base must equal the published version; the command compares hashes.
+a whole checkpoint. With --base, the folder of the last published version, it stores only the changes. Workers with that
+version then fetch only the changes. The content of --base must equal the published version; the command compares
+hashes.
 
-One program at a time publishes weights of a model. `rollbus weights` shows the published versions. A trainer publishes
-from its memory with rollbus.WeightPublisher.
+Only one program at a time may publish weights of a model. `rollbus weights` shows the published versions. A trainer
+publishes from its memory with rollbus.WeightPublisher.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout-s",
         metavar="S",
         type=positive_float,
-        help="seconds for each worker to load the version (default: 600)",
+        help="seconds within which each worker must load the version (default: 600)",
     )
 
 
@@ -87,12 +88,12 @@ async def only_model(rb: "Client") -> str:
     """Return the only model of the fleet.
 
     Raises:
-        CommandFailed: the fleet has no model, or several.
+        CommandFailed: the fleet has no model, or several models.
     """
     state = await rb.fleet.state()
     models = sorted({worker.model for worker in state.workers} | state.desired.keys())
     if len(models) != 1:
-        found = f"the fleet has the models {', '.join(models)}" if models else "no worker says which model it serves"
+        found = f"the fleet has the models {', '.join(models)}" if models else "no worker states its model"
         raise CommandFailed(f"--model NAME is required: {found}", ExitCode.USAGE)
     return models[0]
 

@@ -1,7 +1,7 @@
-"""Clear the desired state of workers: pause, weights and adapters. Use it when the state no longer fits the model.
+"""Clear the desired state of workers: pause, weights and adapters. Use this if the state no longer fits the model.
 
-Running workers keep their weights; a pause and adapters are undone. Workers that start later use the weights of their
-own options.
+Running workers keep their weights, undo a pause and unload adapters. Workers that start later use the weights of their
+options.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "forget what workers were told to do"
+HELP = "clear the desired state of workers"
 EXAMPLES = (
     "rollbus reset",
     "rollbus reset --model my-model",
@@ -32,5 +32,5 @@ async def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"models": models})
     else:
-        write(f"forgot what was told the workers of {', '.join(models)}" if models else "nothing was recorded")
+        write(f"cleared the desired state of {', '.join(models)}" if models else "no desired state was recorded")
     return ExitCode.OK

@@ -1,6 +1,6 @@
-"""Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and kept requests continue.
+"""Undo `rollbus pause` and `rollbus drain`: workers accept requests again, and paused requests continue.
 
-A worker whose weight update failed stays as it is; see `rollbus status`.
+A worker whose weight update failed does not resume. `rollbus status` shows its error.
 """
 
 from ..control import add_send_options, command

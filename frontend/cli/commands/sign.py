@@ -1,7 +1,8 @@
 """Sign stored desired states and uploads from before the fleet had its root key, or from before a new root key.
 
 Programs whose credentials contain a root key ignore unsigned data. This command signs the present desired states and
-the uploads that they name, by any author: check `rollbus status` first. It requires the credentials of an admin.
+the uploads that they name. It does not check who wrote them, so check them first with `rollbus status`. It requires the
+credentials of an admin.
 """
 
 import argparse
@@ -10,7 +11,7 @@ from ..exits import ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "sign what was stored before there was a root key"
+HELP = "sign data that was stored without a root key"
 EXAMPLES = (
     "rollbus sign --creds auth/default/admin.creds",
     "rollbus sign --model my-model --objects BUCKET/PREFIX",
@@ -54,9 +55,9 @@ async def run(args: argparse.Namespace) -> int:
         print_json({"signed": signed, "objects": sorted(objects)})
     else:
         for model, epoch in signed.items():
-            write(f"signed what is desired of {model}: epoch {epoch}")
+            write(f"signed the desired state of {model}: epoch {epoch}")
         for one in sorted(objects):
             write(f"signed {one}")
         if not signed and not objects:
-            write("nothing was recorded")
+            write("no desired state was recorded")
     return ExitCode.OK

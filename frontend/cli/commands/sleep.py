@@ -6,7 +6,7 @@ from ..control import add_send_options, command
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "give up the engines' memory"
+HELP = "release the memory of engines"
 EXAMPLES = (
     "rollbus sleep",
     "rollbus sleep --level 2 --worker w0",
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(1, 2),
         default=1,
-        help="1: keep the weights in the memory of the machine; 2: drop them and load them again on wake (default: 1)",
+        help="1: keep the weights in the memory of the machine; 2: discard and reload them on wake (default: 1)",
     )
     add_send_options(parser)
 

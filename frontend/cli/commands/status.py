@@ -1,6 +1,7 @@
 """Show the live workers of the fleet: their state, desired state and capabilities, and the queues.
 
-Exits with 5 if no worker answers. With --watch the command continues, also without workers; Ctrl-C ends it with 0.
+If no worker is live, the command exits with 5. With --watch, it continues even without workers, and Ctrl-C ends it with
+exit code 0.
 """
 
 import argparse

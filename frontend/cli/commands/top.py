@@ -1,9 +1,9 @@
-"""Show the fleet in the terminal and keep it current: workers with their rates, queues, desired state and commands.
+"""Show the fleet in the terminal and update it: workers with their rates, queues, desired state and commands.
 
-The command reads the presence that workers publish each second. It needs no HTTP service and asks workers nothing.
-Keys: q ends, s changes the order, p selects the next model, arrows and page keys scroll. If stdout is not a terminal,
-it prints the tables once. It exits with 5 if it prints once and no worker answers. Every role may use it; data that its
-user may not read is omitted.
+The command reads the presence that workers publish every second. It needs no HTTP service and sends no requests to
+workers. Keys: q quits, s changes the order, p selects the next model, arrows and page keys scroll. If stdout is not a
+terminal, the command prints the tables once. If it prints once and no worker is live, it exits with 5. Every role may
+use the command. It omits data that the user may not read.
 """
 
 import argparse

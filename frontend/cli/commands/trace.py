@@ -1,8 +1,8 @@
-"""Show the history of one request of any client: its attempts, its workers, and where its time went.
+"""Show the history of one request of any client: its attempts, its workers, and its time in each phase.
 
-REQUEST is the id from the client, or the id of an OpenAI answer. The command asks the workers. Each worker stores its
-requests in flight and its last 1,000 ended requests. Exits with 1 if no worker knows the request, and with 3 if some
-workers did not answer.
+REQUEST is the id from the client, or the id of an OpenAI answer. The command asks the workers. Each worker stores the
+history of its requests in flight and of its last 1,000 ended requests. If no worker knows the request, the command
+exits with 1. If some workers do not answer, it exits with 3.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "show what became of a request"
+HELP = "show the history of a request"
 EXAMPLES = (
     "rollbus trace req-1",
     "rollbus trace chatcmpl-6f1c --json",
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=positive_float,
         default=5.0,
-        help="seconds for all workers to answer (default: 5)",
+        help="seconds to wait for the answers of all workers (default: 5)",
     )
 
 

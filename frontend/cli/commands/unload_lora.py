@@ -1,4 +1,7 @@
-"""Unload a LoRA adapter and abort the requests in flight that use it. Succeeds if the adapter is not loaded."""
+"""Unload a LoRA adapter and abort the requests in flight that use it.
+
+The command also succeeds if the adapter is not loaded.
+"""
 
 import argparse
 

@@ -1,19 +1,20 @@
 """Run everything on this machine until Ctrl-C: a NATS server, workers and the HTTP service.
 
 Without --model, the workers serve a tiny mixture-of-experts model that the command creates. The NATS server listens at
---nats, by default at port 4222 or, if that is taken, at a free port. The HTTP service listens at --http, by default at
-port 8080 or a free port; it reads bearer tokens from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
+--nats. The default is port 4222, or a free port if that port is in use. The HTTP service listens at --http. The default
+is port 8080, or a free port. The service reads bearer tokens from ROLLBUS_HTTP_TOKEN and ROLLBUS_ADMIN_TOKEN.
 
-stderr shows the states of each worker with their seconds: starting (the process runs), loading (the engine loads) and
-serving. On a terminal, logs go to a file that the command names at the start; with -v also to stderr. If stderr is not
-a terminal, or with --log-format json, logs go to stderr and there is no file.
+stderr shows the state and the start time in seconds of each worker: starting (the process runs), loading (the engine
+loads) or serving. On a terminal, logs go to a file that the command names at the start; with -v also to stderr. If
+stderr is not a terminal, or with --log-format json, logs go to stderr and there is no file.
 
-With --secure the server accepts only users with credentials, each with the permissions of its role. The command creates
-the users of workers, HTTP service and other roles in --auth-dir, and uses them again in the next run.
+With --secure, the server accepts only users with credentials. Each user has the permissions of its role. The command
+creates the users of workers, HTTP service and other roles in --auth-dir, and uses them again in the next run.
 
-A worker that exits unexpectedly is restarted after 1 s, then 2, 4 ... 60 s, five times in ten minutes. After that it is
-not restarted, and the other workers continue. A worker also stays ended if it exited on request, got a wrong option, or
-its id is in use. If the last worker or the NATS server exits, the command stops everything and exits with 1.
+If a worker exits unexpectedly, the command restarts it after 1 s, then 2, 4 ... 60 s, up to five times in ten minutes.
+After that the worker is not restarted, and the other workers continue. A worker is also not restarted if it exited on
+request, got a wrong option, or its id is in use. If the last worker or the NATS server exits, the command stops
+everything and exits with 1.
 """
 
 import argparse
@@ -77,19 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=non_negative_int,
         default=0,
-        help="number of prefill workers, which compute prompts for others; KV goes through a temporary folder, or as "
-        "set by --kv-transfer-config (default: 0)",
+        help="number of prefill workers, which compute prompts for decode workers; they share KV through a temporary "
+        "folder, or as set by --kv-transfer-config (default: 0)",
     )
     parser.add_argument(
         "--gpus-per-worker",
         metavar="K",
         type=non_negative_int,
-        help="GPUs of each worker; 0: all workers see all GPUs (default: as many as its engine uses)",
+        help="number of GPUs of each worker; 0: all workers see all GPUs (default: the number that its engine uses)",
     )
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help=f"address of the HTTP service (default: {DEFAULT_ADDRESS}, or a free port if it is taken)",
+        help=f"address of the HTTP service (default: {DEFAULT_ADDRESS}, or a free port if that port is in use)",
     )
     add_allowed_host(parser)
     add_parsers(parser)
@@ -115,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until stopped."""
+    """Run until a signal arrives."""
     from ..app import run_async
     from ..gpus import divide_gpus
     from ..local_fleet import check_vllm, worker_names
@@ -130,13 +131,13 @@ def run(args: argparse.Namespace) -> int:
         check_vllm()
     use_model(args)
     worker_env = divide_gpus(args, worker_names(args.workers + args.prefill_workers))
-    # Bind the address before anything starts, so that an error is reported at once.
+    # Bind the address before any process starts, so that an error is reported immediately.
     with ExitStack() as stack:
         if args.prefill_workers and args.engine == "vllm" and args.kv_transfer_config is None:
             args.kv_transfer_config = through_folder(stack.enter_context(TemporaryDirectory(prefix="rollbus-kv-")))
         check_parsers(args)
         if args.reasoning_parser is not None and args.engine == "vllm":
-            # The engine must know where reasoning ends: a schema applies to the text after it only.
+            # The engine must know where reasoning ends, because a schema applies only to the text after it.
             given = json.loads(args.engine_args or "{}")
             args.engine_args = json.dumps({"reasoning_parser": args.reasoning_parser, **given})
         listening = _http_socket(at)
@@ -152,7 +153,7 @@ def through_folder(folder: str) -> str:
 
 
 def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
-    """Return the socket of the HTTP service; None: it is not installed and was not requested."""
+    """Return the socket of the HTTP service, or None if its packages are not installed and --http is not set."""
     from ..console import note
 
     try:
@@ -169,7 +170,7 @@ def _http_socket(at: tuple[str, int] | None) -> socket.socket | None:
         return bind_address(host, port)
     except CommandFailed:
         listening = bind_address(host, 0)
-        note(f"port {port} is taken: the HTTP service listens at port {listening.getsockname()[1]}")
+        note(f"port {port} is in use: the HTTP service listens at port {listening.getsockname()[1]}")
         return listening
 
 
@@ -188,7 +189,7 @@ async def _up(
     with ExitStack() as stack:
         log, shows_logs = _log_file(args, stack)
         display = FleetDisplay(names, log, shows_logs=shows_logs)
-        # A second signal cancels the orderly stop as well: then everything is killed.
+        # A second signal also cancels the orderly stop. Then all processes are killed.
         stack.enter_context(until_signalled(display.stop))
         fleet = replace(await _prepare(args, port), worker_env=worker_env)
         note(f"starting NATS and {len(names)} worker{'s' * (len(names) > 1)}; Ctrl-C stops everything")
@@ -241,8 +242,8 @@ async def _prepare(args: argparse.Namespace, port: int) -> "LocalFleet":
     model = None if args.model is None else Path(args.model)
     if model is None and args.engine == "vllm":
         state_dir = args.state_dir or default_state_dir()
-        note(f"no --model: a tiny MoE with random weights, kept in {state_dir}")
-        with waiting("making it"):
+        note(f"no --model: the workers serve a tiny MoE with random weights, stored in {state_dir}")
+        with waiting("creating the model"):
             model = await make_tiny_moe(state_dir)
         if args.served_model_name is None:
             flags += ["--served-model-name", TINY_MOE]
@@ -290,10 +291,11 @@ def nats_port(url: str, *, is_named: bool) -> int:
     """Return the port for the address of other commands; -1 for any free port.
 
     Args:
-        is_named: True if the user named the address. If the port of the default address is taken, use a free port.
+        is_named: True if the user chose the address. False: if the port of the default address is in use, use a free
+            port.
 
     Raises:
-        CommandFailed: the address is not on this machine, or its port is taken.
+        CommandFailed: the address is not on this machine, or its port is in use.
     """
     from ..console import note
 
@@ -305,7 +307,7 @@ def nats_port(url: str, *, is_named: bool) -> int:
         raise CommandFailed(f"--nats {shown}: {exc}", ExitCode.USAGE) from exc
     if parts.hostname not in LOOPBACK or "," in parts.netloc:
         raise CommandFailed(
-            f"--nats {shown}: `up` runs its own NATS server, for this machine only, at 127.0.0.1", ExitCode.USAGE
+            f"--nats {shown}: `up` runs its own NATS server at 127.0.0.1, only for this machine", ExitCode.USAGE
         )
     if not port:
         return -1
@@ -313,9 +315,9 @@ def nats_port(url: str, *, is_named: bool) -> int:
         return port
     if is_named:
         raise CommandFailed(
-            f"--nats {shown}: port {port} is taken; name another port, or nats://127.0.0.1:0 for any free port"
+            f"--nats {shown}: port {port} is in use; name another port, or nats://127.0.0.1:0 for any free port"
         )
-    note(f"port {port} is taken: the NATS server listens at a free one")
+    note(f"port {port} is in use: the NATS server listens at a free port")
     return -1
 
 

@@ -1,14 +1,14 @@
 """Replace the weights of all workers of a model while requests are in flight.
 
 PATH is the folder of a whole checkpoint: config.json and safetensors files. Each worker looks for it on its own machine
-and rejects it unless its real path is below one of the worker's --weight-root folders. With --upload the folder is on
+and rejects it unless its real path is below one of the worker's --weight-root folders. With --upload, the folder is on
 this machine and goes to the workers through NATS.
 
 All workers first stage the weights while they serve: they fetch files from NATS and check every file, shape and dtype.
-If one worker rejects them, nothing changes. Then each worker stops its requests (--mode, as in `rollbus pause`), loads
-the weights, verifies them with a canary, a fixed prompt, and resumes. Every token has the version that sampled it. A
-worker whose update failed serves nothing until a successful update or a restart; `rollbus status` shows the reason. A
-worker that starts later loads these weights before it serves.
+If one worker rejects the weights, nothing changes. Then each worker pauses (--mode, as in `rollbus pause`), loads the
+weights, verifies them with a fixed prompt (the canary) and resumes. Every token has the version of its weights. A
+worker whose update failed serves no requests until a successful update or a restart; `rollbus status` shows the reason.
+A worker that starts later loads these weights before it serves.
 
 An update continues if this command is interrupted; `rollbus status` shows its progress.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "replace the weights"
+HELP = "replace the weights of workers"
 EXAMPLES = (
     "rollbus update-weights /models/step-7 --version 7 --check",
     "rollbus update-weights /models/step-7 --version 7",
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expected-canary",
         metavar="FILE",
         type=Path,
-        help="JSON with the expected canary of the new weights: from an earlier --json, or from the trainer",
+        help="JSON with the expected canary of the new weights, from an earlier --json or from the trainer (default: "
+        "no comparison)",
     )
     parser.add_argument(
         "--check", action="store_true", help="dry run: check that the workers can load these weights, change nothing"
@@ -88,7 +89,7 @@ def read_canary(path: Path) -> "Canary":
     """Read a canary from a file.
 
     Raises:
-        CommandFailed: the file contains no canary.
+        CommandFailed: the file cannot be read or contains no canary.
     """
     import msgspec
 

@@ -1,6 +1,6 @@
 """Show the published weights of a model: the stored versions, their sizes, and the workers that have them.
 
-A version is an anchor, a whole checkpoint, or a delta, which contains the changes since the version above it. Workers
+A version is an anchor (a whole checkpoint), or a delta with the changes since the version in the line above. Workers
 load the recorded version when they start.
 """
 
@@ -10,7 +10,7 @@ from ..exits import CommandFailed, ExitCode
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "show what weights are published"
+HELP = "show the published weights"
 EXAMPLES = (
     "rollbus weights",
     "rollbus weights --model policy --json",
@@ -61,7 +61,7 @@ async def run(args: argparse.Namespace) -> int:
                 )
             )
     if not found:
-        shown = f"nothing is published in fleet {fleet.fleet!r}: no model has a bucket for it"
+        shown = f"fleet {fleet.fleet!r} has no published weights: no model has a bucket for them"
         raise CommandFailed(
             f"{shown}; `rollbus publish-weights` or a trainer's rollbus.WeightPublisher publish weights"
         )
