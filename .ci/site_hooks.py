@@ -1,7 +1,8 @@
-"""Hooks of mkdocs for the site: files outside docs/, Markdown as GitHub reads it, and the check of public names.
+"""Hooks of mkdocs: files outside docs/, Markdown as GitHub reads it, diagrams, and the check of public names.
 
 A page in docs/ links to examples, sources and folders of the repository. On GitHub these links work as they are. The
 site has no repository around it, so each linked file becomes a page below `source/`, and the links lead there.
+GitHub draws Mermaid diagrams in the browser; the site has them as SVG, so that its pages need no script for them.
 """
 
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+import mmdr
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,8 @@ PUBLIC = ("rollbus", "rollbus.sync", "rollbus.trainer")
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^\s*(```|~~~)")
 LIST_ITEM = re.compile(r"([-*]|\d+\.) ")
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MERMAID_STYLE = '%%{init: {"theme": "neutral", "look": "classic", "fontFamily": "Verdana, DejaVu Sans"}}%%\n'
 DIRECTIVE = re.compile(r"^::: (\S+)", re.MULTILINE)
 
 log = logging.getLogger("mkdocs.hooks.rollbus")
@@ -125,10 +129,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to files outside docs/ to their pages."""
+    """Lead links to files outside docs/ to their pages, and draw the diagrams."""
     if page.file.generated_by:
         return markdown
-    return rewrite(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+    return with_diagrams(rewrite(markdown, f"docs/{page.file.src_uri}", page.file.src_uri))
+
+
+def with_diagrams(markdown: str) -> str:
+    """Return Markdown with an SVG in place of each Mermaid block. Each SVG has its own id, which its styles name."""
+    number = 0
+
+    def draw(block: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        svg = mmdr.render(MERMAID_STYLE + block.group(1)).svg().replace("merman", f"diagram-{number}")
+        return f'<div class="diagram">{" ".join(svg.split())}</div>'
+
+    return MERMAID.sub(draw, markdown)
 
 
 def on_config(config: Any) -> Any:
@@ -140,7 +157,7 @@ def on_config(config: Any) -> Any:
 
 def undocumented() -> list[str]:
     """Return one sentence for each public name without a docstring, and for each that no API page has."""
-    extensions = griffe.load_extensions(str(ROOT / ".ci/griffe_blocking.py"))
+    extensions = griffe.load_extensions(str(ROOT / ".ci/griffe_docstrings.py"))
     package = griffe.load(
         "rollbus", search_paths=[ROOT / "src"], resolve_aliases=True, allow_inspection=False, extensions=extensions
     )
@@ -167,10 +184,18 @@ def missing_docstrings(found: Any, path: str) -> list[str]:
     problems = [] if found.docstring else [f"{path} has no docstring"]
     if not (found.is_class or found.is_module):
         return problems
+    sections = found.docstring.parse("google") if found.docstring else []
+    listed = {item.name for section in sections if section.kind == "attributes" for item in section.value}
+    if found.is_class:
+        listed |= {name for base in found.mro() for name, member in base.members.items() if member.docstring}
     for name, member in found.members.items():
         if name.startswith("_") or member.is_alias or (found.is_module and found.exports and name not in found.exports):
             continue
-        if member.is_function and not member.docstring:
+        if member.is_class and found.is_module:
+            problems += missing_docstrings(member, f"{path}.{name}")
+        elif (
+            member.is_function or (member.is_attribute and found.is_class and name not in listed)
+        ) and not member.docstring:
             problems.append(f"{path}.{name} has no docstring ({member.filepath}:{member.lineno})")
     return problems
 

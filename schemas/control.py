@@ -173,6 +173,7 @@ class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag=
     source: WeightSource
     """Location of the weights."""
     timeout_s: float = LOAD_TIMEOUT_S
+    """Seconds for each worker to check the weights."""
 
 
 class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
@@ -194,6 +195,7 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     expected_canary: Canary | None = None
     """Canary result of the trainer's own copy of the weights; None: no comparison with the trainer."""
     timeout_s: float = LOAD_TIMEOUT_S
+    """Seconds for each worker to load the weights."""
     label: Label | None = None
     """Name of this version chosen by the trainer, for example `step-42`; stored in the desired state."""
 
@@ -224,6 +226,7 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
     version: Version = 0
     """Version of the adapter. Each token that it samples carries this version."""
     timeout_s: float = LOAD_TIMEOUT_S
+    """Seconds for each worker to load the weights."""
 
 
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
@@ -318,6 +321,7 @@ class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
     allow_rollback: bool = False
     """True: the version may be older than the present version, or equal to the version of a checkpoint."""
     timeout_s: float = LOAD_TIMEOUT_S
+    """Seconds for each worker to load the weights."""
     label: Label | None = None
     """Name of this version, as in `update_weights`."""
 

@@ -49,6 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a worker, without that of its engine. The constructor raises `InvalidRequest`."""
 
     nats_url: str
+    """URL of the NATS server, or several URLs with commas for a cluster."""
     credentials: Credentials | None = None
     """Credentials of the NATS user; None: the server accepts every connection."""
     tls: Tls = Tls()
@@ -58,7 +59,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of the served model in requests."""
     fleet: str = "default"
+    """Name of the fleet."""
     worker_id: str = msgspec.field(default_factory=default_worker_id)
+    """Id of the worker, a subject token. Default: host name, process id and four random characters."""
     weight_version: int = 0
     """Version of the checkpoint that the engine loads at its start."""
     model_path: str | None = None

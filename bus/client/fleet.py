@@ -46,6 +46,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet at one moment."""
 
     fleet: str
+    """Name of the fleet."""
     workers: tuple[WorkerPresence, ...]
     """Live workers, sorted by id. Empty if there are none."""
     queues: tuple[QueueDepth, ...] = ()

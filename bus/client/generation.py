@@ -31,6 +31,7 @@ class Generation:
     request: GenerateRequest
     """The caller's request object, also for siblings. A stored result therefore keeps its prompt in memory."""
     request_id: str
+    """Id of the request. Siblings have the same id."""
     child: int
     """Index of this sample, 0 to n - 1."""
     prompt_len: int
@@ -47,6 +48,7 @@ class Generation:
     start: int
     """The `routed_experts_prompt_start` that was applied: position of the first row."""
     finish_reason: FinishReason
+    """Why the response stream ended."""
     stop_reason: int | None = None
     """Id of the stop token that ended the request. None if no token of `stop_token_ids` ended it."""
     lora_versions: npt.NDArray[np.int32] | None = None

@@ -25,6 +25,7 @@ class GroupPrompt:
     """A prompt with a key of the caller."""
 
     prompt: "GenerateRequest | TokenIds"
+    """A request, or token ids that get the sampling parameters of the groups."""
     key: object = None
     """Returned as `Group.key`. The key stays in this process."""
 

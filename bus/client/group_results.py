@@ -93,6 +93,7 @@ class GroupStep:
     failed: tuple[Group, ...]
     """Groups that failed, each with its `error`. The step started other groups in their place."""
     stats: GroupStats
+    """Counts and durations of the step."""
 
     def __bool__(self) -> bool:
         """Return True if the step has any group, also a dropped or a failed one."""

@@ -104,6 +104,16 @@ def test_no_page_loads_anything_from_a_network(site: Path) -> None:
     assert {address for address in loaded if re.match(r"(https?:)?//", address)} == set()
 
 
+def test_every_diagram_is_drawn(site: Path) -> None:
+    """Each Mermaid block of a page is an SVG with an id of its own on the site."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        blocks = page.read_text().count("```mermaid\n")
+        built = site / page.relative_to(ROOT / "docs").with_suffix(".html")
+        if blocks:
+            assert len(set(re.findall(r'<svg id="(diagram-\d+)"', built.read_text()))) == blocks
+            assert "stateDiagram-v2" not in built.read_text()
+
+
 @pytest.mark.parametrize("name", ["rollbus", "rollbus.sync", "rollbus.trainer"])
 def test_every_public_name_is_in_the_reference(site: Path, name: str) -> None:
     """Each name of a module's `__all__` has an entry with a text on a page of the API reference."""

@@ -11,6 +11,7 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A committed version."""
 
     version: int
+    """Weight version."""
     objects: str
     """Folder of the version, `<bucket>/<prefix>`. Pass it to `update_weights` as `objects`."""
     digest: str
@@ -18,6 +19,7 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     is_anchor: bool
     """True if the whole checkpoint was stored, False if only the changes were stored."""
     num_tensors: int
+    """Number of tensors of the version."""
     num_changed: int
     """Number of tensors with any change."""
     model_bytes: int

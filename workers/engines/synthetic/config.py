@@ -64,10 +64,15 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefill_token_s: float = 0.0
     """Additional seconds of a step for each prompt token that it computed and did not find in the prefix cache."""
     max_model_len: int = 65_536
+    """Maximum number of tokens of a prompt and its completion."""
     vocab_size: int = 32_000
+    """Number of token ids."""
     eos_token_id: int = 2
+    """Token id that ends a completion unless the request ignores it."""
     num_layers: int = 4
+    """Number of layers with experts."""
     top_k: int = 4
+    """Number of experts that the router chooses for a token in each layer."""
     num_experts: int = 16
     """Number of experts of each layer; 0: a model without experts, which returns no routed experts."""
     weight_updates: bool = True
