@@ -50,7 +50,7 @@ async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_i
             await rb.complete(request(lora="math", timeout_s=0.5))
         await observer.check_at_rest()
 
-    assert str(worker_of(state, "lacks").last_error).startswith("adapter math is not as desired: ")
+    assert str(worker_of(state, "lacks").last_error).startswith("adapter math differs from the desired state: ")
     assert list(partial.value.ledger.failed) == ["lacks"]
     assert {result.worker_ids for result in results} == {("has",)}
     assert lacks.stats().intake.too_new > 0

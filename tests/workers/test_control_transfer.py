@@ -166,6 +166,6 @@ async def test_a_worker_that_was_fenced_in_a_transfer_does_not_finish_it(
         finish = await boss.do("finish_weight_update", version=2)
 
         assert (finish.status, finish.weight_version) == (AckStatus.FAILED, 0)
-        assert "fenced in the middle of a transfer" in str(client.presences["w"].last_error)
+        assert "fenced during a transfer" in str(client.presences["w"].last_error)
         await boss.applied("update_weights", source={"path": str(own)}, version=3)
         await client.until_state("w", WorkerState.SERVING)

@@ -155,7 +155,7 @@ async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: 
         assert store.cancelled == ["2", "3"]
         assert stale.status is AckStatus.STALE
         assert stale.error is not None
-        assert stale.error.message == f"a later check of objects:{BASE}/3 has taken its place"
+        assert stale.error.message == f"a later check of objects:{BASE}/3 has replaced this check"
 
 
 async def test_a_recorded_source_comes_before_one_that_is_checked(

@@ -117,7 +117,7 @@ async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
-        with pytest.raises(ControlError, match="differs from what this checkpoint gave before") as caught:
+        with pytest.raises(ControlError, match="differs from the earlier canary of this checkpoint") as caught:
             await worker.weights.update(update(worker.own, 3), worker.report)
 
         assert caught.value.code is ControlCode.NOT_VERIFIED

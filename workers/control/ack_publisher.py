@@ -1,4 +1,4 @@
-"""Creates the command acks of a worker, adds them to the command log and publishes them."""
+"""Creates a worker's command acks, adds them to the command log and publishes them."""
 
 import logging
 import time
@@ -26,13 +26,13 @@ __all__ = ["AckPublisher", "cut_ack"]
 logger = logging.getLogger(__name__)
 
 PROGRESS_S: Final = 1.0
-"""Seconds between two acks that only report staging progress: in a large fleet many workers report it."""
+"""Seconds between two acks that only report staging progress, because many workers of a large fleet report it."""
 UNREADABLE: Final = "unreadable"
 """Name in the ack of a command that cannot be decoded."""
 
 
 class AckPublisher:
-    """Publishes acks in order while the worker holds its lease, none after the final ack of a command."""
+    """Publishes acks in order while the worker holds its lease, but no ack after the final ack of a command."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AckPublisher:
             self._publish(received.controller, ack)
 
     def publish_progress(self, received: ReceivedCommand, stage: str, progress: Staging | None = None) -> None:
-        """Publish the stage of a command; progress within a stage at most once per second."""
+        """Publish the stage of a command. Within a stage, publish progress at most once per `PROGRESS_S`."""
         last, now = received.last, time.monotonic()
         if last is not None and last.stage == stage:
             has_moved = progress is not None and last.progress is not None and progress != last.progress
@@ -130,7 +130,7 @@ def cut_ack(ack: Ack, max_bytes: int) -> bytes:
         ack = replace(ack, timelines=ack.timelines[num_cut:], timelines_left_out=ack.timelines_left_out + num_cut)
         data = encode_json(ack)
     if len(data) > max_bytes and ack.experts is not None:
-        problem = f"the answer takes {len(data)} bytes; allowed by the NATS server's max_payload: {max_bytes}"
+        problem = f"the answer has {len(data)} bytes; allowed by the NATS server's max_payload: {max_bytes}"
         error = AckError(code=ControlCode.UNSUPPORTED, message=problem)
         data = encode_json(replace(ack, status=AckStatus.FAILED, error=error, experts=None))
     return data

@@ -1,4 +1,4 @@
-"""The boundary of one command: an error of an engine or a source does not end the worker, unless the engine is dead."""
+"""The boundary of one command. An error of an engine or a source ends the worker only if the engine is dead."""
 
 import logging
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def command_boundary(command: str) -> Iterator[None]:
     """Run the block, which executes `command`.
 
     Raises:
-        ControlError: the command failed; `UnknownFailure` if the error was not a ControlError.
+        ControlError: the command failed. The class is `UnknownFailure` if the error was not a ControlError.
         TimeoutError: the command exceeded its time limit.
         EngineDead: the engine is dead.
     """

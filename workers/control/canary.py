@@ -1,4 +1,4 @@
-"""Canaries: a fixed prompt, sampled greedily, that verifies a worker's weights."""
+"""Canaries: the greedy answer to a fixed prompt, which verifies a worker's weights."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ __all__ = ["Canaries", "Fingerprint", "fingerprint_of", "own_request", "read_can
 Fingerprint = tuple[tuple[str, int, int], ...]
 """Identifies a checkpoint: path, size and modification time (ns) of each weight file."""
 MAX_KNOWN: Final = 8
-"""Maximum stored canaries: a fleet rarely returns to a checkpoint, and then to a recent one."""
+"""Maximum stored canaries: a fleet rarely returns to an earlier checkpoint, and then to a recent one."""
 
 
 def own_request(capabilities: Capabilities) -> GenerateRequest:
@@ -34,7 +34,7 @@ def own_request(capabilities: Capabilities) -> GenerateRequest:
     salt = f"canary {uuid.uuid4().hex}"
     request = canary_request(capabilities)
     if capabilities.sampling_mask:
-        # This engine rejects temperature 0 and requests without `top_k`; `top_k` 1 is equally greedy.
+        # This engine rejects temperature 0 and requests without `top_k`. `top_k` 1 is also greedy.
         request = replace(request, sampling=replace(request.sampling, temperature=1.0, top_k=1))
     return replace(request, request_id="canary", cache_salt=salt, priority=-MAX_PRIORITY, return_sampling_mask=False)
 
@@ -50,12 +50,12 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
         [step.logprobs for step in steps if step.logprobs is not None] or [np.empty(0, np.float32)]
     )
     if len(token_ids) != request.sampling.max_tokens or len(logprobs) != len(token_ids):
-        raise _not_sound(f"has {len(token_ids)} tokens and {len(logprobs)} logprobs of {request.sampling.max_tokens}")
+        raise _not_sound(f"has {len(token_ids)} tokens and {len(logprobs)} logprobs, not {request.sampling.max_tokens}")
     if not np.isfinite(logprobs).all():
         raise _not_sound("has logprobs that are not finite")
     canary = Canary(
         token_ids=tuple(int(token) for token in token_ids),
-        # Six digits are a thousand times finer than the comparison.
+        # Six digits are a thousand times finer than the tolerance of the comparison.
         logprobs=tuple(round(float(logprob), 6) for logprob in logprobs),
     )
     if capabilities.routed_experts is None:
@@ -64,7 +64,7 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
     parts = [step.routed_experts for step in steps if step.routed_experts is not None]
     num_rows = sum(map(len, parts))
     if num_rows != expected_rows(request.prompt_len, 0, len(token_ids)):
-        raise _not_sound(f"has {num_rows} rows of routed experts")
+        raise _not_sound(f"has a wrong number of rows of routed experts: {num_rows}")
     rows = np.sort(np.concatenate(parts), axis=-1).astype(DTYPES[routing.dtype])
     if not rows.any():
         raise _not_sound("has routed experts that are all zero, as if the engine had not captured them")
@@ -77,10 +77,13 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
 
 
 def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest:
-    """Return a request with the canary's text as the prompt: sampled with `top_k` 1, each token had logprob 0."""
+    """Return a request with the canary's tokens at the end of the prompt, which scores them.
+
+    Sampled with `top_k` 1, each token of the canary had the logprob 0.
+    """
     return replace(
         request,
-        # The last position is for the token that the engine generates after the prompt.
+        # The engine must generate one token after the prompt.
         prompt_token_ids=[*np.asarray(request.prompt_token_ids).tolist(), *canary.token_ids],
         sampling=replace(request.sampling, max_tokens=1, prompt_logprobs=0),
         return_routed_experts=False,
@@ -88,7 +91,7 @@ def scoring_request(request: GenerateRequest, canary: Canary) -> GenerateRequest
 
 
 def with_scores(canary: Canary, steps: Sequence[RequestStep]) -> Canary:
-    """Return the canary with the log probabilities of its tokens as the end of a prompt.
+    """Return the canary with the log probabilities that its tokens have at the end of a prompt.
 
     Raises:
         ControlError: `not_verified`: log probabilities are missing or not finite.
@@ -96,7 +99,7 @@ def with_scores(canary: Canary, steps: Sequence[RequestStep]) -> Canary:
     parts = [step.prompt_logprobs.logprobs for step in steps if step.prompt_logprobs is not None]
     logprobs = np.concatenate(parts)[-len(canary.token_ids) :] if parts else np.empty(0, np.float32)
     if len(logprobs) != len(canary.token_ids) or not np.isfinite(logprobs).all():
-        raise _not_sound("has no finite logprobs as a prompt")
+        raise _not_sound("lacks finite logprobs at the end of a prompt")
     return replace(canary, logprobs=tuple(round(float(logprob), 6) for logprob in logprobs))
 
 
@@ -105,7 +108,7 @@ def _not_sound(problem: str) -> ControlError:
 
 
 class Canaries:
-    """Samples canaries and stores those of earlier checkpoints. Sampling may raise `EngineDead`."""
+    """Samples canaries, and stores the canaries of earlier checkpoints. Sampling may raise `EngineDead`."""
 
     def __init__(self, in_flight: InFlightRequests) -> None:
         self._in_flight = in_flight
@@ -150,7 +153,8 @@ class Canaries:
         """Check that a canary equals the expected canary.
 
         Args:
-            expected: None: accept every canary; without routed experts, compare tokens and logprobs only.
+            expected: the expected canary. None accepts every canary. A canary without routed experts compares only
+                tokens and logprobs.
             whose: name of the expected canary in the error.
 
         Raises:
@@ -165,11 +169,11 @@ class Canaries:
             raise ControlError(ControlCode.NOT_VERIFIED, f"the canary differs from {whose}: {why}")
 
     def check_known(self, canary: Canary, fingerprint: Fingerprint) -> None:
-        """Check that a checkpoint produces the same canary as before; raise as `check_agrees`."""
-        self.check_agrees(canary, self._known.get(fingerprint), "what this checkpoint gave before")
+        """Check that a checkpoint produces the same canary as before. Raises the same errors as `check_agrees`."""
+        self.check_agrees(canary, self._known.get(fingerprint), "the earlier canary of this checkpoint")
 
     def add(self, fingerprint: Fingerprint, canary: Canary) -> None:
-        """Add the canary of a checkpoint; remove the oldest above `MAX_KNOWN`."""
+        """Add the canary of a checkpoint. Remove the oldest canary if there are more than `MAX_KNOWN`."""
         self._known.pop(fingerprint, None)
         self._known[fingerprint] = canary
         if len(self._known) > MAX_KNOWN:
@@ -181,7 +185,7 @@ class Canaries:
 
 
 async def fingerprint_of(folder: Path) -> Fingerprint:
-    """Return the fingerprint of the weight files in `folder`; empty if there are none."""
+    """Return the fingerprint of the weight files in `folder`, which is empty without weight files."""
     return await asyncio.to_thread(_fingerprint, folder)
 
 

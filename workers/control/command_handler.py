@@ -1,8 +1,8 @@
-"""Receives commands and publishes their acks: `accepted` at once, perhaps `progress`, then exactly one final ack.
+"""Receives commands and publishes their acks: `accepted` immediately, perhaps `progress`, then exactly one final ack.
 
-A command that sets a register is answered with the outcome of that register. If no controller has recorded it, the
-first worker that can record it does so. A worker executes each other command once. A read command is answered at once
-with its final ack and is not stored.
+A command that sets a register is answered with the outcome of that register. If no controller has recorded the command,
+the first worker that can record it does so. A worker executes each other command once. A read command is answered
+immediately with its final ack and is not stored.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ __all__ = ["CommandHandler"]
 logger = logging.getLogger(__name__)
 
 RECORD_RETRY_S: Final = 1.0
-"""Seconds between attempts to record a command, while the bus has no JetStream."""
+"""Seconds between attempts to record a command while JetStream is not available."""
 LATE_S: Final = 1.0
 """Seconds after its `timeout_s` at which a recorded command is answered even if its register still waits."""
 
@@ -75,7 +75,7 @@ class CommandHandler:
         self.reconciler = reconciler
         self.reader = reconciler.reader
         reconciler.on_change = self.publish_due_acks
-        # One command at a time of each kind: slow commands must not delay quick ones. Bounded by the command log.
+        # Each lane runs one command at a time, so slow commands do not delay quick ones. Bounded by the command log.
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
             name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
         }
@@ -96,7 +96,7 @@ class CommandHandler:
         await subscribe(self._nats, self._store.subject(self._config.model), self._on_desired_state)
 
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
-        """Return the coroutines that run until the worker stops, by name; they raise `EngineDead`."""
+        """Return the coroutines that run until the worker stops, by name. They may raise `EngineDead`."""
         return {
             "read": self.reader.run,
             "reconcile": self.reconciler.run,
@@ -107,7 +107,7 @@ class CommandHandler:
 
     @property
     def problem(self) -> str | None:
-        """Reason why this worker does not serve, lacks the desired state, or lacks an adapter; None: no problem."""
+        """Reason why this worker does not serve, or lacks the desired state or an adapter. None without a problem."""
         reconciler = self.reconciler
         return (
             reconciler.problem or self.reader.problem or reconciler.registers.loras.problem or reconciler.lora_problem
@@ -119,7 +119,7 @@ class CommandHandler:
         self.reader.request_read()
 
     async def _on_command(self, message: Msg) -> None:
-        # A worker that may not publish cannot answer: it reads the recorded commands later.
+        # A worker that may not publish cannot answer. It reads the recorded commands later.
         if not self._lifecycle.may_publish():
             return
         try:
@@ -128,7 +128,7 @@ class CommandHandler:
             self._subjects.ack(controller, self._config.worker_id)
             signed = self._nats.signatures.check(message.subject, message.data, message.headers)
             if signed is not None and signed.by.name != controller:
-                raise RemoteProtocolError(f"the signer is the {signed.by.role} {signed.by.name}")
+                raise RemoteProtocolError(f"the command is signed by the {signed.by.role} {signed.by.name}")
             self._receive(controller, message.data, signed)
         except (InvalidRequest, RemoteProtocolError) as exc:
             self.bad_messages += 1
@@ -170,7 +170,7 @@ class CommandHandler:
             return
         received = self._log.add(command, controller, time.monotonic())
         if received is None:
-            problem = f"{MAX_SEEN_COMMANDS} commands are under way here"
+            problem = f"this worker already has {MAX_SEEN_COMMANDS} open commands"
             self._acks.reject(controller, command.id, ControlError(ControlCode.NOT_SERVING, problem))
             return
         logger.info("command.received command=%s id=%s epoch=%s", command.command, command.id, command.epoch)
@@ -190,8 +190,8 @@ class CommandHandler:
         if command.register is not None and command.epoch is not None:
             received.needs_read = self.reader.request_command(command.register, command.epoch, command.id)
             if self.reader.num_read >= received.needs_read:
-                # The KV bucket was faster: the register may be applied already, and no later event would publish the
-                # ack.
+                # The desired state arrived before the command: the register may be applied already, and no later event
+                # would publish the ack.
                 self.publish_due_acks()
         elif command.register is not None:
             self._lanes["record"].put_nowait(received)
@@ -204,13 +204,13 @@ class CommandHandler:
             self._lanes["event"].put_nowait(received)
 
     def _end_older_checks(self, newest: CheckWeights) -> None:
-        """End the checks of other uploads: newer weights must not wait for the staging of older ones.
+        """End the checks of other uploads, because newer weights must not wait for the staging of older weights.
 
-        Checks of folders continue: they fetch nothing, and each gets its own answer.
+        Checks of folders continue, because they fetch nothing. Each of them gets its own answer.
         """
         if newest.source.objects is None:
             return
-        stale = failure(ControlError(ControlCode.STALE, f"a later check of {newest.source} has taken its place"))
+        stale = failure(ControlError(ControlCode.STALE, f"a later check of {newest.source} has replaced this check"))
         for received in self._log.under_way:
             command = received.command
             if not isinstance(command, CheckWeights) or command.source.objects in (None, newest.source.objects):
@@ -224,7 +224,7 @@ class CommandHandler:
     async def _serve(self, lane: str, work: Callable[[ReceivedCommand], Awaitable[None]]) -> None:
         while True:
             received = await self._lanes[lane].get()
-            # A fence may have removed the command in the meantime.
+            # A fence may have removed the command while it waited.
             if self._log.is_under_way(received):
                 await work(received)
 
@@ -234,7 +234,7 @@ class CommandHandler:
             try:
                 _, received.epoch = await self._store.record(self._config.model, received.command)
             except PermissionDenied as exc:
-                error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record it before it is published")
+                error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record the command before you publish it")
             except (BusBroken, BusClosed) as exc:
                 logger.warning("command.record_failed id=%s error=%s", received.command.id, exc)
                 await asyncio.sleep(RECORD_RETRY_S)
@@ -249,7 +249,7 @@ class CommandHandler:
             self._acks.publish_final(received, failure(error))
 
     async def _execute(self, received: ReceivedCommand) -> None:
-        """Execute a one-off command; the worker survives all its errors except `EngineDead`."""
+        """Execute a one-off command. The worker survives all its errors except `EngineDead`."""
         timeout_s = received.command.timeout_s
         answer: dict[str, Any] = {}
         outcome = RegisterOutcome()
@@ -260,11 +260,14 @@ class CommandHandler:
         except ControlError as exc:
             outcome = failure(exc)
         except TimeoutError:
-            outcome = failure(ControlError(ControlCode.TIMEOUT, f"not done within {timeout_s:g} s"))
+            outcome = failure(ControlError(ControlCode.TIMEOUT, f"the command was not done within {timeout_s:g} s"))
         self._acks.publish_final(received, outcome, **answer)
 
     def publish_due_acks(self) -> None:
-        """Publish stages and outcomes of recorded commands, and timeouts of late ones. Call this also every second."""
+        """Publish stages and outcomes of recorded commands, and timeouts of late commands.
+
+        Call this also every second.
+        """
         now = time.monotonic()
         for received in self._log.under_way:
             register, timeout_s = received.command.register, received.command.timeout_s
@@ -281,11 +284,11 @@ class CommandHandler:
                     outcome = self.reconciler.outcome_of(register, received.epoch)
                     recorded = register, received.epoch, received.command.id
                     if outcome is None and self.reader.has_lost(*recorded, received.needs_read):
-                        problem = "the server has lost the desired state in which it was recorded: send it again"
+                        problem = "the server has lost the desired state that recorded this command: send it again"
                         outcome = failure(ControlError(ControlCode.STORAGE, problem))
             if outcome is None and now > received.received_at + timeout_s + LATE_S:
-                what = "recorded" if received.epoch is None else "brought about"
-                problem = f"not {what} within {timeout_s:g} s; the worker is {self._lifecycle.state}"
+                what = "recorded" if received.epoch is None else "fully applied"
+                problem = f"the command was not {what} within {timeout_s:g} s; the worker is {self._lifecycle.state}"
                 outcome = failure(ControlError(ControlCode.TIMEOUT, problem))
             if outcome is not None:
                 self._acks.publish_final(received, outcome)
@@ -295,13 +298,13 @@ class CommandHandler:
             self._acks.publish_progress(received, progress.stage, progress)
 
     def on_state_changed(self) -> None:
-        """Read and reconcile again because the state of the worker has changed."""
+        """Read and reconcile again, because the state of the worker has changed."""
         if not self.reader.is_fresh:
             self.reader.request_read()
         self.reconciler.wake()
 
     def fence(self) -> None:
-        """Remove the commands under way: the next incarnation does not answer them."""
+        """Remove the open commands, which the next incarnation does not answer."""
         self._log.clear()
         self.reconciler.registers.transfer.mark_lost()
         self.reader.invalidate()

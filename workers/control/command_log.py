@@ -1,6 +1,6 @@
 """The commands that a worker has received, and the last ack of each. Plain state, no I/O.
 
-Invariants: a command has at most one final ack; if it is received again, its last ack is published again.
+Invariants: a command has at most one final ack. If a command is received again, its last ack is published again.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ class ReceivedCommand:
 
     command: AnyCommand
     controller: str
-    """The controller that sent the command last; it receives the acks."""
+    """The controller that sent the command last, and receives the acks."""
     received_at: float
     """Time of the first receipt, on the clock of `CommandLog.add`."""
     epoch: int | None
-    """Epoch of the recording; None: unknown, or a one-off command."""
+    """Epoch in which the command was recorded. None if it is unknown, or for a one-off command."""
     needs_read: int = 0
-    """The read of the desired state that can show its outcome, as `DesiredReader.request_read` counts them."""
+    """Number of the read that can show the outcome, as `DesiredReader.request_read` counts reads."""
     limit: asyncio.Timeout | None = None
-    """Time limit of a one-off command that is being executed; None: it has not begun."""
+    """Time limit of a one-off command in execution, or None before its execution."""
     last: Ack | None = None
-    """The last published ack."""
+    """The last published ack, or None."""
     progress_at: float = -math.inf
     """Monotonic time of the last progress ack."""
 
@@ -52,22 +52,22 @@ class CommandLog:
         return list(self._under_way.values())
 
     def find(self, command_id: str) -> ReceivedCommand | None:
-        """Return the command of this id; None if it is new or was removed."""
+        """Return the command with this id, or None if it is new or was removed."""
         return self._under_way.get(command_id) or self._ended.get(command_id)
 
     def add(self, command: AnyCommand, controller: str, now: float) -> ReceivedCommand | None:
-        """Add a new command; return None if too many commands are open."""
+        """Add a new command. Return None if too many commands are open."""
         if len(self._under_way) >= MAX_SEEN_COMMANDS:
             return None
         received = self._under_way[command.id] = ReceivedCommand(command, controller, now, command.epoch)
         return received
 
     def is_under_way(self, received: ReceivedCommand) -> bool:
-        """True if the command has no final ack and was not removed."""
+        """Return True if the command has no final ack and was not removed."""
         return self._under_way.get(received.command.id) is received
 
     def add_ack(self, received: ReceivedCommand, ack: Ack) -> bool:
-        """Add an ack; return False if it must not be published because the command has its final ack or was removed."""
+        """Add an ack. Return False if the command has its final ack or was removed: the ack must not be published."""
         if not self.is_under_way(received):
             return False
         received.last = ack
@@ -79,5 +79,5 @@ class CommandLog:
         return True
 
     def clear(self) -> None:
-        """Remove the open commands: another incarnation of this worker must not answer them."""
+        """Remove the open commands, because another incarnation of this worker must not answer them."""
         self._under_way.clear()

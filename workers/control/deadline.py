@@ -11,10 +11,10 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """The end of a command's `timeout_s`. The remaining time bounds every step of the command.
+    """The deadline of a command after its `timeout_s`. The remaining time limits every step of the command.
 
     Args:
-        timeout_s: seconds from now.
+        timeout_s: seconds until the deadline.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -31,7 +31,7 @@ class Deadline:
         """Cancel the block at the deadline.
 
         Raises:
-            ControlError: `timeout`; the message names `what`.
+            ControlError: `timeout`. The message names `what`, the step of the command.
         """
         try:
             async with asyncio.timeout(self.left_s) as scope:

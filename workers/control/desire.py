@@ -1,4 +1,4 @@
-"""Which register to apply next, and the target state of a worker after that. Pure decisions over plain values."""
+"""Decides which register to apply next, and which state the worker must reach after that. Pure functions, no I/O."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ SLEEP = "sleep"
 
 
 _STATUSES = {ControlCode.UNSUPPORTED: AckStatus.UNSUPPORTED, ControlCode.STALE: AckStatus.STALE}
-"""Ack statuses of error codes that are not plain failures."""
+"""Ack status of each error code that does not mean `failed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class HandledRegister:
     """A register that was applied, successfully or not."""
 
     epoch: int
-    """Epoch of the applied command; -1: apply it again."""
+    """Epoch of the applied command, or -1 to apply the register again."""
     outcome: RegisterOutcome
     is_shown: bool = True
-    """False: the outcome answers commands only when the worker has reached its target state."""
+    """False until the worker has reached its target state, if the outcome answers commands only then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class PendingRegister:
 
     register: str
     recorded: Recorded | None
-    """The recorded command; None: the register is no longer desired."""
+    """The recorded command, or None if the register is no longer desired."""
 
 
 def failure(error: ControlError) -> RegisterOutcome:
-    """Return the outcome if applying a register raised `error`."""
+    """Return the outcome of a register whose application raised `error`."""
     status = _STATUSES.get(error.code, AckStatus.FAILED)
     return RegisterOutcome(status=status, error=AckError(code=error.code, message=error.message[:MAX_ERROR_CHARS]))
 
@@ -79,7 +79,7 @@ def failure(error: ControlError) -> RegisterOutcome:
 def pending_registers(
     effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister]
 ) -> list[PendingRegister]:
-    """Return the registers to apply, in order: first those no longer desired, then by epoch."""
+    """Return the registers to apply in order: first registers that are no longer desired, then the others by epoch."""
     gone = sorted(register for register in handled if register not in effective)
     changed = sorted(
         (recorded.epoch, register)
@@ -95,7 +95,11 @@ def pending_registers(
 def next_due(
     effective: Mapping[str, Recorded], handled: Mapping[str, HandledRegister], staging: Collection[str] = ()
 ) -> PendingRegister | None:
-    """Return the register to apply next, of those that do not wait for sources in `staging`; None: there is none."""
+    """Return the first pending register that is not in `staging`, or None.
+
+    Args:
+        staging: registers that wait for their sources.
+    """
     pending = pending_registers(effective, handled)
     return next((due for due in pending if due.register not in staging), None)
 
@@ -107,10 +111,12 @@ def target_event(
     is_poisoned: bool,
     staging: Collection[str] = (),
 ) -> WorkerEvent | None:
-    """Return the event to the target state, if no register is due; invalid weights come before a desired pause.
+    """Return the event that leads to the target state. Call this only if no register is due.
+
+    Invalid weights take precedence over a desired pause.
 
     Returns:
-        None: the worker would serve, and waits for the sources of the registers in `staging`.
+        The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
     """
     if is_poisoned and WEIGHTS not in staging:
         return WorkerEvent.SPOILT

@@ -16,11 +16,11 @@ from .reading import DesiredReader
 __all__ = ["HandledRegisters"]
 
 FETCH_RETRY_S: Final = 30.0
-"""Seconds before a failed fetch of weights is tried again: the store or the disk may work again."""
+"""Seconds before a failed fetch of weights is tried again, because the store or the disk may work again."""
 
 
 class HandledRegisters:
-    """Registers of the desired state that were applied or failed, and registers to be undone."""
+    """Registers of the desired state that were applied or failed, and registers that must be undone."""
 
     def __init__(self, reader: DesiredReader) -> None:
         self._reader = reader
@@ -34,7 +34,7 @@ class HandledRegisters:
         return f"<HandledRegisters {epochs}>"
 
     def epoch_of(self, register: str) -> int | None:
-        """Return the epoch in which a register was recorded; None: it is not desired."""
+        """Return the epoch in which a register was recorded, or None if the register is not desired."""
         recorded = self._reader.effective.get(register)
         return None if recorded is None else recorded.epoch
 
@@ -45,7 +45,7 @@ class HandledRegisters:
             self._missed_at = time.monotonic()
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
-        """Return the outcome of the command recorded in `epoch`; None: not known yet."""
+        """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
         if self.epoch_of(register) == epoch:
             handled = self.by_name.get(register)
             is_known = handled is not None and handled.epoch == epoch and handled.is_shown
@@ -54,7 +54,7 @@ class HandledRegisters:
         return RegisterOutcome(status=AckStatus.STALE, error=AckError(code=ControlCode.STALE, message=message))
 
     def repeat_all(self) -> None:
-        """Make all registers due again, because the desired state is a new one."""
+        """Make all registers due again, because an unrelated desired state has replaced the previous one."""
         self.by_name = {register: self._again(register) for register in self.by_name}
 
     def retry_weights(self) -> None:
@@ -74,10 +74,10 @@ class HandledRegisters:
         return HandledRegister(-1, self.by_name[register].outcome)
 
     def show(self, timing: Callable[[], UpdateTiming | None]) -> None:
-        """Make outcomes visible that were not shown yet, so that their commands are answered.
+        """Show the outcomes that were not shown yet, so that their commands are answered.
 
         Args:
-            timing: returns the timing of the weight update, if it is one of them.
+            timing: returns the timing of the weight update. Called if its outcome is shown now.
         """
         for register, handled in self.by_name.items():
             if not handled.is_shown:
@@ -86,9 +86,10 @@ class HandledRegisters:
 
     @property
     def lora_problem(self) -> str | None:
-        """Adapters that differ from the desired state, with reasons, as text; None: no difference."""
+        """Text with the adapters that differ from the desired state and the reasons, or None."""
         lines = [
-            f"adapter {register.removeprefix(LORA_REGISTER)} is not as desired: {handled.outcome.error.message}"
+            f"adapter {register.removeprefix(LORA_REGISTER)} differs from the desired state: "
+            f"{handled.outcome.error.message}"
             for register, handled in sorted(self.by_name.items())
             if register.startswith(LORA_REGISTER) and handled.outcome.error is not None
         ]

@@ -1,6 +1,6 @@
 """The LoRA adapters of a worker: loaded, replaced, unloaded, and loaded again after new weights.
 
-Requests may name the adapters in `versions.loras`. A name is removed before the engine changes its adapter, and added
+Requests may name the adapters in `versions.loras`. A name is removed before the engine changes its adapter. It is added
 after the engine has confirmed the load.
 """
 
@@ -38,17 +38,17 @@ class Loras:
     Every coroutine raises `EngineDead` if the engine is dead.
 
     Args:
-        versions: this class maintains its `loras`.
+        versions: versions of the worker. This class maintains the field `loras`.
     """
 
     def __init__(self, in_flight: InFlightRequests, sources: WeightSources, versions: Versions) -> None:
         self._in_flight = in_flight
         self._sources = sources
         self._versions = versions
-        # Bounded by the number of adapters that the engine holds.
+        # Bounded by the number of adapters that the engine can hold.
         self._loaded: dict[str, LoadedLora] = {}
         self.lost: dict[str, str] = {}
-        """Adapters lost with older weights, with the reason, until they are loaded or unloaded again."""
+        """Adapters that the engine lost with older weights, with the reasons, until their next load or unload."""
 
     def __repr__(self) -> str:
         """One line with the versions."""
@@ -56,33 +56,33 @@ class Loras:
 
     @property
     def problem(self) -> str | None:
-        """The lost adapters, as text; None: none."""
+        """Text with the lost adapters, or None if none was lost."""
         lost = [f"adapter {name} was lost with older weights: {reason}" for name, reason in sorted(self.lost.items())]
         return "; ".join(lost)[:MAX_ERROR_CHARS] or None
 
     @property
     def stage_keys(self) -> tuple[StageKey, ...]:
-        """Object-store sources of the loaded adapters: an engine may lose adapters with its weights."""
+        """Object-store sources of the loaded adapters, because an engine may lose its adapters with its weights."""
         sources = (loaded.source for loaded in self._loaded.values() if loaded.source.objects is not None)
         return tuple(StageKey(source, is_adapter=True) for source in sources)
 
     def is_current(self, command: LoadLora) -> bool:
-        """True if this adapter is loaded already."""
+        """Return True if this adapter is loaded already."""
         return self._loaded.get(command.name) == _desired(command)
 
     async def load(self, command: LoadLora, report: Report) -> None:
-        """Load an adapter, or replace the one with its name. Later tokens use the new adapter.
+        """Load an adapter, or replace the adapter with the same name. Later tokens use the new adapter.
 
-        Requests in flight are kept, and the engine is paused afterwards.
+        Requests in flight continue with the next resume. Afterwards the engine is paused.
 
         Args:
             report: called with each stage.
-        Cancellation: as after a timeout.
+        Cancellation: the same as a timeout.
 
         Raises:
-            ControlError: `unsupported`, `path_refused`, `bad_source`, `storage`, and `timeout` before the load: all is
-                as it was. `engine_error`: the one of its name is as it was, or not here any more if the engine has lost
-                it. `timeout` of the load, and `storage`, if its files changed meanwhile: it is not here any more.
+            ControlError: `unsupported`, `path_refused`, `bad_source`, `storage` or `timeout` before the load: nothing
+                has changed. `engine_error`: the worker keeps the old adapter, unless the engine has lost it. `timeout`
+                during the load, or `storage` because files changed during the load: no adapter has the name.
         """
         capabilities = self._in_flight.runner.engine.capabilities
         check_adapters_supported(command.source, capabilities)
@@ -103,11 +103,11 @@ class Loras:
     def _check_room(self, name: str) -> None:
         max_loras = self._in_flight.runner.engine.capabilities.max_loras
         if name not in self._loaded and len(self._loaded) >= max_loras:
-            problem = f"this engine holds {max_loras} adapters and has {', '.join(sorted(self._loaded))}"
-            raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload one of them first")
+            problem = f"this engine can hold {max_loras} adapters and has {', '.join(sorted(self._loaded))}"
+            raise ControlError(ControlCode.ENGINE_ERROR, f"{problem}; unload an adapter first")
 
     async def _replace(self, name: str, desired: LoadedLora, path: Path, deadline: Deadline) -> None:
-        """Load an adapter into the paused engine if its files are still those that were checked."""
+        """Load an adapter into the paused engine if its files have not changed since they were checked."""
         engine = self._in_flight.runner.engine
         async with self._sources.using_adapter(path) as verify_unchanged:
             before, now = self._remove(name), None
@@ -118,7 +118,7 @@ class Loras:
                         await verify_unchanged()
                     except ControlError:
                         before = None
-                        # No request can name the adapter, even if the engine keeps it.
+                        # If this unload fails, the engine keeps the adapter, but no request can name it.
                         with contextlib.suppress(ControlError):
                             await engine.unload_lora(name)
                         raise
@@ -127,20 +127,21 @@ class Loras:
                 now = self._still_loaded(name, before, exc)
                 raise
             finally:
-                self._record(name, now, "its adapter was lost in a load that failed")
+                self._record(name, now, "its adapter was lost in a failed load")
 
     async def unload(self, command: UnloadLora) -> None:
-        """Unload an adapter; succeed if it is not loaded.
+        """Unload an adapter. Do nothing if it is not loaded.
 
-        First its name is removed, then the requests that use it are aborted, then the engine unloads it.
+        This removes its name, aborts the requests that use it, and then unloads it from the engine.
 
-        Cancellation: as after a timeout.
+        Cancellation: the same as a timeout.
 
         Raises:
-            ControlError: `engine_error`: the engine kept the adapter; requests may name it. `timeout`: they may not.
+            ControlError: `engine_error`: the engine kept the adapter, and requests may name it again. `timeout`:
+                requests may not name it.
         """
         name, engine = command.name, self._in_flight.runner.engine
-        # Steps are held since an update under a pause; tokens of the adapter must leave with its version.
+        # Steps may be held since an update during a pause. Tokens of the adapter must leave with its version.
         self._in_flight.release_steps()
         before, now = self._remove(name), None
         if before is None and name not in engine.loras:
@@ -161,7 +162,7 @@ class Loras:
         if not self._in_flight.runner.is_engine_paused:
             await self._in_flight.abort_and_wait(self._in_flight.links.requests.names_using(name))
             return
-        # A paused engine may need a step for that: the steps of other requests are held until the worker resumes.
+        # A paused engine may need a step to abort. The steps of other requests are held until the worker resumes.
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
         try:
@@ -170,7 +171,7 @@ class Loras:
             await self._in_flight.pause_engine()
 
     async def reload(self, report: Report, deadline: Deadline) -> None:
-        """Reload the adapters that the paused engine lost with its weights; failed ones go to `lost`."""
+        """Reload the adapters that the paused engine lost with its weights. Add failed adapters to `lost`."""
         for name, loaded in list(self._loaded.items()):
             if self._in_flight.runner.engine.loras.get(name) == loaded.version:
                 continue
@@ -181,23 +182,23 @@ class Loras:
                 await self._replace(name, loaded, path, deadline)
             except ControlError as exc:
                 logger.error("lora.reload_failed name=%s version=%s error=%s", name, loaded.version, exc)
-                self._record(name, None, "its adapter could not be brought back after new weights")
+                self._record(name, None, "its adapter could not be reloaded after new weights")
                 self.lost[name] = exc.message
 
     def _remove(self, name: str) -> LoadedLora | None:
-        """Remove a name because it is unknown whether the engine has its adapter."""
+        """Remove a name and return its adapter, because it is now unknown whether the engine has the adapter."""
         self.lost.pop(name, None)
         self._versions.loras.pop(name, None)
         return self._loaded.pop(name, None)
 
     def _still_loaded(self, name: str, before: LoadedLora | None, error: ControlError) -> LoadedLora | None:
-        """Return the adapter that the engine still has under this name after `error`; None after a timeout."""
+        """Return the adapter that the engine still has under this name after `error`, or None. None after a timeout."""
         if before is None or error.code is ControlCode.TIMEOUT:
             return None
         return before if self._in_flight.runner.engine.loras.get(name) == before.version else None
 
     def _record(self, name: str, now: LoadedLora | None, reason: str) -> None:
-        """Record the adapter of this name; if there is none, other workers resume its requests."""
+        """Record the adapter of this name. If `now` is None, fail its requests, which other workers resume."""
         if now is None:
             self._versions.loras.pop(name, None)
             self._loaded.pop(name, None)

@@ -1,4 +1,4 @@
-"""One-off commands, which are not in the desired state. A worker executes each received one once."""
+"""One-off commands, which are not in the desired state. A worker executes each of them once."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ class OneOffCommands:
         self.reads = reads
 
     async def execute(self, command: AnyCommand) -> dict[str, Any]:
-        """Execute `command`; return the further fields of its `Ack`.
+        """Execute `command`. Return the additional fields of its `Ack`.
 
         Raises:
             ControlError: the command failed.
@@ -57,7 +57,7 @@ class OneOffCommands:
                 return {"timing": await self._check(command)}
             case Fence():
                 if self._reconciler.has_newer_weights(command.epoch):
-                    raise ControlError(ControlCode.STALE, "later weights have been recorded since")
+                    raise ControlError(ControlCode.STALE, "later weights were recorded after the command")
                 async with self._reconciler.exclusive(halts=True):
                     self._registers.weights.mark_invalid(command.reason)
             case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
@@ -67,7 +67,7 @@ class OneOffCommands:
         return {}
 
     def progress_of(self, command: AnyCommand) -> Staging | None:
-        """Return the progress of the staging that a check waits for; None: it waits for none."""
+        """Return the progress of the staging that a check waits for, or None if the command waits for no staging."""
         if not isinstance(command, CheckWeights):
             return None
         return self._reconciler.stager.progress_of(StageKey(command.source))

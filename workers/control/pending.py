@@ -1,4 +1,4 @@
-"""Sources of pending registers. The stager fetches them, the reconciler never does."""
+"""Sources of pending registers. Only the stager fetches them, never the reconciler."""
 
 import time
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class PendingSources:
         return f"<PendingSources staging={sorted(self.staging)} {self.stager!r}>"
 
     def set_pending(self, pending: Sequence[PendingRegister]) -> None:
-        """Stage the sources of exactly these registers."""
+        """Stage the sources of these registers, and stop the staging for other registers."""
         self._needed = {}
         for due in pending:
             self._needed[due.register] = self.registers.needed_for(
@@ -46,17 +46,17 @@ class PendingSources:
         return frozenset(register for register, keys in self._needed.items() if not all(map(is_staged, keys)))
 
     def progress_of(self, register: str) -> Staging | None:
-        """Return the progress of the staging that a register waits for; None: it waits for none."""
+        """Return the progress of the staging that a register waits for, or None if it waits for no staging."""
         waiting = map(self.stager.progress_of, self._needed.get(register, ()))
         return next((progress for progress in waiting if progress is not None), None)
 
     def error_of(self, due: PendingRegister) -> ControlError | None:
-        """Return the error of a failed staging; None: the source is staged, or the register needs none."""
+        """Return the error of a failed staging. Return None if the source is staged or the register needs no source."""
         source = None if due.recorded is None else self.registers.source_of(due.recorded.command)
         return None if source is None else self.stager.error_of(source)
 
     def end_update(self) -> UpdateTiming | None:
-        """Return the timing of an update that ends now, when the engine resumes; None: no weights were replaced."""
+        """Return the timing of an update that ends now, when the engine resumes. None if no weights were replaced."""
         weights = self.registers.weights
         cost = StageCost() if weights.source is None else self.stager.cost_of(StageKey(weights.source))
         timing = weights.clock.timing(self._weights_seen[1], cost, time.monotonic())

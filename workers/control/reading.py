@@ -1,4 +1,4 @@
-"""Reads the desired state of a worker's model after each possible change, and every few seconds."""
+"""Reads the desired state of a worker's model every few seconds, and after each message about a change."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ __all__ = ["DesiredReader"]
 logger = logging.getLogger(__name__)
 
 READ_S = 5.0
-"""Maximum seconds between two reads without a request, in case of missed messages. There are two reads per lease, so
-that one late read does not count as missing. The cost for a fleet of hundreds is negligible."""
+"""Maximum seconds between two reads, in case messages were missed. There are at least two reads per lease, so that one
+late read does not invalidate the state. The cost for a fleet of hundreds is negligible."""
 RETRY_S = 1.0
-"""Seconds after a failed read: the server may be starting, or have no JetStream for a while."""
+"""Seconds between a failed read and the next read: the server may be starting, or have no JetStream for a while."""
 
 
 class _ReadCommand(NamedTuple):
@@ -34,7 +34,7 @@ class _ReadCommand(NamedTuple):
 
 
 class DesiredReader:
-    """The desired state of one worker, as it was read last.
+    """The last read desired state of one worker.
 
     Args:
         max_age_s: seconds for which a read is valid: one lease. After that, controllers continue without this worker,
@@ -51,27 +51,27 @@ class DesiredReader:
         self._is_requested = asyncio.Event()
         self._num_requested = 0
         self._num_needed = 0
-        # Commands requested since the last read began, which may contain them; bounded by the command log.
+        # Commands requested since the last read began. That read may contain them. Bounded by the command log.
         self._awaited_commands: set[_ReadCommand] = set()
         self._is_reading = False
         self._order = ReadOrder()
         self.is_lost = False
         self._lost_at_read = -1
-        """What the last read brought is another desired state than the one before: that was lost."""
+        """Number of the last read that found `is_lost`, or -1. The state of the read before it was lost."""
         self.effective: Mapping[str, Recorded] = {}
         """The recorded command of each register of this worker."""
         self.epoch = 0
         """Epoch of the last read state."""
         self.target_version: int | None = None
-        """Desired weight version; None: none is recorded."""
+        """Desired weight version, or None if no version is recorded."""
         self.desired_loras: frozenset[str] = frozenset()
         """Names of the desired adapters of the model, on any worker."""
         self.num_read = 0
-        """Number of `request_read` calls that a read has followed."""
+        """Number of `request_read` calls that a finished read has answered."""
         self._is_valid = False
         self._known_at = -math.inf
         self.problem: str | None = None
-        """Reason why the last read failed; None: it succeeded."""
+        """Reason why the last read failed, or None if it succeeded."""
 
     def __repr__(self) -> str:
         """One line with the epoch."""
@@ -88,7 +88,7 @@ class DesiredReader:
         return self._store.refused
 
     def request_read(self) -> int:
-        """Request a read by `run`; return the `num_read` of that read."""
+        """Request a read by `run`. Return the value that `num_read` has after that read."""
         self._num_requested += 1
         self._is_requested.set()
         return self._num_requested
@@ -96,7 +96,8 @@ class DesiredReader:
     def request_command(self, register: str, epoch: int, command_id: str) -> int:
         """Request a read for a command recorded in `epoch`, unless that state was read or is being read.
 
-        Each recording reaches a worker twice, through the KV bucket and through the command: this avoids a second read.
+        Each recording reaches a worker twice: through the KV bucket and through the command. This method avoids a
+        second read. Its return value is as in `request_read`.
         """
         command = _ReadCommand(register, epoch, command_id)
         if self.is_fresh and self._holds(command):
@@ -108,12 +109,12 @@ class DesiredReader:
         return self._num_requested
 
     def has_lost(self, register: str, epoch: int, command_id: str, needs_read: int) -> bool:
-        """True if a read since the command arrived returned an unrelated state that does not contain the command.
+        """Return True if a read after the command arrived found an unrelated state that does not contain the command.
 
         Args:
             register: register of the command.
-            epoch: epoch of its recording.
-            command_id: its id.
+            epoch: epoch in which the command was recorded.
+            command_id: id of the command.
             needs_read: the value returned by `request_command`.
         """
         return needs_read <= self._lost_at_read and not self._holds(_ReadCommand(register, epoch, command_id))
@@ -171,7 +172,7 @@ class DesiredReader:
         try:
             state = await self._store.read(self._model)
         except RemoteProtocolError:
-            # No desired state exists, so this worker misses none.
+            # The stored message is no valid desired state, so there is no state that this worker could miss.
             self._known_at = asked_at - confirmed_s
             raise
         self._update(state)

@@ -1,4 +1,4 @@
-"""Answers read commands at once from memory, at a limited rate."""
+"""Answers read commands immediately from memory, at a limited rate."""
 
 import time
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from ..requests.expert_counter import ExpertCounter
 __all__ = ["Read", "TelemetryReads"]
 
 Read = ReadExperts | ReadRequest
-"""The read commands. They change nothing, so a repeated command is simply answered again."""
+"""The read commands. They change nothing, so the worker answers a repeated command again."""
 READS_PER_S: Final = 20
-"""Maximum answers of one worker per second. An HTTP service with viewers asks three times in 5 s."""
+"""Maximum answers of one worker per second. An HTTP service with open pages sends three reads in 5 s."""
 
 
 class TelemetryReads:
@@ -23,7 +23,7 @@ class TelemetryReads:
     Args:
         experts: counts the chosen experts.
         timelines: timelines of the worker's requests.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class TelemetryReads:
         self._num_answered = 0
 
     def answer(self, command: Read) -> dict[str, Any]:
-        """Return the further fields of the `Ack` of `command`.
+        """Return the additional fields of the `Ack` of `command`.
 
         Raises:
-            ControlError: there is no answer, or the limit per second is reached.
+            ControlError: the worker has no answer, or the limit per second is reached.
         """
         self._check_rate()
         match command:

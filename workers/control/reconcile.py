@@ -3,7 +3,7 @@
 A command only requests a read of the desired state. The outcome of each register is stored to answer commands later.
 This module fetches nothing: a register becomes due when its source is staged, or when the staging has failed.
 
-Invariant: a worker serves only after its present incarnation has read the desired state and applied all of it.
+Invariant: a worker serves only after its current incarnation has read the desired state and applied all of it.
 """
 
 import asyncio
@@ -52,15 +52,15 @@ __all__ = ["Reconciler"]
 logger = logging.getLogger(__name__)
 
 CUT_S = 1.0
-"""Maximum seconds that a command waits for frames to leave. Clients without credit and a slow network must not delay a
-command further."""
+"""Maximum seconds that a command waits until frames are published. Clients without credit and a slow network must not
+delay a command further."""
 MARGIN_S = 5.0
-"""Seconds after the `timeout_s` of a command at which it is cancelled. Its parts check `timeout_s` themselves."""
+"""Seconds after its `timeout_s` at which a command is cancelled. Each step of a command checks `timeout_s` itself."""
 WITHOUT_PAUSE = frozenset(
     {WorkerState.SERVING, WorkerState.OUTDATED, WorkerState.POISONED, WorkerState.WAITING_FOR_WEIGHTS}
 )
 """States that a worker leaves when other weights are recorded. A paused, drained or sleeping worker keeps its state
-while it stages them."""
+while it stages these weights."""
 RESET_S = 600.0
 """Maximum seconds to undo a register, which may include a load of weights."""
 
@@ -96,23 +96,23 @@ class Reconciler:
         self._epoch_read = 0
         self._has_started = asyncio.Event()
         self._is_due = asyncio.Event()
-        # Registers are applied one at a time, and some one-off commands must not run at the same time.
+        # Only one register is applied at a time, and some one-off commands must not run at the same time.
         self._lock = asyncio.Lock()
-        # Register, epoch and limit of a command that a later one may still cancel.
+        # Register, epoch and time limit of a command that a later command may still cancel.
         self._waiting: tuple[str, int, asyncio.Timeout] | None = None
         # Register, epoch and stage of the command in progress.
         self._stage: tuple[str, int, str] | None = None
         self.epoch = 0
         """Epoch of the last applied desired state."""
         self.problem: str | None = None
-        """Reason why this worker does not serve; None: it serves, or is stopped as desired."""
+        """Reason why this worker does not serve, or None if it serves or is stopped as desired."""
 
     def __repr__(self) -> str:
         """One line with the handled registers."""
         return f"<Reconciler epoch={self.epoch} {self._handled!r} {self.sources!r} {self.registers!r}>"
 
     def start(self) -> None:
-        """Start to reconcile: the engine runs now."""
+        """Start to reconcile, because the engine runs now."""
         self._has_started.set()
 
     def _on_staging(self) -> None:
@@ -149,42 +149,42 @@ class Reconciler:
         self.on_change()
 
     def _cancel_superseded(self) -> None:
-        """Cancel the waiting command if a later one has replaced it."""
+        """Cancel the waiting command if a later command has replaced it."""
         if self._waiting is None:
             return
         (register, epoch, limit), now = self._waiting, asyncio.get_running_loop().time()
         ends_at = limit.when()
-        # Do this once: an expired limit cannot be moved.
+        # Do this only once, because an expired limit cannot be rescheduled.
         if self._handled.epoch_of(register) != epoch and ends_at is not None and ends_at > now:
             limit.reschedule(now)
 
     def outcome_of(self, register: str, epoch: int) -> RegisterOutcome | None:
-        """Return the outcome of the command recorded in `epoch`; None: not known yet."""
+        """Return the outcome of the command recorded in `epoch`, or None if it is not known yet."""
         return None if self._epoch_read < epoch else self._handled.outcome_of(register, epoch)
 
     def stage_of(self, register: str, epoch: int) -> str | None:
-        """Return the stage of the command recorded in `epoch`; None: it is not in progress."""
+        """Return the stage of the command recorded in `epoch`, or None if it is not in progress."""
         if self._stage is not None and self._stage[:2] == (register, epoch):
             return self._stage[2]
         progress = self.progress_of(register, epoch)
         return None if progress is None else progress.stage
 
     def progress_of(self, register: str, epoch: int) -> Staging | None:
-        """Return the progress of the staging that a command of `epoch` waits for; None: it waits for none."""
+        """Return the progress of the staging that a command of `epoch` waits for, or None if it waits for none."""
         return self.sources.progress_of(register) if self._handled.epoch_of(register) == epoch else None
 
     def has_newer_weights(self, epoch: int | None) -> bool:
-        """True if other weights were recorded after `epoch`; False if `epoch` is None."""
+        """Return True if other weights were recorded after `epoch`, and False if `epoch` is None."""
         return epoch is not None and (self._handled.epoch_of(WEIGHTS) or 0) > epoch
 
     @property
     def lora_problem(self) -> str | None:
-        """Adapters that differ from the desired state, with reasons, as text; None: no difference."""
+        """Text with the adapters that differ from the desired state and the reasons, or None."""
         return self._handled.lora_problem
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """The desired pause mode; None: no pause is desired."""
+        """The desired pause mode, or None if no pause is desired."""
         recorded = self.reader.effective.get(PAUSE)
         return recorded.command.mode if recorded is not None and isinstance(recorded.command, Pause) else None
 
@@ -196,7 +196,7 @@ class Reconciler:
         """
         await self._has_started.wait()
         await self.registers.weights.verify_reload()
-        # The reload may have blocked this process for longer than the lease.
+        # Renew the lease, because the reload may have blocked this process for longer than the lease.
         await self._lifecycle.publish_presence()
         self._lifecycle.transition(WorkerEvent.READY)
         while True:
@@ -218,7 +218,7 @@ class Reconciler:
         return next_due(self.reader.effective, self._handled.by_name, self.sources.staging) if self._may_act() else None
 
     def _stage_pending(self) -> None:
-        """Stage the sources of pending registers. With weights older than the recorded ones, accept no requests."""
+        """Stage the sources of pending registers. If other weights are recorded, accept no requests."""
         if not self._may_act():
             return
         pending = pending_registers(self.reader.effective, self._handled.by_name)
@@ -249,7 +249,7 @@ class Reconciler:
 
         def report(stage: str) -> None:
             if stage == "loading" and self._waiting is not None:
-                # From here on, a cancel would leave half-written weights.
+                # From here on, a cancellation would leave half-written weights.
                 left_s = command.timeout_s + MARGIN_S
                 self._waiting[2].reschedule(asyncio.get_running_loop().time() + left_s)
                 self._waiting = None
@@ -260,7 +260,8 @@ class Reconciler:
         outcome = await self._attempt(due, work, command.timeout_s)
         self._stage = None
         logger.info("command.ended command=%s epoch=%s status=%s", command.command, epoch, outcome.status)
-        # While a transfer is open, the target state is not applied. A rejection is final.
+        # These outcomes are shown with the target state, which is not applied while a transfer is open. A failure is
+        # shown immediately.
         is_shown_later = (
             isinstance(command, Resume | Drain | UpdateWeights | FinishWeightUpdate)
             and outcome.is_applied
@@ -277,16 +278,16 @@ class Reconciler:
             self._handled.repeat_sleep()
 
     async def _attempt(self, due: PendingRegister, work: Awaitable[Canary | None], timeout_s: float) -> RegisterOutcome:
-        """Execute `work`; the worker survives all its errors except `EngineDead`."""
+        """Execute `work`. The worker survives all its errors except `EngineDead`."""
         try:
             with command_boundary(due.register):
                 async with asyncio.timeout(timeout_s + MARGIN_S) as limit:
                     if due.register in (PAUSE, WEIGHTS) and due.recorded is not None:
                         self._waiting = due.register, due.recorded.epoch, limit
                     canary = await work
-                    # There is nothing to cancel now, and an expired limit cannot be moved.
+                    # The work is done, so a later command must not cancel it.
                     self._waiting = None
-                # The ack leaves after both, so no frame with earlier tokens follows it.
+                # The ack is published after both, so no frame with earlier tokens follows it.
                 await self._publisher.wait_connected()
                 await self._flush_outputs()
         except ControlError as exc:
@@ -296,7 +297,7 @@ class Reconciler:
         except TimeoutError:
             if due.recorded is not None and self._handled.epoch_of(due.register) != due.recorded.epoch:
                 return self.outcome_of(due.register, due.recorded.epoch) or RegisterOutcome(status=AckStatus.STALE)
-            return self._failed(due, ControlError(ControlCode.TIMEOUT, f"not done within {timeout_s:g} s"))
+            return self._failed(due, ControlError(ControlCode.TIMEOUT, f"it was not done within {timeout_s:g} s"))
         finally:
             self._waiting = None
         verified = self.registers.weights.verified if due.register == WEIGHTS else None
@@ -320,7 +321,8 @@ class Reconciler:
         """Run the block between two registers.
 
         Args:
-            halts: accept no requests during the block, nor after it if the target state has changed.
+            halts: True to accept no requests during the block. After the block, requests are accepted only if the
+                target state allows it.
         """
         async with self._lock:
             if halts:
@@ -331,7 +333,7 @@ class Reconciler:
             await self._apply_target_state()
 
     async def _apply_target_state(self) -> None:
-        """Move to the target state; do nothing while a register is due or the worker may not act."""
+        """Move to the target state. Do nothing while a register is due or the worker may not act."""
         is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.weights.is_transferring
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
@@ -359,7 +361,7 @@ class Reconciler:
     async def _apply_event(self, event: WorkerEvent | None) -> None:
         match event:
             case None:
-                # Requests in flight continue while sources are staged; no new request is accepted.
+                # Requests in flight continue while sources are staged. No new request is accepted.
                 await self._in_flight.resume_engine()
             case WorkerEvent.CAUGHT_UP:
                 await self._in_flight.resume()
@@ -376,7 +378,7 @@ class Reconciler:
 
     def _problem_of(self, event: WorkerEvent) -> str | None:
         if event is WorkerEvent.SPOILT:
-            return self.registers.weights.problem or "its weights are not to be trusted"
+            return self.registers.weights.problem or "its weights are invalid"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
             error = self._handled.by_name[WEIGHTS].outcome.error
             return None if error is None else error.message

@@ -1,4 +1,4 @@
-"""Applies recorded commands to the worker. The reconciler decides when."""
+"""Applies recorded commands to the worker. The reconciler decides when a command is applied."""
 
 import logging
 
@@ -64,7 +64,7 @@ class Registers:
         return self._sleep_level > 0
 
     def source_of(self, command: AnyCommand) -> StageKey | None:
-        """Return the source that `command` needs; None: it needs none, or is applied already."""
+        """Return the source that `command` needs, or None if it needs no source or is already applied."""
         match command:
             case UpdateWeights() if not self.weights.is_current(command):
                 return StageKey(command.source)
@@ -76,25 +76,25 @@ class Registers:
         """Return all sources to stage before `command` is applied, so that its execution needs no network.
 
         Args:
-            command: None: the register is no longer desired.
+            command: the recorded command, or None if the register is no longer desired.
         """
         source = None if command is None else self.source_of(command)
         keys = [] if source is None else [source]
         if isinstance(command, UpdateWeights):
             keys += self.loras.stage_keys if source is not None else ()
         elif self._sleep_level == DEEP and self.weights.source is not None and isinstance(command, _WAKING):
-            # The engine has dropped its weights and will wake with these.
+            # The engine has discarded its weights and will load these when it wakes.
             keys.append(StageKey(self.weights.source))
         return tuple(keys)
 
     async def apply(self, command: AnyCommand, report: Report) -> Canary | None:
-        """Apply a command; resume and drain take effect with the target state.
+        """Apply a command. Resume and drain take effect when the worker moves to its target state.
 
         Returns:
-            The canary after a command about weights, else None.
+            The canary after a command that sets weights, else None.
 
         Raises:
-            ControlError: it was not applied.
+            ControlError: the command was not applied.
         """
         if self.weights.is_transferring:
             self._check_in_transfer(command)
@@ -123,11 +123,11 @@ class Registers:
         """
         match command:
             case Resume():
-                problem = "it goes on when that has ended"
+                problem = "it resumes after the end of the transfer"
             case Pause(mode="wait") if self._in_flight.count:
-                problem = f"{self._in_flight.count} requests in flight stand still until that has ended"
+                problem = f"its {self._in_flight.count} requests in flight cannot finish before the end of the transfer"
             case Sleep() | LoadLora() | UnloadLora():
-                problem = "once that has ended this can be done"
+                problem = "send the command again after the end of the transfer"
             case _:
                 return
         raise ControlError(ControlCode.NOT_SERVING, f"a transfer of weights is open on this worker; {problem}")
@@ -138,7 +138,7 @@ class Registers:
         match command:
             case UpdateWeights():
                 if await self._wake_engine() == DEEP:
-                    self.weights.mark_invalid("the engine has dropped them to sleep")
+                    self.weights.mark_invalid("the engine discarded its weights for a deep sleep")
                 return await self.weights.update(await self._abandon_transfer(command), report)
             case FinishWeightUpdate():
                 return await self._finish(command, report)
@@ -152,19 +152,19 @@ class Registers:
         return None
 
     async def _abandon_transfer(self, command: UpdateWeights) -> UpdateWeights:
-        """End an open transfer; return the update in a mode that needs no engine step on half-written weights."""
+        """End an open transfer. Return the update in a mode that needs no engine step on half-written weights."""
         if not self.weights.is_transferring or command.mode == "keep":
             return command
         if command.mode == "abort":
             await self._in_flight.abort_and_wait(self._in_flight.links.requests.names_using(None))
-        self._in_flight.fail_for_retry("a transfer of weights into this worker was broken off")
+        self._in_flight.fail_for_retry("a weight update replaced an open transfer of weights into this worker")
         return replace(command, mode="keep", clear_cache=command.clear_cache is not False)
 
     async def reset(self, register: str, report: Report, timeout_s: float) -> None:
         """Undo a register that is no longer desired. Valid weights stay.
 
         Raises:
-            ControlError: it was not applied.
+            ControlError: the register was not undone.
         """
         if register == SLEEP:
             await self._wake(report, timeout_s)
@@ -172,7 +172,7 @@ class Registers:
             raise ControlError(ControlCode.NOT_SERVING, "a transfer of weights is open on this worker")
         elif register == WEIGHTS:
             if self.weights.is_poisoned and not self.is_asleep:
-                # The same as after an update that failed on all workers and had no desired version before it.
+                # This happens if the first update of the weights failed on all workers.
                 await self._in_flight.stop("abort", timeout_s)
                 await self.weights.restore(report, timeout_s)
         elif register.startswith(LORA_REGISTER):
@@ -184,7 +184,7 @@ class Registers:
             return
         report("pausing")
         if self.weights.is_transferring:
-            # Requests are stopped already, and the engine must stay paused.
+            # The requests are stopped already, and the engine must stay paused.
             if command.mode == "abort":
                 await self._in_flight.abort_all(command.timeout_s)
         else:
@@ -214,7 +214,7 @@ class Registers:
         if not self._in_flight.runner.engine.capabilities.sleep:
             raise ControlError(ControlCode.UNSUPPORTED, "this engine cannot sleep")
         await self._wake(report, command.timeout_s)
-        self._in_flight.fail_for_retry("it goes to sleep")
+        self._in_flight.fail_for_retry("this worker goes to sleep")
         await self._in_flight.stop("abort", command.timeout_s)
         with self._in_flight.runner.emptying_cache():
             await self._in_flight.runner.engine.sleep(command.level)
@@ -226,7 +226,7 @@ class Registers:
             await self.weights.restore(report, timeout_s)
 
     async def _wake_engine(self) -> int:
-        """Wake the engine; return its sleep level, 0 if it did not sleep."""
+        """Wake the engine. Return its previous sleep level, or 0 if it did not sleep."""
         if self.is_asleep:
             await self._in_flight.runner.engine.wake()
         level, self._sleep_level = self._sleep_level, 0
@@ -237,5 +237,5 @@ class Registers:
             return await self.transfer.finish(command, report)
         raise ControlError(
             ControlCode.NOT_FOUND,
-            f"the weights of version {command.version} came through a transfer engine, and this worker missed them",
+            f"the weights of version {command.version} arrived through a transfer engine, but not on this worker",
         )

@@ -1,7 +1,7 @@
 """Stages sources of weights and adapters on the worker's machine, one at a time, while the worker serves.
 
 Sources of recorded commands come first, in the order of recording, then sources of checks. The staging of a source that
-is no longer needed is cancelled; a later staging continues its partial download.
+is no longer needed is cancelled. A later staging of the source continues its partial download.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ __all__ = ["StageCost", "StageKey", "Stager", "StagerStats"]
 logger = logging.getLogger(__name__)
 
 WAITING: Final = "waiting"
-"""Stage of a source that waits for another one."""
+"""Stage of a source that waits until another source is staged."""
 MAX_COSTS: Final = 8
-"""Maximum stored costs: for the update in progress and for recent ones that a fleet returns to."""
+"""Maximum stored costs: of the update in progress, and of recent updates that a fleet returns to."""
 
 
 class StageKey(NamedTuple):
@@ -59,7 +59,7 @@ class StagerStats:
     seconds: float = 0.0
     """Seconds of all stagings, successful or not."""
     paused_s: float = 0.0
-    """Seconds without engine steps for requests because weights were replaced."""
+    """Seconds in which requests had no engine steps because weights were replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +81,7 @@ class Stager:
 
     Args:
         sources: fetches and checks sources.
-        capabilities: returns the capabilities of the started engine; unsupported sources are not fetched.
+        capabilities: returns the capabilities of the started engine. Unsupported sources are not fetched.
     """
 
     def __init__(self, sources: WeightSources, capabilities: Callable[[], Capabilities]) -> None:
@@ -102,7 +102,7 @@ class Stager:
         return f"<Stager {stages}>"
 
     def set_desired(self, keys: Sequence[StageKey]) -> None:
-        """Replace the sources that recorded commands need; cancel those that are no longer needed."""
+        """Replace the set of sources that recorded commands need. Cancel stagings that are no longer needed."""
         for job in self._jobs.values():
             job.is_desired = job.key in keys
         for key in keys:
@@ -110,12 +110,12 @@ class Stager:
         self._remove_unneeded()
 
     async def stage(self, key: StageKey) -> None:
-        """Wait until a source is staged; share a staging in progress.
+        """Wait until a source is staged. If its staging is in progress, wait for that staging.
 
         Cancellation: the staging is cancelled too, unless another caller or a register needs it.
 
         Raises:
-            ControlError: as `WeightSources.checkpoint` and `WeightSources.adapter`, and `unsupported`.
+            ControlError: `unsupported`, or an error of `WeightSources.checkpoint` or `WeightSources.adapter`.
         """
         job = self._job(key)
         job.num_waiting += 1
@@ -129,12 +129,12 @@ class Stager:
             raise job.error
 
     def is_staged(self, key: StageKey) -> bool:
-        """True if the staging of a needed source has succeeded or failed."""
+        """Return True if the staging of a needed source has succeeded or failed."""
         job = self._jobs.get(key)
         return job is not None and job.done.is_set()
 
     def error_of(self, key: StageKey) -> ControlError | None:
-        """Return the error of a failed staging; None: it succeeded or has not ended."""
+        """Return the error of a failed staging, or None if it succeeded or has not ended."""
         job = self._jobs.get(key)
         return None if job is None else job.error
 
@@ -143,18 +143,18 @@ class Stager:
         return self._costs.get(key) or StageCost()
 
     def progress_of(self, key: StageKey) -> Staging | None:
-        """Return the progress of a needed source; None: it is not needed or is staged."""
+        """Return the progress of a needed source, or None if it is not needed or is staged."""
         job = self._jobs.get(key)
         return None if job is None or job.done.is_set() else self._progress(job)
 
     @property
     def progress(self) -> Staging | None:
-        """Progress of the present staging; None: there is none."""
+        """Progress of the current staging, or None."""
         return None if self._current is None else self._progress(self._current[0])
 
     @property
     def published(self) -> PublishedVersion | None:
-        """The last staged published version of the weights; None: none was staged."""
+        """The last staged published version of the weights, or None."""
         return self._sources.published
 
     def _progress(self, job: _StagingJob) -> Staging:

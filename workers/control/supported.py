@@ -1,4 +1,4 @@
-"""Checks that an engine supports a source, before it is fetched."""
+"""Checks that an engine supports a source, before the source is fetched."""
 
 from ...schemas.control import WeightSource
 from ...schemas.errors import ControlCode, ControlError
@@ -27,7 +27,7 @@ def check_adapters_supported(source: WeightSource, capabilities: Capabilities) -
     if not capabilities.max_loras:
         raise ControlError(
             ControlCode.UNSUPPORTED,
-            "this engine loads no LoRA adapters; its arguments may enable them, for vLLM 'enable_lora'",
+            "this engine loads no LoRA adapters; its arguments may enable adapters (for vLLM: 'enable_lora')",
         )
     _check_fetchable(source, capabilities)
 
@@ -36,6 +36,6 @@ def _check_fetchable(source: WeightSource, capabilities: Capabilities) -> None:
     if source.objects is not None and not capabilities.weight_deltas:
         raise ControlError(
             ControlCode.UNSUPPORTED,
-            f"{source} is refused: processes of this engine may run on several machines, and fetched files are on the "
-            "worker's machine only; allowed: the path of a folder that all these machines share",
+            f"{source} is refused: processes of this engine may run on several machines, but fetched files are only on "
+            "the worker's machine; allowed: the path of a folder that all these machines share",
         )

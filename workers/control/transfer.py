@@ -1,4 +1,4 @@
-"""Weights that arrive through the engine's own transfer engine. They are verified like all weights."""
+"""Weights that arrive through the engine's own transfer engine. The worker verifies them like all other weights."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ SILENCE_S: Final = 600.0
 class Transfer:
     """The transfer of weights into one worker. This class never calls `InFlightRequests.resume`.
 
-    From `start` until `finish` the weights are half written and requests in flight are stopped.
+    From `start` until `finish` the weights are half written, and requests in flight are stopped.
     Every coroutine raises `EngineDead` if the engine is dead.
     """
 
@@ -48,13 +48,13 @@ class Transfer:
             await self._in_flight.runner.engine.init_weight_transfer(command.info)
 
     async def start(self, command: StartWeightUpdate) -> None:
-        """Stop the requests in flight and begin a transfer. An open transfer restarts; requests stay stopped.
+        """Stop the requests in flight and begin a transfer. If a transfer is open, restart it.
 
-        Cancellation: as after a failure.
+        Cancellation: the weights are invalid, as after a failure.
 
         Raises:
-            ControlError: `unsupported`, `timeout` of the stop, `engine_error` without an open transfer: the weights are
-                unchanged. After any other error they are invalid, and the requests in flight have failed.
+            ControlError: `unsupported`, `timeout` of the stop, or `engine_error` without an open transfer: the weights
+                are unchanged. After any other error they are invalid, and the requests in flight have failed.
         """
         self._check_supported()
         deadline = Deadline(command.timeout_s)
@@ -69,25 +69,25 @@ class Transfer:
     async def add_chunk(self, command: UpdateWeightChunk) -> None:
         """Pass one part of the weights to the engine.
 
-        Cancellation: as after a failure.
+        Cancellation: the weights are invalid, as after a failure.
 
         Raises:
-            ControlError: none was started, or the weights are poisoned and what was in flight was given up.
+            ControlError: no transfer is open, or the weights are invalid and the requests in flight have failed.
         """
         self._check_open()
         engine = self._in_flight.runner.engine
         deadline = Deadline(command.timeout_s)
-        await self._forward(lambda: engine.update_weight_chunk(command.info), deadline, "taking weights")
+        await self._forward(lambda: engine.update_weight_chunk(command.info), deadline, "receiving weights")
 
     async def finish(self, command: FinishWeightUpdate, report: Report) -> Canary | None:
-        """Verify and use the received weights; do nothing if they are in use already.
+        """Verify and use the received weights. Do nothing if they are in use already.
 
         Returns:
-            Their canary; None: they are the weights of the start, which have no canary.
+            The canary of the weights, or None for the weights of the start, which have no canary.
         Cancellation: the weights are invalid.
 
         Raises:
-            ControlError: none was started, or the weights are poisoned and what was in flight was given up.
+            ControlError: no transfer is open, or the weights are invalid and the requests in flight have failed.
         """
         if self._weights.is_current(command):
             return self._weights.canary
@@ -99,18 +99,18 @@ class Transfer:
         return canary
 
     def mark_lost(self) -> None:
-        """Mark the weights invalid if a transfer is open: a fenced worker may have missed a part."""
+        """Mark the weights invalid if a transfer is open, because a fenced worker may have missed a part."""
         if self._weights.is_transferring:
-            self._weights.mark_invalid("this worker was fenced in the middle of a transfer of weights")
+            self._weights.mark_invalid("this worker was fenced during a transfer of weights")
 
     def expire(self, now: float) -> bool:
-        """Mark the weights invalid if a transfer is silent at `now` (monotonic); return True if so.
+        """Mark the weights invalid if the open transfer had no command for `SILENCE_S` at `now` (monotonic).
 
-        The caller then fails the requests in flight.
+        Return True if the weights were marked. The caller then fails the requests in flight.
         """
         if not self._weights.is_transferring or now - self.last_command_at <= SILENCE_S:
             return False
-        self._weights.mark_invalid(f"the transfer of weights went silent for {SILENCE_S:g} s")
+        self._weights.mark_invalid(f"the open transfer of weights received no command for {SILENCE_S:g} s")
         return True
 
     async def _forward(
@@ -123,6 +123,7 @@ class Transfer:
         """Forward a command to the engine. A failure ends the transfer with half-written weights.
 
         Args:
+            what: name of the command in errors.
             untouched: error codes after which the weights are unchanged.
         """
         is_invalid = True

@@ -1,4 +1,4 @@
-"""Measures the phases of a weight update. Plain values; the caller passes the time."""
+"""Measures the phases of a weight update. The caller passes the time."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ __all__ = ["UpdateClock"]
 
 @dataclass(slots=True)
 class UpdateClock:
-    """Monotonic times of one update."""
+    """The times of one update."""
 
     stopped_at: float | None = None
-    """Time at which the requests were stopped; None: no weights were replaced."""
+    """Monotonic time at which the requests were stopped, or None if no weights were replaced."""
     loaded_s: float = 0.0
     canary_s: float = 0.0
 
     def timing(self, seen_at: float, cost: StageCost, now: float) -> UpdateTiming | None:
-        """Return the timing of an update after which the engine resumes at `now`; None: no weights were replaced.
+        """Return the timing of an update whose engine resumes at `now`, or None if no weights were replaced.
 
         Args:
-            seen_at: time at which the worker read the command.
-            cost: cost of staging its source.
+            seen_at: monotonic time at which the worker read the command.
+            cost: cost of staging the source of the command.
         """
         if self.stopped_at is None:
             return None

@@ -1,7 +1,7 @@
 """Replaces the weights of a worker. New weights are valid only after a canary has verified them.
 
-`is_poisoned` is set from the moment in which the engine may change the weights until the canary has passed, also if a
-load is cancelled. During this time engine steps are held. The weight version changes after the canary has passed.
+`is_poisoned` is True from the moment when the engine may change the weights until the canary has passed, also if a load
+is cancelled. During this time engine steps are held. The weight version changes after the canary has passed.
 """
 
 import logging
@@ -43,9 +43,9 @@ class WeightManager:
     Every coroutine raises `EngineDead` if the engine is dead.
 
     Args:
-        config: names the checkpoint of the start and says whether its reload is verified.
-        loras: the adapters; engines may lose them with the weights.
-        versions: this class maintains its `weight_version`.
+        config: contains the checkpoint of the start, and whether its reload is verified.
+        loras: the adapters, which an engine may lose with its weights.
+        versions: versions of the worker. This class maintains the field `weight_version`.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class WeightManager:
         self._fingerprint: Fingerprint = ()
         self._are_from_start = True
         self.source: WeightSource | None = None
-        """Source of the last successful update; None: there was none, or the weights came through a transfer."""
+        """Source of the last successful update. None without an update, or if the weights arrived by a transfer."""
         self.canary: Canary | None = None
-        """Canary of the present weights; None: it was not sampled."""
+        """Canary of the current weights, or None if it was not sampled."""
         self.verified: Verified | None = None
-        """Comparison that the engine made at the load; None: it reports none."""
+        """Comparison that the engine made during the load, or None if the engine reports none."""
         self.is_poisoned = False
-        """True if the weights are invalid, half written or wrong: the worker then serves no requests."""
+        """True if the weights are invalid (half written or wrong). The worker then serves no requests."""
         self.problem: str | None = None
-        """Reason of `is_poisoned`."""
+        """Reason why the weights are invalid, or None."""
         self.is_transferring = False
         """True while a transfer is open: the weights are half written."""
         self.clock = UpdateClock()
@@ -87,19 +87,19 @@ class WeightManager:
 
     @property
     def version(self) -> int:
-        """Version of the weights that the engine samples from; while they are invalid, of the last valid weights."""
+        """Version of the weights that the engine samples from, or of the last valid weights while these are invalid."""
         return self._versions.weight_version
 
     # Commands
 
     async def verify_reload(self) -> None:
-        """Load the checkpoint of the start a second time and verify that the engine's output stays the same.
+        """Load the checkpoint of the start a second time, and verify that the engine's output stays the same.
 
         Call this while no request is in flight and engine steps are read. It does nothing if the configuration disables
-        it, there is no checkpoint, or the engine cannot replace its weights.
+        it, if there is no checkpoint, or if the engine cannot replace its weights.
 
         Raises:
-            EngineDead: the reload is wrong; the message has the difference.
+            EngineDead: the reload failed or changed the output. The message has the difference.
         """
         if (
             not self._verifies_reload
@@ -119,22 +119,23 @@ class WeightManager:
         logger.info("weights.verified version=%s path=%s", self.version, own)
 
     async def update(self, command: UpdateWeights, report: Report) -> Canary | None:
-        """Replace the weights by those of a checkpoint. Later tokens have the new version.
+        """Replace the weights by the weights of a checkpoint. Later tokens have the new version.
 
-        Does nothing if these weights are loaded already. Afterwards requests are stopped as `command.mode` requires,
-        and the steps of the verification are held until the worker resumes.
+        Do nothing if these weights are loaded already. Afterwards requests are stopped as `command.mode` requires, and
+        the steps of the verification are held until the worker resumes.
 
         Args:
             report: called with each stage.
 
         Returns:
-            The canary of the new weights; None: they are the weights of the start, which have no canary.
-        Cancellation: before the load nothing changes; later the weights are invalid.
+            The canary of the new weights, or None for the weights of the start, which have no canary.
+        Cancellation: before the load nothing has changed. During or after the load the weights are invalid.
 
         Raises:
             ControlError: `invalid_command`, `unsupported`, `path_refused`, `bad_source`, `storage`, `timeout`,
-                `cache_in_use`, `engine_error`, or `not_verified` of weights that are loaded already: no change. With
-                `is_poisoned`: `half_written`, `not_verified`, `timeout`; requests in flight have failed.
+                `cache_in_use`, `engine_error`, or `not_verified` of weights that are loaded already: the weights have
+                not changed. `half_written`, `not_verified` or `timeout` with `is_poisoned`: the weights are invalid and
+                the requests in flight have failed.
         """
         self.clock = UpdateClock()
         self._canaries.check_expected(command.expected_canary)
@@ -148,42 +149,44 @@ class WeightManager:
         await self.stop(command.mode, deadline)
         clear_cache = command.mode != "keep" if command.clear_cache is None else command.clear_cache
         if clear_cache:
-            # Do this before any change: the engine caches nothing until it resumes.
+            # Do this before any change. The cache stays empty, because the engine caches nothing until it resumes.
             await self._reset_cache(command.mode, deadline, report)
         canary = await self._load(path, deadline, report, command.expected_canary)
         self.set_version(command.version, command.source)
         return canary
 
     def is_current(self, command: UpdateWeights | FinishWeightUpdate) -> bool:
-        """True if these weights are loaded, or the engine was started with this version."""
+        """Return True if these weights are loaded, or if the engine was started with this version."""
         source = command.source if isinstance(command, UpdateWeights) else None
         is_here = self._are_from_start or self.source == source
         return is_here and self.version == command.version and not self.is_poisoned and not self.is_transferring
 
     async def restore(self, report: Report, timeout_s: float) -> None:
-        """Reload the present weights into an engine that has dropped them and has no request in flight.
+        """Reload the current weights into an engine that has discarded them and has no request in flight.
 
         Raises:
-            ControlError: the weights are not available, or differ from before; they are invalid.
+            ControlError: the weights are not available or differ from before. They are then invalid.
         """
         deadline = Deadline(timeout_s)
-        self._poison("the engine has dropped them")
+        self._poison("the engine has discarded its weights")
         path = self._own if self._are_from_start else None
         if self.source is not None:
             path = await self._resolve(self.source, deadline, report)
         if path is None:
-            raise ControlError(ControlCode.HALF_WRITTEN, "the engine dropped its weights, which cannot be loaded again")
+            raise ControlError(
+                ControlCode.HALF_WRITTEN, "the engine discarded its weights, which cannot be loaded again"
+            )
         await self._load(path, deadline, report, self.canary)
 
     def mark_invalid(self, reason: str) -> None:
-        """Mark the weights and their canary invalid; the caller fails the requests in flight."""
+        """Mark the weights invalid and remove their canary. The caller fails the requests in flight."""
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
         self._canaries.remove(self._fingerprint)
         self.is_transferring = False
         self._poison(reason)
 
     async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
-        """Replace the weights by those of a checked checkpoint."""
+        """Replace the weights by the weights of a checked checkpoint."""
         async with self._sources.using(path) as verify_unchanged:
 
             async def load() -> Verified | None:
@@ -193,21 +196,21 @@ class WeightManager:
 
             try:
                 fingerprint = await fingerprint_of(path)
-            except OSError as error:  # the engine has changed nothing yet: the present weights stay valid
+            except OSError as error:  # the engine has changed nothing yet, so the current weights stay valid
                 raise ControlError(ControlCode.STORAGE, f"{path} cannot be read: {error.strerror or error}") from error
             return await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
 
-    # For transfers too
+    # For updates and transfers
 
     async def stop(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Stop requests as `mode` requires. On return all sampled tokens are in the links with the present version.
+        """Stop requests as `mode` requires. On return all sampled tokens are in the links with the current version.
 
         Raises:
             ControlError: `timeout`.
         """
         await self._in_flight.stop(mode, deadline.left_s, "weights")
         self.clock = UpdateClock(time.monotonic())
-        # Steps are held since an earlier update under the same pause.
+        # Steps may be held since an earlier update during the same pause.
         self._in_flight.release_steps()
         self._in_flight.fail_awaiting_kv(None, "the weights are replaced")
 
@@ -223,25 +226,25 @@ class WeightManager:
         """Call `change`, which replaces the weights of the stopped engine, and verify them.
 
         Args:
-            fingerprint: fingerprint of the checkpoint; empty: there is no checkpoint.
-            expected: the expected canary.
+            fingerprint: fingerprint of the checkpoint, or empty without a checkpoint.
+            expected: the expected canary, or None to accept every canary.
 
         Returns:
-            The canary of the new weights; the version is still the old one.
-        Cancellation: as after a failure in the middle.
+            The canary of the new weights. The caller sets the new version.
+        Cancellation: the weights are invalid, and the requests in flight have failed.
 
         Raises:
-            ControlError: `engine_error` or `unsupported` of `change`: no change. After any other error the weights are
-                invalid, and the requests in flight have failed.
+            ControlError: `engine_error` or `unsupported` of `change`: the weights have not changed. After any other
+                error the weights are invalid, and the requests in flight have failed.
         """
         before = self.is_poisoned, self.problem
-        self._poison("their exchange was cut short")
+        self._poison("the replacement of its weights was interrupted")
         try:
             report("loading")
             async with deadline.bound("loading the weights"):
                 await self._change(change, before)
             await self._loras.reload(report, deadline)
-            # Do this before the canary: while the canary runs, the engine makes steps for all requests.
+            # Do this before the canary: while the canary runs, the engine executes steps for all requests.
             async with deadline.bound("restarting requests without a token"):
                 await self._in_flight.restart(None)
             report("verifying")
@@ -259,7 +262,7 @@ class WeightManager:
                 self.is_transferring = False
                 logger.error("weights.poisoned version=%s reason=%s", self.version, self.problem)
                 self._in_flight.discard_steps()
-                self._in_flight.fail_for_retry(f"the weights of this worker are not to be trusted: {self.problem}")
+                self._in_flight.fail_for_retry(f"the weights of this worker are invalid: {self.problem}")
         return canary
 
     def set_version(self, version: int, source: WeightSource | None) -> None:
@@ -281,7 +284,7 @@ class WeightManager:
             self.clock.loaded_s = time.monotonic() - began
 
     async def _sample_canary(self, deadline: Deadline) -> Canary:
-        """Sample the canary; hold the steps of other requests during this time."""
+        """Sample the canary. Hold the steps of other requests during this time."""
         was_paused = self._in_flight.runner.is_engine_paused
         self._in_flight.hold_steps()
         await self._in_flight.runner.resume()
@@ -316,4 +319,4 @@ class WeightManager:
 
 
 def _ignore(_stage: str) -> None:
-    """Ignore a stage: no caller wants reports."""
+    """Ignore a stage, because no command waits for reports."""
