@@ -1,7 +1,7 @@
 """The worker process: `python -m rollbus.workers`, or `rollbus worker`.
 
-The worker waits until a NATS server accepts its connection. Exit codes: 0 stopped on request, 1 failed (the engine died
-or NATS refused the user), 2 wrong usage, 78 another worker has the same id.
+The worker waits until a NATS server accepts its connection. Exit codes: 0 if it was stopped on request, 1 if it failed
+(the engine died or NATS refused the user), 2 for wrong usage, 78 if another worker has the same id.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--listen-s",
         metavar="S",
         type=float,
-        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
+        help="seconds to listen for a worker with the same id before serving (default: one lease; 0 with a default id)",
     )
     _add_times(parser)
     parser.add_argument(
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder with checkpoints and adapters that commands may name; may be repeated (default: none)",
+        help="folder with checkpoints and adapters that commands may name (repeatable; default: none)",
     )
     _add_staging(parser)
     parser.add_argument(
@@ -194,7 +194,7 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker until it stops; return the exit code."""
+    """Run a worker until it stops. Return the exit code."""
     arguments = parser()
     args = arguments.parse_args(argv)
     set_up(args.log_level.upper(), args.log_format)
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             weight_version=args.weight_version,
             model_path=None if args.model is None else str(Path(args.model).resolve()),
             lease_s=args.lease_s,
-            # A generated id is unique: there is no other worker to listen for.
+            # A generated id is unique, so there is no other worker to listen for.
             listen_s=args.listen_s if worker_id is not None else 0.0,
             engine_timeout_s=args.engine_timeout_s,
             start_timeout_s=args.start_timeout,
@@ -297,7 +297,7 @@ def watch_parent(fd: int, on_end: Callable[[], object]) -> None:
             pass
         on_end()
 
-    # Use a thread: a busy event loop or a loading engine must not delay the call.
+    # Use a thread, because a busy event loop or a loading engine must not delay the call.
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()
 
 

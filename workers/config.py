@@ -23,14 +23,15 @@ __all__ = [
 ]
 
 DEFAULT_LEASE_S = 5.0
-"""Five heartbeats: a busy machine may delay some of them, and peers still detect a dead worker within seconds."""
+"""Five heartbeats. A busy machine may delay some of them, and peers still detect a dead worker within seconds."""
 DEFAULT_ENGINE_TIMEOUT_S = 300.0
-"""Far above the duration of the longest step, which is that of a long prompt on a CPU."""
+"""Far above the duration of the longest step: a long prompt on a CPU."""
 
 DEFAULT_START_TIMEOUT_S = 1800.0
-"""A large model on a slow disk takes many minutes to load."""
+"""A large model on a slow disk needs many minutes to load."""
 LEASE_MARGIN_S = 1.0
-"""Seconds. A worker fences itself this long before its lease expires, and treats a peer as lost this long after."""
+"""Seconds. A worker fences itself this long before its own lease expires. It treats a peer as lost this long after the
+peer's lease expires."""
 
 
 def default_worker_id() -> str:
@@ -40,7 +41,7 @@ def default_worker_id() -> str:
 
 
 def default_cache_dir() -> str:
-    """Return the cache folder of this user, for files that can be fetched again."""
+    """Return this user's cache folder for files that can be fetched again."""
     caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(caches) / "rollbus")
 
@@ -51,11 +52,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     """URL of the NATS server, or several URLs with commas for a cluster."""
     credentials: Credentials | None = None
-    """Credentials of the NATS user; None: the server accepts every connection."""
+    """Credentials of the NATS user, or None if the server accepts every connection."""
     tls: Tls = Tls()
     """TLS files of the connection."""
     replicas: int | None = None
-    """Replicas of the queue and the bucket if the worker creates them; None: the default of the cluster."""
+    """Number of replicas of the queue and the bucket if the worker creates them, or None for the cluster's default."""
     model: str
     """Name of the served model in requests."""
     fleet: str = "default"
@@ -69,25 +70,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = DEFAULT_LEASE_S
     """Seconds for which presence is valid."""
     listen_s: float | None = None
-    """Seconds for which the worker listens for another worker of its id before it serves, while its engine loads; None:
-    one lease. 0: do not listen, because no other worker can have this id."""
+    """Seconds for which the worker listens for another worker with its id before it serves, while its engine loads.
+    None means one lease. 0 means not to listen, because no other worker can have this id."""
     engine_timeout_s: float = DEFAULT_ENGINE_TIMEOUT_S
     """Seconds without a step after which an engine with open requests counts as dead."""
     start_timeout_s: float = DEFAULT_START_TIMEOUT_S
-    """Seconds since the worker's start. After that, waiting requests no longer wait for this worker to serve."""
+    """Seconds after the worker's start until requests no longer wait for this worker to serve."""
     max_held_bytes: int = 512 * 1024**2
-    """Bytes of results that clients have not acknowledged. Above this, the worker pulls no requests; above twice this,
-    it fails open requests."""
+    """Bytes of results that clients have not acknowledged. Above this value, the worker pulls no requests. Above twice
+    this value, it fails open requests."""
     weight_roots: tuple[str, ...] = ()
-    """Folders that contain the checkpoints and adapters that commands may name; empty: commands may name no path."""
+    """Folders with the checkpoints and adapters that commands may name. If empty, commands may name no path."""
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
-    """Folder of fetched checkpoints and adapters: one copy for all workers of the fleet on this machine."""
+    """Folder for fetched checkpoints and adapters, with one copy for all workers of the fleet on this machine."""
     stage_bytes: int | None = None
-    """Maximum bytes of all fetched files in that folder; None: the size of the disk."""
+    """Maximum bytes of all fetched files in `cache_dir`, or None if only the disk is the limit."""
     fetch_rate: int | None = None
-    """Bytes per second at which this worker fetches files; None: no limit."""
+    """Maximum bytes per second at which this worker fetches files, or None without a limit."""
     prove_reload: bool = True
-    """At the start, load the checkpoint a second time, and serve only if outputs stay the same."""
+    """True to load the checkpoint a second time at the start, and to serve only if the outputs stay the same."""
 
     def __post_init__(self) -> None:
         """Validate names and ranges."""

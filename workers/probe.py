@@ -20,9 +20,9 @@ from ..schemas.presence import WorkerPresence, WorkerState
 __all__ = ["ProbeServer", "listen"]
 
 MAX_HEAD_BYTES: Final = 8192
-"""Maximum bytes of a request head; probes send a few hundred."""
+"""Maximum bytes of a request head. Probes send a few hundred."""
 MAX_CONNECTIONS: Final = 16
-"""Maximum open connections; a further connection closes the oldest. Each probe and each scraper needs one."""
+"""Maximum open connections. A further connection closes the oldest. Each probe and each scraper needs one."""
 TIMEOUT_S: Final = 5.0
 """Seconds for a request and its response together."""
 MAX_PORT: Final = 65535
@@ -59,7 +59,7 @@ class ProbeServer:
     """Answers probes on a listening socket inside `async with`.
 
     Args:
-        describe: returns the worker's current presence; None while the worker has no connection to NATS.
+        describe: returns the worker's current presence, or None while the worker has no connection to NATS.
     """
 
     def __init__(self, on: socket.socket, describe: Callable[[], WorkerPresence | None]) -> None:

@@ -1,4 +1,4 @@
-"""Waits for a NATS server and for the queue of a model: a supervisor may start the worker before the server."""
+"""Waits for a NATS server and for the queue of a model, because a supervisor may start the worker before the server."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ __all__ = ["REPEAT_S", "wait_for_queue", "wait_for_server"]
 logger = logging.getLogger(__name__)
 
 REPEAT_S: Final = 30.0
-"""Seconds between two log lines about the wait: the end of a log shows one, and a day has a few thousand."""
+"""Seconds between two log lines about the wait. The end of a log then shows one, and a day has a few thousand."""
 
 QUEUE_RETRY_S: Final = 1.0
 """Seconds between attempts to create the queue while the server starts or has no JetStream yet."""
 
 
 async def wait_for_server(server: Server, *, name: str) -> None:
-    """Wait without a limit until a NATS server accepts this user.
+    """Wait without a time limit until a NATS server accepts this user.
 
     Args:
         name: name of the connection in the server's monitoring.
@@ -39,7 +39,7 @@ async def wait_for_server(server: Server, *, name: str) -> None:
         try:
             connection = await open_connection(server, name=name)
         except ServerUnreachable as exc:
-            # The attempt included the wait.
+            # The attempt itself waited before it failed, so no sleep is needed.
             if time.monotonic() >= next_line_at:
                 next_line_at = time.monotonic() + REPEAT_S
                 logger.warning("worker.server_awaited error=%s", exc)
@@ -49,7 +49,7 @@ async def wait_for_server(server: Server, *, name: str) -> None:
 
 
 async def wait_for_queue(nats: Connection, subjects: Subjects, model: str, pulls: PullerStats) -> None:
-    """Wait until the queue exists: clients publish to it as soon as they know that a worker serves.
+    """Wait until the queue exists, because clients publish to it as soon as they know that a worker serves.
 
     Args:
         pulls: counters of the task that pulls. In most cases that task created the queue while the engine started.

@@ -15,7 +15,7 @@ _FINISH_REASONS: Final = frozenset(map(str, FinishReason)) - {FinishReason.ERROR
 
 
 class RequestSpans:
-    """Exports two spans per sampled request: from the offer to the end, and the part in the engine.
+    """Exports two spans per sampled request: from the offer to the end, and the time in the engine.
 
     Args:
         model: name of the model in requests.
@@ -27,7 +27,7 @@ class RequestSpans:
         self._model = model
 
     def export(self, timeline: RequestTimeline) -> None:
-        """Export the spans of an ended timeline; export none if the worker never offered the request."""
+        """Export the spans of an ended timeline. Export none if the worker never offered the request."""
         at: dict[str, TimelineEvent] = {}
         for event in timeline.events:
             at.setdefault(event.event, event)

@@ -1,11 +1,11 @@
 """One worker: it receives requests over the bus, runs them on an engine and publishes their chunks to the clients.
 
-The worker makes its parts, subscribes to what they handle and ends them in order: `lifecycle` (state, incarnation,
+The worker creates its parts, subscribes to their messages and ends them in order: `lifecycle` (state, incarnation,
 lease), `intake` (incoming requests), `runner` (the engine), `in_flight` (pause, resume and held steps), `links` (open
 requests and unacknowledged chunks), `publisher` (outgoing messages) and `control` (commands).
 
-Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires.
-Clients then learn of the end by the lease or by the new incarnation.
+Every accepted request ends with one terminal chunk to its client, unless the process is killed or its lease expires. In
+these cases, clients detect the end by the expired lease or by the new incarnation.
 """
 
 import asyncio
@@ -68,9 +68,9 @@ class Worker:
     """Serves one engine on the bus.
 
     Args:
-        config: names, addresses and bounds.
-        engine: an engine that is not started; `run` starts and closes it.
-        on_request_ended: called with the timeline of each request as soon as the request ends; must not block.
+        config: names, addresses and limits.
+        engine: an engine that is not started. `run` starts and closes it.
+        on_request_ended: called with the timeline of each request as soon as the request ends. It must not block.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Worker:
         return f"<Worker {self._config.worker_id} model={self._config.model} {' '.join(map(repr, parts))}>"
 
     def stop(self) -> None:
-        """Ask `run` to return: open requests fail with `worker_stopped`, then the engine closes."""
+        """Stop `run`: open requests fail with `worker_stopped`, then the engine closes."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class Worker:
 
         Raises:
             BusBroken: no NATS server answers, or its permissions do not let this user be a worker.
-            EngineDead: the engine did not start, or died; every open request has failed.
+            EngineDead: the engine did not start, or died. Every open request has failed.
             DuplicateWorker: another worker has the same id and keeps it.
         """
         self._nats = await open_connection(
@@ -209,7 +209,7 @@ class Worker:
         await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
         await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)
         await wait_for_queue(self._nats, self._subjects, self._config.model, self._puller.stats)
-        # The presence `serving` follows the subscriptions on the same connection: messages of its readers arrive here.
+        # The presence `serving` follows the subscriptions on the same connection, so messages of its receivers arrive.
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
 
@@ -252,7 +252,7 @@ class Worker:
         with self._counting_bad(message):
             presence = decode_client_presence(message.data)
             if presence.client != client:
-                raise RemoteProtocolError(f"client {client} signed as {presence.client}")
+                raise RemoteProtocolError(f"client {client} sent presence in the name of {presence.client}")
             self._execute(self._links.on_presence(presence, time.monotonic()))
 
     async def _on_ping(self, _message: Msg) -> None:
@@ -267,10 +267,10 @@ class Worker:
             logger.warning("message.rejected subject=%s error=%s", message.subject, exc)
 
     async def _on_reconnect(self) -> None:
-        """Continue the links: heartbeats show clients which frames were lost, and the worker sends these again."""
+        """Continue the links. Heartbeats show clients which frames were lost, so that the worker can resend them."""
         self._links.leases.restart_leases(time.monotonic())
         if self._nats.max_payload < self._max_payload:
-            self._lifecycle.fence("frames are too large for what the server takes now")
+            self._lifecycle.fence("the server's max_payload is now smaller than the frames")
         self._lifecycle.request_presence()
         self._control.reader.request_read()
         self._publisher.wake()
@@ -335,7 +335,7 @@ class Worker:
                 await self._publisher.wait_acknowledged()
         except TimeoutError:
             logger.warning("worker.frame_acks_timed_out worker=%s links=%r", self._config.worker_id, self._links)
-            # Requests without an acknowledgment by now may go to another worker.
+            # Clients have not acknowledged the offers of these requests, so other workers may run them.
             await self._publisher.publish_all([message.nak for message in self._links.requests.messages])
 
     def stats(self) -> WorkerStats:
@@ -360,7 +360,7 @@ class Worker:
         return "_control" in self.__dict__
 
     def presence(self) -> WorkerPresence:
-        """Return the current presence. This checks the lease first, which may have expired."""
+        """Return the current presence. Check first whether the lease has expired."""
         free_slots, uptime_s = max(self._intake.room(), 0), time.monotonic() - self._started_at
         versions, reconciler, state = self._links.versions, self._control.reconciler, self._lifecycle.state
         return WorkerPresence(

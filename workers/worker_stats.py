@@ -14,7 +14,7 @@ __all__ = ["WorkerStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
-    """Counters since the start. Every message that a worker drops is in one of them."""
+    """Counters since the start. Every message that a worker drops is counted."""
 
     intake: IntakeStats
     links: WorkerLinkStats
@@ -22,16 +22,16 @@ class WorkerStats:
     frames: int
     """Published frames, including repeated ones."""
     frames_lost: int
-    """Frames that could not be published; a link sends them again."""
+    """Frames that could not be published. A link sends them again."""
     bad_messages: int
     """Messages of clients that could not be decoded."""
     bad_commands: int
-    """Commands that could not be decoded, and whose controller could not be informed."""
+    """Commands that could not be decoded and had no usable id or controller to answer, and refused desired states."""
     times_fenced: int
     connection: ConnectionStats
-    """Messages dropped before they were received, and messages whose handling failed."""
+    """Messages that were dropped before the worker received them, and messages whose handling failed."""
     credit_stalls: int
-    """How often chunks waited because the client had granted no credit."""
+    """Number of times that chunks waited for credit of the client."""
     stagings: StagerStats
 
     def counters(self) -> WorkerCounters:

@@ -1,1 +1,1 @@
-"""A worker's state, incarnation and lease, and the guard of its id."""
+"""A worker's state, incarnation and lease, and the detection of another worker with the same id."""

@@ -23,14 +23,14 @@ HOST: Final = socket.gethostname()[:MAX_NAME_CHARS]
 
 
 class IdGuard:
-    """Detects other workers of this worker's id.
+    """Detects other workers that use this worker's id.
 
     Args:
         worker_id: id of this worker.
         on_duplicate: called once with the error that ends this worker.
 
     Attributes:
-        duplicate: that error; None while this worker keeps its id.
+        duplicate: the error passed to `on_duplicate`, or None while this worker keeps its id.
         bad_messages: number of presence messages that could not be decoded.
     """
 
@@ -68,7 +68,7 @@ class IdGuard:
 
 
 def _text(other: WorkerPresence) -> str:
-    """Return a message with the worker that keeps the id and the next step."""
+    """Return an error message that describes the worker with the id and the next step."""
     started = datetime.now(UTC) - timedelta(seconds=other.uptime_s)
     return (
         f"worker id {other.worker} is in use by another process: host {other.host or 'unknown'}, "

@@ -1,8 +1,8 @@
-"""The state, incarnation and lease of a worker; without its lease it publishes nothing else.
+"""The state, incarnation and lease of a worker. Without its lease a worker publishes only presence.
 
-The worker publishes presence every second, after it has listened for another worker of its id. Presence renews the
-lease once the server has confirmed it. A worker without confirmation for its lease, less a margin, fences itself before
-others treat it as lost: it fails all its requests and continues as a new incarnation.
+The worker first listens for another worker with its id, and then publishes presence every second. Presence renews the
+lease when the server has confirmed it. If no presence is confirmed for the lease minus a margin, the worker fences
+itself, before others treat it as lost: it fails all its requests and continues as a new incarnation.
 """
 
 import asyncio
@@ -27,20 +27,23 @@ __all__ = ["HEARTBEAT_S", "WorkerLifecycle"]
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""Between two heartbeats of a link; between two presences too, unless a short lease makes them more frequent."""
+"""Seconds between two heartbeats of a link, and between two presence messages. A short lease makes presence more
+frequent."""
 CONFIRM_S = 1.0
 """Seconds for which a fenced worker waits for the confirmation of one presence before it publishes another."""
 MAX_INCARNATIONS = 16
-"""Incarnations of this process that it recognises as its own: its presence returns within fewer fences."""
+"""Number of its last incarnations that this process recognises in presence. Its own presence arrives earlier than after
+this many fences."""
 
 
 class WorkerLifecycle:
     """The state and incarnation of this worker, and whether it may publish.
 
     Args:
-        nats: connected.
-        describe: makes the presence.
-        on_fenced: called when the lease has expired, after the incarnation has changed; fails what the old one had.
+        nats: the open connection.
+        describe: returns the current presence.
+        on_fenced: called when the lease has expired, after the incarnation has changed. It must remove the requests of
+            the old incarnation.
         on_changed: called when the state has changed.
     """
 
@@ -61,7 +64,7 @@ class WorkerLifecycle:
         self._on_changed = on_changed
         self._confirmed_at = time.monotonic()
         self._lease = WorkerLease(config.lease_s, LEASE_MARGIN_S, self._confirmed_at)
-        # The lease has time for several presences, of which one must be confirmed.
+        # A lease has time for several presence messages, and one confirmation is enough.
         self._heartbeat_s = min(HEARTBEAT_S, (config.lease_s - LEASE_MARGIN_S) / 4)
         self._is_requested = asyncio.Event()
         listen_s = config.lease_s if config.listen_s is None else config.listen_s
@@ -69,7 +72,7 @@ class WorkerLifecycle:
         self._incarnations = deque([new_incarnation()], maxlen=MAX_INCARNATIONS)
         self._held_since: float | None = None
         self.knows_target: Callable[[], bool] = lambda: True
-        """Returns False while the desired state may have changed without this worker; then it accepts no request."""
+        """Returns False while the desired state may have changed without this worker. It then accepts no requests."""
         self._has_published = False
         self._has_given_way = False
         self.state = WORKER.initial
@@ -81,17 +84,17 @@ class WorkerLifecycle:
 
     @property
     def incarnation(self) -> str:
-        """The incarnation since the start or the last fence."""
+        """The current incarnation, since the start or the last fence."""
         return self._incarnations[-1]
 
     @property
     def held_s(self) -> float:
-        """Seconds since presence of this incarnation was first confirmed; 0 before, and while fenced."""
+        """Seconds since presence of this incarnation was first confirmed, or 0 before that and while fenced."""
         return 0.0 if self._held_since is None else max(time.monotonic() - self._held_since, 0.0)
 
     def on_presence(self, presence: WorkerPresence) -> bool:
-        """Handle presence under this worker's id; return True if this worker gives way to another worker."""
-        # If this process was frozen for longer than its lease, it holds the id no longer.
+        """Handle presence under this worker's id. Return True if this worker must end because of another worker."""
+        # If this process was frozen for longer than its lease, fence it first, because it no longer holds the id.
         self.may_publish()
         is_new = presence.incarnation not in self._incarnations and not self._duplicates.is_known(presence)
         gives_way = self._duplicates.receive(presence, Standing(self._incarnations, self.held_s), time.monotonic())
@@ -107,17 +110,17 @@ class WorkerLifecycle:
         return gives_way
 
     def give_way(self) -> None:
-        """Publish no presence but the last: another worker has the id."""
+        """Publish no presence except the final one, because another worker has the id."""
         self._has_given_way = True
 
     async def wait_alone(self) -> None:
-        """Wait until this worker has listened for one lease without presence of another worker that keeps its id."""
+        """Wait until this worker has listened long enough without presence of another worker that keeps its id."""
         await _wait_while(lambda: self._duplicates.serves_in_s(time.monotonic()))
 
     def _may_publish_presence(self) -> bool:
-        """Return True if clients may receive presence; of two workers of one id, only the serving one publishes it."""
+        """Return True if this worker may publish presence. Of two workers with one id, only the serving worker may."""
         if self.state in WORKER.final:
-            # Otherwise clients that received presence of both would use this worker until its lease ends.
+            # Clients that have received presence of this worker would otherwise use it until its lease expires.
             return self._has_published
         if self._has_given_way:
             return False
@@ -134,19 +137,20 @@ class WorkerLifecycle:
         self._on_changed()
 
     def request_presence(self) -> None:
-        """Request that presence is published now, before the next heartbeat."""
+        """Request that presence is published now instead of at the next heartbeat."""
         self._is_requested.set()
 
     def may_publish(self) -> bool:
-        """Return True if the worker may publish: it is ready and holds its lease. An expired lease fences it here.
+        """Return True if the worker may publish: it is ready and holds its lease. If the lease has expired, fence it.
 
-        Call this before each message that a peer acts on: this process may have been frozen since the last call.
+        Call this before each message that a peer acts on, because this process may have been frozen since the last
+        call.
         """
         if self.state not in SPEAKING:
             return False
         if self._lease.is_held(time.monotonic()):
             return True
-        self.fence("its lease ran out unconfirmed")
+        self.fence("its lease expired without confirmation")
         return False
 
     def may_accept(self) -> bool:
@@ -154,7 +158,7 @@ class WorkerLifecycle:
         return self.state is WorkerState.SERVING and self.knows_target() and self.may_publish()
 
     def fence(self, reason: str) -> None:
-        """End this incarnation; the next one may publish once its presence is confirmed."""
+        """End this incarnation. The next incarnation may publish after its presence is confirmed."""
         self.times_fenced += 1
         logger.warning(
             "worker.incarnation_ended worker=%s incarnation=%s reason=%s", self._worker_id, self.incarnation, reason
@@ -181,11 +185,11 @@ class WorkerLifecycle:
     async def publish_presence(self) -> None:
         """Publish presence, and wait for the confirmation at most until the lease expires.
 
-        A process that was frozen past its lease is fenced first: presence would renew a lease that peers, and perhaps
-        another worker of this id, have seen expire.
+        A process that was frozen for longer than its lease is fenced first. Otherwise presence would renew a lease that
+        has expired for its peers, and perhaps for another worker with this id.
         """
         self.may_publish()
-        # Presence that is buffered while disconnected would arrive long after it was true.
+        # Do not let the connection buffer presence while it is down: it would arrive when it is outdated.
         if not self._nats.is_connected or not self._may_publish_presence():
             return
         published_at = time.monotonic()
@@ -214,13 +218,13 @@ class WorkerLifecycle:
         return max(time.monotonic() - self._confirmed_at, 0.0)
 
     def _lease_left_s(self) -> float:
-        """Seconds until the lease expires; after that, seconds between two attempts to renew it."""
+        """Return the seconds until the lease expires, or `CONFIRM_S` between two attempts to renew an expired lease."""
         left_s = self._lease.expires_at - time.monotonic()
         return left_s if left_s > 0 else CONFIRM_S
 
 
 async def _wait_while(left_s: Callable[[], float]) -> None:
-    """Sleep until no seconds are left."""
+    """Sleep until `left_s` returns no positive number of seconds."""
     left = left_s()
     while left > 0:
         await asyncio.sleep(left)
