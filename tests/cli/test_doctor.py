@@ -106,7 +106,7 @@ async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet
     assert any(line.startswith("ok    max_payload") and "8 MiB" in line for line in lines)
     assert any(line.startswith("warn  permissions") and "no credentials" in line for line in lines)
     [at] = [i for i, line in enumerate(lines) if line.startswith("warn  fleet")]
-    assert lines[at + 1].lstrip().startswith("-> start some")
+    assert lines[at + 1].lstrip().startswith("-> start workers")
 
 
 async def test_a_server_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
         "alice": "send requests",
         "front": "send requests, command",
         "boss": "command, make queues",
-        "eye": "only look",
+        "eye": "only read",
         "w0": "serve",
     }
     async with secured(tmp_path) as guard, bus.connect(guard.login("alice")) as rb:

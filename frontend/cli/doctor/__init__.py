@@ -1,1 +1,1 @@
-"""What `rollbus doctor` looks at: `machine` (this process and its machine), `bus` (the NATS server and the fleet)."""
+"""The checks of `rollbus doctor`: `host_probe` (this process and its machine) and `bus` (the NATS server and fleet)."""

@@ -1,4 +1,4 @@
-"""The NATS server, what this user may do there, and who is in the fleet."""
+"""Checks of the NATS server, the permissions of this user, and the fleet."""
 
 import time
 from collections.abc import AsyncIterator
@@ -29,34 +29,34 @@ from .streams import NO_LEADER_ADVICE, examine_streams
 __all__ = ["DoctorTarget", "examine_bus"]
 
 GOOD_PAYLOAD_BYTES: Final = 1024**2
-"""NATS's own default. Below it, routing is split into many small parts, and long prompts are refused."""
+"""NATS's own default. Below it, routed experts are split into many small segments, and long prompts are rejected."""
 QUEUE_BYTES: Final = 5 * 1024**3
-"""What the two streams of a model set aside."""
+"""Storage that the two streams of a model reserve."""
 FAR_OFF_S: Final = 1.0
-"""Between two clocks: above it, logs of two machines are hard to compare."""
+"""Difference of two clocks above which logs of two machines are hard to compare."""
 PROBE: Final = "doctor"
-"""Stands in subjects where nobody listens and nothing is stored."""
+"""Token of subjects without subscribers and without a stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorTarget:
-    """What is to be looked at."""
+    """The server and fleet to check."""
 
     url: str
     creds: str | None
-    """The credentials file."""
+    """Path of the credentials file."""
     fleet: str | None
-    """None: that of the credentials, else `default`."""
+    """None for the fleet of the credentials, or `default` without credentials."""
 
 
 async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
-    """Look at everything that needs a server; what comes first may make the rest impossible."""
+    """Run all checks that need a server. If an early check fails, the later checks may be impossible."""
     credentials: Credentials | None = None
     if target.creds is not None:
         try:
             credentials = load_credentials(target.creds)
         except BusBroken as error:
-            yield fail("credentials", str(error), "name a file that `rollbus auth init` wrote, and that you may read")
+            yield fail("credentials", str(error), "name a file from `rollbus auth init` that you can read")
             return
         yield _credentials(target.creds, credentials)
     server = Server(target.url, credentials, Tls.from_environment())
@@ -83,15 +83,15 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
             async for finding in examine_published(nats, fleet, for_models):
                 yield finding
     except BusBroken as error:
-        yield fail("server", str(error), "run this again: it was there just now")
+        yield fail("server", str(error), "run this again: the server was reachable a moment ago")
 
 
 async def _published_models(nats: Connection, fleet: str, credentials: Credentials | None) -> tuple[str, ...]:
-    """Return the models whose published weights this user may look at."""
+    """Return the models whose published weights this user may read."""
     if credentials is None or credentials.role is Role.ADMIN:
         try:
             return await DesiredStore(nats, Subjects(fleet)).models()
-        except BusBroken:  # which is said of JetStream as a whole
+        except BusBroken:  # the check of JetStream reports this
             return ()
     own = nats.signatures.own
     return () if own is None or credentials.role is not Role.PUBLISHER else own.models or ()
@@ -100,11 +100,11 @@ async def _published_models(nats: Connection, fleet: str, credentials: Credentia
 def _credentials(path: str, credentials: Credentials) -> Finding:
     found = f"{credentials.user}, from {path}"
     if not is_private(path):
-        return warn("credentials", f"{found}, which others can read", f"chmod 600 {path}")
+        return warn("credentials", f"{found}; other users of this machine can read the file", f"chmod 600 {path}")
     if not credentials.roots:
         return warn(
             "credentials",
-            f"{found}, without a root key: what nobody has signed is believed",
+            f"{found}, without a root key: unsigned data is accepted",
             f"rollbus auth certify --dir DIR {path}, where DIR is the folder of `rollbus auth init`",
         )
     return ok("credentials", found)
@@ -119,7 +119,7 @@ async def _server(nats: Connection) -> AsyncIterator[Finding]:
     try:
         info = await ask(nats, "INFO")
     except PermissionDenied as error:
-        yield fail("jetstream", str(error), "the server's permissions are not those of `rollbus auth`")
+        yield fail("jetstream", str(error), "give the server the permissions that `rollbus auth` writes")
         return
     except Unanswered as error:
         found = f"{error}: {await describe_reachable(nats)}" if nats.is_in_cluster else str(error)
@@ -137,32 +137,32 @@ async def _server(nats: Connection) -> AsyncIterator[Finding]:
 
 
 def _storage(info: dict[str, Any], free: int | None) -> Finding:
-    """Say how much is stored and how much room there is.
+    """Return how much is stored and how much storage is free.
 
     Args:
-        free: what the server can set aside, `QUEUE_BYTES` at most; None: it does not tell this user.
+        free: bytes that the server can still reserve, at most `QUEUE_BYTES`; None if it does not tell this user.
     """
     used, limit = max(info["storage"], info["reserved_storage"]), info["limits"]["max_storage"]
     found = f"on, {size(info['storage'])} stored in {info['streams']} streams"
     if free is None and limit >= 0:
         free = max(0, limit - used)
     if free is None:
-        return ok("jetstream", f"{found}; how much room there is, the server tells admins only, and not in a cluster")
+        return ok("jetstream", f"{found}; the server reports free storage to admins only, and not in a cluster")
     if free >= QUEUE_BYTES:
         return ok("jetstream", f"{found}, room for the queues of another model ({gib(QUEUE_BYTES)})")
-    found = f"{found}, {size(free)} left to set aside"
+    found = f"{found}, {size(free)} left to reserve"
     if info["reserved_storage"] >= QUEUE_BYTES:
-        return ok("jetstream", f"{found}: for what is there, not for another model ({gib(QUEUE_BYTES)})")
+        return ok("jetstream", f"{found}: enough for the existing queues, not for another model ({gib(QUEUE_BYTES)})")
     return warn(
         "jetstream",
-        f"{found}; the queues of a model set aside {gib(QUEUE_BYTES)}",
-        f"max_file_store of {QUEUE_BYTES // 1024**3}GB for each model in the server's jetstream block, on a disk that "
-        "has it; a queue without that room refuses requests early",
+        f"{found}; the queues of a model reserve {gib(QUEUE_BYTES)}",
+        f"max_file_store of {QUEUE_BYTES // 1024**3}GB for each model in the server's jetstream block, on a disk with "
+        "that space; a smaller queue rejects requests early",
     )
 
 
 async def _clock(nats: Connection) -> Finding | None:
-    """Compare this machine's clock with the server's, where it says what it shows. Nothing here depends on either."""
+    """Compare this machine's clock with the server's, if the server returns its time. rollbus depends on neither."""
     before = time.time()
     try:
         timestamp = (await ask(nats, f"STREAM.INFO.KV_{BUCKET}")).get("ts")
@@ -170,17 +170,17 @@ async def _clock(nats: Connection) -> Finding | None:
         return None
     if not isinstance(timestamp, str):
         return None
-    # Nine digits follow the seconds, of which Python reads six.
+    # The server sends nine digits of the second's fraction. Python parses six.
     there = datetime.fromisoformat(timestamp[:26].rstrip("Z")).replace(tzinfo=UTC).timestamp()
     offset = there - (before + time.time()) / 2
-    found = f"the server's is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'}"
+    found = f"the server's clock is {abs(offset):.3f} s {'ahead' if offset > 0 else 'behind'}"
     if abs(offset) > FAR_OFF_S:
         return warn("clock", found, "requests do not depend on it, but logs are hard to compare: use NTP")
     return ok("clock", found)
 
 
 async def _permissions(nats: Connection, fleet: str, credentials: Credentials | None) -> AsyncIterator[Finding]:
-    """Try what each role needs, with messages that nobody takes."""
+    """Test the permissions that each role needs, with messages that have no receiver."""
     name = PROBE if credentials is None else credentials.name
     subjects = Subjects(fleet)
     deeds = {
@@ -190,12 +190,12 @@ async def _permissions(nats: Connection, fleet: str, credentials: Credentials | 
         "serve": f"$JS.API.CONSUMER.MSG.NEXT.{PROBE}.normal",
     }
     may = [what for what, subject in deeds.items() if await _may_publish(nats, subject)]
-    found = f"may {', '.join(may)}" if may else "may only look"
+    found = f"may {', '.join(may)}" if may else "may only read"
     if credentials is None:
         yield warn(
             "permissions",
-            f"no credentials: whoever reaches this server {found}",
-            "fine on one machine; else `rollbus auth init`, or `rollbus up --secure`",
+            f"no credentials: any program that reaches this server {found}",
+            "fine on one machine; otherwise `rollbus auth init`, or `rollbus up --secure`",
         )
         return
     expected = [what for what, subject in deeds.items() if _is_allowed(credentials.user, subject)]
@@ -204,8 +204,8 @@ async def _permissions(nats: Connection, fleet: str, credentials: Credentials | 
     else:
         yield fail(
             "permissions",
-            f"{credentials.user} {found}; its role is to {', '.join(expected) or 'look'}",
-            "run `rollbus auth init` again, and let the server read its configuration (SIGHUP)",
+            f"{credentials.user} {found}; its role is to {', '.join(expected) or 'read'}",
+            "run `rollbus auth init` again, then reload the server's configuration (SIGHUP)",
         )
     if credentials.role in CLIENT_ROLES:
         yield await _reads(nats, subjects, credentials)
@@ -214,7 +214,7 @@ async def _permissions(nats: Connection, fleet: str, credentials: Credentials | 
 async def _may_publish(nats: Connection, subject: str) -> bool:
     try:
         async with nats.denials.expected(subject):
-            # A condition that no stream fulfils: nothing is stored.
+            # No stream fulfils this condition, so nothing is stored.
             await nats.publish(subject, b"", headers={"Nats-Expected-Stream": PROBE})
             await nats.confirm(timeout_s=2.0)
     except PermissionDenied:
@@ -242,19 +242,22 @@ async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials)
     try:
         await check_permitted(nats)
     except PermissionDenied as error:
-        return fail("subscriptions", str(error), "run `rollbus auth init` again, and let the server reload")
-    return ok("subscriptions", "hears the workers, and what is for it")
+        return fail("subscriptions", str(error), "run `rollbus auth init` again, then reload the server")
+    return ok("subscriptions", "receives presence of the workers and its own frames")
 
 
 async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
-    """Ask who is there, but not as a client: a live one of the same name would lose its requests."""
+    """Check the workers of the fleet without publishing a client's presence.
+
+    Presence would end the requests of a live client with the same name.
+    """
     subjects = Subjects(fleet)
     watch = PresenceWatcher(nats, subjects, lambda _gone: None, lambda: None)
     await subscribe(nats, subjects.presences, watch.receive)
     workers, queues, problems = await watch.workers_and_queues()
     if not workers:
         yield warn(
-            "fleet", f"no live workers in {fleet!r}", "start some: `rollbus worker --model DIR`, or `rollbus up`"
+            "fleet", f"no live workers in {fleet!r}", "start workers: `rollbus worker --model DIR`, or `rollbus up`"
         )
         return
     counts: dict[str, int] = {}
@@ -263,8 +266,8 @@ async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
     yield ok("fleet", f"{len(workers)} workers: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     for worker in workers:
         if worker.last_error:
-            yield warn(f"worker {worker.worker}", worker.last_error, "docs/operate/troubleshoot.md explains it")
+            yield warn(f"worker {worker.worker}", worker.last_error, "see docs/operate/troubleshoot.md")
     for model, problem in sorted(problems.items()):
         yield fail(f"queue of {model}", problem, NO_LEADER_ADVICE)
     for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
-        yield warn(f"queue of {model}", "is not there", f"an admin makes it: rollbus make-queue {model}")
+        yield warn(f"queue of {model}", "does not exist", f"an admin can create it: rollbus make-queue {model}")

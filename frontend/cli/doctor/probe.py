@@ -1,4 +1,4 @@
-"""What answers at an address, where a connection to NATS failed."""
+"""Finds out what answers at an address if a connection to NATS failed."""
 
 import asyncio
 import contextlib
@@ -16,34 +16,34 @@ from ..console import printable
 __all__ = ["ProbeResult", "describe_peer", "host_of", "probe_server"]
 
 WAIT_S: Final = 2.0
-"""For each answer: a NATS server speaks at once, an HTTP server as soon as it is asked."""
+"""Seconds for each answer. A NATS server sends immediately, an HTTP server after a request."""
 MAX_SHOWN_CHARS: Final = 60
 _HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
 _NO_CHECK_TIME: Final = 0x200000
-"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: an expired certificate is shown too."""
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name. With it, expired certificates are shown too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What answered."""
+    """The answers of a server."""
 
     is_connected: bool = False
-    """Something takes connections there."""
+    """True if a server accepts connections."""
     greeting: str = ""
-    """The beginning of what came unasked."""
+    """Beginning of the first line that the server sent without a request."""
     http: str = ""
-    """The status line of an answer to an HTTP request."""
+    """Status line of the answer to an HTTP request."""
     peer: Peer | None = None
-    """The TLS protocol and certificate, which nothing has verified."""
+    """TLS protocol and certificate, which are not verified."""
 
     @property
     def is_nats(self) -> bool:
-        """True if it speaks as a NATS server does."""
+        """True if the first line is that of a NATS server."""
         return self.greeting.startswith("INFO ")
 
 
 async def probe_server(url: str) -> ProbeResult:
-    """Connect without telling anything about this user, and see what comes; each wait is `WAIT_S` at most."""
+    """Connect without sending anything about this user, and return the answers. Each wait lasts at most `WAIT_S`."""
     address = urlsplit(parse_url(url))
     host, port = address.hostname or "", address.port or 0
     first = await _answer(host, port, b"")
@@ -53,19 +53,19 @@ async def probe_server(url: str) -> ProbeResult:
     http = "" if greeting else await _answer(host, port, _HTTP_QUESTION) or ""
     if http and not http.startswith("HTTP/"):
         greeting, http = http, ""
-    # One without TLS gets no handshake; one that says nothing may wait for it.
+    # Try no handshake with a server without TLS. A silent server may wait for the handshake.
     is_tls_possible = '"tls_' in greeting if greeting else not http
     peer = await _unverified_peer(url, is_greeted=bool(greeting)) if is_tls_possible else None
     return ProbeResult(is_connected=True, greeting=_shown(greeting), http=_shown(http), peer=peer)
 
 
 def host_of(url: str) -> str:
-    """The host of a URL."""
+    """Return the host of a URL."""
     return urlsplit(parse_url(url)).hostname or ""
 
 
 def describe_peer(peer: Peer) -> str:
-    """One line: protocol, and the certificate's subject, names, issuer and end."""
+    """Return one line with the protocol and the certificate's subject, names, issuer and expiry."""
     certificate = peer.certificate
     names = ", ".join(value for _, value in certificate.get("subjectAltName", ()))
     return printable(
@@ -75,10 +75,10 @@ def describe_peer(peer: Peer) -> str:
 
 
 def _name(parts: Any) -> str:
-    """A distinguished name as `ssl` decodes it: a tuple of tuples of pairs."""
+    """Return the text of a distinguished name, which `ssl` decodes to a tuple of tuples of pairs."""
     short = {"commonName": "CN", "organizationName": "O", "organizationalUnitName": "OU", "countryName": "C"}
     pairs = [pair for part in parts or () for pair in part]
-    return ", ".join(f"{short.get(key, key)}={value}" for key, value in pairs) or "nobody"
+    return ", ".join(f"{short.get(key, key)}={value}" for key, value in pairs) or "unknown"
 
 
 def _shown(text: str) -> str:
@@ -86,14 +86,14 @@ def _shown(text: str) -> str:
 
 
 async def _answer(host: str, port: int, question: bytes) -> str | None:
-    """The first line that a server says; empty: nothing. None: there is no server."""
+    """Return the first line that a server sends; empty if it sends none, None if there is no server."""
     writer = None
     try:
         async with asyncio.timeout(WAIT_S):
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(question)
             said = await reader.readline()
-    except (OSError, ValueError):  # a TimeoutError is an OSError; ValueError: a line without an end
+    except (OSError, ValueError):  # a TimeoutError is an OSError; a line without an end raises ValueError
         return None if writer is None else ""
     finally:
         if writer is not None:
@@ -102,7 +102,10 @@ async def _answer(host: str, port: int, question: bytes) -> str | None:
 
 
 async def _unverified_peer(url: str, *, is_greeted: bool) -> Peer | None:
-    """Shake hands twice: for the certificate, and to have Python decode it, which it does only for verified ones."""
+    """Do two handshakes: the first gets the certificate, and the second trusts it.
+
+    Python decodes only verified certificates.
+    """
     unverified = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
     first = await _shake_hands(url, unverified, is_greeted=is_greeted)

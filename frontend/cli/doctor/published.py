@@ -1,4 +1,4 @@
-"""Whether the buckets of published weights have room for two anchors and the deltas between them."""
+"""Checks that the buckets of published weights have room for two anchors and the deltas between them."""
 
 from collections.abc import AsyncIterator, Iterable
 
@@ -13,7 +13,7 @@ __all__ = ["examine_published"]
 
 
 async def examine_published(nats: Connection, fleet: str, models: Iterable[str]) -> AsyncIterator[Finding]:
-    """Look at the bucket of each model whose weights were published."""
+    """Check the bucket of each model with published weights."""
     for model in sorted(models):
         check = f"published weights of {model}"
         try:
@@ -35,6 +35,6 @@ async def examine_published(nats: Connection, fleet: str, models: Iterable[str])
             yield warn(
                 check,
                 found,
-                f"rollbus make-queue {model} --upload-bytes {needed}; until then versions stay deltas, and at last a "
-                "publication is refused",
+                f"rollbus make-queue {model} --upload-bytes {needed}; until then all versions are deltas, and a later "
+                "publication fails",
             )

@@ -1,4 +1,4 @@
-"""The streams of a fleet, as admins see them: their leaders, current replicas and shares of clients."""
+"""Checks that only admins can run, of a fleet's streams: leaders, current replicas and per-client limits."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -15,18 +15,20 @@ from .findings import Finding, fail, ok, warn
 
 __all__ = ["NO_LEADER_ADVICE", "examine_streams"]
 
-NO_LEADER_ADVICE: Final = "start the servers that hold it; requests wait until more than half of its replicas run"
+NO_LEADER_ADVICE: Final = "start the servers with its replicas; requests wait until more than half of the replicas run"
 
 
 async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
-    """Look at each stream of the fleet."""
+    """Check each stream of the fleet."""
     subjects = Subjects(fleet)
     try:
         streams, missing = await list_streams(nats)
-    except Unanswered:  # which is said of JetStream as a whole
+    except Unanswered:  # the check of JetStream reports this
         return
     except (BusBroken, ApiError) as error:
-        yield fail("streams", f"cannot be listed: {error}", "an admin's credentials; users of before: auth init again")
+        yield fail(
+            "streams", f"cannot be listed: {error}", "use an admin's credentials, or run `rollbus auth init` again"
+        )
         return
     own = [stream for stream in streams if is_of_fleet(stream.name, subjects)]
     for name in missing:
@@ -42,7 +44,7 @@ async def examine_streams(nats: Connection, fleet: str) -> AsyncIterator[Finding
         yield warn(
             "replicas",
             f"fewer than {DEFAULT_REPLICAS} in a cluster of {len(nats.servers)} servers ({names})",
-            "rollbus nats replicas 3; until then a server that is gone takes them with it",
+            "rollbus nats replicas 3; until then, the loss of one server can lose these streams",
         )
     if nats.is_in_cluster and own:
         leaders = Counter(stream.leader for stream in own if stream.leader)
@@ -58,7 +60,7 @@ def _stream(stream: StreamInfo) -> list[Finding]:
                 what,
                 f"{stream.replicas - len(stream.behind)} of {stream.replicas} replicas are current; behind: "
                 f"{', '.join(stream.behind)}",
-                "wait until they have caught up before another server ends; one that is gone has to be started again",
+                "wait until they are current before you stop another server; start the servers that do not run",
             )
         )
     has_share = stream.config.get("max_msgs_per_subject", -1) > 0 and stream.config.get("discard_new_per_subject")
@@ -67,7 +69,7 @@ def _stream(stream: StreamInfo) -> list[Finding]:
         found.append(
             warn(
                 what,
-                "has no share for each client: one that floods it delays all others",
+                "has no limit for each client: a client that floods it delays all others",
                 f"rollbus make-queue {model} --max-per-client 1024",
             )
         )

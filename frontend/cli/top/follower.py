@@ -1,4 +1,4 @@
-"""Follows a fleet for `rollbus top`: hears its workers, and asks NATS what waits for them and what they were told."""
+"""Follows a fleet for `rollbus top`: receives presence, and reads the queues and desired states from NATS."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ from .screen import TopView
 __all__ = ["FleetFollower", "following"]
 
 FIRST_READ_S: Final = 0.5
-"""For NATS, and workers, to answer before there is something to show: a healthy server takes milliseconds."""
+"""Seconds for NATS to answer before the first display. A healthy server answers in milliseconds."""
 READ_EVERY_S: Final = 1.0
-"""Workers announce themselves as often."""
+"""Seconds between two reads. Workers publish presence at the same interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedFleet:
-    """What NATS has of the fleet, as it was last read."""
+    """The last read of the fleet's state in NATS."""
 
     queues: tuple[QueueDepth, ...] = ()
     queue_problems: dict[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class _RecordedFleet:
 
 
 class FleetFollower:
-    """What is known of a fleet, and its rates. Nothing is sent to workers: they announce themselves every second."""
+    """The state of a fleet and its rates. It sends nothing to workers, which publish presence every second."""
 
     def __init__(self, watch: FleetWatch) -> None:
         self._watch = watch
@@ -43,7 +43,7 @@ class FleetFollower:
         self._heard_at = time.time()
 
     async def look(self) -> TopView:
-        """Return what is known now, at once.
+        """Return the known state immediately.
 
         Raises:
             BusClosed: the client was closed.
@@ -66,20 +66,20 @@ class FleetFollower:
         return TopView(state, self._rates, time.time(), problem)
 
     async def read(self) -> None:
-        """Ask NATS again and again, until cancelled."""
+        """Read the state from NATS periodically, until cancelled."""
         while True:
             try:
                 queues, problems = await self._watch.queues()
                 self._recorded = replace(self._recorded, queues=queues, queue_problems=problems, problem=None)
                 self._recorded = replace(self._recorded, desired=await self._watch.desired())
             except RollbusError as exc:
-                # What workers say of themselves counts all the same.
-                self._recorded = replace(self._recorded, problem=f"queues, or what was told, cannot be read: {exc}")
+                # The presence of the workers is still valid.
+                self._recorded = replace(self._recorded, problem=f"cannot read the queues or the desired state: {exc}")
             self._has_read.set()
             await asyncio.sleep(READ_EVERY_S)
 
     async def wait_until_read(self) -> None:
-        """Wait until NATS has answered once, and half a second at most."""
+        """Wait until NATS has answered once, at most half a second."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
                 await self._has_read.wait()
@@ -87,7 +87,7 @@ class FleetFollower:
 
 @asynccontextmanager
 async def following(watch: FleetWatch) -> AsyncIterator[FleetFollower]:
-    """Follow a fleet for a block."""
+    """Follow a fleet while the block lasts."""
     follower = FleetFollower(watch)
     async with asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(follower.read(), name="top.read")

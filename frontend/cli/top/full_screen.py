@@ -1,4 +1,4 @@
-"""The terminal while `rollbus top` has it: another screen, keys without Enter, and all as before in the end."""
+"""The terminal while `rollbus top` runs: the alternate screen, and keys without Enter. The end restores everything."""
 
 import logging
 import os
@@ -19,16 +19,16 @@ from rich.text import Text
 __all__ = ["FullScreen", "held_logs", "is_capable"]
 
 MAX_HELD_LOGS: Final = 20
-"""Lines of the log that are written after the screen is left, the last ones."""
+"""Limit on log lines that are held until the screen is left. Older lines are discarded."""
 
 
 def is_capable() -> bool:
-    """Return whether stdout is a terminal on which lines can change in place."""
+    """Return True if stdout is a terminal on which lines can change in place."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 class FullScreen:
-    """The terminal's other screen. Entering keeps how the terminal is set; leaving sets it so again."""
+    """The terminal's alternate screen. Entering saves the settings of the terminal, and leaving restores them."""
 
     def __init__(self) -> None:
         self._console = Console(markup=False, highlight=False)
@@ -38,16 +38,16 @@ class FullScreen:
 
     @property
     def keys(self) -> int | None:
-        """The descriptor on which keys come; None: stdin is no terminal."""
+        """File descriptor of the keys; None if stdin is not a terminal."""
         return self._keys
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
+        """Current columns and lines."""
         return self._console.size
 
     def __enter__(self) -> Self:
-        """Take the terminal."""
+        """Enter the alternate screen."""
         with ExitStack() as undo:
             undo.callback(self._give_back)
             self._take()
@@ -57,16 +57,16 @@ class FullScreen:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._give_back()
 
     def show(self, text: Text) -> None:
-        """Replace what stands there."""
+        """Replace the text on the screen."""
         if self._live is not None:
             self._live.update(text, refresh=True)
 
     def suspend(self) -> None:
-        """Stop this process as Ctrl-Z does, with the terminal as it was; return when it goes on."""
+        """Restore the terminal and stop this process as Ctrl-Z does. Return when the process continues."""
         self._give_back()
         os.kill(os.getpid(), signal.SIGSTOP)
         self._take()
@@ -87,7 +87,7 @@ class FullScreen:
         finally:
             self._live = None
             if self._keys is not None and self._before is not None:
-                # At once: output that a stopped terminal does not take must not keep us here.
+                # TCSANOW does not wait for pending output, which a stopped terminal would not accept.
                 termios.tcsetattr(self._keys, termios.TCSANOW, self._before)
 
 
@@ -102,7 +102,7 @@ class _LogBuffer(logging.Handler):
 
 @contextmanager
 def held_logs() -> Iterator[None]:
-    """Keep the log back for a block if it would be written over the screen."""
+    """Hold the log while the block lasts, if stderr is a terminal. Otherwise the log would overwrite the screen."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""What the user of `rollbus top` has chosen, and how keys change that. Nothing here reads a terminal."""
+"""The choices of the user of `rollbus top`, and their changes by keys. This module reads no terminal."""
 
 import re
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Final, Literal, get_args
 __all__ = ["SORTS", "Key", "KeyReader", "Sort", "TopOptions", "press"]
 
 Sort = Literal["worker", "state", "in-flight", "kv", "tokens", "first-token", "next-token", "hits"]
-"""What workers are sorted by: names upwards, states with those first that serve nothing, numbers from the highest."""
+"""Sort key of the workers. Names ascend, numbers descend, and workers that do not serve precede serving workers."""
 SORTS: Final[tuple[Sort, ...]] = get_args(Sort)
-"""In the order in which a key goes through them."""
+"""Sort keys in the order in which the key `s` selects them."""
 Key = Literal["quit", "sort", "model", "up", "down", "page_up", "page_down", "home", "end"]
 _KEYS: Final[dict[bytes, Key]] = {
     b"q": "quit",
@@ -33,24 +33,24 @@ _KEYS: Final[dict[bytes, Key]] = {
     b"\x1bOF": "end",
     b"\x1b[4~": "end",
 }
-"""What terminals send, by xterm's names, with and without application mode."""
+"""Bytes that terminals send, as xterm defines them, with and without application mode."""
 _SEQUENCE: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}[@-~]|O[@-~])|[^\x1b]|\x1b(?![\[O])", re.DOTALL)
 _PREFIX: Final = re.compile(rb"\x1b(?:\[[0-9;]{0,8}|O)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """What is shown of the fleet."""
+    """The displayed part of the fleet."""
 
     sort: Sort = "worker"
     model: str | None = None
-    """None: workers of all models."""
+    """None for workers of all models."""
     first: int = 0
-    """Workers above the screen."""
+    """Number of workers above the screen."""
 
 
 class KeyReader:
-    """Makes keys of what a terminal sends, in pieces of any length; what no key sends is dropped."""
+    """Decodes keys from the bytes of a terminal, in pieces of any length. It discards unknown bytes."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -59,18 +59,18 @@ class KeyReader:
         """Return the keys that are complete with `data`."""
         data = self._rest + data
         partial = _PREFIX.search(data)
-        # A prefix is no longer than a sequence, so that little is kept.
+        # The length of a prefix is bounded, so little is buffered.
         self._rest = partial[0] if partial else b""
         found = _SEQUENCE.findall(data[: len(data) - len(self._rest)])
         return [_KEYS[sequence] for sequence in found if sequence in _KEYS]
 
 
 def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> TopOptions | None:
-    """Return what is shown after a key; None: nothing, as the user has had enough.
+    """Return the choices after a key; None if the key ends the display.
 
     Args:
-        models: those of the fleet, in the order in which a key goes through them.
-        rows: workers on the screen.
+        models: models of the fleet, in the order in which the key `p` selects them.
+        rows: number of workers on the screen.
     """
     match key:
         case "quit":
@@ -86,4 +86,4 @@ def press(options: TopOptions, key: Key, models: Sequence[str], rows: int) -> To
 
 
 _BEYOND: Final = 1_000_000
-"""More rows than a fleet has; the screen goes no further than to its last one."""
+"""More rows than a fleet has. The screen stops at the last row."""

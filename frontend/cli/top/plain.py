@@ -1,4 +1,4 @@
-"""What `rollbus top` prints where nothing can change in place: the same tables once, or as JSON."""
+"""Output of `rollbus top` where lines cannot change in place: the same tables once, or JSON."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def print_top(view: TopView, options: TopOptions) -> None:
 
 
 def top_as_json(view: TopView) -> dict[str, Any]:
-    """What `rollbus status --json` prints, and the rates of the fleet, of models and of workers."""
+    """Return the JSON of `rollbus status --json` with the rates of the fleet, the models and the workers."""
     rates = view.rates
     return state_as_json(view.state) | {
         "rates": {

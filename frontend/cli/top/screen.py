@@ -1,4 +1,4 @@
-"""The screen of `rollbus top` as text: what stands in each line, for any size of the terminal."""
+"""The screen of `rollbus top` as text, for a terminal of any size."""
 
 import time
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from .workers_table import COLUMNS, GAP, chosen_columns, per_s, percent, seconds
 __all__ = ["Screen", "TopView", "draw", "heading"]
 
 MIN_WORKERS: Final = 4
-"""Lines that the table of workers has at least, its titles among them; else the lowest table is left out."""
+"""Minimum number of lines of the table of workers, with its titles. With less room, the lowest table is left out."""
 CELL_WIDTH: Final = 30
-"""Of a long text that is cut before columns are left out."""
+"""Minimum width to which a long text is cut before columns are left out."""
 _STATE: Final = 2
 _STYLES: Final = {
     WorkerState.SERVING: "green",
@@ -32,33 +32,33 @@ _STYLES: Final = {
     WorkerState.DRAINED: "cyan",
     WorkerState.ASLEEP: "cyan",
 }
-"""Colours of states; those of the other states are red, as they serve nothing although nobody told them so."""
+"""Colours of states. Other states are red, because their workers do not serve although no command stopped them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """What is known of the fleet."""
+    """The known state of the fleet."""
 
     state: FleetState
     rates: FleetRates
     at: float
     """Unix time."""
     problem: str | None = None
-    """Why what is shown may be old; None: it is not."""
+    """Reason why the displayed state may be old; None if it is current."""
 
 
 class Screen(NamedTuple):
-    """What stands on the screen."""
+    """Content of the screen."""
 
     text: Text
     options: TopOptions
-    """As chosen, but no further down than to the last worker."""
+    """The user's choices, with `first` limited so that the last worker stays visible."""
     rows: int
-    """Workers that have room on it."""
+    """Number of workers that fit on the screen."""
 
 
 def heading(view: TopView, options: TopOptions, width: int | None = None) -> list[str]:
-    """Return the two lines about the fleet, or a model of it, with as many figures as fit."""
+    """Return the two lines about the fleet, or about one model, with as many figures as fit."""
     workers = [worker for worker in view.state.workers if options.model in (None, worker.model)]
     rates = Rates.sum(view.rates.of(worker.worker) for worker in workers)
     in_flight, room = sum(worker.in_flight for worker in workers), sum(map(slots_of, workers))
@@ -135,7 +135,7 @@ def _table(section: Section, width: int, most: int) -> list[Text]:
 
 
 def _narrow(widths: list[int], width: int) -> None:
-    """Take what is too much from the widest columns: names of models, paths."""
+    """Narrow the widest columns, such as names of models and paths, until all columns fit."""
     while sum(widths) + GAP * (len(widths) - 1) > width and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
 
@@ -145,7 +145,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:
 
 
 def _cut(cell: str, width: int, *, is_number: bool = False) -> str:
-    """A cell of exactly this width."""
+    """Return a cell of exactly this width."""
     length = cell_len(cell)
     if length > width:
         return set_cell_size(cell, width - 1) + "…"

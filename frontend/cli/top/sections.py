@@ -1,4 +1,4 @@
-"""The tables of `rollbus top` below that of the workers: queues, models with what was told, and commands."""
+"""The tables of `rollbus top` below the workers: queues, models with their desired states, and commands."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ MODEL_COLUMNS: Final = ("model", "workers", "tokens/s", "epoch", "version", "wei
 SPARE_COLUMNS: Final = ("weights from", "LoRAs", "tokens/s")
 COMMAND_COLUMNS: Final = ("command", "of", "epoch", "for", "done")
 MAX_COMMANDS: Final = 5
-"""Of each model, the last ones that still count."""
+"""Limit on commands of each model: the latest of those that are still in the desired state."""
 MAX_BEHIND: Final = 3
-"""Workers that are behind and named with the reason; of the others only the number."""
+"""Limit on workers behind the desired state that are named with the reason. The others are counted."""
 
 
 class Section(NamedTuple):
@@ -30,14 +30,14 @@ class Section(NamedTuple):
     columns: Sequence[str]
     rows: list[list[str]]
     spare: Sequence[str] = ()
-    """Columns that a narrow screen leaves out, the first of them first."""
+    """Columns that a narrow screen leaves out, in this order."""
 
 
 def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Section]:
     """Return the tables that are not empty.
 
     Args:
-        model: whose; None: of all.
+        model: the model to show; None for all models.
     """
     depths = [depth for depth in state.queues if model in (None, depth.model)]
     problems = {name: why for name, why in state.queue_problems.items() if model in (None, name)}
@@ -51,7 +51,7 @@ def sections(state: FleetState, rates: FleetRates, model: str | None) -> list[Se
 
 
 def model_rows(state: FleetState, rates: FleetRates, model: str | None = None) -> list[list[str]]:
-    """What the workers of each model do together, what they were told, and who has not done it."""
+    """Return the rows of the models: totals of their workers, desired states, and workers that are behind."""
     by_model = _by_model(state)
     of_models = rates.of_models()
     rows = []
@@ -86,9 +86,9 @@ def _behind(workers: Sequence[WorkerPresence], desired: DesiredState) -> str:
 
 
 def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]:
-    """The last commands that were recorded and still count, and how many workers have dealt with each.
+    """Return the latest commands that are still in the desired state, with the number of workers that handled each.
 
-    Who sent a command, and what became of it in detail, only the sender's ledger says.
+    The sender of a command and the details of its result are only in the command result that the sender receives.
     """
     return [
         row
@@ -99,7 +99,7 @@ def command_rows(state: FleetState, model: str | None = None) -> list[list[str]]
 
 
 def _commands_of(desired: DesiredState, workers: Sequence[WorkerPresence]) -> Iterator[list[str]]:
-    # A command for single workers is recorded for each of them.
+    # A command for single workers is recorded once for each of them.
     named: dict[int, list[str]] = {}
     commands: dict[int, AnyCommand] = {}
     for recorded in desired.registers.values():
@@ -120,7 +120,7 @@ def _named(workers: Sequence[str]) -> str:
 
 
 def _describe(command: AnyCommand) -> str:
-    """A command with what matters of it."""
+    """Return a command with its main parameter."""
     match command:
         case UpdateWeights() | FinishWeightUpdate():
             detail = f"{command.version}" + (f" ({command.label})" if command.label else "")
@@ -138,7 +138,7 @@ def _describe(command: AnyCommand) -> str:
 
 
 def states_text(workers: Sequence[WorkerPresence]) -> str:
-    """`1,000 workers: 990 serving, 10 paused`."""
+    """Return the states as text, for example `1,000 workers: 990 serving, 10 paused`."""
     counts = Counter(str(worker.state) for worker in workers)
     listed = ", ".join(f"{count:,} {state}" for state, count in counts.most_common())
     return f"{len(workers):,} worker{'s' * (len(workers) != 1)}" + (f": {listed}" if listed else "")

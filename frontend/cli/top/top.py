@@ -1,4 +1,4 @@
-"""`rollbus top`, on a terminal until the user has had enough, or once."""
+"""`rollbus top`: shows the fleet on a terminal until the user quits, or once."""
 
 import asyncio
 import os
@@ -19,16 +19,16 @@ from .screen import Screen, TopView, draw
 __all__ = ["look_once", "run_top"]
 
 SAMPLE_S: Final = 2.5
-"""Seconds for one snapshot: each worker announces itself twice, or there are no rates."""
+"""Seconds for one snapshot. Rates need two presence messages of each worker."""
 LOOK_EVERY_S: Final = 0.5
 MAX_KEYS: Final = 256
-"""Keys that wait to be handled: more come only from a paste."""
+"""Limit on unhandled keys. Only a paste sends more."""
 READ_BYTES: Final = 1024
 _ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def look_once(rb: Client) -> TopView:
-    """Follow the fleet for `SAMPLE_S` seconds and return what is known then."""
+    """Follow the fleet for `SAMPLE_S` seconds and return the state at the end."""
     async with following(watch_fleet(rb)) as follower:
         ends = time.monotonic() + SAMPLE_S
         while time.monotonic() < ends:
@@ -38,14 +38,14 @@ async def look_once(rb: Client) -> TopView:
 
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
-    """Show the fleet on the terminal until a key or a signal ends it; while the server is away, say so and go on."""
+    """Show the fleet on the terminal until a key or a signal ends it. If the server is down, show that and continue."""
     with held_logs(), FullScreen() as screen, _Events(screen).listening() as events:
         async with following(watch_fleet(rb)) as follower:
             began = time.monotonic()
             while True:
                 looked_at = time.monotonic()
                 view = await follower.look()
-                # At first there is something new sooner: workers that answer late, and the first rates.
+                # Update more often at first, to show workers that answer late and the first rates.
                 wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
                 chosen = await _show_until(view, options, events, screen, looked_at + wait_s)
                 if chosen is None:
@@ -56,7 +56,7 @@ async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
 async def _show_until(
     view: TopView, options: TopOptions, events: "_Events", screen: FullScreen, ends: float
 ) -> TopOptions | None:
-    """Show a view, and again at each key and change of size; return what was chosen, None to end."""
+    """Show a view, and redraw it at each key and change of size. Return the choices, or None to end."""
     while True:
         shown = draw(view, options, *screen.size)
         screen.show(shown.text)
@@ -79,7 +79,7 @@ def _after_keys(view: TopView, shown: Screen, events: "_Events") -> TopOptions |
 
 
 class _Events:
-    """Keys, signals and changes of the terminal's size, as they come on the event loop."""
+    """Receives keys, signals and changes of the terminal's size on the event loop."""
 
     def __init__(self, screen: FullScreen) -> None:
         self._screen = screen
@@ -94,7 +94,7 @@ class _Events:
         return pressed
 
     async def wait_until(self, ends: float) -> bool:
-        """Wait until something has come; False: nothing did until then, on `time.monotonic()`."""
+        """Return True as soon as there is an event, or False at `ends` on `time.monotonic()`."""
         try:
             async with asyncio.timeout(max(ends - time.monotonic(), 0)):
                 await self._changed.wait()
@@ -105,7 +105,7 @@ class _Events:
 
     @contextmanager
     def listening(self) -> Iterator["_Events"]:
-        """Listen for a block."""
+        """Receive events while the block lasts."""
         loop = asyncio.get_running_loop()
         for number in _ENDS:
             loop.add_signal_handler(number, self._end)
@@ -113,7 +113,8 @@ class _Events:
         loop.add_signal_handler(signal.SIGTSTP, self._suspend)
         if self._screen.keys is not None:
             loop.add_reader(self._screen.keys, self._read)
-            # uvloop makes it non-blocking, and so stdout, the same terminal: one that is slow would be an error.
+            # uvloop makes stdin non-blocking, and with it stdout, which is the same terminal. A write to a slow
+            # terminal would then fail.
             os.set_blocking(self._screen.keys, True)
         try:
             yield self
@@ -135,7 +136,7 @@ class _Events:
         keys = self._screen.keys
         try:
             data = b"" if keys is None else os.read(keys, READ_BYTES)
-        except OSError:  # how Linux says that the terminal is gone
+        except OSError:  # Linux raises this if the terminal is closed
             data = b""
         if not data:
             self._end()

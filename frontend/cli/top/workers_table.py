@@ -1,4 +1,4 @@
-"""The table of workers in `rollbus top`: its columns, how they are sorted, and which of them a narrow screen has."""
+"""The table of workers in `rollbus top`: its columns, its order, and the columns of a narrow screen."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -13,7 +13,7 @@ from .options import Sort
 __all__ = ["COLUMNS", "Column", "chosen_columns", "per_s", "percent", "seconds", "sorted_workers"]
 
 NOTE_WIDTH: Final = 16
-"""The last column has at least this width on a narrow screen, or other columns are left out."""
+"""Minimum width of the last column. If there is less room, other columns are left out."""
 GAP: Final = 2
 """Blanks between columns."""
 
@@ -25,16 +25,16 @@ class Column(NamedTuple):
     cell: Callable[[WorkerPresence, Rates], str]
     is_number: bool = True
     rank: int = 0
-    """Of the columns that a narrow screen leaves out: those of the highest rank go first; 0 always stays."""
+    """A narrow screen leaves out the columns with the highest rank first. A column with rank 0 always stays."""
 
 
 def per_s(rate: float) -> str:
-    """A rate of tokens or requests, with a figure behind the point where there is little else."""
+    """Return a rate of tokens or requests as text. Rates below 100 have one decimal place."""
     return f"{rate:,.0f}" if rate >= 100 or not rate else f"{rate:.1f}"
 
 
 def seconds(mean: float | None) -> str:
-    """A mean time, in three figures or so."""
+    """Return a mean time as text with about three digits."""
     if mean is None:
         return NONE
     if mean >= 10:
@@ -43,7 +43,7 @@ def seconds(mean: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share."""
+    """Return a share as a percentage."""
     return NONE if share is None else f"{100 * share:.0f} %"
 
 
@@ -75,7 +75,7 @@ COLUMNS: Final = (
     Column("hits", lambda _, rates: percent(rates.prefix_hit), rank=8),
     Column("staging, last error", _note, is_number=False),
 )
-"""First and next: mean times to the first token, and between tokens. The last column takes the rest of the screen."""
+"""`first` and `next` are the mean times to the first token and between tokens. The last column fills the screen."""
 
 _MODEL: Final = 1
 _NOTE: Final = len(COLUMNS) - 1
@@ -99,7 +99,10 @@ def _or_last(value: float | None) -> float:
 def sorted_workers(
     workers: Sequence[WorkerPresence], rates: FleetRates, sort: Sort, model: str | None
 ) -> list[WorkerPresence]:
-    """Return the workers of one model, or of all, the highest first, those that are equal by state and name."""
+    """Return the workers of one model, or of all models, highest value first. Equal workers are sorted by name.
+
+    With the sort key `state`, equal workers are sorted by state and then by name.
+    """
     key = _KEYS[sort]
     shown = [worker for worker in workers if model in (None, worker.model)]
     by_state = sort == "state"
@@ -112,12 +115,12 @@ def sorted_workers(
 def chosen_columns(
     rows: Sequence[Sequence[str]], width: int, measure: Callable[[str], int], *, has_models: bool
 ) -> list[int]:
-    """Return which of `COLUMNS` fit into `width`; the last one is left out where it has nothing to say.
+    """Return the indices of the `COLUMNS` that fit into `width`. The last column is left out if it is empty.
 
     Args:
         rows: the cells of all columns for each worker on the screen.
-        measure: how many places of a terminal a text takes.
-        has_models: the workers are of several models.
+        measure: returns the width of a text on a terminal.
+        has_models: the workers serve several models.
     """
     wide = [max([len(column.title), *(measure(row[i]) for row in rows)]) for i, column in enumerate(COLUMNS)]
     wide[_NOTE] = NOTE_WIDTH

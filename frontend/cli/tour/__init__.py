@@ -1,4 +1,4 @@
-"""What `rollbus demo` shows, step by step."""
+"""The steps of `rollbus demo`."""
 
 from .tour import Tour
 

@@ -1,4 +1,4 @@
-"""The steps of the tour that command: pause and resume, and new weights while an answer is being written."""
+"""Steps of the tour with commands: pause and resume, new weights during an answer, and a flush of the prefix cache."""
 
 import asyncio
 import contextlib
@@ -16,23 +16,23 @@ from .guide import Guide, quoted, require, took
 __all__ = ["FIRST_VERSION", "flush_cache", "pause_and_resume", "update_weights"]
 
 FIRST_VERSION = 1
-"""Of the weights that the worker starts with."""
+"""Version of the weights with which the worker starts."""
 NEXT_VERSION = 2
-"""Of those that replace them."""
+"""Version of the weights that replace them."""
 NUM_PAUSED = 8
-"""Requests sent to a paused worker at most."""
+"""Maximum number of requests that are sent to a paused worker."""
 SEEN_WITHIN_S = 30.0
-"""Until what was sent is seen waiting in the queue: half a second, on a machine that is not overloaded."""
+"""Seconds for the requests to appear in the queue. A machine that is not overloaded needs half a second."""
 NUM_SHOWN = 4
-"""Tokens that are printed at the begin of the answer, and on either side of the cut."""
+"""Number of tokens that are printed at the beginning of the answer, and before and after the change of weights."""
 NUM_COMPARED = 6
-"""Tokens of the same answer before and after."""
+"""Number of tokens of the answers before and after the update."""
 MAX_TOKENS = 8192
-"""Of the answer during which weights change: it is ended long before, when it has tokens of both versions."""
+"""Token limit of the answer during which the weights change. The tour ends it as soon as it has both versions."""
 
 
 async def pause_and_resume(guide: Guide) -> None:
-    """Send requests to a paused fleet: they wait in the queue, and are answered after the resume."""
+    """Send requests to a paused fleet. They wait in the queue, and the fleet answers them after the resume."""
     guide.write("Pause and resume")
     prompts = guide.prompts[:NUM_PAUSED]
     requests = [guide.request(prompt, max_tokens=16) for prompt in prompts]
@@ -40,7 +40,7 @@ async def pause_and_resume(guide: Guide) -> None:
     async with asyncio.TaskGroup() as tasks:
         answers = tasks.create_task(_complete(guide.rb, requests), name="requests of the paused fleet")
         await _until_waiting(guide.rb, len(requests))
-        require(not answers.done(), "a paused worker answered")
+        require(not answers.done(), "a paused worker answered a request")
         guide.write(f"      {len(requests)} requests sent meanwhile: all of them wait in the queue")
         started = time.monotonic()
         guide.write_result(await guide.rb.fleet.resume())
@@ -62,32 +62,32 @@ async def _until_waiting(rb: bus.Client, count: int) -> None:
     """Wait until `count` requests wait in queues.
 
     Raises:
-        CommandFailed: they do not come.
+        CommandFailed: fewer requests wait after `SEEN_WITHIN_S`.
     """
     try:
         async with asyncio.timeout(SEEN_WITHIN_S):
-            # Each look at the fleet takes half a second.
+            # Each call of `state` takes half a second.
             while sum(depth.waiting for depth in (await rb.fleet.state()).queues) < count:
                 pass
     except TimeoutError as exc:
-        raise CommandFailed(f"{count} requests were sent, and fewer wait in the queue") from exc
+        raise CommandFailed(f"{count} requests were sent, but fewer wait in the queue") from exc
 
 
 async def update_weights(guide: Guide, checkpoint: Path) -> None:
-    """Replace the weights while an answer is being written, and compare an answer of before with one of after."""
+    """Replace the weights during an answer, and compare an answer from before with one from after the update."""
     question = guide.request(guide.first_question, max_tokens=NUM_COMPARED, temperature=0.0, ignore_eos=True)
-    guide.write("New weights while an answer is being written")
+    guide.write("New weights during an answer")
     answers = [await guide.rb.complete(question)]
     await _stream_across(guide, checkpoint)
     answers.append(await guide.rb.complete(question))
-    guide.write(f"      {quoted(guide.first_question)}, greedily, before and after:")
+    guide.write(f"      {quoted(guide.first_question)}, with temperature 0, before and after:")
     for generation, version in zip(answers, (FIRST_VERSION, NEXT_VERSION), strict=True):
         require(set(generation.weight_versions.tolist()) == {version}, f"an answer is not of version {version}")
         guide.write(f"        version {version}: {guide.tokenizer.decode(generation.token_ids.tolist())!r}")
 
 
 async def flush_cache(guide: Guide) -> None:
-    """Send a long prompt until it is in the prefix cache, then forget the cache."""
+    """Send a long prompt until it is in the prefix cache, then flush the cache."""
     guide.write("Flush the prefix cache")
     token_ids = [token_id for prompt in guide.prompts for token_id in guide.request(prompt).prompt_token_ids]
     request = GenerateRequest(
@@ -108,7 +108,7 @@ async def _cached_tokens(guide: Guide, request: GenerateRequest) -> int:
 
 
 async def _stream_across(guide: Guide, checkpoint: Path) -> None:
-    """Stream an answer, update the weights meanwhile, and end it when it has tokens of both versions."""
+    """Stream an answer and update the weights meanwhile. End the answer when it has tokens of both versions."""
     request = guide.request(guide.first_question, ignore_eos=True)
     room = min(MAX_TOKENS, guide.max_model_len - request.prompt_len)
     request = guide.request(guide.first_question, ignore_eos=True, max_tokens=room)
@@ -131,7 +131,7 @@ async def _stream_across(guide: Guide, checkpoint: Path) -> None:
 
 
 class Cut:
-    """Prints the first tokens of an answer, and those on either side of its change of weights.
+    """Prints the first tokens of an answer, and the tokens before and after its change of weights.
 
     Args:
         write: prints a line.
@@ -139,21 +139,21 @@ class Cut:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.counts: Counter[int] = Counter()
-        """Tokens by version."""
+        """Number of tokens by weight version."""
         self._write = write
         self._held_back: deque[str] = deque(maxlen=NUM_SHOWN)
 
     def add(self, version: int, line: str) -> None:
-        """Add the next token, as a line.
+        """Add the line of the next token.
 
         Raises:
-            CommandFailed: its weights are not those expected, or older than those of the token before.
+            CommandFailed: its weight version is unexpected, or older than that of the previous token.
         """
-        require(version in (FIRST_VERSION, NEXT_VERSION), f"a token of version {version}")
+        require(version in (FIRST_VERSION, NEXT_VERSION), f"a token has the unexpected weight version {version}")
         self.counts[version] += 1
         count = self.counts[version]
         if version == FIRST_VERSION:
-            require(not self.counts[NEXT_VERSION], "a token of the old weights came after one of the new")
+            require(not self.counts[NEXT_VERSION], "a token of the old weights follows a token of the new weights")
         elif count == 1:
             self._write_cut()
         if count <= NUM_SHOWN:
@@ -162,7 +162,7 @@ class Cut:
             self._held_back.append(line)
 
     def _write_cut(self) -> None:
-        """Print what is left of the old weights."""
+        """Print the remaining tokens of the old weights."""
         skipped = self.counts[FIRST_VERSION] - NUM_SHOWN - len(self._held_back)
         if skipped > 0:
             self._write(f"           ... {skipped} more ...")

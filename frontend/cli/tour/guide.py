@@ -1,4 +1,4 @@
-"""What the steps of the tour have in common."""
+"""State and functions that the steps of the tour share."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from ..prompts import PromptLine
 __all__ = ["Guide", "quoted", "require", "took"]
 
 NUM_SHOWN_CHARS = 60
-"""Of a question that is quoted."""
+"""Maximum number of characters of a quoted question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """A fleet of one worker to show, what to ask it, and where to say what comes of it."""
+    """A fleet with one worker, its prompts, and the output of the tour."""
 
     rb: bus.Client
     tokenizer: Tokenizer
@@ -32,15 +32,15 @@ class Guide:
     write: Callable[[str], None]
     shows_progress: bool
     report: dict[str, Any] = field(default_factory=dict)
-    """What the steps found out, for --json."""
+    """Results of the steps, for --json."""
 
     @property
     def first_question(self) -> PromptLine:
-        """The first prompt that is text, or the first."""
+        """First prompt with text, or the first prompt if none has text."""
         return next((prompt for prompt in self.prompts if prompt.text is not None), self.prompts[0])
 
     def request(self, prompt: PromptLine, **sampling: Any) -> GenerateRequest:
-        """One sample of `prompt`, with other fields of its sampling."""
+        """Return a request for one sample of `prompt`, with changed sampling parameters."""
         request = prompt.request(self.tokenizer)
         return replace(request, sampling=replace(request.sampling, n=1, **sampling))
 
@@ -52,22 +52,22 @@ class Guide:
 
 
 def quoted(prompt: PromptLine) -> str:
-    """The prompt as far as it fits a line."""
+    """Return the beginning of the prompt that fits into a line."""
     if prompt.text is None:
         return "(given as token ids)"
     return f"“{prompt.text if len(prompt.text) <= NUM_SHOWN_CHARS else prompt.text[: NUM_SHOWN_CHARS - 1] + '…'}”"
 
 
 def took(started: float) -> str:
-    """The time since `started` on `time.monotonic()`."""
+    """Return the time since `started` on `time.monotonic()` as text."""
     return f"{time.monotonic() - started:.1f} s"
 
 
 def require(condition: bool, problem: str) -> None:
-    """End the tour where reality is not as told.
+    """End the tour if a condition is false.
 
     Raises:
-        CommandFailed: `condition` does not hold.
+        CommandFailed: `condition` is false.
     """
     if not condition:
         raise CommandFailed(problem)

@@ -1,4 +1,4 @@
-"""The steps of the tour that ask: one answer token by token, then many at once with their routing."""
+"""Steps of the tour with requests: one answer token by token, then many at once with their routed experts."""
 
 import time
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .guide import Guide, quoted
 __all__ = ["complete_all", "stream_one"]
 
 NUM_STREAMED = 16
-"""Tokens of the streamed answer; each is a line."""
+"""Number of tokens of the streamed answer. Each token is a line."""
 
 
 async def stream_one(guide: Guide) -> None:
@@ -24,15 +24,15 @@ async def stream_one(guide: Guide) -> None:
     prompt = guide.first_question
     request = guide.request(prompt, max_tokens=NUM_STREAMED)
     guide.write(f"One question, streamed: {quoted(prompt)}")
-    guide.write(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it comes")
-    guide.write(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  experts behind it (layer 0)")
+    guide.write(f"      {request.prompt_len} prompt tokens; each line is one step of the engine, printed as it arrives")
+    guide.write(f"      {'token id':>8}  {'text':<14}{'logprob':>9}  its experts (layer 0)")
     async for chunk in guide.rb.generate(request):
         if not chunk.num_tokens:
             continue
         logprobs = chunk.logprobs
         if logprobs is None or chunk.routed_experts is None:
-            raise CommandFailed("a chunk came without its logprobs or routed experts")
-        # The last rows are those of the positions that gave these tokens; the prompt's come before them.
+            raise CommandFailed("a chunk has no logprobs or no routed experts")
+        # The last rows belong to the positions that generated these tokens. The rows of the prompt precede them.
         rows = chunk.routed_experts.numpy()[-chunk.num_tokens :]
         for token_id, logprob, row in zip(chunk.token_ids.tolist(), logprobs.tolist(), rows, strict=True):
             experts = " ".join(f"{expert:>2}" for expert in sorted(row[0].tolist()))
@@ -40,7 +40,7 @@ async def stream_one(guide: Guide) -> None:
 
 
 async def complete_all(guide: Guide, source: Path, out: IO[str]) -> None:
-    """Complete all prompts at once; every result must be whole. Their routing is a table on `out`."""
+    """Complete all prompts at once and check that each result is complete. Print their routed experts on `out`."""
     guide.write(f"All {len(guide.prompts)} questions of {source.name} at once")
     requests = [prompt.request(guide.tokenizer) for prompt in guide.prompts]
     generations: list[Generation] = []
@@ -75,17 +75,15 @@ def _summarize(guide: Guide, generations: Sequence[Generation], seconds: float, 
     rows = longest.routed_experts if longest.routed_experts is not None else arrays[0]
     guide.write(f"      {num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s on this machine")
     guide.write(
-        f"      Routing of one answer: an array of shape {rows.shape} (rows, layers, top k), dtype {rows.dtype}, "
+        f"      Routed experts of one answer: array of shape {rows.shape} (rows, layers, top k), dtype {rows.dtype}, "
         f"{rows.nbytes} bytes"
     )
     guide.write(
         f"        {len(rows)} rows = {longest.prompt_len} prompt + {len(longest.token_ids)} generated tokens - 1: "
-        "the last token was not fed back"
+        "the last token is not an input of the model"
     )
-    guide.write(f"      Of all {len(arrays)}: {num_rows} rows, {num_bytes} bytes; every answer has all of its rows")
-    guide.write(
-        f"        an even share would be {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n"
-    )
+    guide.write(f"      All {len(arrays)} answers: {num_rows} rows, {num_bytes} bytes; no row is missing")
+    guide.write(f"        an even share is {1 / routing.num_experts:.0%} for each of {routing.num_experts} experts:\n")
     print_table(COLUMNS, expert_rows(counts), out=out)
 
 
@@ -93,4 +91,4 @@ def _check_rows(generation: Generation) -> None:
     expected = expected_rows(generation.prompt_len, generation.start, len(generation.token_ids))
     found = None if generation.routed_experts is None else len(generation.routed_experts)
     if found != expected:
-        raise CommandFailed(f"{generation.request_id} has {found} routing rows, not {expected}")
+        raise CommandFailed(f"request {generation.request_id} has {found} rows of routed experts, not {expected}")

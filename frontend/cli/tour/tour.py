@@ -1,4 +1,4 @@
-"""The tour from its begin to its end: what is made and started for it, and the order of its steps."""
+"""The tour: creates its models, starts its fleet and runs its steps in order."""
 
 import asyncio
 import os
@@ -26,12 +26,12 @@ __all__ = ["Tour"]
 
 NUM_STEPS: Final = 7
 NEXT_SEED: Final = 1
-"""Of the weights that replace the first ones, which have 0."""
+"""Seed of the weights that replace the first weights, whose seed is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tour:
-    """One run of the demo; `run` raises `CommandFailed` where reality is not as told."""
+    """One run of the demo. `run` raises `CommandFailed` if a check fails."""
 
     prompts: Sequence[PromptLine]
     source: Path
@@ -48,17 +48,17 @@ class Tour:
         write(text, end=end, out=self._out)
 
     def _begin(self, step: int) -> None:
-        """Begin the line of a step; what is said next is its title."""
+        """Begin the line of a step. The next output is its title."""
         self._write(f"\n[{step}/{NUM_STEPS}] ", end="")
 
     async def run(self) -> int:
-        """Give the tour."""
-        self._write("rollbus: real questions through a real vLLM engine, over NATS, on this machine.")
-        self._write("The model is tiny and untrained: its text is noise. Ids, logprobs and routing are the engine's.")
+        """Run the tour."""
+        self._write("rollbus: real questions to a real vLLM engine, over NATS, on this machine.")
+        self._write("The model is tiny and untrained, so its text is noise. All other results are real.")
         started = time.monotonic()
         self._begin(1)
-        self._write("A tiny mixture-of-experts model with random weights, and the same with others for later")
-        with waiting("making them"):
+        self._write("A tiny mixture-of-experts model with random weights, and a second set of weights for later")
+        with waiting("creating the models"):
             model = await make_tiny_moe(self.state_dir)
             next_weights = await make_tiny_moe(self.state_dir, seed=NEXT_SEED)
         for folder in (model, next_weights):
@@ -67,7 +67,7 @@ class Tour:
 
         started = time.monotonic()
         self._begin(2)
-        self._write("A NATS server and one vLLM worker; a cold start takes some ten seconds")
+        self._write("A NATS server and one vLLM worker; a cold start takes about ten seconds")
         flags = ("--served-model-name", TINY_MOE, "--weight-version", str(FIRST_VERSION))
         roots = ("--weight-root", str(self.state_dir))
         local = LocalFleet(fleet=self.fleet, model=model, worker_flags=(*flags, *roots))
@@ -82,7 +82,7 @@ class Tour:
         return ExitCode.OK
 
     async def show(self, server: str | bus.Server, tokenizer: Tokenizer, next_weights: Path) -> None:
-        """Show the fleet at `server`, whose worker has weights of version 1: answers, routing, and commands."""
+        """Show the fleet at `server`, whose worker has weight version 1: answers, routed experts, and commands."""
         async with bus.connect(server, fleet=self.fleet) as rb:
             workers = (await rb.fleet.state()).workers
             known = workers[0].capabilities if workers else None
@@ -117,11 +117,11 @@ What to try next
   {program} up --weight-root {folder}
       the same fleet, until Ctrl-C; with --model DIR your own checkpoint
   {program} status
-      from another terminal: the workers, how busy they are, and what they were told
+      from another terminal: the workers, their load, and the desired state
   {program} update-weights {folder}/tiny-moe-1 --version 1
-      what you have just seen, by hand; and pause, resume, flush-cache
+      the update that you have just seen, by hand; also pause, resume, flush-cache
   {program} generate --input {questions} --output answers.jsonl --routed-experts npz
-      results in a file, their routing beside it in answers.npz
+      results in a file, their routed experts in answers.npz
   README.md
       the same from Python, in ten lines
 """
