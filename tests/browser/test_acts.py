@@ -104,7 +104,7 @@ async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fle
 
         await page.click("[data-testid=token-button]")
         await give(page, "wrong-token-5555")
-        await page.until("return document.body.innerText", lambda text: "is not that of admins" in text)
+        await page.until("return document.body.innerText", lambda text: "is not an admin token" in text)
         assert await page.run(DISABLED) == [True, True]
 
         if await page.run("return document.querySelector('dialog') === null"):

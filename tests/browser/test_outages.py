@@ -75,7 +75,7 @@ async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str
             await page.until_text(SERVING, "1 of 1")
             await until_well(page)
             await first.aclose()
-            await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No news since" in text)
+            await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No data since" in text)
             # What was known stays to be seen, and looks old.
             assert {*await rows(page)} == {"w0"}
             assert await page.run("return document.body.classList.contains('stale')")

@@ -62,7 +62,7 @@ async def test_throughput(
         opened(browser, f"{http.url}/#/throughput") as page,
     ):
         await page.until("return document.querySelectorAll('#view-throughput canvas').length > 0")
-        await page.until_text("[data-testid=chart-tokens_per_s]", lambda text: bool(text) and "Tokens a second" in text)
+        await page.until_text("[data-testid=chart-tokens_per_s]", lambda text: bool(text) and "Tokens per second" in text)
         await photograph(page, "throughput")
         assert await faint_texts(page) == []
         assert await nameless(page) == []

@@ -1,4 +1,4 @@
-// Commands to the fleet: said first what will happen and to whom, then sent, then answered by the ledger.
+// Commands to the fleet. A dialog first shows the effect and the workers, then sends the command and shows the result.
 
 import { openDialog } from "./dialog.js";
 import { el, setAttr, setText } from "./dom.js";
@@ -8,44 +8,44 @@ import { ask, token } from "./session.js";
 import { now, on } from "./store.js";
 import { askForToken } from "./token_dialog.js";
 
-/** Workers of an answer that are listed; those that have not applied the command come first. */
+/** Limit on listed workers of a result. Workers that have not applied the command come first. */
 const MAX_LINES = 100;
-const NEEDS = "Commands need the token of admins.";
-const NOT_ADMINS = "The token that was given is not that of admins.";
+const NEEDS = "Commands need an admin token.";
+const NOT_ADMINS = "The entered token is not an admin token.";
 
 const sum = (workers) => workers.reduce((all, each) => all + each.in_flight, 0);
 
 const PAUSE_MODES = [
-  ["keep", "keep", (number) => `${plural(number, "request")} in flight stop where they are, and go on after the resume.`],
-  ["wait", "wait", (number) => `${plural(number, "request")} in flight are finished first. The answer comes when nothing is in flight.`],
-  ["abort", "abort", (number) => `${plural(number, "request")} in flight end at once with what they have.`],
+  ["keep", "keep", (number) => `${plural(number, "request")} in flight stop, and continue after the resume.`],
+  ["wait", "wait", (number) => `${plural(number, "request")} in flight finish first. The result arrives when no request is in flight.`],
+  ["abort", "abort", (number) => `${plural(number, "request")} in flight end immediately with the tokens that they have.`],
 ];
 
 const ACTS = [
   {
     name: "pause", verb: "Pause", title: "Pause", path: "v1/rl/pause", danger: true,
-    says: (workers) => `${plural(workers.length, "worker")} will take no more requests until they are resumed. New requests wait in the queue.`,
-    fields: (workers) => choices("mode", "What becomes of requests in flight", PAUSE_MODES.map(([value, text, words]) => [value, text, words(sum(workers))])),
+    says: (workers) => `${plural(workers.length, "worker")} will accept no more requests until the resume. New requests wait in the queue.`,
+    fields: (workers) => choices("mode", "Requests in flight", PAUSE_MODES.map(([value, text, words]) => [value, text, words(sum(workers))])),
   },
   {
     name: "resume", verb: "Resume", title: "Resume", path: "v1/rl/resume",
-    says: (workers) => `${plural(workers.length, "worker")} will take requests again; ${count(workers.filter(({ state }) => ["paused", "drained"].includes(state)).length)} of them are paused or drained now. It undoes a pause and a drain.`,
+    says: (workers) => `${plural(workers.length, "worker")} will accept requests again; ${count(workers.filter(({ state }) => ["paused", "drained"].includes(state)).length)} of them are paused or drained now. A resume ends pauses and drains.`,
   },
   {
     name: "flush", verb: "Flush the cache of", title: "Flush cache", path: "v1/rl/flush_cache",
-    says: (workers) => `${plural(workers.length, "worker")} will forget their prefix caches. The next prompts are computed in full.`,
-    fields: (workers) => choices("preempt", "Requests in flight", [["", "leave them", `A worker with requests in flight answers that it failed; ${plural(workers.filter((each) => each.in_flight > 0).length, "worker")} have some.`], ["true", "compute them anew", `The ${plural(sum(workers), "request")} in flight lose what is cached of them.`]]),
+    says: (workers) => `${plural(workers.length, "worker")} will empty their prefix caches. The next prompts are computed in full.`,
+    fields: (workers) => choices("preempt", "Requests in flight", [["", "do not change them", `The command fails at workers with requests in flight; ${plural(workers.filter((each) => each.in_flight > 0).length, "worker")} have some.`], ["true", "compute them again", `The ${plural(sum(workers), "request")} in flight lose their cached tokens.`]]),
   },
   {
     name: "drain", verb: "Drain", title: "Drain", path: "v1/rl/drain", danger: true,
-    // A drain of all would leave no worker to hand requests to.
+    // A drain of all workers would leave no worker for the requests.
     needsChoice: true,
-    says: (workers) => `${plural(workers.length, "worker")} will hand ${plural(sum(workers), "request")} in flight to other workers, and take no more until they are resumed.`,
+    says: (workers) => `${plural(workers.length, "worker")} will hand ${plural(sum(workers), "request")} in flight to other workers, and accept no more until the resume.`,
     warns: (workers) => {
       const chosen = new Set(workers.map(({ worker }) => worker));
       const left = new Set(now.fleet.workers.filter(({ worker, state }) => state === "serving" && !chosen.has(worker)).map(({ model }) => model));
       const without = [...new Set(workers.map(({ model }) => model))].filter((model) => !left.has(model));
-      return without.length ? `No other worker serves ${without.join(", ")}: its requests would have no worker to go to.` : "";
+      return without.length ? `No other worker serves ${without.join(", ")}: its requests would have no worker.` : "";
     },
   },
 ];
@@ -55,7 +55,7 @@ function choices(name, title, options) {
   return el("fieldset", { class: "options" }, el("legend", { text: title }), ...inputs);
 }
 
-/** To whom a command may go, as `[value, words, workers, fields of the body]`. */
+/** The possible targets of a command, as `[value, text, workers, fields of the body]`. */
 function targets(act, shown) {
   const workers = now.fleet.workers;
   const found = [];
@@ -66,7 +66,7 @@ function targets(act, shown) {
     return [...found, ...sorted.map((each) => [`worker ${each.worker}`, each.worker, [each], { workers: [each.worker] }])];
   }
   const models = [...new Set(workers.map(({ model }) => model))].sort(compareNames);
-  if (models.length > 1) for (const model of models) found.push([`model ${model}`, `those of ${model}`, workers.filter((each) => each.model === model), { model }]);
+  if (models.length > 1) for (const model of models) found.push([`model ${model}`, `workers of ${model}`, workers.filter((each) => each.model === model), { model }]);
   return found;
 }
 
@@ -76,7 +76,7 @@ function answerTable(ledger) {
   const rows = lines.slice(0, MAX_LINES).map((line) => el("tr", { data: { key: line.worker, result: line.result } }, el("th", { scope: "row", text: line.worker }), el("td", {}, el("span", { class: "state", data: { kind: line.result === "applied" ? "good" : "bad" } }, el("span", { class: "glyph", "aria-hidden": "true", text: line.result === "applied" ? "✓" : "✕" }), el("span", { text: line.result }))), el("td", { class: "numeric", text: line.seconds === null ? "" : duration(line.seconds) }), el("td", { class: "wide", text: line.why ?? "" })));
   if (lines.length > MAX_LINES) rows.push(el("tr", {}, el("td", { colspan: 4, text: `and ${count(lines.length - MAX_LINES)} more` })));
   const head = el("tr", {}, ...["Worker", "Result", "Took", "Why"].map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })));
-  return el("div", { class: "scroller short" }, el("table", { class: "plain", "aria-label": "Answers of workers", data: { testid: "act-ledger" } }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  return el("div", { class: "scroller short" }, el("table", { class: "plain", "aria-label": "Result of each worker", data: { testid: "act-ledger" } }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }
 
 function showAnswer(body, act, ledger, problem, close) {
@@ -91,14 +91,14 @@ function showAnswer(body, act, ledger, problem, close) {
 }
 
 async function send(act, fields, body, close) {
-  body.replaceChildren(el("p", { role: "status", text: `${act.title}: sent. Waiting for the workers …` }), el("p", { class: "hint", text: "The command goes on if this is closed; it stands among the commands." }), el("div", { class: "dialog-end" }, el("button", { type: "button", text: "Close", on: { click: close } })));
+  body.replaceChildren(el("p", { role: "status", text: `${act.title}: sent. Waiting for the workers …` }), el("p", { class: "hint", text: "You can close this dialog: the command continues and is shown under Commands." }), el("div", { class: "dialog-end" }, el("button", { type: "button", text: "Close", on: { click: close } })));
   try {
     showAnswer(body, act, await (await ask(act.path, { method: "POST", body: fields })).json(), null, close);
   } catch (error) {
     if (error.status === 401) {
       close();
       askForToken(NEEDS, () => stream.restart());
-    } else showAnswer(body, act, error.body, error.message || "the service cannot be reached; whether the command was sent is not known", close);
+    } else showAnswer(body, act, error.body, error.message || "the service cannot be reached; it is unknown whether the command was sent", close);
   }
 }
 
@@ -138,14 +138,14 @@ function askFirst(act, shown) {
   });
 }
 
-/** The buttons. `table` says which workers its filter shows. */
+/** Make the buttons. `table` returns the workers that its filter shows. */
 export function actButtons(table) {
   const why = el("span", { class: "hint", id: "act-why", data: { testid: "act-why" } });
   const buttons = ACTS.map((act) => el("button", { type: "button", text: `${act.title} …`, "aria-describedby": why.id, disabled: true, data: { testid: `act-${act.name}` }, on: { click: () => askFirst(act, table.isFiltered() ? table.shown() : null) } }));
-  const give = el("button", { type: "button", class: "quiet", text: "Give the token", hidden: true, on: { click: () => askForToken(NEEDS, () => stream.restart()) } });
+  const give = el("button", { type: "button", class: "quiet", text: "Enter the token", hidden: true, on: { click: () => askForToken(NEEDS, () => stream.restart()) } });
   const update = () => {
     const mayAct = now.hello?.may_act ?? false;
-    const reason = !now.hello ? "Not connected." : !mayAct ? (token() ? NOT_ADMINS : NEEDS) : !now.fleet?.bus_up ? "The service has no connection to NATS." : !now.fleet.workers.length ? "No worker is there." : "";
+    const reason = !now.hello ? "Not connected." : !mayAct ? (token() ? NOT_ADMINS : NEEDS) : !now.fleet?.bus_up ? "The service has no connection to NATS." : !now.fleet.workers.length ? "There are no workers." : "";
     for (const button of buttons) setAttr(button, "disabled", reason ? "" : null);
     give.hidden = !now.hello || mayAct;
     setText(why, reason);

@@ -1,20 +1,20 @@
-// A chart over time, by uPlot. A gap is a gap: nothing was known then.
+// A chart over time, drawn by uPlot. A gap means that the service has no data for that time.
 
 import { el, keyed, setAttr, setText } from "./dom.js";
 import { NONE, clock } from "./format.js";
 import { colour, onTheme } from "./theme.js";
 
 const HEIGHT_PX = 190;
-/** Lines that can be told apart by their colours; others are left out, and counted. */
+/** Limit on lines, so that their colours are distinguishable. Further lines are counted, but not shown. */
 export const MAX_LINES = 6;
-/** Between labels of what is counted: there is no half request. */
+/** Steps between the labels of counts, which are whole numbers. */
 const WHOLE_STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((step) => step * 10 ** power)).flat();
 const FONT = '11px system-ui, "Segoe UI", Roboto, sans-serif';
 const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
 const isAlone = (list, index) => list[index] !== null && (list[index - 1] ?? null) === null && (list[index + 1] ?? null) === null;
 
-/** One chart with its title and a legend that says the values under the pointer, or else the last ones. */
+/** One chart with its title and a legend. The legend shows the values under the pointer, or the last values. */
 export class TimeChart {
   constructor({ title, hint, testid, format, isWhole = false, sync = "time", seconds = 3600 }) {
     Object.assign(this, { title, format, isWhole, sync, seconds, data: [[]], names: [] });
@@ -27,7 +27,7 @@ export class TimeChart {
     onTheme(() => this.#rebuild());
   }
 
-  /** Show lines: `lists` are values at `times`, null where there is none; `marks` are `{at, text}`. */
+  /** Show lines: `lists` are the values at `times`, null without a value; `marks` are `{at, text}`. */
   setData(times, lists, names, marks = []) {
     const same = names.join("\n") === this.names.join("\n");
     this.data = [times, ...lists.slice(0, MAX_LINES)];
@@ -66,7 +66,7 @@ export class TimeChart {
 
   #line(label, index) {
     const stroke = colour(`series-${index + 1}`);
-    // A point between two gaps makes no line.
+    // A point between two gaps has no line, so it is drawn as a dot.
     const filter = (_chart, at) => this.data[at].flatMap((_value, place) => (isAlone(this.data[at], place) ? [place] : []));
     return { label, stroke, width: 1.5, spanGaps: false, points: { show: true, filter, size: 4, fill: stroke, width: 0 } };
   }
@@ -117,7 +117,7 @@ export class TimeChart {
   #summary() {
     const parts = this.names.map((name, place) => {
       const found = this.data[place + 1].filter((value) => value !== null);
-      if (!found.length) return `${name}: nothing known`;
+      if (!found.length) return `${name}: no data`;
       return `${name}: now ${this.format(this.data[place + 1].at(-1) ?? NaN)}, between ${this.format(Math.min(...found))} and ${this.format(Math.max(...found))}`;
     });
     return `${this.title}, over time. ${parts.join(". ")}`;

@@ -1,10 +1,10 @@
-// Dialogs: the browser's own, which keep the focus inside, close with Escape and give the focus back.
+// Dialogs of the browser, which keep the focus inside, close with Escape and then restore the focus.
 
 import { el } from "./dom.js";
 
 /**
- * Show a dialog and return it. `fill(body, close)` puts in what it says.
- * It is removed when it is closed; `onClose()` hears of that.
+ * Show a dialog and return it. `fill(body, close)` adds its content.
+ * Closing removes the dialog and then calls `onClose()`.
  */
 export function openDialog(title, testid, fill, onClose = () => {}) {
   const heading = el("h2", { id: `${testid}-title`, text: title });

@@ -1,6 +1,6 @@
-// Elements made and changed by script. All text goes in as text: nothing from the wire is ever read as HTML.
+// Creates and changes elements. All text is inserted as text, so that received data is never parsed as HTML.
 
-/** Make an element. `props`: `class`, `text`, `data` (data-*), `on` (listeners); all others are attributes. */
+/** Create an element. `props`: `class`, `text`, `data` (data-*), `on` (listeners); all others are attributes. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -15,7 +15,7 @@ export function el(tag, props = {}, ...children) {
   return node;
 }
 
-/** Make an element of a drawing. */
+/** Create an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -23,12 +23,12 @@ export function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Write a text; the page is touched only if the text is another one. */
+/** Set a text. The page changes only if the text is different. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Write an attribute; null removes it. */
+/** Set an attribute; null removes it. */
 export function setAttr(node, name, value) {
   if (value === null || value === undefined) {
     if (node.hasAttribute(name)) node.removeAttribute(name);
@@ -38,7 +38,7 @@ export function setAttr(node, name, value) {
 const kept = new WeakMap();
 
 /**
- * Show items as children: those that stay keep their element, with its focus and what is open in it.
+ * Show items as children. Items that remain keep their element with its focus and its open details.
  * `make(item)` returns an element, `update(element, item)` fills it.
  */
 export function keyed(parent, items, keyOf, make, update) {
@@ -58,20 +58,20 @@ export function keyed(parent, items, keyOf, make, update) {
   kept.set(parent, now);
 }
 
-/** A number that sits in a bar of its share, from 0 to 1. Returns what fills it. */
+/** Add a bar for a share from 0 to 1 with a text on it. Returns the function that fills it. */
 export function meter(parent) {
   const fill = el("span", { class: "fill" });
   const text = el("span", { class: "num" });
   parent.append(el("span", { class: "meter", "aria-hidden": "true" }, fill), text);
   return (share, words) => {
-    // A change of scale is drawn without a new layout of the page.
+    // A changed scale needs no new layout of the page.
     const scale = `scaleX(${Math.round(1000 * Math.min(1, Math.max(0, share ?? 0))) / 1000})`;
     if (fill.style.transform !== scale) fill.style.transform = scale;
     setText(text, words);
   };
 }
 
-/** A time on this machine's clock, with UTC in its title. */
+/** Show a time of this machine's clock, with UTC in its title. */
 export function timeOf(node, unix, words) {
   const iso = new Date(unix * 1000).toISOString();
   setText(node, words);

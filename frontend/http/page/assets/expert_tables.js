@@ -1,23 +1,23 @@
-// The same as the picture, in numbers: a line for each layer, and one for each expert of the layer that is chosen.
+// The numbers of the heat map as tables: a line for each layer, and one for each expert of the selected layer.
 
 import { el, keyed, setAttr, setText } from "./dom.js";
 import { count, decimals, ratio } from "./format.js";
 
-/** Busiest experts that a layer's line names. */
+/** Number of busiest experts that a layer's line names. */
 const NAMED = 3;
 
 const heads = (names) => el("thead", {}, el("tr", {}, ...names.map(([text, hint, name]) => el("th", { scope: "col", class: name, text, title: hint }))));
 
 const LAYER_HEADS = [
   ["Layer", null, "numeric"],
-  ["Max / mean", "Load of the busiest expert in times of the mean; 1.00× is even", "numeric"],
-  ["Entropy", "1 is even, 0 is all to one expert", "numeric"],
+  ["Max / mean", "Load of the busiest expert divided by the mean load; 1.00× is even", "numeric"],
+  ["Entropy", "1 is even; 0 means that one expert has all the load", "numeric"],
   ["Never chosen", "Experts that no token chose", "numeric"],
-  ["Busiest experts", "With their load in times of an even share", ""],
+  ["Busiest experts", "With their load divided by an even share", ""],
 ];
 const EXPERT_HEADS = [["Expert", null, "numeric"], ["Choices", null, "numeric"], ["Share", null, "numeric"], ["Of an even share", null, "numeric"]];
 
-/** Both tables, closed until they are wanted. `onLayer(layer)` is called when a layer is chosen. */
+/** Make both tables, closed at first. `onLayer(layer)` is called when a layer is selected. */
 export function layerTables(onLayer) {
   const layerBody = el("tbody");
   const expertBody = el("tbody");

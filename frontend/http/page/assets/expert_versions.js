@@ -1,4 +1,4 @@
-// Two versions of the weights side by side, layer by layer: a router that collapses after an update is seen here.
+// Two weight versions side by side, layer by layer. This shows a router that collapses after an update.
 
 import { el, keyed, meter, setAttr, setText } from "./dom.js";
 import { count, decimals, duration, percent, ratio, version } from "./format.js";
@@ -6,7 +6,7 @@ import { route, setParams } from "./router.js";
 
 /** The bar is full at this maximum over mean. */
 const FULL = 8;
-/** A layer is marked if its maximum over mean has grown by so much. */
+/** A layer is marked if its maximum over mean has grown by at least this factor. */
 const GROWN = 1.5;
 
 const sum = (list) => list.reduce((all, each) => all + each, 0);
@@ -30,7 +30,7 @@ function fillRow(row, { layer, old, fresh }) {
   [decimals(old.entropy[layer], 3), decimals(fresh.entropy[layer], 3), count(old.unused[layer]), count(fresh.unused[layer])].forEach((text, index) => setText(rest[index], text));
 }
 
-/** The panel. */
+/** Make the panel. */
 export function versionsPanel() {
   const names = ["older", "newer"];
   const selects = names.map((name) => el("select", { id: `version-${name}`, data: { testid: `version-${name}` }, on: { change: (event) => choose(name, event.target.value) } }));
@@ -63,7 +63,7 @@ export function versionsPanel() {
     const both = Boolean(fresh && old);
     none.hidden = both;
     frame.hidden = words.hidden = !both;
-    setText(none, list.length ? `Only ${version(list[0].weight_version)} has been counted. A second version can be compared with it.` : "No version has been counted.");
+    setText(none, list.length ? `Only ${version(list[0].weight_version)} has counts. A comparison needs a second version.` : "No version has counts.");
     [[selects[0], old], [selects[1], fresh]].forEach(([select, is]) => {
       keyed(select, list, (each) => each.weight_version, (each) => el("option", { value: each.weight_version }), (option, each) => setText(option, `${version(each.weight_version)}${each.seconds === null ? "" : `, ${duration(each.seconds)}`}`));
       if (is) select.value = String(is.weight_version);

@@ -1,4 +1,4 @@
-// The view of the experts: which are chosen how often, layer by layer, in the last minute.
+// The view of the experts: how often each expert was chosen in the last minute, layer by layer.
 
 import { TimeChart } from "./chart.js";
 import { el, keyed, setAttr, setText } from "./dom.js";
@@ -14,15 +14,15 @@ import { onTheme } from "./theme.js";
 import { workerChoice } from "./throughput.js";
 
 const PLANES = { generated: "generated tokens", prompt: "prompt tokens" };
-/** Of the chart over time: the service keeps so much. */
+/** Length of the charts over time: the service stores this much. */
 const OVER_TIME_S = 3600;
-/** A point comes each 5 s while somebody looks; a longer silence is shown as a gap. */
+/** While there are viewers, a point arrives every 5 s. A longer silence is shown as a gap. */
 const GAP_S = 20;
 
-/** Counts as the service sends them: base64 of little-endian 32-bit numbers, which is what machines have. */
+/** Decode counts: base64 of little-endian 32-bit numbers, which is also the byte order of common machines. */
 export function countsOf(text, length) {
   const found = new Uint32Array(Uint8Array.from(atob(text), (each) => each.charCodeAt(0)).buffer);
-  if (found.length !== length) throw new Error(`${found.length} counts came, and not ${length}`);
+  if (found.length !== length) throw new Error(`received ${found.length} counts, expected ${length}`);
   return found;
 }
 
@@ -40,7 +40,7 @@ function legend() {
   return el("div", { class: "scale" }, el("span", { text: `Share: 1/${most} of even` }), bar, el("span", { text: `${most}× even` }), unused, el("span", { text: "never chosen" }));
 }
 
-/** The points of one plane; a null stands where nobody looked, or no token was counted. */
+/** Return the points of one plane, with null where there were no viewers or no token was counted. */
 function withGaps(all, plane) {
   const points = [];
   for (const { at, weight_version, [plane]: load } of all) {
@@ -54,9 +54,9 @@ function withGaps(all, plane) {
 
 function overTime() {
   const options = { seconds: OVER_TIME_S, sync: "experts" };
-  const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of the busiest expert of a layer, in times of the mean: over all layers, and in the worst one", testid: "experts-over-time", format: ratio });
-  const entropy = new TimeChart({ ...options, title: "Entropy", hint: "Entropy of the shares of a layer's experts, over that of even shares: 1 is even, 0 is one expert for all", testid: "entropy-over-time", format: (value) => decimals(value, 3) });
-  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts that no token chose, of all layers", testid: "unused-over-time", format: count, isWhole: true });
+  const worst = new TimeChart({ ...options, title: "Maximum over mean", hint: "Load of a layer's busiest expert divided by the mean load: mean of all layers, and the worst layer", testid: "experts-over-time", format: ratio });
+  const entropy = new TimeChart({ ...options, title: "Entropy", hint: "Entropy of the shares of a layer's experts divided by that of even shares: 1 is even; 0 means that one expert has all the load", testid: "entropy-over-time", format: (value) => decimals(value, 3) });
+  const unused = new TimeChart({ ...options, title: "Never chosen", hint: "Experts of all layers that no token chose", testid: "unused-over-time", format: count, isWhole: true });
   return {
     nodes: [worst.root, entropy.root, unused.root],
     update(all, plane) {
@@ -72,7 +72,7 @@ function overTime() {
   };
 }
 
-/** How much of what was computed has been counted, in words. */
+/** Return the share of computed tokens that were counted, as text. */
 function seenWords({ computed, seen }) {
   if (!computed) return "no tokens";
   return `${percent(seen / computed)} of ${count(computed)} tokens seen`;
@@ -93,7 +93,7 @@ export function expertsView() {
   const none = el("p", { class: "empty", data: { testid: "experts-empty" } });
   const tables = layerTables((layer) => pick({ layer, expert: 0 }, "pick"));
   const [time, versions] = [overTime(), versionsPanel()];
-  const help = el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below say the same in numbers." });
+  const help = el("p", { class: "hint", id: "heat-help", text: "Arrow keys move from cell to cell, with Shift eight at a time. The tables below show the numbers." });
   const picture = el("section", { class: "panel", "aria-labelledby": "heat-title" },
     el("div", { class: "panel-head" }, el("h2", { id: "heat-title", text: "Load of experts in the last minute" }), seen, source),
     el("div", { class: "panel-body" }, legend(), none, map.root, readout, summary, help));
@@ -108,7 +108,7 @@ export function expertsView() {
     show();
   }
 
-  /** Without counts there is nothing but a sentence. */
+  /** Show only a sentence while there are no counts. */
   function empty(words) {
     if (words) shown = null;
     setText(none, words);
@@ -134,7 +134,7 @@ export function expertsView() {
     setText(problem, event.problem ?? "");
     problem.hidden = !event.problem;
     const data = event.planes?.[plane];
-    empty(data ? "" : event.problem ? "There is nothing to show." : "Waiting for the first counts.");
+    empty(data ? "" : event.problem ? "There are no counts." : "Waiting for the first counts.");
     if (!data) return;
     shown = { counts: countsOf(data.counts, layers * experts), layers, experts, plane: data };
     map.show({ ...shown, worst: data.max_over_mean, label: `Load of ${layers} layers by ${experts} experts` });

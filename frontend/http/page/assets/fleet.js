@@ -1,4 +1,4 @@
-// The view of the fleet: who works, what waits, what was told.
+// The view of the fleet: workers, queues, desired states and commands.
 
 import { actButtons } from "./act.js";
 import { el } from "./dom.js";

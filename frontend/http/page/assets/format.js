@@ -1,4 +1,4 @@
-// Numbers, times and sizes in words.
+// Formats numbers, times and sizes as text.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const one = new Intl.NumberFormat("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
@@ -7,7 +7,7 @@ const clockOf = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2
 const dayOf = new Intl.DateTimeFormat(undefined, { day: "2-digit", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 const byName = new Intl.Collator("en", { numeric: true });
 
-/** What stands where nothing is known. */
+/** Text of an unknown value. */
 export const NONE = "–";
 
 const known = (value) => typeof value === "number" && Number.isFinite(value);
@@ -15,16 +15,16 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 /** A whole number with separators: 12,345. */
 export const count = (value) => (known(value) ? whole.format(value) : NONE);
 
-/** A rate; small ones have a decimal. */
+/** A rate; values below 100 have one decimal place. */
 export const rate = (value) => (!known(value) ? NONE : value >= 100 || value === 0 ? whole.format(value) : one.format(value));
 
 /** A ratio: 1.25×. */
 export const ratio = (value) => (!known(value) ? NONE : `${value >= 100 ? whole.format(value) : two.format(value)}×`);
 
-/** A fixed number of decimals. */
+/** A number with a fixed number of decimal places. */
 export const decimals = (value, places) => (known(value) ? value.toFixed(places) : NONE);
 
-/** A share as a percentage; what is not quite all, or not quite nothing, is shown as such. */
+/** A share as a percentage. A share just below 1 is `>99 %`, and a share just above 0 is `<1 %`. */
 export function percent(value) {
   if (!known(value)) return NONE;
   const shown = Math.round(value * 100);
@@ -33,7 +33,7 @@ export function percent(value) {
   return `${shown} %`;
 }
 
-/** Seconds in words: 182 ms, 1.24 s, 3 min 12 s, 2 h 5 min. */
+/** Seconds as text: 182 ms, 1.24 s, 3 min 12 s, 2 h 5 min. */
 export function duration(seconds) {
   if (!known(seconds)) return NONE;
   if (seconds < 0) return `−${duration(-seconds)}`;
@@ -61,14 +61,14 @@ export function bytes(value) {
 /** "1 worker", "12 workers". */
 export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-/** A moment on this machine's clock; with the day, if that is not today. */
+/** A time of this machine's clock, with the day if it is not today. */
 export function clock(unix) {
   const at = new Date(unix * 1000);
   return at.toDateString() === new Date().toDateString() ? clockOf.format(at) : dayOf.format(at);
 }
 
-/** Order names as people do: worker-2 before worker-10. */
+/** Compare names with numbers in numeric order: worker-2 before worker-10. */
 export const compareNames = (a, b) => byName.compare(a, b);
 
-/** A version of the weights. */
+/** A weight version. */
 export const version = (value) => (known(value) ? `v${value}` : NONE);

@@ -1,4 +1,4 @@
-// Layers by experts as coloured cells on a canvas, with the imbalance of each layer beside it.
+// Layers by experts as coloured cells on a canvas, with the imbalance of each layer on the right.
 
 import { el, setAttr } from "./dom.js";
 import { ratio } from "./format.js";
@@ -8,13 +8,13 @@ import { colour, onTheme } from "./theme.js";
 const AXIS_PX = 20;
 const LEFT_PX = 34;
 const RIGHT_PX = 112;
-/** Of a cell: narrower ones cannot be told apart, wider ones need not be. */
+/** Limits on the size of a cell in pixels: smaller cells are indistinguishable, larger cells are not needed. */
 const [MIN_WIDE, MAX_WIDE, MIN_HIGH, MAX_HIGH] = [3, 28, 8, 20];
 const HIGH_PX = 560;
 const FONT = '10px system-ui, "Segoe UI", Roboto, sans-serif';
 /** The bar of a layer is full at this maximum over mean. */
 const FULL_BAR = 8;
-/** A layer stands out if its maximum over mean is at least this, and so many times that of the middle layer. */
+/** A layer is highlighted if its maximum over mean is at least the first value, and the median times the second. */
 const [STANDS_OUT, ABOVE_MEDIAN] = [3, 1.5];
 
 function prepare(canvas, wide, high) {
@@ -33,10 +33,10 @@ function prepare(canvas, wide, high) {
   return context;
 }
 
-/** A distance between labels that leaves each `pixels` of room. */
+/** Return the distance between labels, in cells, that gives each label at least `pixels`. */
 const every = (pixels, size) => [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100].find((step) => step * size >= pixels) ?? 128;
 
-/** The picture. `onPick(cell, how)` hears of the cell under the pointer, the keys or a press; null when it is left. */
+/** The heat map. It calls `onPick(cell, how)` for the cell under the pointer, the keys or a press; null on leaving. */
 export class HeatMap {
   constructor({ onPick }) {
     this.onPick = onPick;
@@ -56,7 +56,7 @@ export class HeatMap {
     onTheme(() => this.#draw());
   }
 
-  /** Show counts, row by row of a layer; `worst` is the maximum over the mean of each layer. */
+  /** Show counts, layer by layer; `worst` has the maximum over mean of each layer. */
   show({ counts, layers, experts, worst, label }) {
     Object.assign(this, { counts, layers, experts, worst });
     this.totals = Array.from({ length: layers }, (_, layer) => {
@@ -68,14 +68,14 @@ export class HeatMap {
     this.#draw();
   }
 
-  /** Count, share, and share in times of an even one, of a cell. */
+  /** Return a cell's count, its share, and its share divided by an even share. */
   read({ layer, expert }) {
     const number = this.counts[layer * this.experts + expert];
     const total = this.totals[layer];
     return { number, total, share: total ? number / total : null, times: total ? (number * this.experts) / total : null };
   }
 
-  /** Mark a cell. */
+  /** Select a cell. */
   pick(cell) {
     this.cell = { layer: Math.min(this.layers - 1, Math.max(0, cell.layer)), expert: Math.min(this.experts - 1, Math.max(0, cell.expert)) };
     this.#placeMark();

@@ -1,12 +1,12 @@
-// The last hour as the service has it: asked for once, then only the points that are new.
+// The service's history of the last hour. The page requests all of it once, and then only new points.
 
 import { ask } from "./session.js";
 
-/** Points of an hour. */
+/** Number of points in an hour. */
 const MAX_POINTS = 720;
 const nothing = (length) => new Array(length).fill(null);
 
-/** Put new points behind those that are known; null where a series has none. Returns all series by name. */
+/** Append new points to the known points, with null where a series has none. Returns all series by name. */
 export function joined(known, added, before, number) {
   const names = new Set([...Object.keys(known), ...Object.keys(added)]);
   const pad = (list, length) => [...nothing(Math.max(0, length - list.length)), ...list];
@@ -32,11 +32,11 @@ export class History {
     return Array.from({ length: this.length }, (_, index) => this.end - (this.length - 1 - index) * this.step);
   }
 
-  /** Get what is new; true if something is. Raises `HttpProblem`. */
+  /** Request new points. Returns true if there are any. Raises `HttpProblem`. */
   async update(number, startedAt) {
     if (this.isAsking || (number !== undefined && number === this.number && startedAt === this.startedAt)) return false;
     const { worker } = this;
-    // Another service counts from another beginning.
+    // A different service numbers its points from a different start.
     const isNew = this.number === null || number < this.number || startedAt !== this.startedAt;
     const query = new URLSearchParams({ ...(isNew ? {} : { since: this.number }), ...(worker ? { worker } : {}) });
     this.isAsking = true;

@@ -1,9 +1,9 @@
-// Commands and what each worker answered: live, with the progress of staging and loading.
+// Commands and the ack of each worker, live, with the progress of staging and loading.
 
 import { el, keyed, meter, setAttr, setText, timeOf } from "./dom.js";
 import { bytes, clock, compareNames, count, duration, percent } from "./format.js";
 
-/** Workers of one command that are listed; those that have applied it come last. */
+/** Limit on listed workers of one command. Workers that have applied it come last. */
 const MAX_LINES = 60;
 
 const FINAL = { applied: "good", failed: "bad", unsupported: "bad", missing: "bad", late: "bad", stale: "off" };
@@ -50,8 +50,8 @@ function makeLedger() {
   const summary = el("summary", {}, el("span", { class: "state" }, el("span", { class: "glyph", "aria-hidden": "true" }), el("strong")), el("span", { class: "ledger-bar" }), el("span", { class: "hint" }), el("time", { class: "hint" }));
   const body = el("tbody");
   const more = el("p", { class: "hint" });
-  const heads = ["Worker", "Answer", "Progress", "Took", "Error"];
-  const table = el("table", { class: "plain", "aria-label": "Answers of workers" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
+  const heads = ["Worker", "Ack", "Progress", "Took", "Error"];
+  const table = el("table", { class: "plain", "aria-label": "Ack of each worker" }, el("thead", {}, el("tr", {}, ...heads.map((text) => el("th", { scope: "col", text, class: text === "Took" ? "numeric" : "" })))), body);
   const details = el("details", {}, summary, el("div", { class: "scroll-x" }, table), more);
   const item = el("li", { class: "ledger", data: { testid: "ledger" } }, details);
   meters.set(item, meter(summary.children[1]));
@@ -86,23 +86,23 @@ function fillLedger(item, ledger) {
   setAttr(state, "data-kind", kind);
   setText(state.firstElementChild, SIGNS[kind]);
   setText(state.lastElementChild, ledger.command.replaceAll("_", " "));
-  // Of workers that have applied it, not all are listed.
+  // `workers` does not list all workers that have applied the command.
   const underWay = lines.reduce((sum, line) => sum + (kindOf(line) === "good" ? 0 : shareOf(line)), 0);
   const share = total ? (by.good + underWay) / total : 0;
   const answered = [`${count(by.good)} of ${count(total)}`];
-  if (by.off) answered.push(`${count(by.off)} overtaken`);
+  if (by.off) answered.push(`${count(by.off)} superseded`);
   if (by.bad) answered.push(`${count(by.bad)} failed`);
   if (by.busy && lines.some((line) => line.progress)) answered.push(percent(share));
   meters.get(item)(share, answered.join(", "));
-  setText(words, `${ledger.done ? "" : "under way, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`);
+  setText(words, `${ledger.done ? "" : "in progress, "}by ${ledger.controller}${ledger.epoch === null ? "" : `, epoch ${ledger.epoch}`}`);
   timeOf(time, ledger.at, clock(ledger.at));
   fillLines(item);
 }
 
-/** The last commands of any controller. */
+/** Make the panel with the last commands of all controllers. */
 export function ledgersPanel() {
   const list = el("ol", { class: "ledgers" });
-  const none = el("p", { class: "empty", hidden: true, text: "No command was heard since this page was opened." });
+  const none = el("p", { class: "empty", hidden: true, text: "No command has arrived since this page was opened." });
   return {
     root: el("section", { class: "panel", "aria-labelledby": "commands-title", data: { testid: "commands" } }, el("div", { class: "panel-head" }, el("h2", { id: "commands-title", text: "Commands" })), list, none),
     update({ commands = [] }) {

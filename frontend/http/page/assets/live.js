@@ -1,11 +1,11 @@
-// The stream of this page: where it is read from, and when it was heard last.
+// The event stream of this page: its path, and the time of its last event.
 
 import { put, takeEvent } from "./store.js";
 import { EventStream } from "./stream.js";
 
 const PATH = "v1/rl/events";
 
-/** When the fleet was heard last, on this machine's clock. */
+/** Time of the last `fleet` event, on this machine's clock. */
 export const heard = { at: Date.now() };
 
 /** The stream that feeds the page. */
@@ -22,10 +22,10 @@ export const stream = new EventStream(
   },
 );
 
-/** Whose experts are watched; null: nobody's. */
+/** The model and worker whose experts are watched; null for none. */
 let watched = null;
 
-/** Have the load of a model's experts sent too, of all its workers or one; with null, no more. */
+/** Also request the load of a model's experts, for all its workers or one. With null, stop this. */
 export function watchExperts(model, worker = null) {
   if (watched?.model === model && watched?.worker === worker) return;
   if (!watched && !model) return;

@@ -1,4 +1,4 @@
-// Begins everything: the tabs, the stream, and what is said when it is lost.
+// Starts the page: the tabs, the event stream, and the banner for a lost stream.
 
 import { el, setAttr, setText } from "./dom.js";
 import { fleetView } from "./fleet.js";
@@ -19,11 +19,11 @@ const VIEWS = [
   { name: "experts", title: "Experts", make: expertsView },
   { name: "request", title: "Request", make: requestView },
 ];
-/** The loss of the stream is no news before that: it may be back. */
+/** Time after which a lost stream is reported: a short loss may end by itself. */
 const QUIET_MS = 2500;
-/** A connection that stands brings the fleet each second. */
+/** Silence of a live stream after which its data counts as old. The service sends the fleet each second. */
 const SILENT_MS = 5000;
-const LINK_WORDS = { connecting: "connecting", live: "live", lost: "connection lost", denied: "token needed", resting: "resting while hidden" };
+const LINK_WORDS = { connecting: "connecting", live: "live", lost: "connection lost", denied: "token needed", resting: "disconnected while hidden" };
 
 const main = document.getElementById("main");
 const banner = document.getElementById("banner");
@@ -83,19 +83,19 @@ function showLink() {
 
 function problemWords({ kind, problem, retryAt }, silent) {
   const fleet = now.fleet;
-  if (kind === "denied") return `Nothing is shown: ${problem}.`;
+  if (kind === "denied") return `The service rejected the request: ${problem}.`;
   if (kind === "resting") return "";
   if (silent) {
     const wait = retryAt ? Math.max(0, Math.ceil((retryAt - Date.now()) / 1000)) : 0;
     const next = kind !== "lost" ? "" : wait ? ` Next try in ${wait} s.` : " Trying again.";
-    return `No news since ${clock((Date.now() - silent) / 1000)}, for ${duration(Math.round(silent / 1000))}: ${problem ?? "the service is silent"}.${next}`;
+    return `No data since ${clock((Date.now() - silent) / 1000)}, for ${duration(Math.round(silent / 1000))}: ${problem ?? "the service sends nothing"}.${next}`;
   }
-  if (fleet && !fleet.bus_up) return `The service has no connection to NATS${fleet.problem ? `: ${fleet.problem}` : ""}. What is shown may be old.`;
+  if (fleet && !fleet.bus_up) return `The service has no connection to NATS${fleet.problem ? `: ${fleet.problem}` : ""}. The data on this page may be old.`;
   return fleet?.problem ?? "";
 }
 
 on("link", ({ kind }) => {
-  if (kind === "denied") askForToken(token() ? `The service has refused this token: ${now.link.problem}.` : "The service asks for a token: that of requests shows the fleet, that of admins may also change it.", () => stream.restart());
+  if (kind === "denied") askForToken(token() ? `The service rejected this token: ${now.link.problem}.` : "The service requires a token. The token for requests shows the fleet. The admin token can also change it.", () => stream.restart());
   showLink();
 });
 on("fleet", showLink);
@@ -106,7 +106,7 @@ on("hello", (hello) => {
 setInterval(showLink, 1000);
 
 startTheme(document.getElementById("theme-button"));
-document.getElementById("token-button").addEventListener("click", () => askForToken("The token of requests shows the fleet, that of admins may also change it.", () => stream.restart()));
+document.getElementById("token-button").addEventListener("click", () => askForToken("The token for requests shows the fleet. The admin token can also change it.", () => stream.restart()));
 document.getElementById("skip").addEventListener("click", (event) => (event.preventDefault(), main.focus()));
 startTabs();
 window.addEventListener("hashchange", showView);

@@ -1,4 +1,4 @@
-// The view of one request: what became of it, as the workers that had it remember.
+// The view of one request: its history, from the workers that had it.
 
 import { el, setText } from "./dom.js";
 import { address, route } from "./router.js";
@@ -21,7 +21,7 @@ function attempt(timeline, first) {
 
 function found(body, room) {
   const timelines = body.timelines.map((each) => ({ attempt: 0, child: 0, prompt_tokens: 0, events: [], ...each })).filter(({ events }) => events.length).sort((a, b) => a.events[0].at - b.events[0].at);
-  if (!timelines.length) return [el("p", { class: "empty", text: "The workers know the request, and have no events of it." })];
+  if (!timelines.length) return [el("p", { class: "empty", text: "The workers know the request, but have no events of it." })];
   const all = timelines.flatMap(({ events }) => events.map(({ at }) => at));
   const [first, last] = [Math.min(...all), Math.max(...all)];
   const workers = new Set(timelines.map(({ worker }) => worker)).size;
@@ -33,19 +33,19 @@ function found(body, room) {
   ];
 }
 
-/** What is missing in the picture, or wrong with it, in sentences. */
+/** Return sentences about missing or inexact data. */
 function caveats({ silent, left_out: leftOut, clock_skews: skews }) {
   const found = [];
   const names = Array.isArray(silent) ? silent : Object.keys(silent ?? {});
-  if (names.length) found.push(`No answer from ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${plural(names.length - 5, "other")}` : ""}: what such a worker had of the request is missing.`);
-  if (leftOut) found.push(`The answers had no room for ${plural(leftOut, "earlier timeline")}.`);
-  for (const [worker, seconds] of Object.entries(skews ?? {})) found.push(`The clock of ${worker} is at least ${duration(Math.abs(seconds))} ${seconds > 0 ? "ahead of" : "behind"} that of the server: times between machines are off by as much.`);
+  if (names.length) found.push(`No answer from ${names.slice(0, 5).join(", ")}${names.length > 5 ? ` and ${plural(names.length - 5, "other")}` : ""}: their part of the request is missing.`);
+  if (leftOut) found.push(`The answers leave out ${plural(leftOut, "earlier timeline")}, because they were too long.`);
+  for (const [worker, seconds] of Object.entries(skews ?? {})) found.push(`The clock of ${worker} is at least ${duration(Math.abs(seconds))} ${seconds > 0 ? "ahead of" : "behind"} the server's clock. Times between machines are wrong by this amount.`);
   return found;
 }
 
 /** Make the view. */
 export function requestView() {
-  const input = el("input", { id: "request-id", type: "search", placeholder: "as X-Request-Id or the answer's id has it", spellcheck: "false", autocomplete: "off", data: { testid: "request-id" } });
+  const input = el("input", { id: "request-id", type: "search", placeholder: "X-Request-Id, or the id of the answer", spellcheck: "false", autocomplete: "off", data: { testid: "request-id" } });
   const note = el("p", { class: "notice", role: "status", data: { testid: "request-note" }, hidden: true });
   const answer = el("div", { class: "view" });
   const go = (event) => {
@@ -54,7 +54,7 @@ export function requestView() {
     if (to === location.hash) load(input.value.trim());
     else location.hash = to;
   };
-  const form = el("form", { class: "controls", on: { submit: go } }, el("label", { class: "choice grow" }, el("span", { text: "Request" }), input), el("button", { type: "submit", class: "primary", text: "Look it up", data: { testid: "request-submit" } }));
+  const form = el("form", { class: "controls", on: { submit: go } }, el("label", { class: "choice grow" }, el("span", { text: "Request" }), input), el("button", { type: "submit", class: "primary", text: "Look up", data: { testid: "request-submit" } }));
   const root = el("div", { class: "view" }, form, note, answer);
   let shown = null;
   let run = null;
@@ -70,7 +70,7 @@ export function requestView() {
     run = new AbortController();
     answer.replaceChildren();
     if (!id) {
-      say("Workers remember their last 1,000 requests that have ended, and all that they have. A request is looked up by its id.");
+      say("Workers remember their open requests and the last 1,000 that ended. Enter the id of a request to look it up.");
       return;
     }
     say("Asking the workers …");
@@ -81,8 +81,8 @@ export function requestView() {
       answer.replaceChildren(...found(body, answer.clientWidth - 30));
     } catch (error) {
       if (error.name === "AbortError" || shown !== id) return;
-      say(error.status === 404 ? `No worker knows ${id}. The service says: ${error.message}.` : `It cannot be looked up: ${error.message}`);
-      if (error.status === 401) askForToken("What became of a request is told with the token of admins.", () => load(id));
+      say(error.status === 404 ? `No worker knows ${id}. The service answered: ${error.message}.` : `The request cannot be looked up: ${error.message}`);
+      if (error.status === 401) askForToken("The history of a request needs the token of admins.", () => load(id));
     }
   }
 

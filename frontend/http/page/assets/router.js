@@ -1,4 +1,4 @@
-// Addresses of views: #/NAME?key=value. The back button works, and an address can be sent to somebody.
+// Addresses of views: #/NAME?key=value. The back button works, and addresses can be shared.
 
 /** The view and the parameters of the page's address. */
 export function route() {
@@ -14,7 +14,7 @@ export function address(name, params = {}) {
   return `#/${name}${text ? `?${text}` : ""}`;
 }
 
-/** Write parameters of the view that is shown into the address; this is no step of the back button. */
+/** Write parameters of the current view into the address, without a step for the back button. */
 export function setParams(changes) {
   const { name, params } = route();
   const all = { ...Object.fromEntries(params), ...changes };

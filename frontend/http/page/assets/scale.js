@@ -1,15 +1,15 @@
-// Colours for a share that is compared with an even one: colder is less, warmer is more.
+// Colours for a share relative to an even share: colder is less, warmer is more.
 
 import { colour } from "./theme.js";
 
-/** Shares from an eighth of an even one to eight times as much have colours of their own. */
+/** The scale covers shares from an eighth of an even share to eight times an even share. */
 export const MAX_DOUBLINGS = 3;
 const STEPS = 24;
 
 const parts = (text) => text.match(/[\d.]+/g).slice(0, 3).map(Number);
 const mixed = (a, b, share) => `rgb(${a.map((each, index) => Math.round(each + (b[index] - each) * share)).join(" ")})`;
 
-/** The colours as the theme has them now: `of(times)` for a share in times of an even one; 0 has its own. */
+/** Return the colours of the current theme. `of(times)` is the colour of a share divided by an even share. */
 export function shareScale() {
   const [cold, even, hot] = ["cold", "even", "hot"].map((name) => parts(colour(name)));
   const table = Array.from({ length: 2 * STEPS + 1 }, (_, index) => {

@@ -1,8 +1,8 @@
-// The bearer token, and requests that carry it. The token is in this tab's sessionStorage and in no address.
+// The bearer token, and requests with this token. The token is in this tab's sessionStorage, and never in an address.
 
 const KEY = "rollbus-token";
 
-/** An answer of status 400 and above. */
+/** An answer with status 400 or above. */
 export class HttpProblem extends Error {
   constructor(status, message, code, body) {
     super(message);
@@ -14,13 +14,13 @@ export class HttpProblem extends Error {
 
 export const token = () => sessionStorage.getItem(KEY);
 
-/** Keep a token until this tab is closed; an empty one is removed. */
+/** Store a token until this tab is closed. An empty token removes the stored token. */
 export function setToken(value) {
   if (value) sessionStorage.setItem(KEY, value);
   else sessionStorage.removeItem(KEY);
 }
 
-/** Ask the service. `path` is relative to the page; `body` is sent as JSON. Raises `HttpProblem`. */
+/** Send a request to the service. `path` is relative to the page; `body` is sent as JSON. Raises `HttpProblem`. */
 export async function ask(path, { method = "GET", body, signal, accept = "application/json" } = {}) {
   const headers = { Accept: accept };
   if (token()) headers.Authorization = `Bearer ${token()}`;
@@ -39,7 +39,7 @@ export async function ask(path, { method = "GET", body, signal, accept = "applic
   try {
     said = await answer.json();
   } catch {
-    // A proxy in between answers in its own words.
+    // A proxy may answer without JSON.
   }
   const error = said?.error ?? {};
   throw new HttpProblem(answer.status, error.message ?? `the service answered ${answer.status}`, error.code ?? null, said);

@@ -1,9 +1,9 @@
-// Server-sent events out of pieces of text.
+// Parses server-sent events from pieces of text.
 
-/** Longest event that is read: counts of the largest model are about 1 MB. */
+/** Limit on the length of an event. The counts of the largest model have about 1 MB. */
 const MAX_CHARS = 32 * 1024 * 1024;
 
-/** Reads events; `onEvent(name, data)` gets each one when its last line is there. */
+/** Parses events and calls `onEvent(name, data)` after the last line of each event. */
 export class EventParser {
   constructor(onEvent) {
     this.onEvent = onEvent;

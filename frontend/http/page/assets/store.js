@@ -1,13 +1,13 @@
-// What the page knows: the newest of each event, and who wants to hear of it.
+// The newest event of each name, and its listeners.
 
 const listeners = new Map();
 const waiting = new Set();
 let frame = 0;
 
-/** The newest of each event; null until it comes. `fleet.workers` are objects here. */
+/** The newest event of each name; null before the first one. `fleet.workers` are objects here. */
 export const now = { hello: null, fleet: null, experts: null, link: { kind: "connecting", since: Date.now() } };
 
-/** Call `listener(value)` when `name` changes: once for each drawn frame, and not while the page is hidden. */
+/** Call `listener(value)` when `name` changes, at most once per drawn frame and not while the page is hidden. */
 export function on(name, listener) {
   if (!listeners.has(name)) listeners.set(name, new Set());
   listeners.get(name).add(listener);
@@ -30,7 +30,7 @@ function deliver() {
       try {
         listener(now[name]);
       } catch (error) {
-        // One view that fails must not silence the others.
+        // An error in one view must not stop the others.
         console.error(error);
       }
     }
@@ -41,7 +41,7 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden && waiting.size && !frame) frame = requestAnimationFrame(deliver);
 });
 
-/** Take an event of the stream. */
+/** Store an event of the stream. */
 export function takeEvent(name, value) {
   if (name === "fleet") {
     const fields = now.hello?.worker_fields ?? [];

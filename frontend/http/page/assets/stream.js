@@ -1,21 +1,21 @@
-// The one stream of events that feeds the page: read with fetch, which can send a token, and begun again when it ends.
+// The event stream of the page. It is read with fetch, which can send a token, and restarted when it ends.
 
 import { HttpProblem, ask } from "./session.js";
 import { EventParser } from "./sse.js";
 
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 10_000;
-/** The service sends the fleet every second. Without any event for so long, the connection is dead. */
+/** Silence after which the connection counts as dead. The service sends the fleet every second. */
 const SILENCE_MS = 20_000;
-/** A page that is hidden for so long gives its connection back: a browser opens only six to one host. */
+/** A page closes its connection after this time hidden, because a browser opens only six connections to a host. */
 const HIDDEN_MS = 30_000;
 
 /**
  * Reads `path` until stopped.
- * `onEvent(name, value)` gets each event; `onState(state)` gets `{kind, since, problem, retryAt}`, where `kind` is
- * `connecting`, `live`, `lost` (tried again at `retryAt`), `denied` (waits for `restart`, with another token) or
- * `resting` (the page is hidden; the stream begins again when it is shown).
- * `onRefused(problem)` gets the refusal of a path that says something wrong; it returns the path to read instead.
+ * `onEvent(name, value)` receives each event. `onState(state)` receives `{kind, since, problem, retryAt}`, where `kind`
+ * is `connecting`, `live`, `lost` (next try at `retryAt`), `denied` (waits for `restart` with another token) or
+ * `resting` (the page is hidden; the stream restarts when the page is shown).
+ * `onRefused(problem)` receives the reason why the service rejected the path, and returns the path to read instead.
  */
 export class EventStream {
   constructor(path, onEvent, onState, onRefused) {
@@ -50,7 +50,7 @@ export class EventStream {
     this.#become("resting", null);
   }
 
-  /** Begin, or begin again: with another path, or at once after a loss. */
+  /** Start or restart the stream, with another path or immediately after a loss. */
   restart(path = this.path) {
     this.path = path;
     this.run?.abort();
@@ -93,7 +93,7 @@ export class EventStream {
     clearTimeout(this.silence);
     run.abort();
     this.problem = null;
-    // So that many pages do not come back in the same moment.
+    // A random delay, so that many pages do not reconnect at the same time.
     const wait = this.wait * (0.75 + Math.random() / 2);
     this.wait = Math.min(2 * this.wait, MAX_RETRY_MS);
     this.#become("lost", problem, Date.now() + wait);

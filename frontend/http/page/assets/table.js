@@ -1,18 +1,18 @@
-// A table of thousands of rows: only those in sight are elements. Sorted by its headers; the columns never move.
+// A table with thousands of rows, of which only the visible ones are elements. Its headers sort it.
 
 import { el, setAttr, setText } from "./dom.js";
 
 const ROW_PX = 30;
-/** Rows beyond each edge, so that a quick scroll shows no gap. */
+/** Number of rows beyond each edge, so that quick scrolling shows no gap. */
 const SPARE = 8;
-/** Between two sorts by a column whose values change all the time. */
+/** Time between two sorts by a column with changing values. */
 const SORT_EVERY_MS = 5000;
 
-/** On a phone, the first column stays in sight and leaves room for the others. */
+/** On a phone, the first column stays visible and is narrower, to leave room for the others. */
 const narrow = matchMedia("(max-width: 640px)");
 
 /**
- * A column is `{id, title, hint, width, narrow, numeric, value(row), cell(td)}`: `value` is what is sorted by, and `cell`
+ * A column is `{id, title, hint, width, narrow, numeric, value(row), cell(td)}`. `value` returns the sort key. `cell`
  * prepares a cell and returns the function that fills it with a row.
  */
 export class VirtualTable {
@@ -37,7 +37,7 @@ export class VirtualTable {
     this.showColumns(() => true);
   }
 
-  /** Show the columns that `wanted(column)` says. */
+  /** Show the columns for which `wanted(column)` is true. */
   showColumns(wanted) {
     const columns = this.all.filter(wanted);
     if (this.columns && columns.length === this.columns.length) return;
@@ -70,7 +70,7 @@ export class VirtualTable {
 
   #sortBy(column) {
     const same = this.sort.id === column.id;
-    // Of numbers, the largest are looked for first.
+    // Numbers are sorted in descending order at first.
     this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.numeric) };
     this.sortedAt = 0;
     this.#markSort();
@@ -91,7 +91,7 @@ export class VirtualTable {
     const byKey = new Map(rows.map((row) => [this.keyOf(row), row]));
     const known = new Set(this.order);
     const same = known.size === byKey.size && this.order.every((key) => byKey.has(key));
-    // Rows do not run away from who points at one.
+    // Keep the order while the pointer is over the table.
     const held = same && this.sortedAt && (this.scroller.matches(":hover") || performance.now() - this.sortedAt < SORT_EVERY_MS);
     this.rows = rows;
     if (held) this.shown = this.order.map((key) => byKey.get(key));
@@ -111,7 +111,7 @@ export class VirtualTable {
     const sign = this.sort.down ? -1 : 1;
     const compare = (a, b) => {
       const [x, y] = [column.value(a), column.value(b)];
-      // What is not known comes last, whichever way.
+      // Unknown values come last in both orders.
       if (x === y || (x ?? null) === (y ?? null)) return this.columns[0].compare(a, b);
       if (x === null || x === undefined) return 1;
       if (y === null || y === undefined) return -1;
@@ -138,7 +138,7 @@ export class VirtualTable {
       const { tr, fills } = this.pool[index - first];
       const row = this.shown[index];
       setAttr(tr, "aria-rowindex", index + 2);
-      // Stripes stay with the rows while they are scrolled.
+      // Stripes move with the rows during scrolling.
       tr.classList.toggle("odd", index % 2 === 1);
       tr.dataset.key = this.keyOf(row);
       for (const fill of fills) fill(row);
@@ -159,7 +159,7 @@ export class VirtualTable {
   }
 }
 
-/** A cell with a text, and a longer one in its title. */
+/** A cell with a text, and a longer text in its title. */
 export const textCell = (text, title = () => null) => (td) => (row) => {
   setText(td, text(row));
   setAttr(td, "title", title(row));

@@ -1,4 +1,4 @@
-// Light or dark: as the system says, or as the switch says.
+// Light or dark theme, from the system's setting or from the button.
 
 const KEY = "rollbus-theme";
 const SIGNS = { auto: "◐ auto", light: "○ light", dark: "● dark" };
@@ -6,10 +6,10 @@ const NEXT = { auto: "dark", dark: "light", light: "auto" };
 const changed = new Set();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-/** Call when colours have changed: a canvas keeps those that it was drawn with. */
+/** Call `listener` when colours change, because a canvas keeps its old colours until it is drawn again. */
 export const onTheme = (listener) => changed.add(listener);
 
-/** The value of one of the style's colours, as a canvas takes it. */
+/** Return one of the style's colours in a form that a canvas accepts. */
 export function colour(name) {
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
@@ -23,7 +23,7 @@ function tell() {
   for (const listener of changed) listener();
 }
 
-/** Make a button the switch. */
+/** Make a button switch the theme. */
 export function startTheme(button) {
   let theme = localStorage.getItem(KEY) in SIGNS ? localStorage.getItem(KEY) : "auto";
   const show = () => {

@@ -1,4 +1,4 @@
-// The view of speed: the last hour of the fleet, of each model, or of one worker.
+// The view of throughput: the last hour of the fleet, of each model, or of one worker.
 
 import { TimeChart, MAX_LINES } from "./chart.js";
 import { el, keyed, setAttr, setText } from "./dom.js";
@@ -8,20 +8,20 @@ import { address, route, setParams } from "./router.js";
 import { now, on } from "./store.js";
 
 const CHARTS = [
-  { key: "tokens_per_s", title: "Tokens a second", hint: "Generated tokens of all requests", format: rate },
+  { key: "tokens_per_s", title: "Tokens per second", hint: "Generated tokens of all requests", format: rate },
   { key: "first_token_s", title: "First token", hint: "Mean time from the offer of a request to its first token", format: duration },
   { key: "between_tokens_s", title: "Between tokens", hint: "Mean time for each token after the first", format: duration },
-  { key: "queue_wait_s", title: "Queue wait", hint: "Mean time in the queue until a worker takes a request", format: duration },
+  { key: "queue_wait_s", title: "Queue wait", hint: "Mean time in the queue until a worker accepts a request", format: duration },
   { key: "waiting", title: "Waiting", hint: "Requests in the queue", format: count, isWhole: true },
-  { key: "in_flight", title: "In flight", hint: "Requests that workers have admitted and not ended", format: count, isWhole: true },
+  { key: "in_flight", title: "In flight", hint: "Requests that workers have accepted and not ended", format: count, isWhole: true },
 ];
 
-/** Minutes that are shown; without a choice, the fewest that hold all that is known. */
+/** Displayed time spans in minutes. The default is the shortest span that includes all data. */
 const SPANS = [5, 15, 60];
-/** After an error. */
+/** Time until the next request after an error. */
 const ASK_AGAIN_MS = 5000;
 
-/** A field to choose a worker by its name, with names to choose from. */
+/** Make an input for a worker's name, with a list of names. */
 export function workerChoice(id, onChoice) {
   const names = el("datalist", { id: `${id}-names` });
   const input = el("input", { id, list: names.id, placeholder: "all workers", spellcheck: "false", autocomplete: "off", data: { testid: id }, on: { change: () => onChoice(input.value.trim()) } });
@@ -40,7 +40,7 @@ export function throughputView() {
   const history = new History();
   const charts = CHARTS.map((each) => ({ ...each, chart: new TimeChart({ ...each, testid: `chart-${each.key}` }) }));
   const by = el("select", { id: "by", data: { testid: "by" }, on: { change: () => go({ by: by.value, worker: "" }) } }, el("option", { value: "", text: "the whole fleet" }), el("option", { value: "model", text: "each model" }), el("option", { value: "worker", text: "one worker" }));
-  const span = el("select", { id: "span", data: { testid: "span" }, on: { change: () => go({ span: span.value }) } }, el("option", { value: "", text: "all that is known" }), ...SPANS.map((minutes) => el("option", { value: minutes, text: `the last ${minutes} minutes` })));
+  const span = el("select", { id: "span", data: { testid: "span" }, on: { change: () => go({ span: span.value }) } }, el("option", { value: "", text: "all data" }), ...SPANS.map((minutes) => el("option", { value: minutes, text: `the last ${minutes} minutes` })));
   const choice = workerChoice("chart-worker", (worker) => go({ by: "", worker }));
   const note = el("p", { class: "hint", role: "status" });
   const back = el("a", { href: address("fleet"), text: "All workers" });
@@ -71,7 +71,7 @@ export function throughputView() {
     }
     const isThere = !worker || now.fleet?.workers.some((each) => each.worker === worker);
     const more = lines.length > MAX_LINES ? `${plural(lines.length - MAX_LINES, "model")} more are not shown.` : "";
-    setText(note, !isThere ? `No worker ${worker} is there now.` : worker && !history.workers[worker] && history.number !== null ? "The service keeps no history of this worker." : more);
+    setText(note, !isThere ? `There is no worker ${worker} now.` : worker && !history.workers[worker] && history.number !== null ? "The service has no history of this worker." : more);
   }
 
   async function refresh() {

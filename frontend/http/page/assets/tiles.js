@@ -4,10 +4,10 @@ import { el, keyed, setAttr, setText } from "./dom.js";
 import { NONE, count, plural, rate, version } from "./format.js";
 import { stateOf, stateOrder } from "./states.js";
 
-/** Versions that are named in the tile; the oldest are counted together. */
+/** Limit on versions that the tile names. Older versions are counted together. */
 const MAX_VERSIONS = 3;
 
-/** How many workers have each value, as pairs. */
+/** Return pairs of a value and the number of workers that have it. */
 export function tally(workers, valueOf) {
   const found = new Map();
   for (const worker of workers) found.set(valueOf(worker), (found.get(valueOf(worker)) ?? 0) + 1);
@@ -22,9 +22,9 @@ function tile(title, testid) {
   return { root: el("section", { class: "tile", data: { testid } }, el("h2", { text: title }), value, more), value, more };
 }
 
-/** The tiles. */
+/** Make the tiles. */
 export function fleetTiles() {
-  const [workers, tokens, waiting, flight, versions] = [tile("Workers serving", "tile-workers"), tile("Tokens a second", "tile-tokens"), tile("Waiting in the queue", "tile-waiting"), tile("In flight", "tile-in-flight"), tile("Weights", "tile-versions")];
+  const [workers, tokens, waiting, flight, versions] = [tile("Workers serving", "tile-workers"), tile("Tokens per second", "tile-tokens"), tile("Waiting in the queue", "tile-waiting"), tile("In flight", "tile-in-flight"), tile("Weights", "tile-versions")];
   const bar = el("div", { class: "state-bar", "aria-hidden": "true" });
   const list = el("ul", { class: "state-list" });
   workers.more.replaceWith(bar, list);
@@ -47,11 +47,11 @@ export function fleetTiles() {
       const rates = rows.filter(({ tokens_per_s: each }) => each !== null);
       const serving = rates.filter(({ state }) => state === "serving");
       setText(tokens.value, rates.length ? rate(sum(rates, (row) => row.tokens_per_s)) : NONE);
-      setText(tokens.more, serving.length ? `${rate(sum(serving, (row) => row.tokens_per_s) / serving.length)} for each that serves` : "no rates yet");
+      setText(tokens.more, serving.length ? `${rate(sum(serving, (row) => row.tokens_per_s) / serving.length)} for each serving worker` : "no rates yet");
       setText(waiting.value, count(sum(queues, (queue) => queue.waiting)));
       const unread = Object.keys(problems ?? {}).length;
       setText(waiting.more, unread ? `${plural(unread, "queue")} cannot be read` : `${count(sum(queues, (queue) => queue.in_hand))} delivered, not acked`);
-      // A worker that starts knows neither its slots nor its weights.
+      // A starting worker announces neither its slots nor its weights.
       const ready = rows.filter(({ state }) => state !== "starting");
       const slots = sum(ready, (row) => row.slots);
       setText(flight.value, count(sum(rows, (row) => row.in_flight)));

@@ -1,4 +1,4 @@
-// One request over time: a lane for each attempt at a worker, with its phases as bars and its events as marks.
+// One request over time: a lane for each attempt on a worker, with its phases as bars and its events as marks.
 
 import { el, svg } from "./dom.js";
 import { clock, count, duration, plural, version } from "./format.js";
@@ -7,12 +7,12 @@ const ROW = 46;
 const TOP = 26;
 const MIN_WIDE = 560;
 const LABEL_PX = 70;
-const PHASES = { published: ["in the queue", "wait"], offered: ["admitted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
-const WORDS = { published: "in the queue", offered: "admitted by the worker", started: "given to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "other weights", restarted: "prompt is computed anew", ended: "ended" };
+const PHASES = { published: ["in the queue", "wait"], offered: ["accepted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
+const WORDS = { published: "in the queue", offered: "accepted by the worker", started: "sent to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "new weights", restarted: "prompt is computed again", ended: "ended" };
 
 const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at }) => at));
 
-/** What an event says beside its name. */
+/** Return the details of an event. */
 export function detailsOf({ event, weight_version: of, tokens, cached_tokens: cached, reason }) {
   const parts = [];
   if (of !== null && of !== undefined) parts.push(`weights ${version(of)}`);
@@ -22,7 +22,7 @@ export function detailsOf({ event, weight_version: of, tokens, cached_tokens: ca
   return parts.join(", ");
 }
 
-/** Stretches between events that begin a phase: `{from, to, words, kind}`. */
+/** Return the phases between events: `{from, to, words, kind}`. */
 export function phasesOf(events) {
   const found = [];
   for (const { at, event } of events) {
@@ -42,7 +42,7 @@ function lane({ worker, attempt, child, events }, row, x, until, wide) {
   group.append(name);
   for (const { from, to, words, kind } of phasesOf(events)) {
     const title = svg("title");
-    title.textContent = `${words}, ${to === null ? "goes on" : duration(to - from)}`;
+    title.textContent = `${words}, ${to === null ? "continues" : duration(to - from)}`;
     group.append(svg("rect", { x: x(from), y: y + 19, width: Math.max(1.5, x(to ?? until) - x(from)), height: 13, rx: 2, class: `phase ${kind}${to === null ? " open" : ""}` }, title));
   }
   for (const event of events) {
@@ -61,11 +61,11 @@ function lane({ worker, attempt, child, events }, row, x, until, wide) {
 function axis(first, last, x, rows, wide) {
   const group = svg("g", { class: "time-axis" });
   const span = last - first || 1;
-  // Clocks may be years apart: then as many lines as fit, and no more.
+  // Clocks may be years apart. The number of lines is then limited by the width.
   const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400].find((each) => (span / each) * LABEL_PX <= wide) ?? (span / wide) * LABEL_PX;
   for (let at = 0; at <= span; at += step) {
     group.append(svg("line", { x1: x(first + at), x2: x(first + at), y1: TOP - 6, y2: TOP + rows * ROW }));
-    // The last label has room, or is left out.
+    // Leave out the last label if it does not fit.
     if (x(first + at) + LABEL_PX / 2 > wide) continue;
     const text = svg("text", { x: x(first + at) + 3, y: 12 });
     text.textContent = `+${duration(at)}`;
@@ -74,7 +74,7 @@ function axis(first, last, x, rows, wide) {
   return group;
 }
 
-/** Draw the lanes, `room` pixels wide. The list beside it says the same in words, so that the drawing itself is one picture. */
+/** Draw the lanes, `room` pixels wide. The drawing is one image for screen readers, because the list has the same data as text. */
 export function drawTimelines(timelines, room) {
   const wide = Math.max(MIN_WIDE, room);
   const all = times(timelines);
@@ -87,7 +87,7 @@ export function drawTimelines(timelines, room) {
   return drawing;
 }
 
-/** The events of one attempt, in words. */
+/** Make the table of the events of one attempt. */
 export function listOf(timeline, first) {
   const { events } = timeline;
   const rows = events.map((event, index) => {

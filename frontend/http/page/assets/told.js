@@ -1,9 +1,9 @@
-// The desired state of each model, the workers that have not reached it, and what waits in the queue.
+// The desired state of each model, the workers that have not reached it, and the queue.
 
 import { el, keyed, setAttr, setText, timeOf } from "./dom.js";
 import { NONE, clock, compareNames, count, plural, version } from "./format.js";
 
-/** Workers or clients that are named; the others are counted. */
+/** Limit on named workers or clients. The others are counted. */
 const MAX_NAMED = 5;
 
 function fact(title, testid) {
@@ -35,7 +35,7 @@ function fillCard(node, { told, workers }) {
   setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
   setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
   const late = told.behind;
-  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "No worker is there." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
+  setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "There are no workers." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
   const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
   if (late.length > MAX_NAMED) named.push(["", `and ${plural(late.length - MAX_NAMED, "more worker")}`]);
   keyed(card.behind, named, ([worker]) => worker, () => el("li", {}, el("strong"), " ", el("span")), (item, [worker, why]) => {
@@ -44,10 +44,10 @@ function fillCard(node, { told, workers }) {
   });
 }
 
-/** The desired state of each model. */
+/** Make the panel with the desired state of each model. */
 export function toldPanel() {
   const list = el("div", { class: "cards" });
-  const none = el("p", { class: "empty", hidden: true, text: "No model has a desired state, and no worker is there." });
+  const none = el("p", { class: "empty", hidden: true, text: "No model has a desired state, and there are no workers." });
   return {
     root: el("section", { class: "panel", "aria-labelledby": "told-title", data: { testid: "told" } }, el("div", { class: "panel-head" }, el("h2", { id: "told-title", text: "Desired state" })), list, none),
     update({ models, workers }) {
@@ -70,10 +70,10 @@ function clientWords(clients) {
   return named.join(", ");
 }
 
-/** The queue by model and lane, with its clients. */
+/** Make the panel with the queue by model and lane, with its clients. */
 export function queuePanel() {
   const body = el("tbody");
-  const none = el("p", { class: "empty", hidden: true, text: "No queue is there." });
+  const none = el("p", { class: "empty", hidden: true, text: "There are no queues." });
   const problems = el("ul", { class: "behind" });
   const heads = [["Model", ""], ["Lane", ""], ["Waiting", "numeric"], ["Not acked", "numeric"], ["By client", ""]];
   const table = el("table", { class: "plain", "aria-label": "Queue by lane", data: { testid: "queues" } }, el("thead", {}, el("tr", {}, ...heads.map(([text, name]) => el("th", { scope: "col", class: name, text })))), body);

@@ -6,10 +6,10 @@ import { address, route, setParams } from "./router.js";
 import { stateOf, stateOrder } from "./states.js";
 import { VirtualTable, textCell } from "./table.js";
 
-/** A worker that was not heard for so long is marked: workers announce themselves each second or so. */
+/** Age of the last presence from which the table shows it. Workers publish presence about every second. */
 const LATE_S = 5;
 
-/** How far a worker is with the weights that it stages or loads: in few words, in all, and as a share. */
+/** Return the progress of the weights that a worker stages or loads: a short text, a long text, and a share. */
 export function stagingOf(staging) {
   if (!staging) return { words: "", title: "", share: 0 };
   const { stage, done_bytes: done, total_bytes: total, version: to } = staging;
@@ -67,21 +67,21 @@ const COLUMNS = [
   { id: "worker", title: "Worker", width: 176, narrow: 124, value: (row) => row.worker, compare: (a, b) => compareNames(a.worker, b.worker), cell: nameCell },
   { id: "model", title: "Model", width: 132, value: (row) => row.model, cell: textCell((row) => row.model, (row) => row.model) },
   { id: "state", title: "State", width: 112, value: (row) => row.state, compare: (a, b) => stateOrder(a.state) - stateOrder(b.state), cell: stateCell },
-  { id: "weight_version", title: "Weights", hint: "Version of the weights", width: 70, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
-  { id: "in_flight", title: "In flight", hint: "Requests in flight, of the slots that the engine has", width: 112, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
-  { id: "waiting", title: "Waiting", hint: "Requests that wait in the engine", width: 72, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
-  { id: "kv_use", title: "KV use", hint: "Share of the KV cache that is in use", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
-  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens a second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
+  { id: "weight_version", title: "Weights", hint: "Weight version", width: 70, numeric: true, value: (row) => row.weight_version, cell: textCell((row) => version(row.weight_version)) },
+  { id: "in_flight", title: "In flight", hint: "Requests in flight, and slots of the engine", width: 112, numeric: true, value: (row) => row.in_flight, cell: meterCell((row) => (row.slots ? row.in_flight / row.slots : 0), (row) => `${count(row.in_flight)} / ${count(row.slots)}`) },
+  { id: "waiting", title: "Waiting", hint: "Accepted requests that the engine has not started", width: 72, numeric: true, value: (row) => row.waiting, cell: textCell((row) => count(row.waiting)) },
+  { id: "kv_use", title: "KV use", hint: "Used share of the KV cache", width: 104, numeric: true, value: (row) => row.kv_use, cell: meterCell((row) => row.kv_use, (row) => percent(row.kv_use)) },
+  { id: "tokens_per_s", title: "Tokens/s", hint: "Generated tokens per second", width: 78, numeric: true, value: (row) => row.tokens_per_s, cell: textCell((row) => rate(row.tokens_per_s)) },
   { id: "first_token_s", title: "First token", hint: "Mean time to the first token", width: 86, numeric: true, value: (row) => row.first_token_s, cell: textCell((row) => duration(row.first_token_s)) },
   { id: "between_tokens_s", title: "Between", hint: "Mean time between tokens", width: 76, numeric: true, value: (row) => row.between_tokens_s, cell: textCell((row) => duration(row.between_tokens_s)) },
-  { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that were in the cache", width: 86, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
-  { id: "note", title: "Staging, last error", hint: "Weights that are being staged or loaded, and what went wrong last", width: 236, value: (row) => (row.last_error ?? (row.staging ? `~${stagingOf(row.staging).words}` : null)), cell: noteCell },
-  { id: "seen", title: "Heard", hint: "When its last announcement came", width: 88, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
+  { id: "prefix_hit", title: "Prefix hits", hint: "Share of prompt tokens that the prefix cache had", width: 86, numeric: true, value: (row) => row.prefix_hit, cell: textCell((row) => percent(row.prefix_hit)) },
+  { id: "note", title: "Staging, last error", hint: "Weights that are being staged or loaded, and the last error", width: 236, value: (row) => (row.last_error ?? (row.staging ? `~${stagingOf(row.staging).words}` : null)), cell: noteCell },
+  { id: "seen", title: "Presence", hint: "Time of the last presence", width: 88, numeric: true, value: (row) => row.seen_s_ago, cell: textCell(lately, (row) => `${duration(row.seen_s_ago)} ago`) },
 ];
 
 const matches = (row, words) => words.every((word) => [row.worker, row.model, row.state, row.role ?? "", row.last_error ?? "", version(row.weight_version)].some((text) => text.toLowerCase().includes(word)));
 
-/** The table with its filter. `shown()` returns the workers that the filter leaves. */
+/** Make the table with its filter. `shown()` returns the workers that match the filter. */
 export function workersTable() {
   const { params } = route();
   const filter = el("input", { type: "search", id: "worker-filter", placeholder: "name, state, model, v12, error", spellcheck: "false", autocomplete: "off", data: { testid: "worker-filter" } });
@@ -95,7 +95,7 @@ export function workersTable() {
     keyOf: (row) => row.worker,
     label: "Workers",
     testid: "workers",
-    empty: () => (all.length ? "No worker matches the filter." : "No worker is there."),
+    empty: () => (all.length ? "No worker matches the filter." : "There are no workers."),
     sort: { id: COLUMNS.some(({ id }) => id === wanted) ? wanted : "worker", down },
     onSort: (sort) => setParams({ sort: sort.id === "worker" && !sort.down ? "" : `${sort.down ? "-" : ""}${sort.id}` }),
   });
