@@ -234,7 +234,7 @@ class TestWithVllm:
     @pytest.mark.routing
     def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
         """What becomes a connector only behind vLLM's own check is refused; without routing nothing is."""
-        with pytest.raises(EngineDead, match="'kv_offloading_size': restores KV"):
+        with pytest.raises(EngineDead, match="'kv_offloading_size': vLLM would restore KV"):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_offloading_size": 1.0})
         offload = connector_config("both", {"kv_connector": "OffloadingConnector"})
         without = {"enable_return_routed_experts": False, "kv_transfer_config": offload}

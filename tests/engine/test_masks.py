@@ -86,13 +86,13 @@ def test_masks_that_were_declined_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("mask", "why"),
     [
-        (None, "there is none for 1 tokens"),
-        (SamplingMaskLists(np.array([7, 7]), np.array([0, 1, 2])), "it is of 2 tokens with 2 ids, and 1 tokens came"),
-        (SamplingMaskLists(np.array([7]), np.array([0, 5])), "it is of 1 tokens with 1 ids"),
-        (SamplingMaskLists(np.array([7, VOCAB_SIZE])), "it has ids from 7 to 100, and the vocabulary 100"),
-        (SamplingMaskLists(np.array([-1, 7])), "it has ids from -1 to 7"),
+        (None, "no mask for 1 tokens"),
+        (SamplingMaskLists(np.array([7, 7]), np.array([0, 1, 2])), "mask of 2 tokens with 2 ids, for 1 tokens"),
+        (SamplingMaskLists(np.array([7]), np.array([0, 5])), "mask of 1 tokens with 1 ids"),
+        (SamplingMaskLists(np.array([7, VOCAB_SIZE])), "ids from 7 to 100; allowed: 0 to below 100"),
+        (SamplingMaskLists(np.array([-1, 7])), "ids from -1 to 7"),
         (SamplingMaskLists(np.array([], np.int32)), "tokens with 0 to 0 ids"),
-        (SamplingMaskLists(np.array([6, 8])), "token 7 is not among the 2 ids that it was sampled from"),
+        (SamplingMaskLists(np.array([6, 8])), "token 7 is not among the 2 ids of its mask"),
     ],
 )
 def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, why: str) -> None:

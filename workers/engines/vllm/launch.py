@@ -289,7 +289,7 @@ def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:
     if getattr(args, "kv_offloading_size", None) is not None:
         # vLLM creates an offloading connector from this argument, but only after it has checked for a connector.
         raise EngineDead(
-            "engine argument 'kv_offloading_size': restores KV of prompt tokens whose routed experts are unknown; "
+            "engine argument 'kv_offloading_size': vLLM would restore KV of prompt tokens with unknown routed experts; "
             "allowed with routed experts: none, or the engine argument 'enable_return_routed_experts': false"
         )
     refusal = routing_refusal(args.kv_transfer_config)

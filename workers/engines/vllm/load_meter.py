@@ -1,4 +1,4 @@
-"""The load of vLLM as its engine cores tell of it with each step; see `schemas.presence.EngineStats`."""
+"""Measures the load of vLLM from the steps of its engine cores; see `schemas.presence.EngineStats`."""
 
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ new_tokens, events_of = attrgetter("new_token_ids"), attrgetter("events")
 
 
 class _Replica:
-    """What one engine core has said last."""
+    """The latest report of one engine core."""
 
     def __init__(self) -> None:
         self.rates = TokenRates()
@@ -26,14 +26,17 @@ class _Replica:
 
 
 class LoadMeter:
-    """Adds up what the engine cores of all replicas report. Times are each core's own, so each has its own rates."""
+    """Adds up the reports of the engine cores of all replicas.
+
+    Each core uses its own clock, so each replica has its own rates.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[int, _Replica] = {}
         self._has_stats = False
         self._preemptions = self._queries = self._hits = 0
         self.prefix_age: PrefixAge | None = None
-        """Has counted what was computed; None: nothing says which prefixes are gone."""
+        """Counts the computed tokens; None: it is unknown which prefixes were evicted."""
         self._kv_cache_tokens: int | None = None
 
     def add(self, outputs: "EngineCoreOutputs") -> None:
@@ -41,7 +44,7 @@ class LoadMeter:
         replica = self._replicas.setdefault(outputs.engine_index, _Replica())
         made = outputs.outputs
         if made:
-            # Without a loop in Python: there may be a thousand requests in a step.
+            # `map` avoids a Python loop, because a step may have a thousand requests.
             num_made = num_tokens = sum(map(len, map(new_tokens, made)))
             for output in filter(events_of, made):
                 num_tokens -= self._add_events(output, replica.rates, outputs.timestamp)
@@ -60,7 +63,7 @@ class LoadMeter:
             self._hits += stats.prefix_cache_stats.hits
 
     def _add_events(self, output: "EngineCoreOutput", rates: TokenRates, at: float) -> int:
-        """Count what happened to a request before this output; return its tokens that are first ones."""
+        """Count the events of a request before this output. Return the number of its tokens if they are its first."""
         from vllm.v1.engine import EngineCoreEventType
 
         events = output.events or ()
@@ -76,11 +79,11 @@ class LoadMeter:
         return len(output.new_token_ids)
 
     def restart(self, prefix_age: PrefixAge | None = None, kv_cache_tokens: int | None = None) -> None:
-        """Forget counts and rates: what was compiled meanwhile says nothing of the speed. The state now stays.
+        """Reset counts and rates, because compilation distorted them until now. Keep the current state.
 
         Args:
-            prefix_age: counts what is computed from now on; None: nothing does.
-            kv_cache_tokens: that the KV caches hold; None: not known.
+            prefix_age: counts the tokens that are computed from now on; None: they are not counted.
+            kv_cache_tokens: number of tokens that fit into the KV caches; None: not known.
         """
         self.prefix_age = prefix_age
         self._kv_cache_tokens = kv_cache_tokens
@@ -89,12 +92,16 @@ class LoadMeter:
             replica.rates = TokenRates()
 
     def interrupt(self) -> None:
-        """Leave out the time until the next steps: the engine was paused."""
+        """Exclude the time until the next steps: the engine was paused."""
         for replica in self._replicas.values():
             replica.rates.interrupt(replica.told_at)
 
     def stats(self) -> EngineStats:
-        """The load now: of several replicas the sum, and their mean use of KV caches, which are of one size."""
+        """Return the current load.
+
+        With several replicas, return the sum. The KV cache use is the mean, because all replicas have caches of one
+        size.
+        """
         replicas = self._replicas.values()
         prefill = [rate for one in replicas if (rate := one.rates.prefill) is not None]
         decode = [rate for one in replicas if (rate := one.rates.decode) is not None]
@@ -103,7 +110,7 @@ class LoadMeter:
             decode_tokens_per_s=round(sum(decode), 3) if decode else None,
         )
         if not self._has_stats:
-            # Started with `disable_log_stats`: the engine cores say nothing of themselves.
+            # With the engine argument `disable_log_stats`, the engine cores report no state.
             return rates
         use = sum(one.kv_cache_use for one in replicas) / len(replicas)
         return EngineStats(

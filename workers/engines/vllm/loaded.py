@@ -1,4 +1,4 @@
-"""Which weights and adapters an engine has loaded, as far as requests must know."""
+"""The loaded weights and adapters of an engine, for the cache salt and the adapter of each request."""
 
 import itertools
 from dataclasses import dataclass
@@ -19,55 +19,59 @@ class VllmAdapter:
 
     version: int
     serial: int
-    """Of this load; see `LoadSerials`."""
+    """Serial of this load; see `LoadSerials`."""
     lora_request: "LoRARequest"
-    """How vLLM is told to use it."""
+    """The argument by which vLLM uses the adapter for a request."""
 
 
 class LoadSerials:
-    """What is loaded, counted: every load of weights or of an adapter gets a serial that no other load has.
+    """Serials of loads. Each load of weights or of an adapter gets a serial that no other load has.
 
-    vLLM's prefix cache knows neither weights nor an adapter's version (v1/core/kv_cache_utils.py:
-    _gen_lora_extra_hash_keys), so the serials go into the salt of each request at its admission: what older weights
-    have put into the cache is not found any more, and needs no flush that would cost the requests in flight.
+    vLLM's prefix cache distinguishes neither weights nor versions of an adapter (v1/core/kv_cache_utils.py:
+    _gen_lora_extra_hash_keys). The serials are therefore part of the cache salt of each request. Requests then do not
+    find cache entries of older weights. The cache needs no reset, which would slow down the requests in flight.
     """
 
     def __init__(self) -> None:
         self._serials = itertools.count()
         self._weights_serial = next(self._serials)
         self.adapters: dict[str, VllmAdapter] = {}
-        """By name; as many as the engine holds at most."""
+        """Loaded adapters by name, at most as many as the engine supports."""
 
     def new_serial(self) -> int:
-        """For a load that begins."""
+        """Return the serial of a load that begins."""
         return next(self._serials)
 
     def replace_weights(self) -> None:
-        """The weights are about to change: requests added from now on share no cache with those before."""
+        """Set a new serial before the weights change: later requests share no cache entries with earlier requests."""
         self._weights_serial = self.new_serial()
 
     def adapter_of(self, request: GenerateRequest) -> VllmAdapter | None:
-        """The adapter that `request` names.
+        """Return the adapter that `request` names; None: it names none.
 
         Raises:
-            InvalidRequest: it is not loaded.
+            InvalidRequest: the adapter is not loaded.
         """
         if request.lora is None:
             return None
         adapter = self.adapters.get(request.lora)
         if adapter is None:
-            allowed = ", ".join(self.adapters) or "none, as no adapter is loaded"
+            allowed = ", ".join(self.adapters) or "none, because no adapter is loaded"
             raise InvalidRequest(
                 field="lora", problem=f"{request.lora!r} is not loaded on this worker", allowed=allowed
             )
         return adapter
 
     def salt_of(self, request: GenerateRequest, *, takes_kv: bool = False) -> str:
-        """The salt of its entries in the prefix cache: what is loaded, then the user's own.
+        """Return the salt of the request's prefix cache entries: the serials of the loads, then the request's own salt.
 
         Args:
-            takes_kv: its KV may come from elsewhere. What it leaves in the cache is for others like it only: of tokens
-                that were not computed here the experts are unknown, and they do not ask for them.
+            takes_kv: True if the KV of the request may come from another engine. Only other requests of this kind find
+                its cache entries: the routed experts of tokens from another engine are unknown, and these requests do
+                not want them.
+
+        Raises:
+            InvalidRequest: the adapter is not loaded.
         """
         adapter = self.adapter_of(request)
         serial = str(self._weights_serial) if adapter is None else f"{self._weights_serial}.{adapter.serial}"

@@ -1,4 +1,4 @@
-"""The engine's processes end with the worker that started them, no sooner and no later, and leave its stdout alone."""
+"""Binds the engine's processes to their worker: they end when the worker ends, and do not write to its stdout."""
 
 import atexit
 import copyreg
@@ -17,21 +17,21 @@ from .cores import Cores
 __all__ = ["kill", "owned_executor"]
 
 GRACE_S = 10.0
-"""For an orphaned engine core to take its own children down, before it is killed."""
+"""Seconds in which an orphaned engine core ends its own children, before it is killed."""
 TRAVELS = "_rollbus_travels"
-"""Attribute of the class: what `adopt` is called with in the engine core's process."""
+"""Attribute of the class with the arguments of `adopt` in the engine core's process."""
 
 
 def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
-    """Make the class that stands for vLLM's executor class until it reaches the engine core's process.
+    """Create a class that replaces vLLM's executor class and calls `adopt` in the engine core's process.
 
-    vLLM has no hook that runs in the engine core before it loads, and an engine core does not notice that its
-    parent was killed (v1/engine/core.py: run_busy_loop). But the executor class travels there: by pickle where
-    processes are spawned, by memory where they are forked. Both ways lead through `adopt`. It is a subclass, because
-    vLLM 0.31 and later ask in the worker's process what kind of executor it is.
+    vLLM has no hook that runs in the engine core before it loads the model. An engine core also does not notice when
+    its parent was killed (v1/engine/core.py: run_busy_loop). But vLLM passes the executor class to the engine core: by
+    pickle to a spawned process, by memory to a forked process. In both cases `adopt` runs. The new class is a subclass,
+    because vLLM 0.31 and later check the kind of executor in the worker's process.
 
     Args:
-        cores: what that process computes on, if it does itself.
+        cores: cores of the engine core's process; None: other processes compute the model.
     """
     kind = _metaclass(type(executor_class))
     owned: type = kind(executor_class.__name__, (executor_class,), {TRAVELS: (executor_class, os.getpid(), cores)})
@@ -41,29 +41,33 @@ def owned_executor(executor_class: type, cores: Cores | None = None) -> type:
 @functools.cache
 def _metaclass(base: type) -> type:
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # In a forked process; a spawned one has unpickled the executor class itself.
+        # Only in a forked process: a spawned process has called `adopt` when it unpickled the class.
         return adopt(*getattr(cls, TRAVELS))(*args, **kwargs)
 
     kind = type("Owned", (base,), {"__call__": build})
-    # Asked for by every pickler before it takes a class for a global name.
+    # Every pickler uses this function before it would pickle the class as a global name.
     copyreg.pickle(kind, lambda cls: (adopt, getattr(cls, TRAVELS)))
     return kind
 
 
 def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
-    """Called in the engine core's process: bind its life to the owner's, not to its terminal and its stdout."""
+    """Prepare the engine core's process, and return the executor class. Do nothing else in the owner's process.
+
+    The process then ends with its owner, ignores the signals of the owner's terminal and does not write to the owner's
+    stdout.
+    """
     if os.getpid() != owner_pid:
-        # Before the engine core checks its configuration, which it does before it loads plugins by itself.
+        # Install the plugin here, because the engine core checks its configuration before it loads plugins.
         plugin.install()
         plugin.keep_external_hits()
         kv_history.install()
-        # A Ctrl-C is for the worker, which ends its requests first; the engine would stop under its hands. And all
-        # that the engine core starts is in its group.
+        # A Ctrl-C must reach only the worker, which ends its requests before the engine stops. All processes that the
+        # engine core starts join its new group.
         os.setpgrp()
-        # The worker's stdout is for machines to read; libraries in the engine print to it as they please.
+        # Programs read the worker's stdout, and libraries in the engine may print. Send their output to stderr.
         os.dup2(2, 1)
         threading.Thread(target=_end_with, args=(owner_pid,), name="end-with-owner", daemon=True).start()
-        # What vLLM and torch consist of takes seconds to look through for garbage, and the process ends anyway.
+        # A garbage collection at exit would scan all objects of vLLM and torch for seconds, without a benefit.
         atexit.register(gc.freeze)
         if cores is not None:
             cores.apply()
@@ -71,7 +75,7 @@ def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
 
 
 def kill(process: BaseProcess) -> None:
-    """Kill the engine core's process with all that it has started: they are in a process group of their own."""
+    """Kill the engine core's process and all processes that it has started. They have a separate process group."""
     pid = process.pid
     if pid is None:
         return
@@ -79,14 +83,14 @@ def kill(process: BaseProcess) -> None:
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
         else:
-            # Not adopted yet: still in the worker's group, and without children.
+            # `adopt` has not run yet: the process is still in the worker's group and has no children.
             process.kill()
     except ProcessLookupError:
         return
 
 
 def _end_with(owner_pid: int) -> None:
-    # Not `multiprocessing.parent_process()`: a spawned process does not know its parent yet when it unpickles this.
+    # `multiprocessing.parent_process()` is not set yet when a spawned process unpickles the class.
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""From a `GenerateRequest` to vLLM's sampling parameters: refuse what vLLM would silently change."""
+"""Converts a `GenerateRequest` to vLLM's sampling parameters, and rejects values that vLLM would silently change."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["extra_names", "refusal", "to_vllm"]
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this (sampling_params.py: __post_init__)."""
+"""vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""
 
 NOT_EXTRA = {
-    "rollbus has a field of its own for it": {
+    "rollbus has its own field for it": {
         *SamplingParams.__struct_fields__,
         "routed_experts_prompt_start",
     },
-    "text is the frontend's business": {
+    "the frontend handles text": {
         "bad_words",
         "detokenize",
         "include_stop_str_in_output",
@@ -30,22 +30,22 @@ NOT_EXTRA = {
         "spaces_between_special_tokens",
         "stop",
     },
-    "it decides in what form results come, which the adapter relies on": {
+    "it sets the form of the results, on which this adapter relies": {
         "flat_logprobs",
         "logprob_token_ids",
         "output_kind",
         "skip_clone",
         "stream_interval",
     },
-    "the wire has no field for its answer": {"prompt_logprob_start", "prompt_logprob_token_ids"},
+    "the wire format has no field for its result": {"prompt_logprob_start", "prompt_logprob_token_ids"},
     "vLLM computes it": {"output_text_buffer_length"},
 }
-"""Fields of vLLM's `SamplingParams` that `sampling.extra` may not set, by reason. Names that begin with an underscore
-are vLLM's own too, in every release."""
+"""Fields of vLLM's `SamplingParams` that `sampling.extra` may not set, by reason. It may also not set names that begin
+with an underscore, which are internal to vLLM in every release."""
 
 
 def extra_names(model_config: Any) -> tuple[str, ...]:
-    """Names that `sampling.extra` may use with this engine."""
+    """Return the names that `sampling.extra` may set with this engine."""
     from vllm import SamplingParams as VllmSamplingParams
 
     refused = set().union(*NOT_EXTRA.values())
@@ -58,13 +58,13 @@ def extra_names(model_config: Any) -> tuple[str, ...]:
 def to_vllm(
     request: GenerateRequest, *, max_model_len: int, returns_rows: bool, kv: dict[str, Any] | None = None
 ) -> "vllm.SamplingParams":
-    """Translate how to sample.
+    """Convert the sampling parameters of a request.
 
     Args:
         kv: the request's `kv_transfer_params`.
 
     Raises:
-        InvalidRequest: a value that vLLM refuses, or accepts and replaces by another.
+        InvalidRequest: vLLM rejects a value, or would accept and change it.
     """
     from vllm import SamplingParams as VllmSamplingParams
 
@@ -87,14 +87,14 @@ def to_vllm(
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": None if sampling.logit_bias is None else dict(sampling.logit_bias),
         "allowed_token_ids": None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
-        # The rows of a prompt whose routing is declined need not be read and sent by the engine.
+        # If the request wants no routed experts, the engine need not read and send the rows of the prompt.
         "routed_experts_prompt_start": request.routed_experts_prompt_start if returns_rows else request.prompt_len,
         "detokenize": False,
-        # Made for one request: vLLM need not copy it before it fills in the rest.
+        # The object is for one request only, so vLLM need not copy it before it sets the remaining fields.
         "skip_clone": True,
     }
     if sampling.bad_words_token_ids:
-        # What vLLM makes of its `bad_words`; set directly, as there is no text here to tokenize.
+        # vLLM fills this field from the text in `bad_words`. It is set directly, because there is no text here.
         fields["_bad_words_token_ids"] = [list(word) for word in sampling.bad_words_token_ids]
     for name, value in (sampling.extra or {}).items():
         fields[name] = _converted(VllmSamplingParams, name, value)
@@ -108,7 +108,7 @@ def to_vllm(
 
 
 def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
-    """Say in our words what vLLM found wrong with a request."""
+    """Convert vLLM's error about a request to an `InvalidRequest` that names the field of rollbus."""
     parameter = getattr(exc, "parameter", None)
     if parameter is None:
         field = "sampling"
@@ -118,22 +118,22 @@ def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
         field = parameter
     else:
         field = f"sampling.{parameter}"
-    # str() of vLLM's error repeats the value, which may be a long list of token ids; its first argument does not.
+    # str() of vLLM's error includes the value, which may be a long list of token ids. Its first argument does not.
     problem = str(exc.args[0]) if exc.args else type(exc).__name__
-    return InvalidRequest(field=field, problem=f"was refused by vLLM: {problem}", allowed="what vLLM's message says")
+    return InvalidRequest(field=field, problem=f"was rejected by vLLM: {problem}", allowed="see vLLM's message")
 
 
 def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
     for name in (EXTRA_ARG, "ec_transfer_params"):
         if name in (extra_args or {}):
-            # They name other requests' KV, and machines that the engine connects to.
+            # These parameters name the KV of other requests, and machines to which the engine connects.
             raise InvalidRequest(
-                field=f"sampling.extra.extra_args.{name}", problem="is the bus's", allowed="other names"
+                field=f"sampling.extra.extra_args.{name}", problem="is reserved for rollbus", allowed="other names"
             )
 
 
 def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
-    """Refuse what vLLM would accept and then change."""
+    """Reject values that vLLM would accept and then change."""
     sampling = request.sampling
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise InvalidRequest(
@@ -143,7 +143,7 @@ def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
         )
     room = max_model_len - request.prompt_len
     for name, allowed in (
-        ("max_tokens", f"1 to {room}, or null for as many as fit"),
+        ("max_tokens", f"1 to {room}, or null for the most that fit"),
         ("min_tokens", f"0 to {room}"),
     ):
         value = getattr(sampling, name)
@@ -151,24 +151,24 @@ def _check_unchanged(request: GenerateRequest, max_model_len: int) -> None:
             raise InvalidRequest(
                 field=f"sampling.{name}",
                 problem=f"is {value} after a prompt of {request.prompt_len} tokens",
-                allowed=f"{allowed}, as the model has {max_model_len} positions",
+                allowed=f"{allowed}, because the model has {max_model_len} positions",
             )
 
 
 def _converted(params_class: type, name: str, value: object) -> Any:
-    """Bring a value of JSON's types to the type of vLLM's field `name`."""
+    """Convert a JSON value to the type of vLLM's field `name`."""
     types = {field.name: field.type for field in msgspec.structs.fields(params_class)}
     try:
         return msgspec.convert(value, types[name])
     except (msgspec.ValidationError, _validation_error(), ValueError, TypeError) as exc:
         raise InvalidRequest(
-            field=f"sampling.extra.{name}", problem=f"cannot be used: {exc}", allowed="what vLLM takes for it"
+            field=f"sampling.extra.{name}", problem=f"cannot be used: {exc}", allowed="the type of vLLM's field"
         ) from exc
 
 
 def _validation_error() -> type[Exception]:
     from vllm.exceptions import VLLMValidationError
 
-    # Any, as far as a type checker can see into vLLM.
+    # For a type checker, the type of vLLM's class is Any.
     kind: type[Exception] = VLLMValidationError
     return kind

@@ -1,9 +1,9 @@
-"""The plugin that lets vLLM return routed experts although it has a KV connector: a `vllm.general_plugins` entry point.
+"""The plugin that lets vLLM return routed experts with a KV connector: a `vllm.general_plugins` entry point.
 
-vLLM refuses the two together (config/vllm.py), as it cannot merge what two engines know: 0.30 for each connector, later
-releases for those that take KV from other engines. Here they are merged: the prompt's rows come from where its KV was
-computed, and the others' copies are dropped. vLLM checks its configuration again in the engine core's process, so the
-plugin has to be in every process.
+vLLM rejects this combination (config/vllm.py), because it cannot merge the routed experts of two engines. Release 0.30
+rejects every connector, later releases only connectors that fetch KV from other engines. rollbus merges them: the rows
+of the prompt come from the engine that computed its KV, and the copies of the other engine are discarded. vLLM checks
+its configuration again in the engine core's process, so every process needs the plugin.
 """
 
 import functools
@@ -19,19 +19,19 @@ from .kv.params import TAKES_KV
 __all__ = ["install", "keep_external_hits"]
 
 CHECK = "_verify_aux_output_compatibility"
-"""Since 0.31 the method of `VllmConfig` that refuses; in 0.30 it is `__post_init__`."""
+"""Method of `VllmConfig` that rejects the combination since 0.31; in 0.30 it is `__post_init__`."""
 REFUSALS = {
     CHECK: "; PD auxiliary output is not supported",
     "__post_init__": "--enable-return-routed-experts is incompatible with KV connectors",
 }
-"""What vLLM says, by the method that says it."""
+"""Part of vLLM's error message, by the method that raises it."""
 FLAG = "self.model_config.enable_return_routed_experts"
-"""What 0.30 reads, once: the checks under it are those of pipeline and context parallelism, and then this one."""
+"""Flag that 0.30 reads once, before the checks of pipeline and context parallelism and of connectors, in this order."""
 MARK = "_rollbus_lifts_refusal"
 
 
 def install() -> None:
-    """Lift the refusal for rollbus's own engines; called by vLLM in each of its processes, harmless when repeated."""
+    """Allow the combination for engines of rollbus. vLLM calls this in each of its processes; safe to call twice."""
     from vllm.config import VllmConfig
 
     name, run = (CHECK, _check_aux_output) if hasattr(VllmConfig, CHECK) else ("__post_init__", _check_all)
@@ -55,17 +55,17 @@ def install() -> None:
 
 
 def keep_external_hits() -> None:
-    """Let decode phases use the KV that they are handed, in an engine core of a rollbus worker; harmless when repeated.
+    """Let decode phases use transferred KV in an engine core of a rollbus worker; safe to call twice.
 
-    From 0.33 on, with routed experts, vLLM takes KV from elsewhere only where it holds the rows of all its tokens, and
-    computes the prompt again where it does not. A decode phase asks for no row before its prompt's last token, which is
-    computed here.
+    With routed experts, vLLM 0.33 and later uses KV of another engine only if it has the rows of all its tokens.
+    Otherwise it computes the prompt again. A decode phase wants no row before the last token of its prompt, and this
+    engine computes that token.
     """
     try:
-        # By name, as the type checker reads the installed release only.
+        # Imported by name, because the type checker reads only the installed release.
         scheduling = importlib.import_module("vllm.distributed.aux_output_connector.connector")
     except ModuleNotFoundError:
-        # 0.30 keeps the rows in another way.
+        # 0.30 stores the rows in another way.
         return
     cap: Any = getattr(scheduling.AuxOutputSchedulerConnector, "cap_external_hit", None)
     if cap is None or hasattr(cap, MARK):
@@ -74,7 +74,7 @@ def keep_external_hits() -> None:
     @functools.wraps(cap)
     def capped(connector: Any, request: Any, num_local: int, num_external: int) -> int:
         num_kept: int = cap(connector, request, num_local, num_external)
-        # What is computed first must begin a block of rows (worker.py: _publish_blocks).
+        # The first computed token must begin a block of rows (worker.py: _publish_blocks).
         is_aligned = (num_local + num_external) % connector._block_size == 0
         return num_external if is_aligned and _needs_no_older_rows(request) else num_kept
 
@@ -89,13 +89,13 @@ def _needs_no_older_rows(request: Any) -> bool:
 
 
 def _check_all(config: Any, check: Callable[[Any], None]) -> None:
-    """Run all of 0.30's checks again, without the one that must not refuse.
+    """Run all checks of 0.30 again, except the check of connectors.
 
-    Everything that vLLM checks before it has passed by then, and running it twice is what vLLM itself does.
+    All earlier checks of vLLM have passed before. A second run is safe, because vLLM itself also runs them twice.
 
     Raises:
-        ValueError: whatever else vLLM refuses.
-        RuntimeError: this release refuses the pair, but not in the way that is known here.
+        ValueError: another check of vLLM failed.
+        RuntimeError: this release rejects the combination in an unknown way.
     """
     if inspect.getsource(check).count(FLAG) != 1:
         raise RuntimeError(f"this release of vLLM does not read {FLAG} exactly once in VllmConfig.__post_init__")
@@ -110,7 +110,7 @@ def _check_aux_output(config: Any, check: Callable[[Any], None]) -> None:
     """Run the checks of routed experts again, as if there were no connector.
 
     Raises:
-        ValueError: whatever else vLLM refuses.
+        ValueError: another check of vLLM failed.
     """
     connector = config.kv_transfer_config
     config.kv_transfer_config = None
@@ -121,6 +121,9 @@ def _check_aux_output(config: Any, check: Callable[[Any], None]) -> None:
 
 
 def _may_lift(config: Any) -> bool:
-    """This is the engine of a rollbus worker, which drops stale rows; others are none of our business."""
+    """True if this is an engine of a rollbus worker, which discards stale rows, with a supported connector.
+
+    The checks of other engines stay unchanged.
+    """
     is_worker = is_ours(getattr(config.parallel_config, "worker_extension_cls", None))
     return is_worker and routing_refusal(config.kv_transfer_config) is None

@@ -1,10 +1,10 @@
-"""On a CPU, engine cores are forked from a process that has imported vLLM, while the worker's own process did so.
+"""Forks engine cores on a CPU from a process that has imported vLLM. It does so while the worker imports vLLM.
 
-Left to itself, vLLM starts them from nothing when the worker's process has imported it; then they do, which is half of
-the time in which a small model starts. On GPUs it forks them by itself where it can.
+By default, vLLM spawns an engine core after the worker has imported vLLM. The engine core then imports vLLM again,
+which is half of the start time of a small model. On GPUs, vLLM itself forks engine cores if it can.
 
-The process is the one of the standard library (`multiprocessing.forkserver`). It has one thread and computes nothing,
-and so it can be forked safely; it ends with the worker's process.
+The process is the fork server of the standard library (`multiprocessing.forkserver`). Forking it is safe, because it
+has one thread and computes nothing. It ends with the worker's process.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ __all__ = ["begin_preload", "forked_cores"]
 
 PRELOADED = "rollbus.workers.engines.vllm.preloaded"
 READ_ON_IMPORT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
-"""What vLLM sets for its processes (platforms/cpu.py: check_and_update_config) and torch reads when it is imported."""
+"""Environment variables that vLLM sets for its processes (platforms/cpu.py: check_and_update_config). torch reads them
+when it is imported."""
 
 _forks: ContextVar[bool] = ContextVar("_forks", default=False)
-"""What vLLM starts now is forked."""
+"""True if engine cores that vLLM starts in this context are forked from the fork server."""
 
 
 def begin_preload() -> None:
-    """Begin to import vLLM in the process that engine cores are forked from, unless it is there; returns at once.
+    """Start the fork server, which imports vLLM, unless it runs. Do not wait for the import.
 
-    That process has the environment that this one has now.
+    The fork server gets the current environment of this process.
     """
     if _is_for_cpus():
         os.environ.update(READ_ON_IMPORT)
@@ -39,9 +40,9 @@ def begin_preload() -> None:
 
 @contextlib.contextmanager
 def forked_cores() -> Iterator[None]:
-    """Make what vLLM starts as engine cores, in this block and thread, forks of that process.
+    """Fork the engine cores that vLLM starts in this block and thread from the fork server.
 
-    Where this release of vLLM starts them in another way, it goes on doing so.
+    This has no effect if this release of vLLM selects the start method in another way.
     """
     from vllm.v1.engine import utils
 
@@ -59,7 +60,7 @@ def forked_cores() -> Iterator[None]:
 
 
 class _StartMethod:
-    """Stands for the function by which vLLM chooses how to start engine cores (utils/system_utils.py)."""
+    """Replaces the function by which vLLM selects how to start engine cores (utils/system_utils.py)."""
 
     def __init__(self, choose: Any) -> None:
         self._choose = choose
@@ -69,7 +70,7 @@ class _StartMethod:
 
 
 def _is_for_cpus() -> bool:
-    """The installed vLLM is; asked before it is imported, in the way of its own platforms/__init__.py."""
+    """True if the installed vLLM runs on CPUs. Decide this without an import, as vLLM's platforms/__init__.py does."""
     with contextlib.suppress(PackageNotFoundError):
         return "cpu" in version("vllm")
     with contextlib.suppress(PackageNotFoundError):

@@ -1,14 +1,14 @@
-"""For the process that engine cores are forked from: importing this imports what an engine core does. See `preload`."""
+"""Imports the modules of an engine core into the fork server, from which engine cores are forked. See `preload`."""
 
 import gc
 import os
 import signal
 
-# A Ctrl-C is for the worker.
+# Only the worker handles a Ctrl-C.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# The worker's stdout is for machines to read; who is imported here may print.
+# Programs read the worker's stdout, and the imported modules may print. Send their output to stderr.
 os.dup2(2, 1)
-# Most of what is made now stays: the garbage collector need not look for more in it, now or in any forked process.
+# Most objects of these imports stay, so the garbage collector need not scan them, here or in a forked process.
 gc.disable()
 try:
     import vllm.v1.engine.core
