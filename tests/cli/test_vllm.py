@@ -193,7 +193,7 @@ async def test_a_tiny_moe_of_another_release_is_replaced(tmp_path: Path) -> None
     other.write_text("mine")
 
     folder = await make_tiny_moe(tmp_path / "stale")
-    with pytest.raises(CommandFailed, match="is not the model asked for"):
+    with pytest.raises(CommandFailed, match="is not the requested model"):
         await make_tiny_moe(tmp_path / "other")
 
     assert (folder / "config.json").is_file()

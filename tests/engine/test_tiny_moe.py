@@ -34,7 +34,7 @@ def test_model_made_before_is_kept_and_another_is_not_overwritten(tmp_path: Path
 
     assert make_tiny_moe(models["moe"], dtype="float32") == models["moe"]
     assert marker.stat().st_mtime_ns == before
-    with pytest.raises(FileExistsError, match="not the model asked for"):
+    with pytest.raises(FileExistsError, match="not the requested model"):
         make_tiny_moe(tmp_path / "mine")
     assert main(["--output", str(tmp_path / "mine")]) == 1
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]

@@ -1,6 +1,7 @@
-"""The comparison of each kind of module with the tensors that were loaded into it.
+"""Compares each kind of module with the tensors that were loaded into it.
 
-Each function makes its probe before the module is used, and returns a function that runs the module's own kernel.
+Each function creates its probe before the module is used. It returns a function that runs the module's own kernel and
+compares the output.
 """
 
 from collections.abc import Callable
@@ -9,18 +10,18 @@ from typing import Any
 __all__ = ["LinearProbe", "Unknown", "check_latent", "checks_of"]
 
 REDUCED_FLOAT32 = 2.0**-10
-"""Relative error of products of float32 on devices that may compute them with fewer bits."""
+"""Relative error of float32 products on devices that may compute them with fewer bits."""
 
 
 class Unknown(Exception):
-    """It is not known how to compute what a module has to give."""
+    """This code cannot compute the expected output of a module. The message gives the reason."""
 
 
 class LinearProbe:
-    """The probe of modules that multiply by the same weight: it is computed when the first of them needs it.
+    """The probe of all modules that multiply by the same weight. It is computed when the first module needs it.
 
     Args:
-        raw: their raw parameters.
+        raw: raw parameters of these modules.
     """
 
     def __init__(self, raw: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ class LinearProbe:
         """Return the comparison of one of the modules.
 
         Raises:
-            Unknown: the weight is nothing to multiply by.
+            Unknown: the weight is not a floating-point matrix.
         """
         import torch
 
@@ -39,7 +40,7 @@ class LinearProbe:
 
         weight, bias = self._weight, self._bias
         if weight is None or weight.dim() != 2 or not weight.is_floating_point():
-            raise Unknown("its weight is not a matrix of numbers")
+            raise Unknown("its weight is not a floating-point matrix")
         if self._probe is None:
             self._probe = linear_probe(weight, bias, weight.dtype, step=_step(weight))
         probe, has_bias = self._probe, bias is not None
@@ -61,10 +62,12 @@ def checks_of(
     """Return the comparisons of a module that has a kernel.
 
     Args:
-        linear: of the same raw parameters.
+        raw: raw parameters of the module.
+        absent: number of elements without a value, by parameter.
+        linear: probe of the same raw parameters.
 
     Raises:
-        Unknown: what it has to give is not known here.
+        Unknown: the expected output of the module cannot be computed.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -77,12 +80,12 @@ def checks_of(
 
     method = module.quant_method
     if any(not name.endswith("bias") for name in absent):
-        raise Unknown(f"{sum(absent.values())} of its weights got no values")
+        raise Unknown(f"{sum(absent.values())} of its weights received no values")
     if isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
         return [_check_experts(module, raw)]
     is_plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
     if not is_plain or not isinstance(module, (LinearBase, VocabParallelEmbedding)):
-        raise Unknown(f"{type(method).__name__} is not known")
+        raise Unknown(f"no comparison supports {type(method).__name__}")
     checks = [linear.check(module)]
     if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
         checks.append(_check_embedding(module, raw))
@@ -105,11 +108,11 @@ def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]
     method = module.quant_method
     activation = ACTIVATIONS.get(module.activation.value)
     if activation is None:
-        raise Unknown(f"the activation {module.activation.value} is not known")
+        raise Unknown(f"no comparison supports the activation {module.activation.value}")
     if method.is_monolithic:
-        raise Unknown("its kernel chooses the experts by itself")
+        raise Unknown("its kernel selects the experts itself")
     if module.moe_config.moe_parallel_config.use_all2all_kernels:
-        raise Unknown("its kernel talks to other processes")
+        raise Unknown("its kernel communicates with other processes")
     if "w13_weight" not in raw or "w2_weight" not in raw:
         raise Unknown("some of its weights were not loaded")
     w13, w2 = raw["w13_weight"], raw["w2_weight"]
@@ -134,7 +137,7 @@ def _check_experts(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]
 
 
 def _globals(expert_map: Any) -> Any:
-    """Return the numbers that the experts of this process have in the model, in their order here."""
+    """Return the expert ids in the model for the experts of this process, in their local order."""
     import torch
 
     here = torch.nonzero(expert_map >= 0).flatten().cpu()
@@ -142,14 +145,20 @@ def _globals(expert_map: Any) -> Any:
 
 
 def check_latent(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
-    """Compare the copies of a projection's weight that latent attention has (layers/attention/mla_attention.py)."""
+    """Return the comparison of latent attention's copies of a projection's weight with the projection's loaded tensor.
+
+    See vLLM's layers/attention/mla_attention.py.
+
+    Raises:
+        Unknown: the weight is missing or quantized.
+    """
     import torch
 
     from .probes import head_probes
 
     weight = raw.get("weight")
     if weight is None or not weight.is_floating_point() or weight.element_size() == 1:
-        raise Unknown("the projection that it has copies of is quantized")
+        raise Unknown("the projection whose weight it copies is quantized")
     split = weight.T.reshape(module.kv_lora_rank, module.num_heads, module.qk_nope_head_dim + module.v_head_dim)
     keys, values = split.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
     probes = {
@@ -160,7 +169,7 @@ def check_latent(module: Any, raw: dict[str, Any]) -> Callable[[], str | None]:
     def run() -> str | None:
         for name, probe in probes.items():
             if not hasattr(module, name):
-                raise Unknown("its kernel has copies of its own")
+                raise Unknown("its kernel has separate copies of the weight")
             maps = getattr(module, name).to("cpu", torch.float64)
             difference = probe.difference(torch.bmm(probe.inputs, maps).flatten(0, 1))
             if difference is not None:

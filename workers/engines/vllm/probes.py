@@ -1,11 +1,11 @@
-"""What a module with certain weights has to compute, and how far from it rounding may lead: torch only, no vLLM.
+"""Computes the expected output of a module from its weights, and the tolerance for rounding. Uses torch, not vLLM.
 
-A probe is a fixed input of a few rows, the output that the weights of a checkpoint give for it, and a tolerance for
-each number of that output. The reference is computed in float32, or in float64 where the weights are float32.
+A probe has a fixed input of a few rows, the output that the weights of a checkpoint give for it, and a tolerance for
+each number of that output. The reference is computed in float32, or in float64 if the weights are float32.
 
-A row of a linear module's input that has a single 1 makes the module give one column of its weight. No rounding is
-involved, so these rows are compared exactly: they show also the weights of the optimizer step before. The other rows
-use every weight. Their tolerance follows from the roundings that a kernel may make, taken as independent of each other.
+If an input row of a linear module has a single 1, the module returns one column of its weight. No rounding occurs, so
+these rows are compared exactly. They detect even weights of the previous optimizer step. The other rows use every
+weight. Their tolerance follows from the roundings of a kernel, which are treated as independent of each other.
 """
 
 import dataclasses
@@ -29,40 +29,39 @@ __all__ = [
 
 SEED = 20_260
 NUM_COLUMNS = 6
-"""Of a linear module's weight that are compared exactly."""
+"""Number of columns of a linear module's weight that are compared exactly."""
 NUM_DENSE = 2
-"""Rows that use every weight of a linear module."""
+"""Number of input rows that use every weight of a linear module."""
 NUM_IDS = 16
-"""Rows of an embedding that are compared."""
+"""Number of compared rows of an embedding."""
 NUM_SIGMAS = 8.0
-"""Roundings that are independent of each other add up to this many standard deviations at most: one in 10^15 goes
-beyond."""
+"""Limit for a sum of independent roundings, in standard deviations. One sum in 10^15 exceeds it."""
 SMALLEST = 1e-37
-"""Kernels may take numbers below for zero, also each product of a sum."""
+"""Kernels may replace smaller numbers by zero, including each product of a sum."""
 CHUNK_ELEMENTS = 1 << 24
-"""Of a weight that are converted at a time: at most 128 MiB."""
+"""Number of elements of a weight that are converted at a time: at most 128 MiB."""
 CPU_CHUNK_ELEMENTS = 1 << 20
-"""The same on a CPU, whose cache holds about as much: half the time."""
+"""The same on a CPU. About as many elements fit into its cache, which halves the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleProbe:
-    """An input, and the output that the weights give for it."""
+    """An input, and the expected output of the weights for it."""
 
     inputs: Tensor
     expected: Tensor
-    """float32 or float64, on the CPU."""
+    """Expected output in float32 or float64, on the CPU."""
     tolerance: Tensor
-    """How far each number may be from it."""
+    """Largest allowed difference of each number from the expected number."""
     num_plain: int = 0
-    """The first rows, to which the module does not add its bias."""
+    """Number of first rows to which the module does not add its bias."""
 
     def difference(self, actual: Tensor) -> str | None:
-        """Return how `actual` differs from what is expected; None: it does not."""
+        """Return a description of how `actual` differs from the expected output; None: it does not differ."""
         actual = actual.detach().to("cpu", self.expected.dtype).reshape(-1, actual.shape[-1])
         if actual.shape != self.expected.shape:
             return f"has the shape {tuple(actual.shape)} instead of {tuple(self.expected.shape)}"
-        # Weights that are not finite give outputs that are not; then only where they are counts.
+        # Weights that are not finite give outputs that are not finite. Then only their positions are compared.
         is_wrong = ~((actual - self.expected).abs() <= self.tolerance)
         is_wrong &= ~(~actual.isfinite() & ~self.expected.isfinite())
         if not is_wrong.any():
@@ -77,15 +76,15 @@ def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ste
 
     Args:
         weight: `[out, in]`.
-        dtype: of the module's inputs and outputs.
-        step: relative error of each product beyond those of `dtype`.
+        dtype: dtype of the module's inputs and outputs.
+        step: relative error of each product in addition to the rounding of `dtype`.
     """
     num_in = weight.shape[1]
     columns = _spread(num_in, NUM_COLUMNS)
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.zeros(len(columns) + NUM_DENSE, num_in)
     inputs[torch.arange(len(columns)), columns] = 1
-    # Of size 1, as kernels that round their inputs to few bits keep these as they are.
+    # Inputs of 1 and -1, because kernels that round their inputs to few bits do not change them.
     inputs[len(columns)] = torch.randint(2, (num_in,), generator=generator) * 2.0 - 1
     inputs[len(columns) + 1 :] = torch.randn(NUM_DENSE - 1, num_in, generator=generator)
     inputs = inputs.to(weight.device, dtype)
@@ -101,7 +100,7 @@ def linear_probe(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ste
 
 
 def embedding_probe(weight: Tensor, num_rows: int) -> ModuleProbe:
-    """Return the probe of a module that looks up rows of `weight`, of which the first `num_rows` are in use."""
+    """Return the probe of a module that looks up rows of `weight`. Only its first `num_rows` rows are in use."""
     ids = _spread(num_rows, NUM_IDS)
     expected = weight[ids.to(weight.device)].to("cpu", torch.float64)
     return ModuleProbe(ids.to(weight.device), expected, torch.zeros_like(expected))
@@ -110,7 +109,7 @@ def embedding_probe(weight: Tensor, num_rows: int) -> ModuleProbe:
 def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
     """Return the probe of a module that multiplies each head's vector by its own matrix, `maps[head, in, out]`.
 
-    Inputs and outputs are `[head * row, ...]`; no kernel has rounded the matrices.
+    Inputs are `[head, row, in]`, outputs are `[head * row, out]`. No kernel has rounded the matrices.
     """
     generator = torch.Generator().manual_seed(SEED)
     inputs = torch.randn(maps.shape[0], NUM_DENSE, maps.shape[1], generator=generator, dtype=torch.float64)
@@ -121,7 +120,7 @@ def head_probes(maps: Tensor, dtype: torch.dtype) -> ModuleProbe:
 
 
 def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return ids and weights `[rows, top_k]` that use each expert."""
+    """Return expert ids and weights `[rows, top_k]` that use each expert."""
     num_rows = math.ceil(num_experts / top_k)
     ids = torch.arange(num_rows * top_k).reshape(num_rows, top_k) % num_experts
     weights = torch.arange(1, top_k + 1, dtype=torch.float32) / (top_k * (top_k + 1) / 2)
@@ -130,16 +129,16 @@ def experts_routing(num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activation:
-    """What experts do between their two products."""
+    """The operations of an expert between its two matrix products."""
 
     split: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """The first product into gate and up."""
+    """Splits the first product into gate and up."""
     apply: Callable[[Tensor], Tensor]
-    """To the gate."""
+    """The function that is applied to the gate."""
     offset: float = 0.0
-    """Is added to up."""
+    """Number that is added to up."""
     limit: float = math.inf
-    """Bounds the gate from above, and up on both sides."""
+    """Upper limit of the gate, and limit of the absolute value of up."""
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +153,9 @@ ACTIVATIONS = {
         lambda x: (x[::2], x[1::2]), lambda gate: gate * torch.sigmoid(1.702 * gate), offset=1.0, limit=7.0
     ),
 }
-"""Those that are known here, by vLLM's names."""
+"""Supported activations, by vLLM's names."""
 STEEPEST = 1.2
-"""No activation above is steeper."""
+"""Upper limit for the slope of all these activations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,11 @@ class Experts:
 
 
 def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: float = 0.0) -> ModuleProbe:
-    """Return the probe of experts, whose rows are routed by `experts_routing`; the rest as of `linear_probe`."""
+    """Return the probe of experts, whose rows are routed by `experts_routing`.
+
+    Args:
+        dtype, step: as for `linear_probe`.
+    """
     w13, w2, activation = experts.w13, experts.w2, experts.activation
     ids, weights = experts_routing(len(w13), top_k)
     generator = torch.Generator().manual_seed(SEED)
@@ -211,7 +214,7 @@ def experts_probe(experts: Experts, top_k: int, dtype: torch.dtype, *, step: flo
 
 
 def plain_difference(actual: Tensor, raw: Tensor) -> str | None:
-    """Return how a parameter differs from the tensor `raw` that was loaded into it; None: not in a single bit."""
+    """Return a description of how a parameter differs from its loaded tensor `raw`; None: no number differs."""
     if actual.shape != raw.shape:
         return f"has the shape {tuple(actual.shape)} instead of {tuple(raw.shape)}"
     raw = raw.to(actual.device, actual.dtype)
@@ -222,7 +225,7 @@ def plain_difference(actual: Tensor, raw: Tensor) -> str | None:
 
 
 def _matmul(inputs: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `inputs @ weight.T`, and the norms of the weight's rows."""
+    """Return `inputs @ weight.T` and the norms of the weight's rows."""
     products, norms = [], []
     rows = max(1, (CHUNK_ELEMENTS if weight.is_cuda else CPU_CHUNK_ELEMENTS) // weight.shape[1])
     for start in range(0, len(weight), rows):
@@ -233,7 +236,7 @@ def _matmul(inputs: Tensor, weight: Tensor, wide: torch.dtype) -> tuple[Tensor, 
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """Return `count` indices below `length`, or all: the first, the last and some between."""
+    """Return `count` indices below `length`, including the first and the last; all indices if there are fewer."""
     return torch.tensor(sorted({round(i * (length - 1) / max(count - 1, 1)) for i in range(count)}))
 
 
@@ -242,18 +245,22 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """Relative error of a number that is rounded to `dtype`, at most."""
+    """Return the largest relative error of a number that is rounded to `dtype`."""
     return torch.finfo(dtype).eps
 
 
 def _exact_unit(dtype: torch.dtype) -> float:
-    """Less than the distance to the next number: of 16 bits each must be right, of float32 the last one may be lost."""
+    """Return the relative tolerance for numbers without rounding.
+
+    For 16-bit types it is less than the distance to the next number, so each bit must be right. For float32 it allows
+    errors in the last bits.
+    """
     return torch.finfo(dtype).eps * (4 if dtype is torch.float32 else 0.25)
 
 
 def _accumulation(dtype: torch.dtype, length: int) -> float:
-    """Relative error of each of `length` products that are added up, as if all errors were its own.
+    """Return the relative error of a sum of `length` products, as an error of each product.
 
-    Kernels add up in float32 at least; those for 16 bits may round parts of the sum to 16 bits.
+    Kernels add in float32 or a wider type. Kernels for 16-bit types may round partial sums to 16 bits.
     """
     return torch.finfo(dtype).eps if dtype is not torch.float32 else torch.finfo(dtype).eps * math.sqrt(length)

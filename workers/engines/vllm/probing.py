@@ -1,10 +1,12 @@
-"""Compare what a model's modules compute after a load with what the loaded tensors give.
+"""Compares the output of a model's modules after a load with the output that the loaded tensors give.
 
-vLLM arranges a checkpoint's tensors in raw parameters, module by module, and makes of them what its kernels read:
-packed, quantized, copied (model_loader/reload/layerwise.py). What a kernel reads is often not a parameter any more, so
-that a comparison of parameters says nothing about it. While vLLM loads, a `Probing` arranges each module's tensors once
-more, with the same loaders and beside vLLM's memory (`arranging`), and computes from them what the module has to give
-for a fixed input. When all is loaded, each module computes it, with the kernel that requests use.
+vLLM arranges a checkpoint's tensors in raw parameters, module by module. From them it derives the data of its kernels:
+packed, quantized or copied weights (model_loader/reload/layerwise.py). This data is often not a parameter, so a
+comparison of parameters does not verify it.
+
+While vLLM loads, a `Probing` arranges the tensors of each module again, with the same loaders, in separate memory
+(`arranging`). From these tensors it computes the expected output of the module for a fixed input. After the load, each
+module computes its output for this input with the kernel that requests use.
 """
 
 import dataclasses
@@ -23,42 +25,42 @@ __all__ = ["Probing", "WrongOutput"]
 logger = logging.getLogger(__name__)
 
 WRAPPED = ".base_layer"
-"""How a module is called inside of the wrapper that adds adapters to it."""
+"""Suffix of a module's name inside of the wrapper that adds adapters to it."""
 PACKED = "cpu_linear"
-"""The attribute in which a module keeps what multiplies by its weight on a CPU, with a packed copy of that."""
+"""Attribute with the function that multiplies by the module's weight on a CPU. It has a packed copy of the weight."""
 MAX_NAMED = 3
-"""Modules that a message names."""
+"""Maximum number of modules in an error message."""
 MAX_REASON_CHARS = 100
 
 
 class WrongOutput(Exception):
-    """A module does not compute what its weights in the checkpoint give."""
+    """The output of a module differs from the output that its tensors in the checkpoint give."""
 
 
 @dataclasses.dataclass(slots=True)
 class _ProbedLoad:
-    """What is known of one load."""
+    """The state of one load."""
 
     checks: list[tuple[str, Callable[[], str | None]]] = dataclasses.field(default_factory=list)
-    """Modules, and the comparison to be made when all is loaded: it returns the difference, or None."""
+    """Module names with a comparison to run after the load. It returns a description of the difference, or None."""
     wrong: list[str] = dataclasses.field(default_factory=list)
-    """Differences that were seen under way."""
+    """Differences that were found until now."""
     unprobed: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why, by module."""
+    """The reason for each module that was not probed, by module name."""
     num_equal: int = 0
-    """Modules without a kernel of their own that are as loaded."""
+    """Number of modules without a kernel whose parameters equal the loaded tensors."""
     loaded: set[Any] = dataclasses.field(default_factory=set)
-    """Modules that tensors were loaded into."""
+    """Modules into which tensors were loaded."""
     covered: set[Any] = dataclasses.field(default_factory=set)
-    """Those, and modules whose weights are theirs or made of theirs."""
+    """The loaded modules, and modules that share their weights or derive weights from them."""
 
 
 class Probing:
-    """Probes one model, load by load.
+    """Probes one model, once for each load.
 
     Args:
-        model: of vLLM, with its weights loaded.
-        is_quantized: some of its weights are.
+        model: model of vLLM, with loaded weights.
+        is_quantized: True if some of its weights are quantized.
     """
 
     def __init__(self, model: Any, *, is_quantized: bool) -> None:
@@ -69,11 +71,11 @@ class Probing:
         self._sharing: dict[Any, list[Any]] = {}
         self._latent: dict[Any, list[Any]] = {}
         self._convolutions: Copies | None = None
-        """Found before the first load, since after one that has failed they may differ."""
+        """Copies of convolution weights, found before the first load, because they may differ after a failed load."""
         self._load = _ProbedLoad()
 
     def watch(self) -> None:
-        """Compute the references of what vLLM loads from now on, until `unwatch`."""
+        """Compute the expected outputs of all modules that vLLM loads from now on, until `unwatch`."""
         self.unwatch()
         self._load = _ProbedLoad()
         self._names = {module: name.replace(WRAPPED, "") for name, module in self._model.named_modules()}
@@ -87,7 +89,7 @@ class Probing:
         layerwise._layerwise_process = functools.partial(self._process, self._original)
 
     def unwatch(self) -> None:
-        """Undo `watch`; harmless where nothing is watched."""
+        """Undo `watch`; no effect without a previous `watch`."""
         original, self._original = self._original, None
         if original is not None:
             from vllm.model_executor.model_loader.reload import layerwise
@@ -95,57 +97,58 @@ class Probing:
             layerwise._layerwise_process = original
 
     def process_sharing(self) -> None:
-        """Process the modules whose weights are those of another module, once that one has new weights; copies too.
+        """Process the modules that share the weights of another module, after that module has new weights.
 
-        vLLM processes a module when tensors are loaded into it. A head that is tied to the embeddings gets none. On a
-        CPU its kernel has a packed copy of the weights, which then is that of before (layers/utils.py:
-        dispatch_cpu_unquantized_gemm).
+        vLLM processes a module when tensors are loaded into it. A head that is tied to the embeddings receives no
+        tensors. On a CPU its kernel has a packed copy of the weights, which would stay the old copy (layers/utils.py:
+        dispatch_cpu_unquantized_gemm). This also updates the copies of convolution weights.
         """
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
         for module, others in self._sharing.items():
             method = getattr(module, "quant_method", None)
-            # Others may change the weights themselves, and would do so twice; the probe tells whether they need it.
+            # Other methods may change the weights in place, so a second run could damage them. Their probe detects
+            # old copies.
             if module in self._load.loaded or not isinstance(
                 method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
             ):
                 continue
             packed = next((other for other in others if other in self._load.loaded and hasattr(other, PACKED)), None)
             if packed is not None and hasattr(module, PACKED):
-                # Made of the same weight; to pack it once more would take time and as much memory again.
+                # The packed copy has the same weight. Another copy would cost time and the same amount of memory.
                 setattr(module, PACKED, getattr(packed, PACKED))
             else:
                 method.process_weights_after_loading(module)
         copy_unpacked(self._convolutions or {})
 
     def verify(self, *, is_complete: bool) -> Verified:
-        """Have each module compute its probe; return what was compared, and why some modules were not.
+        """Run the probe of each module. Return the counts of compared modules, and the reason for each other module.
 
         Args:
-            is_complete: all weights of the model were to be loaded.
+            is_complete: True if the load had to replace all weights of the model.
 
         Raises:
-            WrongOutput: it names the first modules that give something else.
+            WrongOutput: the outputs of modules differ; the message names the first modules.
         """
         load, self._load = self._load, _ProbedLoad()
         probed = self._run(load)
         empty = [module for module in self._names if module not in load.covered and _holds_weights(module)]
         names = sorted(self._names[module] for module in empty)
-        # Of quantized models some parameters are in no checkpoint; vLLM makes the same difference when it starts.
+        # Some parameters of quantized models are in no checkpoint. vLLM's start also skips this check for them.
         if is_complete and load.loaded and not self._is_quantized:
-            load.wrong.extend(f"{name} got no weights" for name in names)
+            load.wrong.extend(f"{name} received no weights" for name in names)
         else:
             load.unprobed |= dict.fromkeys(names, "no tensor was loaded into it")
         if load.wrong:
             more = f"; and {len(load.wrong) - MAX_NAMED} more" if len(load.wrong) > MAX_NAMED else ""
             named = "; ".join(load.wrong[:MAX_NAMED])
-            raise WrongOutput(f"what modules compute is not what the loaded tensors give: {named}{more}")
+            raise WrongOutput(f"the output of modules differs from the output of the loaded tensors: {named}{more}")
         unprobed = tuple(f"{name} ({reason})" for name, reason in sorted(load.unprobed.items()))
         return Verified(probed=len(probed), equal=load.num_equal, unprobed=unprobed)
 
     def _run(self, load: _ProbedLoad) -> set[str]:
-        """Compare what was put off until all is loaded; returns the modules that give what they have to."""
+        """Run the comparisons that wait for the end of the load. Return the names of the modules with equal output."""
         import torch
 
         probed = set()
@@ -157,7 +160,7 @@ class Probing:
                 except Unknown as exc:
                     load.unprobed[name] = str(exc)
                 except ForeignError as exc:
-                    # A kernel of vLLM was called outside of a request.
+                    # The kernel of vLLM may not support a call outside of a request.
                     logger.warning("weights.probe_failed module=%s", name, exc_info=True)
                     load.unprobed[name] = _in_short(exc)
                 else:
@@ -168,7 +171,7 @@ class Probing:
         return probed - load.unprobed.keys()
 
     def _process(self, original: Callable[..., None], layer: Any, info: Any) -> None:
-        """Stand in for `original`, vLLM's `_layerwise_process`: all tensors of `layer` have come."""
+        """Probe `layer` and call `original`, which is vLLM's `_layerwise_process`. It runs when `layer` is complete."""
         from .arranging import arrange
 
         name = self._names.get(layer)
@@ -179,7 +182,7 @@ class Probing:
                 with foreign_code():
                     raw, absent = arrange(layer, info)
             except ForeignError as exc:
-                # A loader of vLLM was given other memory than it was made for.
+                # The loader of vLLM may not support separate memory.
                 logger.warning("weights.arrange_failed module=%s", name, exc_info=True)
                 self._load.unprobed[name] = _in_short(exc)
             self._load.loaded.add(layer)
@@ -191,13 +194,13 @@ class Probing:
             self._compare(layer, name, raw)
 
     def _refer(self, layer: Any, raw: dict[str, Any], absent: dict[str, int]) -> None:
-        """Note what `layer`, and each module that computes with its weights, has to give."""
+        """Add the comparisons of `layer` and of each module that computes with its weights."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         method = getattr(layer, "quant_method", None)
         if "weight" in absent and isinstance(layer, LinearBase) and isinstance(method, UnquantizedLinearMethod):
-            # No padding: vLLM has left the rest of its memory as it was.
-            self._load.wrong.append(f"{self._names[layer]} got no values for {absent['weight']} of its weights")
+            # A linear module has no padding, so vLLM has left old weights in the rest of its memory.
+            self._load.wrong.append(f"{self._names[layer]} received no values for {absent['weight']} of its weights")
             return
         linear = LinearProbe(raw)
         for module in (layer, *self._sharing.get(layer, ())):
@@ -220,7 +223,7 @@ class Probing:
                 self._load.unprobed[self._names[module]] = str(exc)
 
     def _compare(self, layer: Any, name: str, raw: dict[str, Any]) -> None:
-        """Compare a module that vLLM uses as it was loaded."""
+        """Compare the parameters of a module without a kernel with the loaded tensors."""
         from .probes import plain_difference
 
         differences = {key: plain_difference(getattr(layer, key).data, tensor) for key, tensor in raw.items()}
@@ -234,7 +237,7 @@ def _in_short(exc: ForeignError) -> str:
 
 
 def _find_sharing(model: Any) -> dict[Any, list[Any]]:
-    """Return, by module, the others that have the same weight."""
+    """Return, for each module, the other modules that share its weight."""
     holders: dict[int, list[Any]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -249,7 +252,7 @@ def _find_sharing(model: Any) -> dict[Any, list[Any]]:
 
 
 def _find_latent(model: Any) -> dict[Any, list[Any]]:
-    """Return, by the projection whose weight they have copies of, the modules of multi-head latent attention."""
+    """Return, for each projection, the modules of multi-head latent attention that have copies of its weight."""
     from vllm.model_executor.layers.attention import MLAAttention
 
     found: dict[Any, list[Any]] = {}
@@ -261,7 +264,7 @@ def _find_latent(model: Any) -> dict[Any, list[Any]]:
 
 
 def _holds_weights(module: Any) -> bool:
-    """True if a checkpoint's tensors belong into `module` itself."""
+    """True if a checkpoint has tensors for `module` itself."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 

@@ -1,8 +1,10 @@
-"""Replace a model's weights inside of one of vLLM's worker processes, and make sure that they are what was asked for.
+"""Replaces the weights of a model in one vLLM worker process, and verifies that they are the requested weights.
 
-vLLM's own reload is not enough (measured with 0.30; v1/worker/gpu_model_runner.py: reload_weights): on a CPU it leaves
-experts in an order that their kernel misreads, it only logs what a checkpoint lacks, and when it fails half-way the
-next one mixes the leftovers in.
+vLLM's own reload has three faults (measured with 0.30; v1/worker/gpu_model_runner.py: reload_weights):
+
+- On a CPU, it leaves experts in an order that their kernel misreads.
+- If the checkpoint lacks tensors, it only logs them.
+- If it fails in the middle, the next reload mixes in the remaining tensors.
 """
 
 import contextlib
@@ -30,22 +32,22 @@ UPDATE_TRANSFER = "update_weights"
 FINISH_TRANSFER = "finish_weight_update"
 """Methods of vLLM's worker class."""
 UNLOADED = "Following weights were not loaded"
-"""How vLLM begins its list of parameters of which it does not know that they were loaded."""
+"""Begin of vLLM's log message with the parameters of which it does not know whether they were loaded."""
 LOGS_UNLOADED = ("vllm.v1.worker.gpu_model_runner", "vllm.model_executor.model_loader.reload.inplace")
-"""The modules that log it, by release."""
+"""The modules that log this message, depending on the release."""
 MAX_NAMED = 3
-"""Tensors that a message names."""
+"""Maximum number of tensors in an error message."""
 
 
 class _NotLoaded(Exception):
-    """A parameter is not what the files say."""
+    """A parameter differs from the files."""
 
 
 class Reload:
-    """Replaces the weights of one worker, again and again.
+    """Replaces the weights of one vLLM worker process, any number of times.
 
     Args:
-        worker: vLLM's, with its model loaded.
+        worker: vLLM's worker object, with a loaded model.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -54,17 +56,18 @@ class Reload:
         self._experts: list[_CpuExperts] = []
         self._probing = Probing(self._model(), is_quantized=self._runner.model_config.quantization is not None)
         self._copied: frozenset[str] | None = None
-        """Parameters that are tensors of the checkpoint, unchanged: those which were so when the engine had started."""
+        """Parameters that equal tensors of the checkpoint. They are those that did so after the start of the engine."""
 
     def load(self, path: str) -> dict[str, Any]:
         """Load the checkpoint in the folder `path`.
 
         Returns:
-            An answer: `unsupported` and `engine_error` say that nothing was touched, `half_written` that it was;
-            `compared`, how many parameters were compared with the files.
+            An answer with the fields of `Verified`; `compared` is the number of parameters that were compared with the
+            files. On failure, the code is `unsupported` or `engine_error` if the weights are unchanged, else
+            `half_written`.
         """
         if not hasattr(self._worker, "reload_weights"):
-            return failed(ControlCode.UNSUPPORTED, "this release of vLLM cannot load weights again")
+            return failed(ControlCode.UNSUPPORTED, "this release of vLLM cannot reload weights")
         unreadable = _find_unreadable(Path(path))
         if unreadable is not None:
             return failed(ControlCode.ENGINE_ERROR, unreadable)
@@ -81,19 +84,19 @@ class Reload:
                 verified = self._probing.verify(is_complete=True)
                 seconds = round(time.monotonic() - began, 3)
         except ForeignError as exc:
-            # Every error under way means the same: some weights are new and some are not.
+            # Every error during the load means the same: some weights are new and some are old.
             logger.exception("weights.load_failed path=%s", path)
-            # vLLM changes it before it loads anything.
+            # vLLM changes these fields before it loads tensors.
             config.model, config.revision, config.model_weights = before
             self.give_up()
             return failed(ControlCode.HALF_WRITTEN, exc)
         return done(**asdict(replace(verified, compared=len(self._copied or ()), seconds=seconds)))
 
     def transfer(self, step: str, info: dict[str, Any] | None) -> dict[str, Any]:
-        """Call the method `step` of vLLM's weight transfer with `info`, if there is any.
+        """Call the method `step` of vLLM's weight transfer, with `info` unless it is None.
 
         Returns:
-            An answer: what fails once weights may have come is `half_written`, and ends the update.
+            An answer. If a step after the initialization fails, its code is `half_written`, and the update has ended.
         """
         if not hasattr(self._worker, step):
             return failed(ControlCode.UNSUPPORTED, f"this release of vLLM has no {step}")
@@ -116,10 +119,10 @@ class Reload:
         return done(**asdict(verified))
 
     def begin(self) -> None:
-        """Weights are about to come: clear up what an earlier reload left, and watch the experts."""
+        """Prepare a load: discard what an earlier reload left, and watch experts and modules."""
         if self._copied is None:
             folder = Path(self._runner.model_config.model)
-            # It may be gone, or hold other weights by now.
+            # The folder may be removed or have other weights now.
             self._copied = frozenset(self._equal_in(folder)) if _find_unreadable(folder) is None else frozenset()
             if not self._copied:
                 logger.warning("weights.comparison_skipped model=%s", folder)
@@ -128,12 +131,12 @@ class Reload:
         self._probing.watch()
 
     def end(self) -> None:
-        """All weights have come: process the modules that vLLM has left out."""
+        """Finish a load of all weights: process the modules that vLLM has skipped."""
         self._unwatch()
         self._probing.process_sharing()
 
     def give_up(self) -> None:
-        """End a reload that has not come to its end: every layer has real, if mixed, weights and can be loaded anew."""
+        """Abandon an unfinished reload. Each layer then has real weights, old or new, and can be loaded again."""
         self._unwatch()
         transfer = getattr(self._worker, "weight_transfer_engine", None)
         if transfer is not None and getattr(self._worker, "_weight_update_active", False):
@@ -159,15 +162,15 @@ class Reload:
         wrong = sorted((self._copied or frozenset()) - self._equal_in(folder))
         if wrong:
             more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-            raise _NotLoaded(f"vLLM says that all is loaded, but {', '.join(wrong[:MAX_NAMED])}{more} are as before")
+            raise _NotLoaded(f"vLLM reported success, but did not load {', '.join(wrong[:MAX_NAMED])}{more}")
 
     def _equal_in(self, folder: Path) -> set[str]:
-        """Names of the parameters that are, bit for bit, tensors of the same name in `folder`."""
+        """Return the names of the parameters that equal the tensors of the same name in `folder`."""
         import torch
         from safetensors import safe_open
 
         parameters = {
-            # As a layer's weight is called while an adapter is wrapped around the layer.
+            # The name of a layer's weight has this part while an adapter wraps the layer.
             name.replace(".base_layer.", "."): parameter.data
             for name, parameter in self._model().named_parameters()
         }
@@ -184,12 +187,12 @@ class Reload:
 
 
 class _CpuExperts:
-    """One layer's experts on a CPU, whose kernel wants them packed.
+    """The experts of one layer on a CPU, whose kernel needs packed weights.
 
-    vLLM packs them when it has made the kernel, hence after the first load only
-    (layers/fused_moe/unquantized_fused_moe_method.py: _setup_kernel). Here they are packed after each, before vLLM
-    copies them to where the kernel reads them. A release that packs them by itself is noticed by watching: they must
-    not be packed twice.
+    vLLM packs them only after it has created the kernel, so only after the first load
+    (layers/fused_moe/unquantized_fused_moe_method.py: _setup_kernel). This class packs them after each load, before
+    vLLM copies them into the kernel's memory. They must not be packed twice, so this class also detects whether the
+    release of vLLM packs them itself.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -204,7 +207,7 @@ class _CpuExperts:
 
     @staticmethod
     def fits(layer: Any) -> bool:
-        """`layer` holds experts for vLLM's CPU kernel."""
+        """True if `layer` has experts for vLLM's CPU kernel."""
         method = getattr(layer, "quant_method", None)
         backend = getattr(method, "unquantized_backend", None)
         kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -212,7 +215,7 @@ class _CpuExperts:
         return is_packable and getattr(backend, "name", None) == "CPU"
 
     def unwatch(self) -> None:
-        """Take back what the constructor did."""
+        """Restore the methods that the constructor replaced."""
         del self._method.process_weights_after_loading
         del self._kernel.process_weights_after_loading
 
@@ -228,14 +231,14 @@ class _CpuExperts:
 
 
 def _drop_leftovers(model: Any) -> None:
-    """Give each layer that waits for weights its tensors back (model_loader/reload/layerwise.py).
+    """Restore the tensors of each layer that waits for weights (model_loader/reload/layerwise.py).
 
-    vLLM keeps what it got for such a layer, and a later reload would take that for its own.
+    vLLM stores the tensors that it has received for this layer. A later reload would load them too.
     """
     try:
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
     except ImportError:
-        # A release that loads in another way, with nothing to drop that is known here.
+        # This release loads in another way and stores nothing that could be discarded here.
         return
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -249,10 +252,10 @@ def _drop_leftovers(model: Any) -> None:
 
 @contextlib.contextmanager
 def _without_list_of_unloaded() -> Iterator[None]:
-    """Keep vLLM from logging the names of all parameters of which it does not know that they were loaded.
+    """Suppress vLLM's log message with the parameters of which it does not know whether they were loaded.
 
-    They are many and fine: experts go by other names in a checkpoint, and copies that a module makes of its weights are
-    in none. What did not get its weights is found by comparing.
+    The message lists many parameters without a fault: experts have other names in a checkpoint, and a module's copies
+    of its weights are in no checkpoint. The comparisons after the load find parameters without new weights.
     """
 
     def keep(record: logging.LogRecord) -> bool:
@@ -271,19 +274,19 @@ def _without_list_of_unloaded() -> Iterator[None]:
 def clear_nan(kv_caches: list[Any]) -> None:
     """Replace NaN and infinities in the KV cache by zeros.
 
-    A block that is used again is not cleared by vLLM. What is in it beyond the end of the new request's tokens is
-    weighed with zero, and zero times NaN is NaN: without this, one request's NaN becomes that of many others.
+    vLLM does not clear a block before it uses the block again. Old values beyond the tokens of the new request are
+    multiplied by zero, and zero times NaN is NaN. Without this function, NaN spreads from one request to many others.
     """
     for cache in kv_caches:
         if isinstance(cache, list):
-            # Several tensors of one layer.
+            # The layer has several tensors.
             clear_nan(cache)
         elif cache.is_floating_point() and cache.element_size() > 1:
             cache.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of tensors in `folder`; with an index only those in it, as vLLM does."""
+    """Return the safetensors files in `folder`. If there is an index, return only the files in it, like vLLM."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -296,9 +299,9 @@ def _find_unreadable(folder: Path) -> str | None:
     try:
         files = _files(folder)
         for file in files:
-            # Reads the header, and compares it with the size of the file.
+            # This reads the header and compares it with the size of the file.
             with safe_open(file, framework="pt"):
                 pass
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as exc:
         return f"{type(exc).__name__}: {exc}"
-    return None if files else f"there are no safetensors files in {folder}"
+    return None if files else f"folder {folder} has no *.safetensors files"

@@ -1,34 +1,34 @@
-"""Whether an engine returns routed experts: where each release of vLLM keeps the flag, and where it cannot be set."""
+"""Determines whether an engine returns routed experts, for each release of vLLM, and the reason if it does not."""
 
 from typing import Any
 
 __all__ = ["ARGUMENT", "cpu_refusal", "preempts_only_paused", "returns_routing", "routing_refusal", "vllm_refusal"]
 
 ARGUMENT = "enable_return_routed_experts"
-"""The engine argument."""
+"""The engine argument that enables routed experts."""
 AUX_OUTPUT = "aux_output_config"
-"""Since 0.31 a field of `VllmConfig` and of the engine arguments; what 0.30 kept in `ModelConfig` is in there."""
+"""Field of `VllmConfig` and of the engine arguments since 0.31. It contains the flag that 0.30 has in `ModelConfig`."""
 VLLM_REFUSALS = ("AuxOutput Connector", "--enable-return-routed-experts")
-"""How vLLM's messages begin when it refuses routed experts (config/vllm.py: _verify_aux_output_compatibility)."""
+"""Parts of vLLM's messages that reject routed experts (config/vllm.py: _verify_aux_output_compatibility)."""
 
 
 def returns_routing(config: Any) -> bool:
-    """An engine with this `VllmConfig` returns routed experts."""
+    """True if an engine with this `VllmConfig` returns routed experts."""
     aux_output = getattr(config, AUX_OUTPUT, None)
     return bool(getattr(config.model_config if aux_output is None else aux_output, ARGUMENT))
 
 
 def preempts_only_paused(config: Any) -> bool:
-    """An engine with this `VllmConfig` must stand still while the KV cache is taken from running requests.
+    """True if an engine with this `VllmConfig` must be paused while running requests are preempted.
 
-    With routed experts of 0.31 and later: 0.31 refuses otherwise, and later the engine dies when rows are on their way
-    (distributed/aux_output_connector/worker.py).
+    This holds for 0.31 and later with routed experts. A running engine of 0.31 rejects the preemption. In later
+    releases it dies if rows are in transfer (distributed/aux_output_connector/worker.py).
     """
     return getattr(config, AUX_OUTPUT, None) is not None and returns_routing(config)
 
 
 def cpu_refusal() -> str | None:
-    """Why the installed vLLM returns no routed experts on this machine; None: it can."""
+    """Return the reason why the installed vLLM cannot return routed experts on this machine; None: it can."""
     import vllm
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
@@ -42,14 +42,17 @@ def cpu_refusal() -> str | None:
 
 
 def routing_refusal(config: Any) -> str | None:
-    """Why an engine with this `VllmConfig` returns no routed experts; None: it does, or its model has none."""
+    """Return the reason why an engine with this `VllmConfig` returns no routed experts.
+
+    None: the engine returns them, or its model has no experts.
+    """
     if returns_routing(config) or not config.model_config.get_num_experts():
         return None
     return cpu_refusal() or f"the engine was started with the engine argument '{ARGUMENT}': false"
 
 
 def vllm_refusal(error: Exception) -> str | None:
-    """Say what to do about an error with which vLLM refuses routed experts; None: it is another error."""
+    """Return a message for an error by which vLLM rejects routed experts, with the next step; None: another error."""
     message = str(error)
     if not any(text in message for text in VLLM_REFUSALS):
         return None

@@ -1,4 +1,4 @@
-"""Work in threads that is never abandoned."""
+"""Runs functions in threads and always waits for their end."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from collections.abc import Callable
 __all__ = ["to_the_end"]
 
 CANCEL_AGAIN_S = 0.5
-"""How often a cancelled start looks for processes that vLLM has started meanwhile."""
+"""Seconds between two calls of `on_cancel`. A cancelled start kills the new processes of vLLM at each call."""
 
 
 async def to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None) -> None:
-    """Run `work` in a thread and stay until it has ended, also when cancelled: a thread cannot be abandoned.
+    """Run `work` in a thread and wait until it has ended.
 
-    When cancelled, calls `on_cancel` again and again until `work` has ended.
+    Cancellation: call `on_cancel` repeatedly until `work` has ended, because a thread cannot be stopped.
     """
     future = asyncio.get_running_loop().run_in_executor(None, work)
     try:
@@ -25,6 +25,6 @@ async def to_the_end(work: Callable[[], None], *, on_cancel: Callable[[], None] 
                 await asyncio.wait({future}, timeout=CANCEL_AGAIN_S)
             except asyncio.CancelledError:
                 continue
-        # Asked for, so that asyncio does not report it as forgotten.
+        # Retrieve the exception, so that asyncio does not log it as never retrieved.
         future.exception()
         raise

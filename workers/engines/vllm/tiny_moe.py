@@ -1,10 +1,10 @@
-"""Make a tiny but real mixture-of-experts model on the spot.
+"""Creates a tiny but real mixture-of-experts model without a download.
 
     python -m rollbus.workers.engines.vllm.tiny_moe --output DIR
 
-The result is an ordinary Hugging Face checkpoint, a Qwen3-MoE of 2 million random parameters with its tokenizer.
-What it writes is noise; how it routes is not: every expert is used and the most likely token is well apart from the
-next, so that routing and greedy tokens can be compared between engines.
+The result is an ordinary Hugging Face checkpoint: a Qwen3-MoE with 2 million random parameters and a tokenizer. Its
+text is noise, but its routing is realistic: it uses every expert. The most likely token is clearly more likely than the
+second one. Routed experts and greedy tokens can therefore be compared between engines.
 """
 
 import argparse
@@ -24,7 +24,8 @@ __all__ = ["VOCAB_SIZE", "Dtype", "make_tiny_moe", "make_tokenizer"]
 Dtype = Literal["bfloat16", "float32"]
 
 RECIPE = 2
-"""Rises when the same arguments make other files, so that a folder made before is not taken for the current one."""
+"""Version of the recipe. It increases when the same arguments produce other files, so that an older folder is not
+mistaken for the current model."""
 VOCAB_SIZE = 512
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHAPE: dict[str, Any] = {
@@ -35,14 +36,14 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 16_384,
-    # The usual 0.02 makes nearly uniform logits at this width: ties in bfloat16, and experts chosen by rounding.
+    # At this width, the usual 0.02 gives nearly uniform logits: ties in bfloat16, and experts selected by rounding.
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
     "intermediate_size": 256,
 }
 EMBEDDING_SCALE = 10.0
-"""Embeddings of size 1, as in trained models: else what a token is drowns in what the layers add, all tokens of a
-text look alike in the last ones, and a few experts get everything."""
+"""Factor for embeddings of size 1, as in trained models. With smaller embeddings, the output of the layers dominates.
+All tokens of a text would then be similar in the last layers, and a few experts would receive all of them."""
 EXPERTS: dict[str, Any] = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
@@ -74,24 +75,25 @@ SENTENCES = (
 
 
 def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16", dense: bool = False) -> Path:
-    """Make the model in the folder `path`, which appears complete or not at all; returns it as a `Path`.
+    """Create the model in the folder `path`, and return it as a `Path`. The folder appears complete or not at all.
 
-    The same arguments make the same bytes. A folder made before with the same arguments is left as it is.
+    The same arguments produce the same bytes. If the folder already has the model of these arguments, it stays
+    unchanged.
 
     Args:
-        dense: make a tiny Qwen3 without experts instead.
+        dense: True: create a tiny Qwen3 without experts.
 
     Raises:
-        FileExistsError: `path` holds something else.
+        FileExistsError: `path` has other content.
     """
     target = Path(path)
     made_with = {"recipe": RECIPE, "seed": seed, "dtype": dtype, "dense": dense}
-    # Looked at first: another process may be about to finish the same model.
+    # Check this before the marker, because another process may just be finishing the same model.
     is_taken = _is_taken(target)
     if _is_made_with(target, made_with):
         return target
     if is_taken:
-        raise FileExistsError(f"{target} exists and is not the model asked for")
+        raise FileExistsError(f"{target} exists and is not the requested model; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -102,16 +104,16 @@ def make_tiny_moe(path: str | Path, *, seed: int = 0, dtype: Dtype = "bfloat16",
         try:
             scratch.rename(target)
         except OSError as exc:
-            # Another process may have been faster with the same model; anything else that is there stays untouched.
+            # Another process may have created the same model first. Other content stays unchanged.
             if not _is_made_with(target, made_with):
-                raise FileExistsError(f"{target} exists and is not the model asked for") from exc
+                raise FileExistsError(f"{target} exists and is not the requested model; choose another folder") from exc
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Write the tokenizer's files into `folder`."""
+    """Write the files of the tokenizer into `folder`."""
     _save_tokenizer(_train_tokenizer(), folder)
 
 
@@ -120,7 +122,7 @@ def _marker(folder: Path) -> Path:
 
 
 def _make_readable(folder: Path) -> None:
-    """Undo the private modes of `mkdtemp` and of safetensors: other users may serve the model."""
+    """Replace the private file modes of `mkdtemp` and safetensors, so that other users can serve the model."""
     folder.chmod(0o755)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -138,7 +140,7 @@ def _is_made_with(folder: Path, made_with: Mapping[str, object]) -> bool:
 
 
 def _train_tokenizer() -> "Tokenizer":
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens; any bytes can be encoded and come back unchanged."""
+    """Return a byte-level BPE tokenizer with `VOCAB_SIZE` tokens. It encodes any bytes and decodes them unchanged."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -157,7 +159,7 @@ def _train_tokenizer() -> "Tokenizer":
 def _save_tokenizer(tokenizer: "Tokenizer", folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        # The name that every release of transformers since 4.0 knows.
+        # Every release of transformers since 4.0 supports this name.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
@@ -187,13 +189,17 @@ def _save_model(folder: Path, *, seed: int, dtype: Dtype, dense: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     program = "python -m rollbus.workers.engines.vllm.tiny_moe"
-    parser = argparse.ArgumentParser(program, description="Make a tiny MoE model.")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="to make; left alone if made before")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
-    parser.add_argument("--dense", action="store_true", help="a model of the same size without experts")
+    parser = argparse.ArgumentParser(program, description="Create a tiny MoE model.")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder of the model (unchanged if it has this model)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights (default: bfloat16)"
+    )
+    parser.add_argument("--dense", action="store_true", help="model of the same size without experts")
     options = parser.parse_args(arguments)
     try:
         path = make_tiny_moe(options.output, seed=options.seed, dtype=options.dtype, dense=options.dense)

@@ -1,4 +1,4 @@
-"""New weights for a vLLM engine: from a checkpoint, or through vLLM's own transfer engine."""
+"""Loads new weights into a vLLM engine, from a checkpoint or through vLLM's own transfer engine."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class VllmWeightLoader:
-    """Replaces the weights; what is done inside of vLLM's worker processes is in `reloading`.
+    """Replaces the weights of an engine. Module `reloading` has the part that runs in vLLM's worker processes.
 
     Args:
-        load_refusal: why no checkpoint can be loaded; None: it can.
-        transfer_refusal: why nothing can be transferred.
+        load_refusal: reason why the engine cannot load checkpoints; None: it can.
+        transfer_refusal: reason why the engine cannot receive a weight transfer; None: it can.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class VllmWeightLoader:
         self._is_transferring = False
         self._loaded.replace_weights()
         answers = await self._calls.on_workers("rollbus_load_weights", path=str(path))
-        # As the worker processes have it.
+        # The worker processes have the same values.
         self._model_config.model = str(path)
         self._model_config.revision = None
         self._loaded.adapters.clear()
@@ -64,7 +64,7 @@ class VllmWeightLoader:
         await self._calls.on_workers("rollbus_transfer", step=INIT_TRANSFER, info=dict(info))
 
     async def start_transfer(self) -> None:
-        """Begin to take weights; see `Engine.start_weight_update`."""
+        """Begin to receive weights; see `Engine.start_weight_update`."""
         check_supported(self._transfer_refusal)
         self._loaded.replace_weights()
         await self._transfer(START_TRANSFER)
@@ -76,7 +76,7 @@ class VllmWeightLoader:
         await self._transfer(UPDATE_TRANSFER, info=dict(info))
 
     async def finish_transfer(self) -> Verified:
-        """All weights are there; see `Engine.finish_weight_update`."""
+        """Finish the update after the last chunk; see `Engine.finish_weight_update`."""
         self._check_transferring()
         answers = await self._transfer(FINISH_TRANSFER)
         self._is_transferring = False
@@ -93,11 +93,11 @@ class VllmWeightLoader:
     def _check_transferring(self) -> None:
         check_supported(self._transfer_refusal)
         if not self._is_transferring:
-            raise ControlError(ControlCode.ENGINE_ERROR, "no weight update has been started; it begins with a start")
+            raise ControlError(ControlCode.ENGINE_ERROR, "no weight update was started; start it first")
 
 
 def _summed(answers: Sequence[Mapping[str, Any]]) -> Verified:
-    """Add up what the worker processes have compared."""
+    """Return the sum of the comparisons in all worker processes."""
     unprobed = sorted({name for answer in answers for name in answer["unprobed"]})
     return Verified(
         probed=sum(answer["probed"] for answer in answers),
