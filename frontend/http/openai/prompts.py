@@ -1,4 +1,4 @@
-"""The prompts of a body as token ids: given as such, or made from texts or messages."""
+"""The prompts of a body as token ids: the body has token ids, texts or messages."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
