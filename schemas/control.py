@@ -51,8 +51,8 @@ __all__ = [
 ]
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""Handling of the requests in flight. `abort` ends them at once, `wait` finishes them first, and `keep` continues them
-after the resume."""
+"""Handling of the requests in flight. `abort` aborts them immediately, `wait` finishes them first, and `keep` continues
+them after the resume."""
 DEFAULT_TIMEOUT_S = 60.0
 """Seconds for a command that loads nothing."""
 LOAD_TIMEOUT_S = 600.0

@@ -126,9 +126,9 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Further samples of the same request and attempt, only in direct messages to workers with
     `Capabilities.request_groups`. The worker accepts or rejects each sample as if it had arrived alone."""
     may_wait: bool = False
-    """True: requests without a free slot may wait at the worker after a request of their group (`group_id`, else
-    `request_id`) that had its turn there. Only in direct messages to workers with `Capabilities.group_backlog`. The
-    worker offers the waiting requests and may still reject them with `queue_full` before their first token."""
+    """True: if no slot is free, the requests may wait at the worker behind a request of their group (`group_id`, else
+    `request_id`) that the worker has accepted. Only in direct messages to workers with `Capabilities.group_backlog`.
+    The worker offers the waiting requests and may still reject them with `queue_full` before their first token."""
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
     """Reason of a placement, which the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`.
     Empty: not placed, or no reason given."""

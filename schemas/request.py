@@ -56,35 +56,36 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model: str | None = None
     """Served model name; None: the only model of the fleet."""
     return_routed_experts: bool | None = None
-    """Whether to return routed experts. None: if the model has experts. True: reject the request if the model has none.
-    False: do not send them."""
+    """Whether to return routed experts. None: return them if the model has experts. True: reject the request if the
+    model has none. False: do not return them."""
     routed_experts_prompt_start: int = 0
     """Number of leading prompt positions without routed experts in the result, 0 to Lp, for example the positions of
     earlier turns."""
     cache_salt: str | None = None
     """Salt of the prefix cache: only requests with the same salt share cache entries."""
     priority: int = 0
-    """Priority in vLLM's sign: lower is more urgent. It selects the queue lane, and the order in the engine's queue
-    where the engine supports it."""
+    """Priority of the request; a lower number is more urgent, as in vLLM. It selects the queue lane, and the order in
+    the engine's queue if the engine supports it."""
     session_id: str | None = None
-    """Session of the request, a hint. The worker that has the session's prefix cache serves its turns best."""
+    """Session of the request, for example a conversation. A client may place its turns at the worker that has their
+    common prefix in its cache."""
     lora: str | None = None
     """Name of a loaded LoRA adapter; None: the base model."""
     timeout_s: float | None = None
     """Seconds from now until the request fails with `timeout`; None: `DEFAULT_TIMEOUT_S`."""
     min_weight_version: int | None = None
-    """Minimum weight version; older weights do not serve the request."""
+    """Minimum weight version: workers with older weights do not serve the request."""
     max_weight_lag: int | None = None
-    """Maximum number of versions by which the weights may advance before the request starts. Beyond it, the request is
-    dropped."""
+    """Maximum number of versions by which the weights may advance before the request starts. If they advance further,
+    the request fails with `too_stale`."""
     traceparent: str | None = None
     """W3C trace context. Every attempt carries it to its worker and engine, and the first chunk of the attempt returns
     it."""
     return_sampling_mask: bool | None = None
-    """Whether to return the ids that each token was sampled from. None: if the engine makes them. True: reject the
-    request if the engine makes none. False: do not send them."""
+    """Whether to return the ids from which each token was sampled. None: return them if the engine makes them. True:
+    reject the request if the engine makes none. False: do not return them."""
     group_id: str | None = None
-    """Group of requests that share a prompt, a hint. The worker that has computed the prompt serves the group best."""
+    """Group of requests that share a prompt. A client may place them at one worker, which computes the prompt once."""
     tracestate: str | None = None
     """Vendor data of tracing systems for `traceparent`. The engine receives both; without `traceparent`, it is not
     sent."""
