@@ -71,7 +71,7 @@ class Engine(Protocol):
     async def abort(self, keys: Sequence[str]) -> None:
         """End each of these requests with a `RequestStep` of finish reason ABORT; ignore unknown keys.
 
-        The worker never aborts a request whose KV transfer may still run: one with `kv.params` and no step yet.
+        The worker never aborts a request whose KV transfer may still run: a request with `kv.params` and no step yet.
         """
 
     async def restart(self, key: str) -> None:

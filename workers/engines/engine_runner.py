@@ -222,7 +222,8 @@ class EngineRunner:
     def watch(self, interval_s: float) -> None:
         """Check that the engine still completes steps. Call this every `interval_s` seconds.
 
-        This counts calls instead of clock time: time in which this whole process was frozen is not the engine's.
+        This counts calls instead of clock time, so a freeze of this whole process does not count as silence of the
+        engine.
 
         Raises:
             EngineDead: the engine has open requests and completed no step for `timeout_s` seconds.

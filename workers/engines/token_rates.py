@@ -11,7 +11,7 @@ and adapts soon to another load."""
 
 
 class TokenRates:
-    """Prefill and decode tokens per second of one scheduler. Without I/O; all times are seconds of one clock."""
+    """Prefill and decode speed of one scheduler. A plain object without I/O; all times are seconds of one clock."""
 
     def __init__(self) -> None:
         # Sums that decay with the measured time. For prefill: tokens * seconds, and tokens squared. Their quotient is
@@ -26,12 +26,12 @@ class TokenRates:
 
     @property
     def prefill(self) -> float | None:
-        """Tokens per second; None: not measured."""
+        """Prefill speed in tokens per second; None: not measured."""
         return self._prefill_squares / self._prefill_weighted_s if self._prefill_weighted_s > 0 else None
 
     @property
     def decode(self) -> float | None:
-        """Tokens per second; None: not measured."""
+        """Decode speed in tokens per second; None: not measured."""
         return self._decode_tokens / self._decode_s if self._decode_s > 0 else None
 
     def add_prefill(self, num_tokens: int, scheduled_at: float) -> None:

@@ -51,10 +51,10 @@ def _metaclass(base: type) -> type:
 
 
 def adopt(executor_class: type, owner_pid: int, cores: Cores | None) -> type:
-    """Prepare the engine core's process, and return the executor class. Do nothing else in the owner's process.
+    """Prepare the engine core's process and return the executor class. In the owner's process, only return the class.
 
-    The process then ends with its owner, ignores the signals of the owner's terminal and does not write to the owner's
-    stdout.
+    The engine core's process then ends with its owner. It does not receive the signals of the owner's terminal, and
+    does not write to the owner's stdout.
     """
     if os.getpid() != owner_pid:
         # Install the plugin here, because the engine core checks its configuration before it loads plugins.

@@ -1,4 +1,4 @@
-"""Forks engine cores on a CPU from a process that has imported vLLM. It does so while the worker imports vLLM.
+"""Forks engine cores on a CPU from a process that imports vLLM in advance, while the worker's process imports it too.
 
 By default, vLLM spawns an engine core after the worker has imported vLLM. The engine core then imports vLLM again,
 which is half of the start time of a small model. On GPUs, vLLM itself forks engine cores if it can.
