@@ -73,7 +73,7 @@ def _message(field: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     role = given.get("role")
     if not isinstance(role, str):
-        raise InvalidRequest(field=f"{field}.role", problem="is no text", allowed="system, user, assistant or tool")
+        raise InvalidRequest(field=f"{field}.role", problem="is not text", allowed="system, user, assistant or tool")
     message: dict[str, Any] = {"role": role, "content": _content(f"{field}.content", given.get("content"))}
     if isinstance(given.get("name"), str):
         message["name"] = given["name"]

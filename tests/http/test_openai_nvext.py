@@ -244,7 +244,7 @@ def test_what_does_not_belong_together_is_an_error() -> None:
     wrong: list[tuple[list[float] | None, str]] = [
         (None, "3 tokens came with 0"),
         ([-1], "3 tokens came with 1"),
-        ([0, 1, np.nan], "no number"),
+        ([0, 1, np.nan], "not a number"),
     ]
     for logprobs, problem in wrong:
         _, answer, tokens = choice()
