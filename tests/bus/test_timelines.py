@@ -271,7 +271,7 @@ async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
             told = only(await front.fleet.timelines("secret"))
 
     assert caught.value.code is ControlCode.NOT_ALLOWED
-    assert "for admins and frontends" in caught.value.message
+    assert "only admins and frontends" in caught.value.message
     assert heard == ["front"]
     assert told.client == "alice"
 
