@@ -32,8 +32,8 @@ def traced(tracer: Tracer, request: GenerateRequest) -> "tuple[GenerateRequest, 
     """Begin the trace of a call, or continue the trace of its request or of the calling code.
 
     Returns:
-        The request to send, and the collector of its spans. The collector is None if the request is not sampled; the
-        request then tells workers so.
+        The request to send, and the collector of its spans. The collector is None if the request is not sampled. The
+        trace context of the request then informs the workers of this.
     """
     parent = SpanContext.parse(request.traceparent, request.tracestate) or tracer.current()
     context = tracer.start(OPERATION, "client", parent)

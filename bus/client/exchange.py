@@ -144,8 +144,8 @@ class AttemptCoordinator:
         """End these calls soon with the tokens they have. Return the number of tokens of each child, for open calls.
 
         A child that waits for a worker ends immediately. Otherwise the worker confirms with a terminal chunk, after the
-        chunks that it has already sent; it may be the regular end. If the worker is lost first, the child ends then,
-        without another attempt.
+        chunks that it has already sent. The request may also have ended normally by then. If the worker is lost first,
+        the child ends at that time, without another attempt.
         """
         stopped = {}
         for request_id in request_ids:

@@ -345,7 +345,7 @@ class Fleet:
         """Pause the requests in flight and start an update through the engines' weight transfer engine.
 
         Args:
-            mode: as in `pause`.
+            mode: handling of the requests in flight, as in `pause`.
         """
         return await self._send(control.StartWeightUpdate, options, mode=mode)
 

@@ -24,7 +24,7 @@ __all__ = ["CLEAN_UP_S", "FORKED", "LoopThread"]
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S: Final = 5.0
-"""Seconds for cancelled coroutines to clean up before the resident is left; they may need it for the cleanup."""
+"""Seconds for the cleanup of cancelled coroutines. The resident is left only after that: the cleanup may need it."""
 
 FORKED: Final = "this client belongs to the process that forked this one; connect a new client in this process"
 

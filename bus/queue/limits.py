@@ -44,7 +44,7 @@ def bounds_of_stream(lane: Lane, limits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the limits of the stream with `lane`, by JetStream's names.
 
     Args:
-        limits: by the names of `QueueLimits`. A missing name sets no limit.
+        limits: the limits, by the field names of `QueueLimits`. A missing name sets no limit.
     """
     prefix, share = ("resume_", RESUME_SHARE) if lane == "resume" else ("", 1)
     bounds = {name: limits[prefix + name] for name in ("max_msgs", "max_bytes") if prefix + name in limits}

@@ -115,7 +115,7 @@ class QueuePuller:
         room: returns how many more requests the worker could accept now, and counts handed-over requests immediately;
             negative if the worker has more than it has room for.
         on_request: called with each request; must not block. At most `MAX_OVER` are handed over beyond `room`.
-        limits: of the queue, if the puller must create it.
+        limits: the limits of the queue, if the puller must create it.
     """
 
     def __init__(

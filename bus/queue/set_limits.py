@@ -22,7 +22,7 @@ async def set_limits(nats: Client, subjects: Subjects, model: str, limits: Mappi
     """Set these limits for the existing streams of `model`. Other limits stay.
 
     Args:
-        limits: by the names of `QueueLimits`.
+        limits: the limits, by the field names of `QueueLimits`.
 
     Raises:
         InvalidRequest: a stream holds more than a limit, which the error names; this stream is not changed.

@@ -86,8 +86,9 @@ class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
         False is certain. True may last until the requests that were delivered before it have been acked.
 
         Args:
-            seq: of a request that the queue has confirmed.
-            stored_for_s: seconds since then. A younger consumer belongs to a queue that was lost and created again.
+            seq: the sequence number of a request that the queue has confirmed.
+            stored_for_s: seconds since the confirmation. A younger consumer belongs to a queue that was lost and created
+                again.
         """
         if self.age_s + REMADE_MARGIN_S < stored_for_s:
             return False

@@ -23,7 +23,7 @@ SAME: Final = Encoded("same", 0, 0, b"")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """What a publication stores."""
+    """The parts of a version that a publication stores."""
 
     has_delta: bool
     """True if it stores the changes since the snapshot."""

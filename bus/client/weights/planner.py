@@ -59,7 +59,7 @@ class VersionPlanner:
         given_bytes: int,
         is_out_of_step: bool,
     ) -> tuple[tuple[Link, ...], DraftPlan]:
-        """Return the links that the version follows, and the plan of what to store.
+        """Return the links before the new version, and the plan of the parts to store.
 
         Args:
             options: options of the publication.

@@ -88,7 +88,7 @@ def agrees(a: Canary, b: Canary, *, dtype: str) -> str | None:
     between two tokens. The tokens after the first different token are not comparable.
 
     Args:
-        dtype: of the weights of both workers.
+        dtype: the dtype of the weights of both workers.
     """
     for canary in (a, b):
         if not canary.token_ids or len(canary.token_ids) != len(canary.logprobs):

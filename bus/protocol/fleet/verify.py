@@ -19,8 +19,8 @@ def dissenters(acks: Mapping[str, Ack], dtypes: Mapping[str, str]) -> dict[str, 
     """Return workers whose canary differs from the majority of their kind, with the reason; without a majority, all.
 
     Args:
-        acks: by worker; acks without a canary are ignored.
-        dtypes: of the weights, by worker. Workers of one kind have the same engine signature and dtype.
+        acks: the acks by worker; acks without a canary are ignored.
+        dtypes: the dtypes of the weights, by worker. Workers of one kind have the same engine signature and dtype.
     """
     kinds: dict[tuple[str | None, str], dict[str, Canary]] = {}
     for worker, ack in sorted(acks.items()):

@@ -16,7 +16,7 @@ class FrameBuilder:
     """A frame while it is filled.
 
     Args:
-        max_bytes: for its offers and chunks. A larger chunk still gets a frame of its own.
+        max_bytes: the maximum bytes of its offers and chunks. A larger chunk gets its own frame.
     """
 
     def __init__(self, max_bytes: int) -> None:

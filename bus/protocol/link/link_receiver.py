@@ -58,7 +58,7 @@ class LinkReceiver:
     """Follows the links of one incarnation of a worker.
 
     Args:
-        client_incarnation: this client's; frames for another incarnation are stale.
+        client_incarnation: incarnation of this client; frames for another incarnation are stale.
 
     Attributes:
         incarnation: the worker's incarnation, from its first frame; None before that. Frames of another one are stale.

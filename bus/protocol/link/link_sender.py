@@ -52,9 +52,9 @@ class LinkSender:
     """The output of a worker for one incarnation of one client.
 
     Args:
-        incarnation: of the worker.
+        incarnation: incarnation of the worker.
         link: the number of the link within this incarnation.
-        client_incarnation: the receiver.
+        client_incarnation: incarnation of the receiving client.
         max_frame_bytes: the largest frame, unless a single chunk is larger.
     """
 

@@ -15,8 +15,8 @@ class PlainSender:
 
     Args:
         key: the request.
-        writer: of its chunks.
-        incarnation: of the worker.
+        writer: the writer of its chunks.
+        incarnation: incarnation of the worker.
         max_frame_bytes: the largest frame, unless a single chunk is larger.
     """
 

@@ -22,7 +22,7 @@ class FollowedLinks:
     """Follows the links of all workers with one id.
 
     Args:
-        client_incarnation: this client's; frames for another incarnation are stale.
+        client_incarnation: incarnation of this client; frames for another incarnation are stale.
     """
 
     def __init__(self, client_incarnation: str) -> None:

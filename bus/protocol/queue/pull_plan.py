@@ -93,7 +93,7 @@ class _LaneState:
     ends_at: float = 0.0
     """The time at which the pull counts as lost. Valid only while it is open."""
     waiting: int = 0
-    """Messages that the lane had behind the last delivered one; 0: none, or not known."""
+    """Messages that the lane had behind the last delivered message; 0: none, or not known."""
     is_empty: bool = False
     """True if the lane had no more messages just now. Cleared if no standing pull follows immediately."""
     seen_empty_at: float = -math.inf
@@ -107,7 +107,7 @@ class PullPlan:
     """The pulls of one worker.
 
     Args:
-        lanes: in the order in which the worker pulls from them.
+        lanes: the lanes, in the order in which the worker pulls from them.
         max_payload: bytes of the largest message.
     """
 

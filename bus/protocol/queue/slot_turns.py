@@ -59,7 +59,7 @@ class SlotTurns(Generic[K]):
         return "now"
 
     def num_due(self, waiting: Collection[Lane] | None, num_free: int) -> int:
-        """Return how many of `num_free` slots belong to followers: those that `pop` would return in turn."""
+        """Return how many of `num_free` slots belong to followers: as many as repeated calls of `pop` would return."""
         return min(self.backlog.num_due(waiting, self.shares.num_turns(waiting, num_free)), num_free)
 
     def pop(self, waiting: Collection[Lane] | None, num_free: int, now: float) -> K | None:

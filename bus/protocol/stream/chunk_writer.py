@@ -53,22 +53,22 @@ class ChunkWriter:
 
     Args:
         key: the attempt and child.
-        prompt_len: Lp, for the row rule.
+        prompt_len: the length Lp of the prompt, for the row rule.
         routing: the shape of the model's routed experts; None if none are returned.
         start: the `routed_experts_prompt_start` that applies.
         segment_bytes: the maximum bytes of arrays in one chunk, unless a single token or row is larger.
-        traceparent: of the request; the first chunk has it.
+        traceparent: the trace context of the request, which the first chunk returns.
 
     Attributes:
-        segment_bytes: as above; may be changed before the first step is added.
-        max_mask_bytes: the maximum bytes of ids in one token's sampling mask; may be set before the first step is
-            added.
-        reports_kv: True if the engine reports recomputed KV; may be set before the first step is added.
-        taken_tokens: the number of added tokens, handed out or not.
-        unsent_bytes: the bytes that were added and not handed out.
-        last_bytes: an upper bound of the encoded size of the last chunk that was handed out.
+        segment_bytes: the argument; the caller may change it before the first step is added.
+        max_mask_bytes: the maximum bytes of ids in one token's sampling mask. The caller may set it before the first
+            step is added.
+        reports_kv: True if the engine reports recomputed KV. The caller may set it before the first step is added.
+        taken_tokens: the number of added tokens, whether or not a chunk with them was returned.
+        unsent_bytes: the bytes that were added and that no returned chunk contains.
+        last_bytes: an upper bound of the encoded size of the last returned chunk.
         is_ended: True if the last step was added or the request failed. No other step may follow.
-        has_left: True if the terminal chunk was handed out.
+        has_left: True if the terminal chunk was returned.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class ChunkWriter:
         """Add the output of one step. Its arrays are copied, except a prompt's rows, which must not change any more.
 
         Args:
-            weight_version: of the weights that sampled its tokens.
-            lora_version: of the adapter that the request uses; None: it uses none.
+            weight_version: version of the weights that sampled the step's tokens.
+            lora_version: version of the adapter that the request uses; None: it uses none.
 
         Raises:
             LocalProtocolError: the step's arrays contradict each other or the row rule; nothing was added.

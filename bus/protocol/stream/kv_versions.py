@@ -37,7 +37,7 @@ def kv_arrays(chunks: Sequence[Chunk], prompt_len: int) -> dict[str, Any]:
     """Return the KV fields of a `Generation` by their names.
 
     Args:
-        chunks: as `rollbus.bus.protocol.stream.response_stream` delivers them.
+        chunks: the chunks that `rollbus.bus.protocol.stream.response_stream` delivers.
         prompt_len: Lp of the whole request.
     """
     chunks = [chunk for chunk in chunks if chunk.num_tokens]

@@ -31,7 +31,7 @@ class ResponseStream:
     """The chunks of one child request, from the first attempt to the last.
 
     Args:
-        request: the child's, with `sampling.n` 1.
+        request: the request of the child, with `sampling.n` 1.
         child: the index among n samples.
         attempt: number of the first attempt. It is above 0 if chunks of an earlier call with the same id may still
             arrive.
@@ -230,7 +230,7 @@ class ResponseStream:
         """Make the current attempt, which is not published yet, a prefill phase. Return its request.
 
         Args:
-            connector: of the worker that gets it, and so of its KV transfer.
+            connector: the KV connector of the prefill worker that gets the request.
         """
         sampling = self.asked.sampling
         self.phase, self._connector = "prefill", connector

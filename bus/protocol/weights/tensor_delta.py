@@ -87,7 +87,7 @@ def apply_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: in
     """Replace the previous content with the new content, in place.
 
     Args:
-        encoded: as received; every field is validated.
+        encoded: the received delta; this function validates every field.
         content: u1[num_bytes], the previous content; has no effect if `encoded` is `dense`.
         item_bytes: as in `encode_delta`.
 
@@ -116,7 +116,7 @@ def undo_delta(encoded: Encoded, content: npt.NDArray[np.uint8], item_bytes: int
     """Replace the new content with the previous content, in place: the inverse of `apply_delta`.
 
     Args:
-        encoded: of `encode_delta`: `sparse` or `same`. A dense one does not have the previous content.
+        encoded: a result of `encode_delta`, `sparse` or `same`. A `dense` result does not have the previous content.
         content: u1[num_bytes], the new content.
         item_bytes: as in `encode_delta`.
 
