@@ -68,7 +68,7 @@ def test_every_prompt_is_new() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (BenchLoad(input_tokens=65_530, output_tokens=7), "65537 together; allowed: 65536, the max_model_len"),
+        (BenchLoad(input_tokens=65_530, output_tokens=7), "65537 together; allowed: at most 65536, the max_model_len"),
         (BenchLoad(input_tokens=1, output_tokens=1, logprobs=21), "--logprobs 21; allowed: none, or 0 to 20"),
         (BenchLoad(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
     ],
@@ -88,8 +88,8 @@ def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> 
     ("argv", "words"),
     [
         (["--requests", "5", "--concurrency", "2", "6"], "--requests 5; allowed: 6 or more"),
-        (["--concurrency", "65537"], "--concurrency 65537; allowed: 65536"),
-        (["--concurrency", "4096", "--output-tokens", "4096"], "allowed: 50000000, with fewer"),
+        (["--concurrency", "65537"], "--concurrency 65537; allowed: at most 65536"),
+        (["--concurrency", "4096", "--output-tokens", "4096"], "allowed: at most 50000000, with fewer"),
         (["--synthetic", "--model", "m"], "--synthetic uses its own model"),
     ],
 )
@@ -210,7 +210,7 @@ async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fle
 
     told: dict[str, Any] = json.loads(ended.stdout)["results"][0]
     assert (ended.code, list(told["failures"])) == (ExitCode.FAILED, ["abort"])
-    assert ended.stderr.startswith("rollbus: requests that failed: abort ")
+    assert ended.stderr.startswith("rollbus: failed requests: abort ")
     assert len(ended.stderr.splitlines()) == 1
 
 
@@ -247,7 +247,7 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
         ([SERVES], "n", InvalidRequest, "model is 'n'; allowed: one of m"),
         ([SERVES, replace(SERVES, model="n")], None, InvalidRequest, "model is missing; allowed: one of m, n"),
         ([PAUSED, replace(SERVES, model="n")], "m", CommandFailed, r"\(w is paused\)"),
-        ([presence()], None, CommandFailed, "the workers of m do not say"),
+        ([presence()], None, CommandFailed, "the workers of m have not published"),
     ],
 )
 def test_without_a_worker_there_is_nothing_to_measure(
@@ -307,4 +307,4 @@ def test_where_no_fleet_is_the_transport_alone_is_measured(
     captured = capfd.readouterr()
     assert captured.err.startswith("starting a NATS server and a worker with a synthetic engine")
     assert captured.out.splitlines()[2].startswith("TRANSPORT ONLY: ")
-    assert "requests that failed" in captured.out
+    assert "failed requests" in captured.out

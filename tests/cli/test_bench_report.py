@@ -51,10 +51,10 @@ def test_a_report_has_a_column_for_each_concurrency() -> None:
     assert rows["tokens/s"] == ["100 (50 to 150)", "100"]
     assert rows["requests/s"] == ["0.500", "2.00"]
     assert rows["client CPU, ms per 1,000 tokens"] == ["2,500 (1,667 to 5,000)", "1,000"]
-    assert rows["routing, MB/s"] == ["1.00", "-"]
+    assert rows["routed experts, MB/s"] == ["1.00", "-"]
     assert rows["time to first token, p99, ms"] == ["-", "250"]
     assert "time between chunks, p50, ms" not in rows
-    assert rows["attempts above the first"] == ["0", "3"]
+    assert rows["attempts after the first"] == ["0", "3"]
     assert rows["gaps in frames"] == ["0", "4"]
     assert rows["weight versions"] == ["7", "7, 8"]
     first, second = json.loads(json.dumps(report(one, two).as_json()))["results"]
@@ -78,8 +78,8 @@ def test_a_failure_is_never_hidden() -> None:
     told = report(outcome, other)
 
     rows = {label: cells for label, *cells in told.rows()}
-    assert rows["requests that failed"] == ["engine_error 3, timeout 1", "0"]
+    assert rows["failed requests"] == ["engine_error 3, timeout 1", "0"]
     first, second = json.loads(json.dumps(told.as_json()))["results"]
     assert (first["failures"], second["failures"]) == ({"engine_error": 3, "timeout": 1}, {})
-    assert told.failure() == "requests that failed: engine_error 3, timeout 1; the first: not finished within 3 s"
+    assert told.failure() == "failed requests: engine_error 3, timeout 1; the first: not finished within 3 s"
     assert report(other).failure() is None

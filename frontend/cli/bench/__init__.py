@@ -1,4 +1,4 @@
-"""`rollbus bench`: how fast a fleet is, as its trainers see it."""
+"""`rollbus bench`: measures the throughput and latency of a fleet as a trainer sees them."""
 
 from .bench import Bench, BenchOptions
 from .rounds import ConcurrencyResult

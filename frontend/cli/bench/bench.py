@@ -1,4 +1,4 @@
-"""All rounds of a bench, in their order."""
+"""Runs all rounds of a bench in their order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,48 +19,50 @@ from .rounds import ConcurrencyResult, Round, measure
 __all__ = ["MAX_CONCURRENCY", "MAX_ROUND_TOKENS", "Bench", "BenchOptions", "BenchTarget", "target_of"]
 
 REQUESTS_EACH: Final = 4
-"""Requests of a round for each that is open at once, where none are named: its begin and end weigh little then."""
+"""Default requests of a round for each request open at once. With this number, the start and end of a round have little
+effect."""
 MIN_REQUESTS: Final = 32
-"""The same: of fewer, the 99th percentile says nothing."""
+"""Minimum default requests of a round. With fewer requests, the 99th percentile has no meaning."""
 MAX_CONCURRENCY: Final = 65_536
-"""Requests that a model's queue has room for."""
+"""Maximum number of requests in a model's queue."""
 MAX_ROUND_TOKENS: Final = 50_000_000
-"""Generated tokens of a round: the times of their chunks take 200 MB at most, and the fastest fleet a minute or so."""
+"""Maximum generated tokens of a round. The times of their chunks take at most 200 MB. The fastest fleet needs about a
+minute for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is to be measured.
+    """The load and the rounds of a bench.
 
     Raises:
-        CommandFailed: the numbers do not go together; the message names the options and what is allowed.
+        CommandFailed: the numbers conflict. The message has the options and the allowed values.
     """
 
     load: BenchLoad
     concurrencies: Sequence[int]
     rounds: int
     num_requests: int | None = None
-    """Of each round; None: as many as `requests_at` says."""
+    """Requests of each round. None: `requests_at` computes the number."""
     streams: bool = False
     seed: int = 0
-    """Of the prompts."""
+    """Seed of the prompts."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         most = max(self.concurrencies)
         if most > MAX_CONCURRENCY:
-            raise refused(f"--concurrency {most}", f"{MAX_CONCURRENCY}, for which a queue has room")
+            raise refused(f"--concurrency {most}", f"at most {MAX_CONCURRENCY}, the maximum of a queue")
         if self.num_requests is not None and self.num_requests < most:
-            raise refused(f"--requests {self.num_requests}", f"{most} or more, so many are open at --concurrency")
+            raise refused(f"--requests {self.num_requests}", f"{most} or more, the largest --concurrency")
         tokens = self.requests_at(most) * self.load.output_tokens
         if tokens > MAX_ROUND_TOKENS:
             raise refused(
                 f"{self.requests_at(most)} requests of {self.load.output_tokens} tokens are {tokens} in a round",
-                f"{MAX_ROUND_TOKENS}, with fewer --requests or --output-tokens",
+                f"at most {MAX_ROUND_TOKENS}, with fewer --requests or --output-tokens",
             )
 
     def requests_at(self, concurrency: int) -> int:
-        """Requests of a round."""
+        """Return the number of requests of a round."""
         return self.num_requests or max(MIN_REQUESTS, REQUESTS_EACH * concurrency)
 
 
@@ -73,20 +75,21 @@ class BenchTarget:
 
     @property
     def engines(self) -> Sequence[Capabilities]:
-        """What they can do."""
+        """The capabilities of the workers' engines."""
         return [worker.capabilities for worker in self.workers if worker.capabilities is not None]
 
 
 def target_of(workers: Sequence[WorkerPresence], model: str | None, *, nats_url: str, fleet: str) -> BenchTarget:
-    """What to measure, of the live workers of a fleet.
+    """Return the model to measure and its serving workers.
 
     Args:
-        model: None: the fleet's only one.
+        workers: the live workers of the fleet.
+        model: name of the model. None: the only model of the fleet.
 
     Raises:
-        CommandFailed: no worker serves, or none says what it can do.
-        InvalidRequest: the model was not named and there are several, or there are only others.
-        NoWorkers: there are workers of this model, and none takes requests soon.
+        CommandFailed: no worker serves, or no worker has published its capabilities.
+        InvalidRequest: `model` is None and the fleet has several models, or the fleet has only other models.
+        NoWorkers: the model has workers, but none of them will accept requests soon.
     """
     snapshot = FleetSnapshot(tuple(workers))
     if snapshot.served:
@@ -95,13 +98,13 @@ def target_of(workers: Sequence[WorkerPresence], model: str | None, *, nats_url:
     serving = serving_workers(of_model, nats_url=nats_url, fleet=fleet)
     target = BenchTarget(serving[0].model, serving)
     if not target.engines:
-        raise CommandFailed(f"the workers of {target.model} do not say what their engines can do")
+        raise CommandFailed(f"the workers of {target.model} have not published the capabilities of their engines")
     return target
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One run over a fleet."""
+    """One bench of a fleet."""
 
     rb: bus.Client
     target: BenchTarget
@@ -109,13 +112,15 @@ class Bench:
     shows_progress: bool = True
 
     async def run(self) -> list[ConcurrencyResult]:
-        """Warm up, then measure: the concurrencies take turns, so that what slows the machine slows all of them.
+        """Run a warm-up round and the measured rounds of each concurrency.
 
-        Cancellation: aborts what is open.
+        The concurrencies take turns, so that a slow phase of the machine affects all of them.
+
+        Cancellation: aborts the open requests.
 
         Raises:
-            CommandFailed: every request of a round failed, or the engines cannot do what the options say.
-            NoWorkers: none is left; alone or in a group.
+            CommandFailed: all requests of a round failed, or the engines do not support the options.
+            NoWorkers: no worker is left. The error is raised alone or in a group.
         """
         options = self.options
         options.load.check(self.target.engines)

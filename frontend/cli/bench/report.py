@@ -1,4 +1,4 @@
-"""What a bench says: how it was called, where, of what fleet, and its figures."""
+"""Formats the result of a bench: command, machine, fleet and figures."""
 
 import os
 import platform
@@ -19,42 +19,42 @@ NONE = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All of one bench."""
+    """The result of one bench."""
 
     command: str
-    """As it was typed, without passwords."""
+    """Command line as the user typed it, without passwords."""
     fleet: str
     target: BenchTarget
     options: BenchOptions
     outcomes: Sequence[ConcurrencyResult]
     is_synthetic: bool
-    """Server and worker are the bench's own, and its engine makes tokens up."""
+    """True if the bench started the server and a worker with a synthetic engine."""
 
     @property
     def failures(self) -> Counter[str]:
-        """Requests that did not end as they should, by error code."""
+        """Number of failed requests by error code."""
         return sum((outcome.failures for outcome in self.outcomes), Counter[str]())
 
     def failure(self) -> str | None:
-        """What to say of them in one line; None: there were none."""
+        """Return one line about the failed requests, or None if no request failed."""
         failures = self.failures
         if not failures:
             return None
         first = next(outcome.first_failure for outcome in self.outcomes if outcome.first_failure)
-        return f"requests that failed: {_counted(failures)}; the first: {first}"
+        return f"failed requests: {_counted(failures)}; the first: {first}"
 
     def show(self) -> None:
-        """Print it for people."""
+        """Print the result as text and a table."""
         write(self.command)
         write(f"rollbus {__version__}; {machine()}")
         write(self._fleet_line())
         write(self._load_line())
         print_table(("at once", *(str(outcome.concurrency) for outcome in self.outcomes)), self.rows())
         if not self.options.streams:
-            write("Times to the first token and between chunks: --stream.")
+            write("Use --stream to measure the times to the first token and between chunks.")
 
     def rows(self) -> list[list[str]]:
-        """The table: a row for each figure and count, a column for each concurrency."""
+        """Return the rows of the table: one for each figure and count. Each concurrency has a column."""
         found = [spreads(outcome.figures) for outcome in self.outcomes]
         rows = [
             [label, *(cell(one.get(name, NONE)) for one in found)]
@@ -62,15 +62,15 @@ class Report:
             if any(name in one for one in found)
         ]
         counts = (
-            ("attempts above the first", lambda outcome: str(outcome.retries)),
+            ("attempts after the first", lambda outcome: str(outcome.retries)),
             ("gaps in frames", lambda outcome: str(outcome.gaps)),
-            ("requests that failed", lambda outcome: _counted(outcome.failures) or "0"),
+            ("failed requests", lambda outcome: _counted(outcome.failures) or "0"),
             ("weight versions", lambda outcome: ", ".join(map(str, sorted(outcome.weight_versions)))),
         )
         return rows + [[label, *map(text, self.outcomes)] for label, text in counts]
 
     def as_json(self) -> Mapping[str, object]:
-        """The same for programs; names of figures end with their unit."""
+        """Return the result as a JSON object. The names of figures end with their unit."""
         load = self.options.load
         return {
             "command": self.command,
@@ -101,7 +101,7 @@ class Report:
     def _fleet_line(self) -> str:
         if self.is_synthetic:
             return (
-                "TRANSPORT ONLY: a NATS server and a worker of this bench's own, whose engine makes its tokens up; "
+                "TRANSPORT ONLY: the bench ran its own NATS server and a worker with a synthetic engine; "
                 "no model was run"
             )
         num_workers = len(self.target.workers)
@@ -113,7 +113,7 @@ class Report:
         has_routing = load.routing is not False and any(engine.routed_experts for engine in self.target.engines)
         extras = [
             "no logprobs" if load.logprobs is None else f"logprobs {load.logprobs}",
-            "routing" if has_routing else "no routing",
+            "routed experts" if has_routing else "no routed experts",
             "chunk by chunk" if self.options.streams else "complete results",
             f"median of {self.options.rounds} rounds (lowest to highest)",
         ]

@@ -1,4 +1,4 @@
-"""One round of requests, and what the rounds of one concurrency come to."""
+"""Measures one round of requests, and combines the rounds of one concurrency."""
 
 import asyncio
 import time
@@ -16,57 +16,58 @@ __all__ = ["FIGURES", "ConcurrencyResult", "Round", "measure"]
 
 
 def _times() -> "array[float]":
-    """Seconds as floats of 4 bytes: there may be one for each token of a round."""
+    """Return an empty array for times in seconds. Floats of 4 bytes save memory: each token may add a time."""
     return array("f")
 
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What is counted beside the figures: of one round, or of all rounds of one concurrency."""
+    """Counts beside the figures, of one round or of all rounds of one concurrency."""
 
     cached_tokens: int = 0
-    """Of the prompts, what was not computed."""
+    """Prompt tokens that the engine did not compute, because they were in a prefix cache."""
     weight_versions: set[int] = field(default_factory=set)
     failures: Counter[str] = field(default_factory=Counter)
-    """Requests that did not end as they should, by error code, or by finish reason if they ended too early."""
+    """Number of failed requests by error code. A request that ended too early is counted by its finish reason."""
     first_failure: str = ""
-    """Message of the first of them."""
+    """Message of the first failed request."""
     retries: int = 0
-    """Attempts that followed one which was given up."""
+    """Number of attempts that followed a lost attempt."""
     gaps: int = 0
-    """How often frames were missing, and were asked for again."""
+    """How often the client requested missing frames again."""
 
     def fail(self, kind: str, why: str) -> None:
-        """Count a request that did not end as it should."""
+        """Count a failed request."""
         self.failures[kind] += 1
         self.first_failure = self.first_failure or why
 
     def add_failures(self, other: "Tally") -> None:
-        """Count what failed in a round, be it one to warm up."""
+        """Add the failures of a round. This includes the warm-up round."""
         self.failures += other.failures
         self.first_failure = self.first_failure or other.first_failure
 
 
 @dataclass(slots=True, kw_only=True)
 class Round(Tally):
-    """What came of the requests of one round.
+    """The result of one round.
 
-    Tokens and routing are those of the requests that ended as they should: with as many tokens as were asked for.
+    `tokens` and `routing_bytes` count only the requests that succeeded with the requested number of tokens.
     """
 
     seconds: float = 0.0
     cpu_s: float = 0.0
-    """Of this process, all threads."""
+    """CPU seconds of all threads of this process."""
     requests: int = 0
-    """Those that ended as they should."""
+    """Number of requests that succeeded."""
     tokens: int = 0
     routing_bytes: int = 0
     first_token_s: "array[float]" = field(default_factory=_times)
-    """From the sending of each request to its first token; of a round that streams, like the next two."""
+    """Seconds from the sending of each request to its first token. This list and the next two are empty without
+    streams."""
     chunk_s: "array[float]" = field(default_factory=_times)
-    """From each chunk with tokens to the next one of the same request."""
+    """Seconds from each chunk with tokens to the next chunk of the same request."""
     request_s: "array[float]" = field(default_factory=_times)
-    """From the sending of each request to its end."""
+    """Seconds from the sending of each request to its end."""
 
     def finish(self, reason: FinishReason, tokens: int, routing_bytes: int, cached_tokens: int | None) -> None:
         """Count a request that ended without an error."""
@@ -87,16 +88,16 @@ async def measure(
     streams: bool,
     advance: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Send `requests`, `concurrency` at a time, and read all that comes of them.
+    """Send `requests`, `concurrency` at a time, and read all results.
 
     Args:
-        streams: read chunk by chunk with `generate` rather than results with `complete_many`.
+        streams: True: read chunks with `generate`. False: read results with `complete_many`.
         advance: called at the end of each request.
 
-    Cancellation: aborts what is open.
+    Cancellation: aborts the open requests.
 
     Raises:
-        NoWorkers: none is left to serve them; alone or in a group.
+        NoWorkers: no worker is left. The error is raised alone or in a group.
     """
     result = Round()
     before, cpu_before, started = rb.stats(), time.process_time(), time.perf_counter()
@@ -146,7 +147,7 @@ async def _stream_all(
 async def _stream_next(
     rb: bus.Client, source: Iterator[GenerateRequest], result: Round, advance: Callable[[], None]
 ) -> None:
-    """Stream one request after the other, as long as `source`, from which other tasks take requests too, has any."""
+    """Stream requests of `source` one after the other until it is empty. Other tasks read the same `source`."""
     for request in source:
         try:
             await _stream(rb, request, result)
@@ -184,13 +185,13 @@ FIGURES: Final = {
     "request_p50_ms": "time of a request, p50, ms",
     "request_p99_ms": "time of a request, p99, ms",
     "client_cpu_ms_per_1000_tokens": "client CPU, ms per 1,000 tokens",
-    "routing_mb_per_s": "routing, MB/s",
+    "routing_mb_per_s": "routed experts, MB/s",
 }
-"""What is measured, in the order in which it is shown: the name for programs, unit last, and the label for people."""
+"""The figures in the order of the table: JSON name with its unit at the end, and label."""
 
 
 def figures_of(result: Round) -> dict[str, float]:
-    """Return the figures of a round in which a request ended as it should, in the order of `FIGURES`."""
+    """Return the figures of a round in the order of `FIGURES`. At least one request must have succeeded."""
     figures = {"tokens_per_s": result.tokens / result.seconds, "requests_per_s": result.requests / result.seconds}
     times = {"first_token": result.first_token_s, "chunk": result.chunk_s, "request": result.request_s}
     for name, seconds in times.items():
@@ -204,16 +205,16 @@ def figures_of(result: Round) -> dict[str, float]:
 
 @dataclass(slots=True)
 class ConcurrencyResult(Tally):
-    """What the rounds of one concurrency gave."""
+    """The result of all rounds of one concurrency. The failures include the warm-up round."""
 
     concurrency: int
     num_requests: int
-    """Of each round."""
+    """Requests of each round."""
     figures: list[dict[str, float]] = field(default_factory=list)
-    """Of each round; the failures are those of the warm-up too."""
+    """Figures of each round without the warm-up round."""
 
     def add(self, result: Round) -> None:
-        """Count a round."""
+        """Add a round."""
         self.figures.append(figures_of(result))
         self.add_failures(result)
         self.weight_versions |= result.weight_versions
