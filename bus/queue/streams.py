@@ -87,7 +87,7 @@ class StoredRange(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             seq: the sequence number of a request that the queue has confirmed.
-            stored_for_s: seconds since the confirmation. If the consumer is younger, the queue was lost and created again.
+            stored_for_s: seconds since the confirmation. If the consumer is younger, the queue was created again.
         """
         if self.age_s + REMADE_MARGIN_S < stored_for_s:
             return False
