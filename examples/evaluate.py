@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
         version, tokenizer = worker.weight_version, AutoTokenizer.from_pretrained(worker.model_path)
         tasks = {str(task["id"]): task for task in read_tasks(arguments.tasks)[: arguments.steps]}
         if not tasks:
-            raise SystemExit(f"there is no task in {arguments.tasks}")
+            raise SystemExit(f"{arguments.tasks} has no tasks")
         wanted = version, SAMPLING.n
         found = read_results(arguments.results)
         results = {each["id"]: each for each in found if (each["weight_version"], each["n"]) == wanted}
@@ -82,9 +82,9 @@ def main(arguments: argparse.Namespace) -> None:
                     raise generation.error
                 name, answers = generation.request_id, (generation, *generation.siblings)
                 if any(answer.finish_reason == rollbus.FinishReason.ABORT for answer in answers):
-                    raise SystemExit("an operator stopped the answers: start again to evaluate the rest")
+                    raise SystemExit("an operator aborted answers: start again to evaluate the other tasks")
                 if any((answer.weight_versions != version).any() for answer in answers):
-                    raise SystemExit("the fleet has new weights by now: start again to evaluate them")
+                    raise SystemExit("the fleet has loaded new weights: start again to evaluate them")
                 num_passed = sum(passes(tasks[name], tokenizer.decode(answer.token_ids)) for answer in answers)
                 result = {"id": name, "weight_version": version, "n": len(answers), "num_passed": num_passed}
                 print(json.dumps(result), file=file, flush=True)

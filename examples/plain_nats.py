@@ -30,7 +30,7 @@ async def main(url: str, fleet: str, model: str) -> None:
                 print(f"a worker was lost, and attempt {attempt} starts over")
                 current, expected = attempt, 0
             if index != expected:
-                sys.exit(f"chunk {index} of attempt {attempt} came where {expected} of {current} was next")
+                sys.exit(f"received chunk {index} of attempt {attempt}, expected chunk {expected} of attempt {current}")
             expected += 1
             print(array.array("i", ids).tolist(), array.array("f", logprobs).tolist(), rows and rows[1], sep="\t")
     print(f"finish_reason={end[0]} tokens={end[1]} rows={end[2]} error={end[4]}")

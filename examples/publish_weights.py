@@ -1,7 +1,7 @@
 """Publish new weights from a trainer's memory, while the fleet generates answers.
 
-The publisher compares the tensors with the last version and stores only what changed. All workers load the new version
-between two engine steps. Answers in flight keep their tokens and continue. Each token has the version that sampled it.
+The publisher compares the tensors with the last version and stores only the changes. All workers load the new version
+between two engine steps. Answers in flight keep their tokens and continue. Each token has the version of its weights.
 
 Run it on the workers' machine, with the Python that has rollbus. It takes some seconds:
 
@@ -29,7 +29,7 @@ def read_checkpoint(folder: str) -> dict[str, torch.Tensor]:
 
 
 def train(tensors: dict[str, torch.Tensor]) -> None:
-    """Replace an optimizer step: change one element in fifty by 1 %, as at the learning rates of RL."""
+    """Imitate an optimizer step: change one element in fifty by 1 %, as at the learning rates of RL."""
     for tensor in tensors.values():
         tensor.mul_(1 + 0.01 * (torch.rand(tensor.shape) < 0.02))
 

@@ -56,12 +56,12 @@ GROUP = 8
 GROUPS_PER_STEP = 32
 """Groups in flight, and the limit of groups that wait for the trainer. So its samples are one or two steps old."""
 MAX_WEIGHT_LAG = 2
-"""Requests and answers whose weights are more versions behind than this are dropped."""
+"""Maximum lag in versions. Requests and answers with older weights are discarded."""
 LEARNING_RATE = 4e-3
 MAX_TOKENS = 1024
 """Predictions in a micro-batch."""
 MIN_LEARNING_STEPS = 20
-"""With so many steps or more, the mean reward of the last ten must be 1.5 times that of the first ten."""
+"""With at least this number of steps, the mean reward of the last ten must be 1.5 times that of the first ten."""
 START_TIMEOUT_S = 600.0
 POLICY = Qwen3MoeConfig(
     vocab_size=16,
@@ -91,7 +91,7 @@ def reward_of(prompt: np.ndarray, token_ids: np.ndarray) -> float:
 
 @dataclass
 class Group:
-    """The answers to one prompt; none if the request waited until the weights were too new for it."""
+    """The answers to one prompt. There are none if the weights became too new while the request waited."""
 
     samples: list[Sample]
     rewards: np.ndarray
@@ -114,7 +114,7 @@ class Group:
 
 
 class Rollouts:
-    """Answers to an endless series of prompts. Requests are in flight also while the trainer computes."""
+    """Answers to an endless series of prompts. Requests stay in flight while the trainer computes."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -157,7 +157,7 @@ class Learner:
         self.version = version
 
     def sampler(self) -> Qwen3MoeForCausalLM:
-        """Return a copy of the policy as the samplers have it, in bfloat16."""
+        """Return a copy of the policy in bfloat16, the dtype of the samplers."""
         return copy.deepcopy(self._model).to(torch.bfloat16).eval()
 
     def step(self, samples: list[Sample]) -> None:
@@ -230,7 +230,7 @@ class Step:
     mixed: float
     """Share of answers with tokens of more than one version."""
     dropped: int
-    """Requests and answers that were too old."""
+    """Number of requests and answers that were too old."""
     seconds: float
     """Duration of the step, with the comparison."""
 
@@ -293,7 +293,7 @@ def summarize(runs: list[list[Step]]) -> list[str]:
     print("\nseed  reward, first    last   ratio  KL with replay  KL without  steps where it is lower with replay")
     for steps in runs:
         seed, rewards = steps[0].seed, [step.reward for step in steps]
-        # Ten steps at each end; of fewer than 20 steps, each half.
+        # Compare the first and the last ten steps. With fewer than 20 steps, compare the two halves.
         span = min(10, (len(steps) + 1) // 2)
         first, last = float(np.mean(rewards[:span])), float(np.mean(rewards[-span:]))
         both = [(step.kl_with_replay, step.kl_without_replay) for step in steps if not math.isnan(step.kl_with_replay)]
@@ -375,7 +375,7 @@ async def run(num_seeds: int, num_steps: int, num_workers: int, output: Path) ->
     problems = summarize(runs)
     print(f"\n{output}: log.jsonl, learning.svg, and the workers' logs")
     if num_steps < MIN_LEARNING_STEPS:
-        print(f"Whether rewards rise is judged from {MIN_LEARNING_STEPS} steps on; these were {num_steps}.")
+        print(f"The rise of rewards is checked only with {MIN_LEARNING_STEPS} steps or more; this run had {num_steps}.")
     for problem in problems:
         print(problem)
     return not problems

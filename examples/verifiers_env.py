@@ -68,7 +68,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--http", default="http://127.0.0.1:8080", help="address of the service (default: %(default)s)")
     parser.add_argument("--environment", default="marble-v1", help="name of its package (default: %(default)s)")
-    parser.add_argument("--tools", action="store_true", help="the environment has tools, and the model is a Qwen3")
+    parser.add_argument("--tools", action="store_true", help="for an environment with tools; the model must be a Qwen3")
     parser.add_argument("--steps", type=int, default=2, help="tasks to play, each four times (default: 2)")
     arguments = parser.parse_args()
     if arguments.steps < 1:
