@@ -27,6 +27,7 @@ __all__ = [
     "MAX_EXTRA_BYTES",
     "MAX_EXTRA_DEPTH",
     "MAX_EXTRA_FIELDS",
+    "MAX_IN_FLIGHT",
     "MAX_KV_PARAMS_BYTES",
     "MAX_LAYERS",
     "MAX_LOGIT_BIAS",
@@ -150,6 +151,8 @@ DEFAULT_MAX_UNREAD_BYTES: Final = 1024**3
 requests."""
 DEFAULT_MAX_IN_FLIGHT: Final = 512
 """Requests that `complete_many` keeps open: two full batches of a typical engine (256 sequences)."""
+MAX_IN_FLIGHT: Final = 1_000_000
+"""Requests that `complete_many` can keep open: more than a thousand workers run at once."""
 MAX_STEP_GROUPS: Final = 65_536
 """Groups in a step of a trainer: more than any batch has, and their results still fit into memory."""
 MAX_OVER: Final = 8.0

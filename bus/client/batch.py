@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
-from ...schemas.checks import describe
+from ...schemas.checks import check_int, describe
 from ...schemas.errors import InvalidRequest, NoWorkers, RequestError
+from ...schemas.limits import MAX_IN_FLIGHT
 from ...schemas.request import GenerateRequest
 from .batch_times import BatchTimes
 from .call_registry import CallRegistry
@@ -27,16 +28,14 @@ class Batch:
         max_unread_bytes: unread bytes of all results of the client above which no more requests are opened.
 
     Raises:
-        ValueError: `max_in_flight` is below 1.
+        InvalidRequest: `max_in_flight` is not an integer from 1 to `MAX_IN_FLIGHT`.
     """
 
     def __init__(
         self, registry: CallRegistry, *, max_in_flight: int, max_unread_bytes: int, times: BatchTimes | None
     ) -> None:
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}; allowed: 1 or more")
         self._registry = registry
-        self._max_in_flight = max_in_flight
+        self._max_in_flight = check_int("max_in_flight", max_in_flight, 1, MAX_IN_FLIGHT)
         self._max_unread_bytes = max_unread_bytes
         self._times = BatchTimes() if times is None else times
         self._times.start(time.monotonic())

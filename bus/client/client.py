@@ -267,8 +267,8 @@ class Client:
 
         Raises:
             NoWorkers: no worker is left for the next request. All earlier results have been yielded.
-            InvalidRequest: `requests` is not iterable, or has an item that is not a `GenerateRequest`.
-            ValueError: `max_in_flight` is below 1.
+            InvalidRequest: `requests` is not iterable or has an item that is not a `GenerateRequest`; or
+                `max_in_flight` is not an integer from 1 to 1,000,000.
             BusClosed: the client is not connected.
             Exception: `requests` raised it. The client has aborted all open requests.
         """

@@ -142,8 +142,10 @@ async def test_errors_are_the_same(nats_url: str, fleet: str, one_worker: StartS
                 list(rb.generate(short("lora", lora="x")))
             [failed] = rb.complete_many([short("lora", lora="x")])
             assert failed.finish_reason == "error"
-            with pytest.raises(ValueError, match="max_in_flight is 0"):
+            with pytest.raises(InvalidRequest, match="max_in_flight is 0; allowed: an integer from 1"):
                 list(rb.complete_many([], max_in_flight=0))
+            with pytest.raises(InvalidRequest, match="max_in_flight is '8', not an integer"):
+                list(rb.complete_many([], max_in_flight="8"))  # type: ignore[arg-type]
             with pytest.raises(InvalidRequest, match="requests has None"):
                 list(rb.complete_many([None]))  # type: ignore[list-item]
             with pytest.raises(InvalidRequest, match="requests is an async iterable; allowed: an iterable"):
