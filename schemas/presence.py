@@ -130,15 +130,15 @@ class WorkerState(enum.StrEnum):
     UPDATING = "updating"
     """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
-    """A command paused the worker. New requests wait in the queue. The mode of the pause decides whether requests in
-    flight were aborted, finish, or stay held."""
+    """A command paused the worker, and new requests wait in the queue. The mode of the pause decides whether requests
+    in flight were aborted, finish, or stay held."""
     DRAINED = "drained"
     """A command drained the worker. It handed its requests to other workers and accepts no more."""
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker could not get the desired weights and keeps its intact older weights. A missing adapter does not cause
-    this state. The worker serves nothing until a successful update or a restart."""
+    """The worker could not get the desired weights, not only an adapter, and keeps its intact older weights. It serves
+    nothing until a successful update or a restart."""
     POISONED = "poisoned"
     """The weights are partly written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"

@@ -65,8 +65,8 @@ class RequestState(enum.StrEnum):
     """A prefill worker has the prefill phase: it sent an offer, and the client accepted. The first token ends the
     phase."""
     RUNNING = "running"
-    """A worker sent an offer, and the client accepted. Both own the request. The worker acks the queue message when the
-    client has acknowledged the offer."""
+    """A worker sent an offer, and the client accepted. Both own the request, and the worker acks the queue message when
+    the client has acknowledged the offer."""
     ENDED = "ended"
     """The request has its terminal chunk or an error. The client counts later chunks and offers and answers with an
     abort."""
