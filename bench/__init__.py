@@ -1,1 +1,1 @@
-"""Benchmarks: each prints its command, the machine and what it measured. Run from a checkout, not installed."""
+"""Benchmarks. Each prints its command, the machine and its figures. They run from a checkout and are not installed."""

@@ -1,9 +1,9 @@
-"""Run benches one after the other, and write what each says to a folder.
+"""Run benches one after the other, and write the figures of each to a folder.
 
     python -m bench [transport real_engine ...] [--results bench/results]
 
-Takes about an hour and a quarter for all of them, and wants the machine for itself. Each is a program of its own, with
-options: `python -m bench.transport --help`.
+All of them take about an hour and a quarter, and need the whole machine. Each bench is also a program with options:
+`python -m bench.transport --help`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ BENCHES = (
 
 
 def main() -> int:
-    """Run them; 1 if one has failed, and the others all the same."""
+    """Run the benches, even after a bench fails. Return 1 if a bench failed."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure, and write what was found.")
     parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: all)")
     parser.add_argument(

@@ -1,11 +1,11 @@
-"""What accounts cost: the same server with users in accounts by role, and without any users.
+"""Measures the cost of accounts: the same server with users in accounts by role, and without users.
 
     python -m bench.accounts [--loads 256x64] [--frames 2000] [--rounds 5] [--json FILE]
 
-Requests: a load of 256x64 is 256 requests at once, of 64 tokens each, from a synthetic engine that makes them as fast
-as it can. Frames: messages of 64 KiB from a worker's user to a trainer, and nothing else. CPU is in microseconds per
-request or frame: of nats-server, the worker, and this program, which is the client. `ratio` is with accounts by without
-them in the same round.
+Requests: a load of 256x64 is 256 requests at once, of 64 tokens each, from a synthetic engine at its full speed.
+Frames: only messages of 64 KiB from a worker's user to a trainer. CPU is in microseconds per request or frame, for
+nats-server, the worker, and this program, which is the client. `ratio` is the figure with accounts divided by the
+figure without them in the same round.
 """
 
 import argparse
@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 FRAME = bytes(64 * 1024)
 FRAMES_AT_ONCE = 64
-"""Under way: less than what either connection may keep."""
+"""Number of frames in flight. Their bytes are below the buffer limit of each connection."""
 TRAINER = "alice"
 ENGINE = ("--engine", "synthetic", "--engine-args", json.dumps({"max_num_seqs": 1024}), "--worker-id", WORKER)
 
@@ -51,7 +51,7 @@ class Side:
 
 @asynccontextmanager
 async def without_users() -> AsyncIterator[Side]:
-    """Everybody may do everything."""
+    """Run a server without users, on which every program has all permissions."""
     async with (
         EmbeddedServer() as server,
         worker_process(server.url, *ENGINE) as worker,
@@ -64,7 +64,7 @@ async def without_users() -> AsyncIterator[Side]:
 
 @asynccontextmanager
 async def with_accounts() -> AsyncIterator[Side]:
-    """As `rollbus up --secure` has it."""
+    """Run a server with accounts, as `rollbus up --secure` does."""
     async with (
         secure_bus(TRAINER) as bus,
         worker_process(bus.server.url, "--creds", str(bus.worker), *ENGINE) as worker,
@@ -76,7 +76,7 @@ async def with_accounts() -> AsyncIterator[Side]:
 
 
 async def run_requests(side: Side, load: Load) -> int:
-    """Have all requests answered; returns how many."""
+    """Send all requests of a load and wait for their results. Return the number of requests."""
     requests = [bus_request([1, 2, 3, i], load[1], routing=False) for i in range(load[0])]
     async for generation in side.rb.complete_many(requests, max_in_flight=load[0]):
         if generation.error is not None:
@@ -85,7 +85,7 @@ async def run_requests(side: Side, load: Load) -> int:
 
 
 async def run_frames(side: Side, count: int) -> int:
-    """Publish frames as a worker, and receive them as the trainer; returns how many."""
+    """Publish frames as a worker and receive them as the trainer. Return the number of frames."""
     subject = Subjects(FLEET).frame(TRAINER, WORKER)
     room = asyncio.Semaphore(FRAMES_AT_ONCE)
     all_came = asyncio.Event()
@@ -109,7 +109,7 @@ async def run_frames(side: Side, count: int) -> int:
 
 
 async def measure(run: Callable[[Side], Awaitable[int]], side: Side, processes: Sequence[str]) -> dict[str, float]:
-    """What a second brings, and what one costs."""
+    """Return the requests or frames per second, and the CPU time of each."""
     before = {name: cpu_s(side.pids[name]) for name in processes}
     started = time.perf_counter()
     count = await run(side)
@@ -126,7 +126,11 @@ async def compare(
     rounds: int,
     processes: Sequence[str] = ("nats", "worker", "client"),
 ) -> None:
-    """Two rows and their ratio; `processes` are those that have a part in it."""
+    """Add two rows and their ratio.
+
+    Args:
+        processes: processes whose CPU time counts.
+    """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for side in sides.values():
         await run(side)
@@ -139,7 +143,7 @@ async def compare(
 
 
 async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: int) -> None:
-    """Start both sides, and compare them."""
+    """Start both servers and compare them."""
     async with AsyncExitStack() as stack:
         sides = {
             "no users": await stack.enter_async_context(without_users()),
@@ -151,7 +155,7 @@ async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: in
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.accounts", description="What accounts cost.")
     parser.add_argument("--loads", nargs="+", default=["256x64"], metavar="REQUESTSxTOKENS")
     parser.add_argument("--frames", type=int, default=2000, help="in a round")

@@ -1,14 +1,13 @@
-"""How long a fleet of synthetic workers takes to answer commands, and what it costs to keep one that has nothing to do.
+"""Measures how fast a fleet of synthetic workers answers commands, and what an idle fleet costs.
 
     python -m bench.control [--workers 1 10 100 1000] [--processes 2] [--rounds 5] [--json FILE]
 
-For each number of workers a fleet of its own is started, many workers to a process, with nothing in flight. Then each
-round pauses, resumes and flushes all of them. Times are from the command to the answers as the client sees them come:
-until the last worker has said `accepted`, until half have applied the command, and until the last has. Workers in one
-process answer one after another, on cores that the server and the client need too: the last has waited for all others.
-
-In the idle seconds before, all announce themselves, and the client hears every one. A worker counts as lost that has
-gone, or begun another life, from when all were there to the end.
+For each number of workers, the bench starts a fleet with many workers in each process and no requests in flight. Then
+each round pauses, resumes and flushes all workers. Times are from the command to the receipt of the acks at the client:
+until all workers have sent `accepted`, until half of them have applied the command, and until all have applied it.
+Workers in one process answer one after the other, on cores that the server and the client need too. So the time of the
+last worker includes the times of all others. In the idle seconds before, all workers publish presence, and the client
+receives it. A worker counts as lost if it has disappeared or has another incarnation at the end.
 """
 
 import argparse
@@ -29,30 +28,30 @@ from rollbus.schemas.control import Ack, AckStatus
 __all__: list[str] = []
 
 START_TIMEOUT_S = 180.0
-"""For all workers to serve, on a small machine."""
+"""Seconds until all workers must serve, on a small machine."""
 IDLE_S = 10.0
-"""In which every worker announces itself ten times, and reads twice what is desired of it."""
+"""Idle seconds. In this time every worker publishes presence ten times and reads its desired state twice."""
 
 
 class Clock:
-    """Milliseconds from a command to each worker's answers, by status."""
+    """Milliseconds from a command to the acks of all workers, by status."""
 
     def __init__(self) -> None:
         self._ms: dict[AckStatus, list[float]] = defaultdict(list)
         self._started = time.perf_counter()
 
     def add(self, ack: Ack) -> None:
-        """Note the time of an answer."""
+        """Add the time of an ack."""
         self._ms[ack.status].append(1000 * (time.perf_counter() - self._started))
 
     def ms(self, status: AckStatus, percent: float) -> float:
-        """Until so many percent of the workers had said so."""
+        """Return the milliseconds until `percent` percent of the workers had sent this status."""
         return percentile(self._ms[status], percent)
 
 
 @asynccontextmanager
 async def fleet_of(url: str, num_workers: int, num_processes: int) -> AsyncIterator[tuple[rollbus.Client, list[Way]]]:
-    """Start the workers; yields a client that sees all of them, and their processes."""
+    """Start the workers. Yield a client that sees all of them, and their processes."""
     fleet = f"bench-{num_workers}"
     async with AsyncExitStack() as stack:
         processes = []
@@ -76,7 +75,7 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
         cores = {f"{side}_cores": (after[side] - before[side]) / seconds for side in sides}
         commands: list[Callable[..., Awaitable[object]]] = [rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache]
         clocks: dict[str, list[Clock]] = defaultdict(list)
-        # The first makes the bucket of the desired state, and what is only made once.
+        # The first round does not count, because it creates the bucket of the desired state and other data.
         for counts in [False] + [True] * rounds:
             for command in commands:
                 clock = Clock()
@@ -96,12 +95,12 @@ async def measure(report: Report, server: EmbeddedServer, num_workers: int, num_
 
 
 def lives_in(rb: rollbus.Client) -> set[tuple[str, str]]:
-    """Worker and incarnation of all that live."""
+    """Return the worker id and incarnation of each live worker."""
     return {(worker.worker, worker.incarnation) for worker in rb.fleet.workers}
 
 
 def cpu_s(sides: dict[str, list[int]]) -> dict[str, float]:
-    """CPU seconds that the processes of each side have used."""
+    """Return the CPU seconds that the processes of each side have used."""
     times = {side: [psutil.Process(pid).cpu_times() for pid in pids] for side, pids in sides.items()}
     return {side: sum(each.user + each.system for each in taken) for side, taken in times.items()}
 
@@ -114,7 +113,7 @@ async def run(report: Report, counts: Sequence[int], num_processes: int, rounds:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.control", description="How quickly commands are answered.")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--processes", type=int, default=2, help="that the workers share (default: %(default)s)")

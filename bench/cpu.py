@@ -1,4 +1,4 @@
-"""CPU time of processes, as exactly as the kernel counts it: `psutil` has it in hundredths of a second."""
+"""Reads the CPU time of processes at the resolution of the kernel. `psutil` has only hundredths of a second."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ _libc = ctypes.CDLL(None)
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds, user and system, that all threads of a process have used so far.
+    """Return the seconds, user and system, that all threads of a process have used so far.
 
     Raises:
         OSError: there is no such process.

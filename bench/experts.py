@@ -1,12 +1,13 @@
-"""What it costs a worker to count its experts, and to answer what it has counted.
+"""Measures what a worker needs to count its experts and to answer with the counts.
 
     python -m bench.experts [--tokens-per-s 5000] [--rounds 7] [--json FILE]
 
-The counter alone is given what an engine makes of 128 requests: steps with one token of each, and prompts of 1,024
-tokens, as many prompt tokens as generated ones. `counting_us` is the CPU for a position. `core_percent` is that as a
-share of one core, at so many generated and as many prompt tokens a second. `longest_ms` is the longest that one step
-of 128 tokens held up the worker's loop. `read_ms` is the CPU of an interval's first answer, which is made once, and
-`answer_kb` is its size in JSON.
+The bench runs only the counter. Its input is the output of an engine for 128 requests: steps with one token of each
+request, and prompts of 1,024 tokens. There are as many prompt tokens as generated tokens. `counting_us` is the CPU time
+for a position. `core_percent` is this time as a share of one core, at `--tokens-per-s` generated tokens and as many
+prompt tokens per second. `longest_ms` is the longest time for which one step of 128 tokens blocked the worker's loop.
+`read_ms` is the CPU time of the first answer of an interval. Later answers of the interval reuse it. `answer_kb` is the
+size of the answer in JSON.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from rollbus.schemas.rows import DTYPES, dtype_for
 __all__: list[str] = []
 
 SHAPES: Final = ((48, 8, 128), (61, 8, 384))
-"""Layers, experts of a token, experts: a model of 30 billion parameters, and one of a trillion."""
+"""Layers, experts of a token, experts: a model with 30 billion parameters, and a model with a trillion."""
 REQUESTS: Final = 128
 STEPS: Final = 512
 PROMPT_EVERY: Final = 8
-"""Steps; a prompt has as many tokens as these generate."""
+"""Steps between two prompts. A prompt has as many tokens as these steps generate."""
 STEP_S: Final = 0.025
 
 
@@ -38,7 +39,7 @@ def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, ro
     dtype = dtype_for(num_experts)
     routing = RoutedExpertsInfo(num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype)
     random = np.random.default_rng(0)
-    # More than caches hold, as rows come from an engine.
+    # Use more rows than the CPU caches hold, as with the rows of an engine.
     prompts = random.integers(0, num_experts, (16, PROMPT_EVERY * REQUESTS, *shape[:2])).astype(DTYPES[dtype])
     tokens = random.integers(0, num_experts, (128, REQUESTS, *shape[:2])).astype(DTYPES[dtype])
     each, longest, reads, size = [], [], [], 0
@@ -69,7 +70,7 @@ def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, ro
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.experts", description="What it costs to count experts.")
     parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="generated, and as many of prompts")
     add_arguments(parser, rounds=7)

@@ -1,11 +1,11 @@
-"""How long a trainer waits beside another one that floods the queue.
+"""Measures how long a trainer waits while another trainer floods the queue.
 
     python -m bench.flood [--flood 20000] [--samples 50] [--json FILE]
 
-One worker with a synthetic engine: 64 requests at once, a step every 5 ms. Alice asks for one request of 16 tokens
-after the other, and the time of each is taken: first alone, then while Mallory has `--flood` requests of 16 tokens open
-besides. `share` is how many of Mallory's requests the queue takes at most; the others wait in Mallory's own client.
-`waits_behind` is that share by what the engine makes in a second: what Alice waits at most.
+One worker has a synthetic engine with 64 requests at once and a step every 5 ms. Alice sends requests of 16 tokens one
+after the other. The bench measures the time of each request, first alone, then while Mallory has `--flood` requests of
+16 tokens open. `share` is the maximum number of Mallory's requests in the queue; the others wait in Mallory's client.
+`waits_behind_s` is the time in which the engine finishes that share, the longest time for which Alice waits.
 """
 
 import argparse
@@ -26,11 +26,11 @@ TOKENS = 16
 STEP_S = 0.005
 SLOTS = 64
 SETTLE_S = 3.0
-"""Until the flood has filled what it may fill."""
+"""Seconds until the flood has filled its share of the queue."""
 
 
 async def times_of(rb: rollbus.Client, samples: int) -> list[float]:
-    """Seconds of single requests, one after the other."""
+    """Return the seconds of single requests, one after the other."""
     seconds = []
     for _ in range(samples):
         started = time.perf_counter()
@@ -40,7 +40,7 @@ async def times_of(rb: rollbus.Client, samples: int) -> list[float]:
 
 
 async def flood(rb: rollbus.Client, count: int) -> None:
-    """Keep so many requests open."""
+    """Keep `count` requests open until cancelled."""
     while True:
         requests = [bus_request([7, 8, i], TOKENS, routing=False) for i in range(count)]
         async for _ in rb.complete_many(requests, max_in_flight=count):
@@ -48,7 +48,7 @@ async def flood(rb: rollbus.Client, count: int) -> None:
 
 
 async def run(report: Report, num_flood: int, samples: int) -> None:
-    """Alone, then beside the flood."""
+    """Measure alone, then beside the flood."""
     engine = json.dumps({"max_num_seqs": SLOTS, "step_s": STEP_S})
     async with (
         secure_bus("alice", "mallory") as bus,
@@ -81,7 +81,7 @@ def add(report: Report, case: str, seconds: list[float]) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.flood", description="One trainer beside a flooding one.")
     parser.add_argument("--flood", type=int, default=20_000, help="requests that the other one has open")
     parser.add_argument("--samples", type=int, default=30, help="requests whose time is taken")

@@ -1,10 +1,11 @@
-"""By how much the HTTP service grows while it answers one request with many megabytes of routing.
+"""Measures how much the HTTP service grows while it answers a request with many megabytes of routed experts.
 
     python -m bench.http_memory [--megabytes 16] [--rounds 5] [--json FILE]
 
-The service is a process of its own, whose peak is Linux's `VmHWM`; the worker, on a synthetic engine, and the client,
-which reads the answer without keeping it, are in another. Prints the growth for an answer at once and for a streamed
-one, and the answer's size. Routing is as wide as that of a model with 48 layers and 8 experts of 256 for each token.
+The service has its own process. Its peak is Linux's `VmHWM`. The other process has the worker with a synthetic engine,
+and the client, which reads the answer without storing it. The bench prints the growth for a whole answer and for a
+streamed answer, and the size of the answer. The routed experts have the width of a model with 48 layers and 8 of 256
+experts for each token.
 """
 
 import argparse
@@ -29,13 +30,13 @@ MEGABYTE = 1024 * 1024
 NUM_LAYERS, TOP_K = 48, 8
 ROW_BYTES = NUM_LAYERS * TOP_K
 NUM_TOKENS = 256
-"""Generated; the rest of the rows are the prompt's, as in the last turns of a long rollout."""
+"""Generated tokens. The other rows belong to the prompt, as in the last turns of a long rollout."""
 WARM_UP_ROWS = 1000
 
 
 @asynccontextmanager
 async def running_worker(url: str) -> AsyncIterator[None]:
-    """A worker with wide routing."""
+    """Run a worker with wide routed experts."""
     config = SyntheticConfig(num_layers=NUM_LAYERS, top_k=TOP_K, num_experts=256, max_model_len=4_194_304)
     worker = Worker(WorkerConfig(nats_url=url, fleet="bench", model="m"), SyntheticEngine(config))
     async with asyncio.TaskGroup() as tasks:
@@ -50,7 +51,7 @@ async def running_worker(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
-    """The service as users start it; its process id and address."""
+    """Start the service as users start it. Yield its process id and address."""
     options = ["--nats", url, "--fleet", "bench", "--http", "127.0.0.1:0", "--json"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollbus.frontend.cli", "frontend", *options, stdout=asyncio.subprocess.PIPE
@@ -65,7 +66,7 @@ async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
 
 
 async def ask(client: httpx.AsyncClient, num_rows: int, *, stream: bool) -> int:
-    """Have a request answered; returns the size of the answer."""
+    """Send a request and read the answer. Return the size of the answer."""
     prompt = np.arange(num_rows - NUM_TOKENS + 1) % 1000 + 10
     params = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 1}
     body = {"token_ids": prompt.tolist(), "sampling_params": params, "stream": stream}
@@ -78,7 +79,7 @@ async def ask(client: httpx.AsyncClient, num_rows: int, *, stream: bool) -> int:
 
 
 async def growth(client: httpx.AsyncClient, process: int, num_rows: int, *, stream: bool) -> tuple[int, int]:
-    """By how many bytes the service grows at most, and the size of its answer."""
+    """Return the maximum growth of the service in bytes, and the size of its answer."""
     reset_peak(process)
     before = resident_bytes(process)
     size = await ask(client, num_rows, stream=stream)
@@ -86,17 +87,17 @@ async def growth(client: httpx.AsyncClient, process: int, num_rows: int, *, stre
 
 
 async def measure(url: str, num_rows: int, *, stream: bool) -> dict[str, float]:
-    """MiB of the answer, and by how many a service that has just started grows at most."""
-    # One of its own each time: memory that was freed is not given back, and would hide what comes after.
+    """Return the MiB of the answer, and the maximum growth in MiB of a service that has just started."""
+    # Use a new service each time. Freed memory stays with the process and would hide later growth.
     async with running_service(url) as (process, address), httpx.AsyncClient(base_url=address, timeout=600) as client:
-        # What is set up once does not belong to the request.
+        # Do not count memory that the first request allocates once.
         await ask(client, WARM_UP_ROWS, stream=stream)
         grown, size = await growth(client, process, num_rows, stream=stream)
     return {"answer_mib": size / MEGABYTE, "grown_mib": grown / MEGABYTE}
 
 
 async def run(megabytes: int, rounds: int, report: Report) -> None:
-    """Start everything, measure, print."""
+    """Start everything, measure and print."""
     num_rows = megabytes * MEGABYTE // ROW_BYTES
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     async with EmbeddedServer() as server, running_worker(server.url):
@@ -107,7 +108,7 @@ async def run(megabytes: int, rounds: int, report: Report) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.http_memory", description="Memory of the HTTP service.")
     parser.add_argument("--megabytes", type=int, default=16, help="of 2**20 bytes")
     add_arguments(parser)

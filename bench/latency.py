@@ -1,14 +1,13 @@
-"""Time to the first token that the bus adds to an engine's own, with 1, 64 and 256 requests at once.
+"""Measures the time to the first token that the bus adds to the time of an engine, with 1, 64 and 256 requests at once.
 
     python -m bench.latency [--engine synthetic|vllm] [--concurrency 1 64 256] [--rounds 5] [--json FILE]
 
-The same engine in the program's own process, from adding a request to its first output, and behind the bus, from
-`Client.generate` to its first chunk. Requests that come at once are asked for in one breath, and the time of each is
-taken from the first of them: so what the client itself needs to send them off counts too. What is added is the
-difference between the two ways of one round.
-
-`synthetic` makes a step every 20 ms, and is mostly idle. `vllm` computes a tiny MoE on this machine's cores, which are
-the bus's too: beside what the bus adds, its rows show what the engine and the bus take from each other.
+The bench compares two ways. In process, the time is from the addition of a request to the engine until its first
+output. Behind the bus, it is from `Client.generate` until the first chunk. Requests that are open at once are sent
+together, and all times start with the first of them, so the time that the client needs to send them counts too. The
+added time is the difference between the two ways in one round. `synthetic` makes a step every 20 ms and is mostly idle.
+`vllm` computes a tiny MoE on the cores of this machine, which the bus needs too. So its rows also show how engine and
+bus slow each other down.
 """
 
 import argparse
@@ -24,11 +23,11 @@ from bench.ways import Way, running
 __all__: list[str] = []
 
 SAMPLES = 100
-"""Requests of each way and round, at least: a 99th percentile is of no fewer."""
+"""Minimum requests of each way and round. The 99th percentile needs this number."""
 TOKENS = 4
-"""Of each request: those behind the first only see to it that it is not the last."""
+"""Tokens of each request. With more than one token, the first token is not also the last."""
 REAL_WAYS = ("vllm-delta-uni", "rollbus-chunks")
-"""In process, and over the bus; both with the model in the engine core's process."""
+"""The ways in process and over the bus. Both run the model in the process of the engine core."""
 
 
 @asynccontextmanager
@@ -42,7 +41,7 @@ async def on_synthetic_engines() -> AsyncIterator[list[Way]]:
 
 
 async def turn(way: Way, concurrency: int) -> dict[str, float]:
-    """One round of one way: p50 and p99 of its times to the first token, in ms."""
+    """Run one round of one way. Return p50 and p99 of its times to the first token in ms."""
     seconds: list[float] = []
     while len(seconds) < SAMPLES:
         answer = await ask(way, (concurrency, TOKENS))
@@ -51,7 +50,7 @@ async def turn(way: Way, concurrency: int) -> dict[str, float]:
 
 
 async def measure(report: Report, engine: str, concurrencies: Sequence[int], rounds: int) -> None:
-    """Three rows for each concurrency."""
+    """Add three rows for each concurrency."""
     async with on_synthetic_engines() if engine == "synthetic" else on_real_engines(REAL_WAYS) as ways:
         for concurrency in concurrencies:
             for way in ways:
@@ -66,7 +65,7 @@ async def measure(report: Report, engine: str, concurrencies: Sequence[int], rou
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.latency", description="Time to the first token.")
     parser.add_argument("--engine", choices=("synthetic", "vllm"), default="synthetic")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 256])

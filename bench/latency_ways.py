@@ -25,14 +25,14 @@ __all__ = ["IN_PROCESS", "OVER_THE_BUS"]
 IN_PROCESS = "in-process"
 OVER_THE_BUS = "rollbus"
 ENGINE_CONFIG = SyntheticConfig(step_s=0.02, max_num_seqs=256, num_experts=0)
-"""Steps as those of a real engine, and so cheap that a core has time to spare with 256 requests in each."""
+"""Steps of the length of a real engine. They need so little CPU that a core has time to spare with 256 requests."""
 
 
 @asynccontextmanager
 async def in_process() -> AsyncIterator[Run]:
-    """The engine itself, in this process; what its steps made goes to a queue for each request."""
+    """Run the engine in this process. A queue for each request receives the output of the steps."""
     engine = SyntheticEngine(ENGINE_CONFIG)
-    # Of a request's queue the bound is what the request may make.
+    # The queue of a request holds at most the tokens that the request may generate.
     queues: dict[str, asyncio.Queue[RequestStep]] = {}
     keys = map(str, itertools.count())
 
@@ -61,7 +61,7 @@ async def in_process() -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def over_the_bus() -> AsyncIterator[Run]:
-    """A worker with the engine in a process, a server in another, and the client here."""
+    """Run a worker with the engine in one process, a server in another, and the client in this process."""
     args = json.dumps(msgspec.to_builtins(ENGINE_CONFIG))
     async with on_the_bus("--engine", "synthetic", "--engine-args", args) as (rb, _):
         yield streamed(rb)

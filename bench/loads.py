@@ -1,4 +1,4 @@
-"""What benches of tokens ask for: a load of 64x128 is 64 requests at once, of 128 tokens each."""
+"""Loads of the benches that generate tokens: a load of 64x128 is 64 requests at once, of 128 tokens each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 __all__ = ["Load", "parse_loads", "rate"]
 
 Load = tuple[int, int]
-"""Requests at once, and tokens of each."""
+"""Number of requests at once, and tokens of each request."""
 
 
 def parse_loads(texts: Sequence[str]) -> list[Load]:
-    """Loads as they stand on a command line."""
+    """Parse the loads of a command line."""
     return [(int(text.split("x")[0]), int(text.split("x")[1])) for text in texts]
 
 
 def rate(answer: Mapping[str, Any]) -> float:
-    """Tokens a second of one measurement, which says its `tokens` and `seconds`."""
+    """Return the tokens per second of one measurement from its `tokens` and `seconds`."""
     return float(answer["tokens"] / answer["seconds"])

@@ -1,7 +1,7 @@
-"""Many workers with synthetic engines in one process: `python -m bench.many_workers URL FLEET PREFIX COUNT`.
+"""Runs many workers with synthetic engines in one process: `python -m bench.many_workers URL FLEET PREFIX COUNT`.
 
-It says `ready` when they have been started, not when they serve. They run until standard input ends, so that they go
-with the program that started them.
+The program prints `ready` when the workers have been started, not when they serve. They run until standard input ends,
+so they end with the program that started them.
 """
 
 import asyncio
@@ -19,14 +19,19 @@ from rollbus.workers.worker import Worker
 __all__ = ["many_workers"]
 
 LEASE_S = 30.0
-"""So many share one event loop that, on a busy machine, the usual lease runs out while others have their turn."""
+"""Seconds of a lease. Many workers share one event loop. On a busy machine, a lease of the usual length would expire
+while other workers run."""
 
 
 @contextlib.asynccontextmanager
 async def many_workers(
     url: str, fleet: str, prefix: str, count: int, config: SyntheticConfig | None = None
 ) -> AsyncIterator[list[Worker]]:
-    """Run `count` workers, called `prefix` and a number, until the block ends; `config` is of all their engines."""
+    """Run `count` workers with the name `prefix` and a number while the body runs.
+
+    Args:
+        config: configuration of all their engines.
+    """
     config = config or SyntheticConfig(max_num_seqs=4)
     workers = [
         Worker(

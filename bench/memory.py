@@ -1,4 +1,4 @@
-"""What Linux says of a process's memory: how large it is, and how large it was at most since a moment of choice."""
+"""Reads the memory of a process from Linux: its present size, and its peak size since a chosen moment."""
 
 import ctypes
 import gc
@@ -8,22 +8,22 @@ __all__ = ["give_back", "peak_bytes", "reset_peak", "resident_bytes"]
 
 
 def reset_peak(process: int | str = "self") -> None:
-    """From here on, the high-water mark is that of now."""
+    """Set the peak size to the present size."""
     Path(f"/proc/{process}/clear_refs").write_text("5")
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """What the process takes now."""
+    """Return the present size of the process."""
     return _status_bytes(process, "VmRSS")
 
 
 def peak_bytes(process: int | str = "self") -> int:
-    """What the process took at most since its start or the last `reset_peak`."""
+    """Return the peak size of the process since its start or the last `reset_peak`."""
     return _status_bytes(process, "VmHWM")
 
 
 def give_back() -> None:
-    """Return what this process has freed to the system: it would hide that as much is taken again."""
+    """Return the freed memory of this process to the system. A later allocation would otherwise not show as growth."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,10 +1,10 @@
-"""Megabytes a second into NATS's object store and out of it into a file, checksums included, beside nats-py's own get.
+"""Measures MiB per second into NATS's object store and from the store into a file, with checksums.
 
     python -m bench.objects [--megabytes 256] [--rounds 5] [--peer-megabytes 16] [--json FILE]
 
-All on one server, which is started for it; it stores on the same disk that is read and written here, and each round
-leaves its objects and files there until the end. nats-py puts parts of 128 KB; its get takes a second for 16 MB, so
-that it gets less to do.
+The ways of nats-py are measured too. All ways use one server, which the bench starts. The server stores on the disk
+that the bench reads and writes. Each round leaves its objects and files there until the end. nats-py puts object chunks
+of 128 KB. Its get takes a second for 16 MB, so it gets fewer megabytes.
 """
 
 import argparse
@@ -27,11 +27,15 @@ BUCKET = "bench"
 
 
 Run = Callable[[int], Awaitable[object]]
-"""Moves all megabytes; its argument is the number of the round."""
+"""Moves all megabytes. The argument is the number of the round."""
 
 
 async def measure_in_turns(report: Report, rounds: int, ways: Mapping[str, tuple[int, Run]]) -> None:
-    """Add a row for each of `ways`: how many megabytes it moves, and how."""
+    """Measure `ways` and add a row for each.
+
+    Args:
+        ways: megabytes of each way, and the function that moves them.
+    """
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for name, (megabytes, move) in in_turns(rounds, ways.items()):
         started = time.perf_counter()
@@ -94,7 +98,7 @@ async def measure(url: str, nats: Connection, scratch: Path, args: argparse.Name
 
 
 async def run(args: argparse.Namespace, report: Report) -> None:
-    """Start a server, measure, print."""
+    """Start a server, measure and print."""
     async with EmbeddedServer() as server:
         nats = await open_connection(server.url, name="bench")
         try:

@@ -1,4 +1,4 @@
-"""The ways over the bus: what benches start, and what they ask for."""
+"""Servers, workers and requests of the benches that measure ways over the bus."""
 
 import asyncio
 import os
@@ -22,11 +22,11 @@ FLEET = "default"
 WORKER = "worker"
 
 START_S = 180.0
-"""For a worker with a real engine to serve."""
+"""Seconds until a worker with a real engine must serve."""
 
 
 def bus_request(prompt: list[int], max_tokens: int, *, routing: bool | None = None) -> rollbus.GenerateRequest:
-    """Ask for exactly so many tokens, greedy, with one logprob for each."""
+    """Return a request for exactly `max_tokens` tokens, greedy, with one log probability for each token."""
     sampling = rollbus.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=0)
     return rollbus.GenerateRequest(prompt_token_ids=prompt, sampling=sampling, return_routed_experts=routing)
 
@@ -38,16 +38,16 @@ class SecureBus:
     server: EmbeddedServer
     trainers: Sequence[Credentials]
     worker: Path
-    """Credentials of the one worker."""
+    """Credentials of the only worker."""
 
     def worker_server(self) -> Server:
-        """As the worker connects."""
+        """Return the address and login of the worker."""
         return Server(self.server.url, load_credentials(self.worker))
 
 
 @asynccontextmanager
 async def secure_bus(*trainers: str, model: str = "synthetic") -> AsyncIterator[SecureBus]:
-    """A server with an admin, a worker and these trainers, all in accounts by role."""
+    """Run a server with an admin, a worker and these trainers, all in accounts by role."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = [(FLEET, Role.TRAINER, name) for name in trainers]
         wanted += [(FLEET, Role.WORKER, WORKER), (FLEET, Role.ADMIN, "admin")]
@@ -59,7 +59,7 @@ async def secure_bus(*trainers: str, model: str = "synthetic") -> AsyncIterator[
 
 @asynccontextmanager
 async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, Mapping[str, int]]]:
-    """A server and a worker as users start them, and a client; with the pids of the former."""
+    """Run a server and a worker as users start them. Yield a client and the process ids of server and worker."""
     async with (
         EmbeddedServer() as server,
         worker_process(server.url, *worker_args) as worker,
@@ -73,7 +73,11 @@ async def on_the_bus(*worker_args: str) -> AsyncIterator[tuple[rollbus.Client, M
 async def worker_process(
     url: str, *worker_args: str, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a worker until the block ends; `env` is added to its environment."""
+    """Run a worker while the body runs.
+
+    Args:
+        env: variables that are added to its environment.
+    """
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollbus.workers", "--nats", url, "--log-level", "warning", *worker_args),
         stdout=asyncio.subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""What every bench prints, in one form: its command, the machine, a table, and JSON for other programs.
+"""Prints the result of every bench in the same form: command, machine, a table, and JSON for other programs.
 
-A bench measures in rounds, and what it compares takes turns within a round: whatever slows the machine down slows all
-of them. A figure is the median of the rounds, with their range.
+A bench measures in rounds. The ways that it compares take turns within a round, so that a slow phase of the machine
+affects all of them. A figure is the median of the rounds, with their range.
 """
 
 import argparse
@@ -23,22 +23,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(slots=True)
 class Report:
-    """The rows of one bench, as they come.
+    """The rows of one bench, in the order in which they are measured.
 
     Args:
-        bench: name of its module, as in `python -m bench.transport`.
+        bench: name of the module, as in `python -m bench.transport`.
     """
 
     bench: str
     rows: list[Mapping[str, Value]] = field(default_factory=list)
 
     def add(self, **row: Value) -> None:
-        """Add a row; its names are the columns, unit last: `tokens_per_s`, `p99_ms`. Write it to stderr as well."""
+        """Add a row and write it to stderr. Its names are the columns, with the unit last: `tokens_per_s`, `p99_ms`."""
         self.rows.append(row)
         sys.stderr.write("  ".join(f"{name} {cell(value)}" for name, value in row.items()) + "\n")
 
     def finish(self, json_file: Path | None) -> None:
-        """Print command, machine and table on stdout; write all of it to `json_file` as JSON."""
+        """Print command, machine and table on stdout. Write the same data to `json_file` as JSON."""
         head = {
             "command": " ".join(["python -m", f"bench.{self.bench}", *map(shown_argument, sys.argv[1:])]),
             "machine": f"{machine()}, {commit()}",
@@ -52,7 +52,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> None:
-    """Add what all benches take: `--rounds` and `--json`."""
+    """Add the options of all benches: `--rounds` and `--json`."""
     parser.add_argument("--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
 
@@ -71,6 +71,6 @@ def shown_argument(argument: str) -> str:
 
 
 def commit() -> str:
-    """Which commit was measured."""
+    """Return the commit that is measured."""
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "no commit"

@@ -1,7 +1,8 @@
-"""The ways of doing something that a bench compares, each in a process of its own, and how it asks them to measure.
+"""Runs the ways that a bench compares, each in its own process, and asks them to measure.
 
-Such a process is a module that ends in `answer`: it says `ready`, then answers each line on stdin with one line of JSON
-on stdout, and ends with its stdin, so that it goes with the program that started it.
+A way is one variant of doing something. Its process runs a module that ends with `answer`. The module prints `ready`,
+then answers each line on stdin with one line of JSON on stdout. It ends with its stdin, and so with the program that
+started it.
 """
 
 import asyncio
@@ -14,14 +15,14 @@ from typing import Any
 __all__ = ["Way", "answer", "running", "write"]
 
 MAX_LINE_BYTES = 2**24
-"""Of an answer: figures of a hundred thousand requests."""
+"""Maximum bytes of an answer: the figures of a hundred thousand requests."""
 
 
 class Way:
-    """One way, in its process.
+    """One way in its process.
 
     Args:
-        name: for people.
+        name: name for messages.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -30,11 +31,11 @@ class Way:
 
     @property
     def pid(self) -> int:
-        """Of its process, which may have children."""
+        """Process id. The process may have children."""
         return self._process.pid
 
     async def ask(self, *question: object) -> dict[str, Any]:
-        """Have it measure once; returns what it says.
+        """Let the way measure once. Return its answer.
 
         Raises:
             RuntimeError: the process has ended.
@@ -43,16 +44,16 @@ class Way:
             raise RuntimeError("started without a pipe")
         self._process.stdin.write(f"{' '.join(map(str, question))}\n".encode())
         while not (line := await self.line()).startswith("{"):
-            # Engines print there whenever they like.
+            # Skip lines that engines print.
             pass
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def line(self) -> str:
-        """What it says next.
+        """Return the next line of its output.
 
         Raises:
-            RuntimeError: it has ended.
+            RuntimeError: the process has ended.
         """
         if self._process.stdout is None:
             raise RuntimeError("started without a pipe")
@@ -64,7 +65,7 @@ class Way:
 
 @asynccontextmanager
 async def running(name: str, module: str, *args: object) -> AsyncIterator[Way]:
-    """Start `python -m MODULE ARGS`, and wait until it is ready; it ends with the block."""
+    """Run `python -m MODULE ARGS` while the body runs, and wait until it is ready."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *map(str, args)),
         stdin=asyncio.subprocess.PIPE,
@@ -83,13 +84,13 @@ async def running(name: str, module: str, *args: object) -> AsyncIterator[Way]:
 
 
 async def answer(measure: Callable[[list[str]], Awaitable[object]]) -> None:
-    """Be a way: give the words of each line on stdin to `measure`, and write its result, until stdin ends."""
+    """Run a way: pass the words of each line on stdin to `measure`, and write its result, until stdin ends."""
     write("ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
         write(json.dumps(await measure(line.split())))
 
 
 def write(line: str) -> None:
-    """Write a line on stdout now."""
+    """Write a line to stdout and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
