@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--listen-s",
         metavar="S",
         type=float,
-        help="seconds to listen for a worker with the same id before serving (default: one lease; 0 with a default id)",
+        help="seconds to listen for another worker of this id before serving (default: one lease; 0 with a default id)",
     )
     _add_times(parser)
     parser.add_argument(
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder with checkpoints and adapters that commands may name (repeatable; default: none)",
+        help="folder with checkpoints and adapters that commands may name; may be repeated (default: none)",
     )
     _add_staging(parser)
     parser.add_argument(

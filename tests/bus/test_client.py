@@ -163,7 +163,7 @@ async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
     config = SyntheticConfig(num_experts=0)
     async with one_worker(config=config) as (rb, *_):
         check_generation(await rb.complete(sized()), sized(), routing=False)
-        with pytest.raises(RequestRejected, match="no experts") as caught:
+        with pytest.raises(RequestRejected, match="no routed experts") as caught:
             await rb.complete(sized(return_routed_experts=True))
         assert caught.value.code is ErrorCode.UNSUPPORTED
 

@@ -244,7 +244,7 @@ async def test_an_engine_on_several_machines_takes_nothing_from_the_store(
         for command in (("update-weights", str(two), "--version", "2"), ("load-lora", "math", str(adapter))):
             ended = await run_rollbus(nats_url, fleet, *command, "--upload")
             assert ended.code == ExitCode.FAILED
-            assert "fetched files are on the worker's machine only" in ended.stderr
+            assert "fetched files are only on the worker's machine" in ended.stderr
         state = await until_state(rb, all_serve)
         assert [(worker.weight_version, worker.loras) for worker in state.workers] == [(1, ())]
 

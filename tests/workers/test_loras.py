@@ -215,7 +215,7 @@ async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
     """One more than the engine holds is refused; one of the same name is not one more."""
     async with rig(tmp_path, SyntheticConfig(max_loras=1)) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
-        with pytest.raises(ControlError, match="holds 1 adapters and has a"):
+        with pytest.raises(ControlError, match="can hold 1 adapters and has a"):
             await load(worker, "b", worker.adapter("a"), 1)
         await load(worker, "a", worker.adapter("a"), 2)
     async with rig(tmp_path, SyntheticConfig(max_loras=0)) as worker:
