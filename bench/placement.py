@@ -1,20 +1,22 @@
-"""Where requests go: the queue alone, sessions, least load, static shards, and placement by prefixes and groups.
+"""Compares ways to place requests: queue only, sessions, least load, static shards, and prefixes with groups.
 
     python -m bench.placement [--fleets simulated synthetic vllm] [--traces groups ...] [--ways queue ours ...]
                               [--simulated 64] [--workers 4] [--vllm-workers 2] [--rounds 3] [--dynamo PYTHON]
                               [--json FILE]
 
-The traces are those of `bench.placement_traces`, the ways those of `bench.placement_choices` (simulated) and of
-`bench.placement_ways` (on a bus). All ways play the same trace in turns; on a bus all caches are flushed before each.
-Without options it plays what is recorded, in a quarter of an hour; with all traces and ways it takes an hour.
+The traces are in `bench.placement_traces`. The ways are in `bench.placement_choices` (simulated) and in
+`bench.placement_ways` (on a bus). All ways play the same trace in turns. On a bus, all caches are flushed before each
+turn. Without options, the bench plays the recorded traces and ways in a quarter of an hour. All traces and ways take an
+hour.
 
-`throughput` is tokens a second by those of `queue` in the same round. `computed` is prompt tokens that engines
-computed, over those of one engine that forgets nothing. `wait_p50_s` and `wait_p99_s` are of the times to first tokens.
-`wait_s` is the longest of them; on a bus it is the longest time in which any open sample got no token, as after a kill.
-`lost` is samples without all of their tokens. Beside a flood, times are those of the client that does not flood, and
-tokens are those of both. `p99_longest` is the time to 99 % of the samples by that of the queue if the trainer sends the
-longest first, as only one that knows the lengths can. `decision_us` is the median of real time that a decision of the
-simulation took.
+`throughput` is tokens per second divided by those of `queue` in the same round. `computed` is the number of prompt
+tokens that engines computed, divided by that of a single engine with an unlimited cache. `wait_p50_s` and `wait_p99_s`
+are times to the first token. `wait_s` is the longest of them. On a bus, `wait_s` is the longest time in which an open
+sample received no token, for example after a kill. `lost` is the number of samples without all of their tokens. Beside
+a flood, times are those of the client that does not flood, and tokens are those of both clients. `p99_longest` is the
+time to 99 % of the samples, divided by the time of the queue if the trainer sends the longest samples first. Only a
+trainer that knows the lengths can do this. `decision_us` is the median of the real time of a decision in the
+simulation.
 """
 
 import argparse
@@ -48,7 +50,7 @@ __all__ = ["FLEETS", "SIMULATED", "SIMULATED_TRACES", "Fleet", "run_fleet", "sim
 
 MODEL: Final = Path.home() / ".cache" / "rollbus" / "bench-tiny-moe"
 BUSY: Final = 0.75
-"""Share of the slots that a trainer fills: with none free, no choice is left."""
+"""Share of the slots that a trainer fills. Without free slots, there is no choice between workers."""
 SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
     "queue": QueueOnly,
     "sessions": SessionsOnly,
@@ -57,15 +59,15 @@ SIMULATED: Final[Mapping[str, Callable[[], Way]]] = {
     "ours": Ours,
 }
 SIMULATED_TRACES: Final = tuple(name for name in TRACES if name not in {"race", "aside"})
-"""Without faults, and with one client."""
+"""Traces without faults and with one client."""
 COMPARED: Final = ("tokens_per_s", "p99_s")
-"""Figures that have no columns: they are there for the ratios."""
+"""Figures without a column. Other columns are ratios of these figures."""
 RECORDED_WAYS: Final = ("queue", "static", "ours")
 RECORDED_SIMULATED: Final = ("groups", "flood", "tails", "nothing", "slow-nothing", "mixed")
 LARGE: Final = 32
-"""Simulated fleets above this many workers play each trace once, as they take minutes for some."""
+"""Simulated fleets above this number of workers play each trace once, because some traces take minutes."""
 IDLE_S: Final = 0.1
-"""Between looks whether the fleet is idle."""
+"""Seconds between two checks whether the fleet is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +75,22 @@ class Fleet:
     """Workers on a bus.
 
     Args:
-        model_args: of each worker, without its engine's arguments.
+        model_args: arguments of each worker, without those of its engine.
     """
 
     name: str
     model_args: tuple[str, ...]
     engine_args: Mapping[str, Any]
     slow_args: Mapping[str, Any] | None
-    """What differs in an engine of half the speed; None: it cannot be had."""
+    """Arguments of an engine with half the speed that differ. None: the engine cannot be slower."""
     slots: int
     block_tokens: int
     caches_outputs: bool
-    """Generated tokens stay in the prefix cache too."""
+    """True if generated tokens stay in the prefix cache too."""
     shape: Shape
-    """Of traces, for one worker."""
+    """Size of the traces for one worker."""
     recorded: tuple[str, ...]
-    """Traces that are played if none are named."""
+    """Traces that are played if --traces is not set."""
 
 
 FLEETS: Final = {
@@ -132,7 +134,7 @@ FLEETS: Final = {
 
 
 def simulate(trace: Trace, way: str, num_workers: int, shape: EngineShape) -> dict[str, float]:
-    """Play a trace in a simulated fleet; returns its figures."""
+    """Play a trace in a simulated fleet. Return its figures."""
     played = Simulation(trace, SIMULATED[way](), shape, num_workers)
     played.run()
     least = least_computed(((job.prompt, [job.sequence]) for job in played.jobs), shape.block_tokens)
@@ -147,14 +149,14 @@ def simulate(trace: Trace, way: str, num_workers: int, shape: EngineShape) -> di
 
 
 def waits(first_s: Sequence[float]) -> dict[str, float]:
-    """Return how long samples waited for their first tokens."""
+    """Return the figures of the times to the first tokens."""
     return {"wait_p50_s": percentile(first_s, 50), "wait_p99_s": percentile(first_s, 99), "wait_s": max(first_s)}
 
 
 def add_rows(
     report: Report, fleet: str, trace: str, found: Mapping[str, Sequence[Mapping[str, float]]], baseline: str = "queue"
 ) -> None:
-    """Add a row for each way, of all rounds."""
+    """Add a row for each way with the figures of all rounds."""
     for way, rounds in found.items():
         compared = [
             {"throughput": own["tokens_per_s"] / base["tokens_per_s"], **own}
@@ -170,7 +172,7 @@ def add_rows(
 
 
 def longest_first(trace: Trace) -> Trace:
-    """Return what a trainer that knows all lengths would send."""
+    """Return the trace in the order in which a trainer that knows all lengths sends it."""
     ordered = sorted(trace.conversations, key=lambda one: -one.num_tokens)
     return replace(trace, conversations=tuple(ordered))
 
@@ -193,7 +195,7 @@ def run_simulated(args: argparse.Namespace, report: Report) -> None:
 
 
 async def keep_worker(url: str, *worker_args: str) -> None:
-    """Run a worker, and another one when it was killed, until cancelled."""
+    """Run a worker until cancelled. After a kill, start another worker."""
     while True:
         async with worker_process(url, *worker_args) as worker:
             await worker.wait()
@@ -203,7 +205,7 @@ async def keep_worker(url: str, *worker_args: str) -> None:
 async def started(
     fleet: Fleet, num_workers: int, num_slow: int, ways: Sequence[str]
 ) -> AsyncIterator[tuple[rollbus.Client, dict[str, PlayerProcess]]]:
-    """Start a fleet, a client of the bench's own, and a process for each way."""
+    """Start a fleet, a client for the bench, and a process for each way."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         save_file({"weight": np.zeros(4, np.float32)}, Path(folder, "model.safetensors"))
@@ -217,7 +219,7 @@ async def started(
             options += ["--worker-id", f"{SLOW}{number}", "--listen-s", "0"] if is_slow else []
             worker = tasks.create_task(keep_worker(server.url, *fleet.model_args, *options))
             stack.callback(worker.cancel)
-            # One after the other: engines that start at once look at the same free memory.
+            # Start the engines one after the other. Engines that start at the same time count the same free memory.
             await rb.fleet.wait_for_workers(number + 1, timeout_s=START_S)
         players = {}
         for way in ways:
@@ -230,13 +232,14 @@ async def started(
 async def measure(
     rb: rollbus.Client, players: Mapping[str, PlayerProcess], name: str, rounds: int, shape: Shape
 ) -> dict[str, list[dict[str, float]]]:
-    """Have all ways play a trace in turns; returns the figures of each round by way."""
+    """Let all ways play a trace in turns. Return the figures of each round by way."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in players}
     num_workers = len(rb.fleet.workers)
-    # The first round warms up engines and clients; its figures are not counted.
+    # The first round warms up engines and clients. Its figures do not count.
     for number in range(rounds + 1):
         for way, player in players.items():
-            # A worker that was killed in the turn before serves again, and no request of a flood is left.
+            # Wait until a worker that was killed in the last turn serves again, and until no request of a flood is
+            # left.
             await rb.fleet.wait_for_workers(num_workers, timeout_s=START_S)
             while True:
                 if not any(worker.in_flight for worker in (await rb.fleet.state()).workers):
@@ -262,7 +265,7 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, report: Report) -> None:
-    """Add the rows of a fleet on a bus; traces with a slow worker have one of their own."""
+    """Add the rows of a fleet on a bus. Traces with a slow worker use a separate fleet."""
     shape = replace(fleet.shape, slots=fleet.slots * num_workers, busy=BUSY)
     by_slow: dict[int, list[str]] = {}
     for name in args.traces or fleet.recorded:
@@ -277,7 +280,7 @@ async def run_fleet(fleet: Fleet, num_workers: int, args: argparse.Namespace, re
 
 
 async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
-    """Add the rows of Dynamo's router on its mocker, with as many workers as are simulated of ours."""
+    """Add the rows of Dynamo's router on its mocker, with the same number of workers as the simulated fleets."""
     shape = EngineShape()
     for num_workers in args.simulated:
         for name in [name for name in args.traces or TRACES if name in SIMULATED_TRACES]:
@@ -285,7 +288,7 @@ async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
             found: dict[str, list[dict[str, float]]] = {way: [] for way in MODES}
             for seed, (way, mode) in itertools.product(range(args.rounds), MODES.items()):
                 trace = make_trace(name, Shape(slots=slots, busy=BUSY, long=256, seed=seed))
-                # All of its workers are equally fast.
+                # All workers of the mocker have the same speed.
                 if not trace.num_slow:
                     answer = await play_on_dynamo(args.dynamo, trace, mode, num_workers, shape)
                     found[way].append(_figures(answer))
@@ -294,7 +297,7 @@ async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Where requests go.")
     parser.add_argument("--fleets", nargs="+", choices=["simulated", *FLEETS], default=["simulated", *FLEETS])
     parser.add_argument("--traces", nargs="+", choices=list(TRACES), help="default: what is recorded")

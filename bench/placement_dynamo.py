@@ -2,8 +2,8 @@
 
     PYTHON bench/placement_dynamo.py TRACE WORKERS IN_FLIGHT round_robin|kv_router BLOCK_TOKENS ENGINE
 
-TRACE is a file in Mooncake's format, ENGINE JSON. It prints one line of JSON for each request. It uses nothing of ours,
-which that Python does not have.
+TRACE is a file in Mooncake's format. ENGINE is JSON. The program prints one line of JSON for each request. It imports
+no module of rollbus, because that Python does not have rollbus.
 """
 
 import importlib
@@ -12,9 +12,9 @@ import sys
 
 
 def main() -> None:
-    """Play, and print."""
+    """Play the trace and print the result."""
     trace, workers, in_flight, mode, block_tokens, engine = sys.argv[1:]
-    # By name, as type checkers and linters run where it is missing.
+    # Import by name, because type checkers and linters run in environments without Dynamo.
     api = importlib.import_module("dynamo.replay.api")
     report = api.run_trace_replay(
         [trace],

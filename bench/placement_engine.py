@@ -1,7 +1,7 @@
 """A simulated worker of `bench.placement`: slots, a prefill rate, steps that grow with the batch, a bounded cache.
 
-Times are of the simulation. Prompts are computed one after another, as chunked prefill does when its budget is full.
-Decoding waits meanwhile, and then each running request gets a token a step.
+Times are times of the simulation. Prompts are computed one after the other, like chunked prefill with a full budget.
+Decoding waits during this time. After it, each running request gets one token per step.
 """
 
 import heapq
@@ -19,19 +19,19 @@ __all__ = ["MODEL", "BlockCache", "Engine", "EngineShape", "Job"]
 MODEL: Final = "simulated"
 LEASE_S: Final = 10.0
 MEMORY_S: Final = 10.0
-"""Of the rate of decoding, as in `rollbus.workers.engines.token_rates`."""
+"""Seconds over which the decode rate is averaged, as in `rollbus.workers.engines.token_rates`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Of an engine at full speed: about an 8B model on one GPU."""
+    """Parameters of an engine at full speed. The defaults are those of about an 8B model on one GPU."""
 
     slots: int = 16
     prefill_tokens_per_s: float = 20_000.0
     step_s: float = 0.01
-    """Of a step with nothing in it."""
+    """Seconds of a step without requests."""
     request_step_s: float = 0.0001
-    """What each running request adds to it."""
+    """Seconds that each running request adds to a step."""
     cache_tokens: int = 400_000
     block_tokens: int = 16
 
@@ -45,48 +45,51 @@ class Job:
     sample: int
     prompt: Tokens
     keys: Sequence[int]
-    """Of the blocks of its prompt."""
+    """Keys of the blocks of the prompt."""
     sequence: Tokens
-    """Prompt and the tokens that it will generate."""
+    """The prompt and the tokens that the request will generate."""
     sequence_keys: Sequence[int]
     arrived_at: float
     is_placed: bool = False
-    """It came to its worker past the queue."""
+    """True if the request came directly to its worker and not through the queue."""
     admitted_at: float = math.nan
     first_at: float = math.nan
     ended_at: float = math.nan
     cached: int = 0
-    """Prompt tokens that were found in the cache."""
+    """Prompt tokens that were in the cache."""
     left_s: float = 0.0
-    """Of its prefill."""
+    """Remaining seconds of the prefill."""
     worker: str | None = None
-    """Which has it."""
+    """Name of the worker that has the request."""
 
     @property
     def group(self) -> str | None:
-        """Name of those that share its prompt."""
+        """Name of the group of requests with this prompt."""
         conversation = self.conversation
         return conversation.group or (conversation.name if conversation.samples > 1 else None)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it generates."""
+        """Number of tokens that the request generates."""
         return len(self.sequence) - len(self.prompt)
 
 
 class BlockCache:
-    """Blocks of sequences that an engine still has; least use goes first, and of one sequence its end."""
+    """The blocks of sequences in an engine's cache.
+
+    The least recently used blocks are removed first, and the last blocks of a sequence before its first blocks.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._blocks: OrderedDict[int, float] = OrderedDict()
 
     def count(self, keys: Sequence[int]) -> int:
-        """Return how many of the first blocks are there."""
+        """Return how many of the first blocks are in the cache."""
         return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
 
     def use(self, keys: Sequence[int], now: float) -> None:
-        """Note that these blocks are used, or computed, now."""
+        """Record that these blocks are used or computed now."""
         for key in reversed(keys):
             self._blocks[key] = now
             self._blocks.move_to_end(key)
@@ -94,7 +97,7 @@ class BlockCache:
             self._blocks.popitem(last=False)
 
     def oldest_s(self, now: float) -> float | None:
-        """Return the age of what was not used for longest; None: it is empty."""
+        """Return the age of the least recently used block, or None if the cache is empty."""
         return None if not self._blocks else now - next(iter(self._blocks.values()))
 
 
@@ -106,34 +109,34 @@ class Engine:
     shape: EngineShape
     speed: float = 1.0
     line: deque[Job] = field(default_factory=deque)
-    """Jobs that wait at this worker, for ways that know no queue."""
+    """Requests that wait at this worker, for ways without a queue."""
     may_take_placed: bool = True
-    """False: its last slot went to a placed request while others queued."""
+    """False if the last free slot went to a placed request while other requests were in the queue."""
     prefilled: int = 0
-    """Prompt tokens that it computed."""
+    """Prompt tokens that the engine computed."""
     queries: int = 0
-    """Prompt tokens of its requests."""
+    """Prompt tokens of all its requests."""
     _cache: BlockCache = field(init=False)
     _prefilling: deque[Job] = field(default_factory=deque)
     _running: list[tuple[float, int, Job]] = field(default_factory=list)
     _progress: float = 0.0
     _at: float = 0.0
     _serial: int = 0
-    # Of the time in which something decoded, and of the tokens that came of it; both are forgotten slowly.
+    # Seconds with decoding, and the tokens of this time. Both decay exponentially.
     _decode_s: float = 0.0
     _decoded: float = 0.0
 
     def __post_init__(self) -> None:
-        """Make its cache."""
+        """Create the cache."""
         self._cache = BlockCache(self.shape.cache_tokens // self.shape.block_tokens)
 
     @property
     def free_slots(self) -> int:
-        """Requests that it would begin at once."""
+        """Number of requests that the worker would start immediately."""
         return self.shape.slots - len(self._running) - len(self._prefilling)
 
     def start(self, job: Job, now: float) -> None:
-        """Begin with a request, after `advance`; its blocks can be shared from now."""
+        """Start a request. Call `advance` first. Other requests can share its blocks from now on."""
         job.worker, job.admitted_at = self.name, now
         job.cached = self._cache.count(job.keys) * self.shape.block_tokens
         self._cache.use(job.keys, now)
@@ -148,7 +151,7 @@ class Engine:
         return (self.shape.step_s + self.shape.request_step_s * len(self._running)) / self.speed
 
     def next_at(self) -> float:
-        """Return when something ends here."""
+        """Return the time at which the next prefill or request ends."""
         if self._prefilling:
             return self._at + self._prefilling[0].left_s
         if self._running:
@@ -156,7 +159,11 @@ class Engine:
         return math.inf
 
     def advance(self, now: float) -> tuple[list[Job], list[Job]]:
-        """Compute until `now`, at most until `next_at`; returns whose first token is there, and what has ended."""
+        """Compute until `now`, which must not be after `next_at`.
+
+        Returns:
+            The requests that have their first token now, and the requests that have ended.
+        """
         seconds, self._at = now - self._at, now
         self._measure(seconds)
         first: list[Job] = []
@@ -180,14 +187,14 @@ class Engine:
         return first, ended
 
     def _measure(self, seconds: float) -> None:
-        """Count the time as real workers do: steps that make tokens take longer while prompts are computed."""
+        """Count the time as real workers do: a step takes longer while prompts are computed."""
         if self._running:
             kept = math.exp(-seconds / MEMORY_S)
             made = 0.0 if self._prefilling else len(self._running) * seconds / self._step_s
             self._decode_s, self._decoded = self._decode_s * kept + seconds, self._decoded * kept + made
 
     def presence(self, now: float) -> WorkerPresence:
-        """Return what it announces."""
+        """Return the presence of the worker."""
         running = len(self._running)
         return WorkerPresence(
             worker=self.name,

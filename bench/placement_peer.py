@@ -1,6 +1,7 @@
-"""Dynamo's KV router beside its round robin, on its own mocker, with the traces of `bench.placement`.
+"""Compares Dynamo's KV router with its round robin, on its own mocker, with the traces of `bench.placement`.
 
-Dynamo has no wheel of a dependency (`aisimulate`) on PyPI, and its replay needs none: it goes into a venv of its own by
+One dependency of Dynamo (`aisimulate`) has no wheel on PyPI, and Dynamo's replay does not need it. So install Dynamo
+into a separate environment:
 
     python -m venv DIR; DIR/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
     DIR/bin/pip install typing_extensions pydantic pyyaml
@@ -22,12 +23,12 @@ from bench.placement_traces import GROUP, Tokens, Trace, block_keys, least_compu
 __all__ = ["MODES", "play_on_dynamo", "trace_lines"]
 
 MODES: Final = {"dynamo, round robin": "round_robin", "dynamo, kv": "kv_router"}
-"""Ways, and what Dynamo calls them."""
+"""Ways and Dynamo's names for them."""
 SCRIPT: Final = Path(__file__).with_name("placement_dynamo.py")
 
 
 def _prompts(trace: Trace) -> Iterator[tuple[str, int, Tokens, int]]:
-    """Yield of each request its session, number of samples, prompt and tokens to generate; outputs are made up."""
+    """Yield session, number of samples, prompt and number of tokens of each request. Outputs are random."""
     outputs = np.random.default_rng(0)
     for conversation in trace.conversations:
         before = np.empty(0, np.int32)
@@ -38,11 +39,14 @@ def _prompts(trace: Trace) -> Iterator[tuple[str, int, Tokens, int]]:
 
 
 def trace_lines(trace: Trace, block_tokens: int) -> Iterator[str]:
-    """Yield the lines of a trace in Mooncake's format: each block of a prompt is a number, of it and all before it."""
+    """Yield the lines of a trace in Mooncake's format.
+
+    A number stands for each block of a prompt together with all blocks before it.
+    """
     numbers: dict[int, int] = {}
     begun: set[str] = set()
     for name, samples, prompt, max_tokens in _prompts(trace):
-        # As if one more followed: here the last block counts too.
+        # Append a token, because the last block counts here too.
         keys = block_keys(np.append(prompt, np.int32(0)), block_tokens)
         blocks = [numbers.setdefault(key, len(numbers)) for key in keys]
         if len(prompt) % block_tokens:
@@ -56,10 +60,10 @@ def trace_lines(trace: Trace, block_tokens: int) -> Iterator[str]:
 
 
 async def play_on_dynamo(python: Path, trace: Trace, mode: str, num_workers: int, shape: EngineShape) -> dict[str, Any]:
-    """Play a trace; returns what `bench.placement` makes figures of.
+    """Play a trace. Return the data from which `bench.placement` computes figures.
 
     Raises:
-        RuntimeError: Dynamo did not play it to its end.
+        RuntimeError: Dynamo did not play the whole trace.
     """
     engine = {
         "num_gpu_blocks": shape.cache_tokens // shape.block_tokens,

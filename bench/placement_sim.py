@@ -1,9 +1,9 @@
-"""A simulated fleet for `bench.placement`: one client, a queue, workers of `bench.placement_engine`, a way to choose.
+"""A simulated fleet for `bench.placement`: a client, a queue, workers of `bench.placement_engine`, and a way to choose.
 
-What stands between them is as on the bus: workers announce themselves once a second, a placed request is taken at once
-or refused and then queued, a worker pulls when it has room, in turns, and while requests wait in the queue placed ones
-get at most every second slot that becomes free. What follows the first of its group waits at that one's worker, which
-pulls no other request before.
+Messages behave as on the bus. Workers publish presence once a second. A worker accepts a placed request immediately, or
+rejects it, and the request goes to the queue. Workers with free slots pull in turns. While requests wait in the queue,
+placed requests get at most every second slot that becomes free. Requests that follow the first request of their group
+wait at its worker. This worker pulls no other request before them.
 """
 
 import heapq
@@ -23,7 +23,7 @@ from rollbus.schemas.presence import WorkerPresence
 __all__ = ["Simulation", "Way"]
 
 LATENCY_S: Final = 0.001
-"""Of one message."""
+"""Seconds of one message."""
 PRESENCE_S: Final = 1.0
 SLOW: Final = 0.5
 """Speed of a slow worker."""
@@ -33,34 +33,39 @@ class Way(Protocol):
     """Chooses a worker, or the queue, for each request."""
 
     waits_at_worker: bool
-    """True: what it chose takes the request even when it is full, and has it wait there."""
+    """True if the chosen worker accepts the request even when it is full. The request then waits there."""
     follows: bool
-    """True: a sample without a worker follows the first of its group to the worker that takes it."""
+    """True if a sample without a worker follows the first sample of its group to the worker that accepts that
+    sample."""
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Note what a worker said of itself."""
+        """Process the presence of a worker."""
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the worker, or None, of each of `count` samples of `job`'s request."""
+        """Return the worker or None for each of `count` samples of `job`'s request."""
         ...
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
-        """Return where `job` follows the first of its group, which `worker` has; `is_queueing` if others wait."""
+        """Return the worker of `job`, which follows the first request of its group to `worker`.
+
+        Args:
+            is_queueing: True if other requests wait in the queue.
+        """
         ...
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Note that a worker has begun with a request."""
+        """Record that a worker has started a request."""
 
     def ended(self, job: Job, worker: str, now: float) -> None:
-        """Note that it has ended."""
+        """Record that a request has ended."""
 
     def refused(self, job: Job, worker: str, now: float) -> None:
-        """Note that a worker was too full for a placed request."""
+        """Record that a worker was too full for a placed request."""
 
 
 @dataclass(slots=True)
 class Simulation:
-    """One trace, one way, one fleet; `run` once."""
+    """A simulation of one trace, one way and one fleet. Call `run` once."""
 
     trace: Trace
     way: Way
@@ -112,7 +117,7 @@ class Simulation:
     # The client
 
     def _begin(self) -> None:
-        """Begin as many conversations as may be under way."""
+        """Start as many conversations as may be in flight."""
         while self._pending and self._in_flight + self._pending[0].room <= self.trace.max_in_flight:
             conversation = self._pending.popleft()
             self._in_flight += conversation.samples
@@ -147,7 +152,7 @@ class Simulation:
                 self._at(LATENCY_S, self._enqueue, job)
 
     def _release(self, leader: Job, worker: str) -> None:
-        """A worker has the first of a group, and gets those that follow."""
+        """Process that a worker has started the first request of a group. Send it the requests that follow."""
         self.way.admitted(leader, worker, self.now)
         if leader.group is not None and self._leaders.get(leader.group) is leader:
             del self._leaders[leader.group]
@@ -156,7 +161,7 @@ class Simulation:
             self._at(LATENCY_S, self._wait_at, self.engines[chosen], job)
 
     def _wait_at(self, engine: Engine, job: Job) -> None:
-        """Have a request that follows another one wait for a slot."""
+        """Let a request that follows another request wait for a slot."""
         self._advance(engine)
         self.placed += 1
         job.is_placed = True
@@ -175,7 +180,7 @@ class Simulation:
     # The workers
 
     def _offer(self, engine: Engine, job: Job) -> None:
-        """Have a worker take a placed request, or refuse it."""
+        """Let a worker accept or reject a placed request."""
         self._advance(engine)
         self.placed += 1
         job.is_placed = True
@@ -188,7 +193,7 @@ class Simulation:
             self._at(LATENCY_S, self._refuse, engine, job)
 
     def _refuse(self, engine: Engine, job: Job) -> None:
-        """Have the client put a request into the queue that a worker has refused, or behind the first of its group."""
+        """Send a rejected request to the queue, or let it follow the first request of its group."""
         self.refused += 1
         self.way.refused(job, engine.name, self.now)
         job.is_placed = False
@@ -202,14 +207,14 @@ class Simulation:
             self._pull(engine, 1)
 
     def _pull(self, engine: Engine, count: int) -> None:
-        """Give it what waits, at most `count`, as far as it has room."""
+        """Give the worker at most `count` waiting requests, as long as it has free slots."""
         while count > 0 and engine.free_slots > 0 and (engine.line or self._queue):
             if engine.line:
                 self._start(engine, engine.line.popleft())
             else:
                 engine.may_take_placed = True
                 job = self._queue.popleft()
-                # Those that follow it come before what the worker pulls next.
+                # Requests that follow this request come before the next request that the worker pulls.
                 count -= len(self._followers.get(job, ()))
                 self._start(engine, job)
             count -= 1
@@ -224,7 +229,7 @@ class Simulation:
         self._wake(engine)
 
     def _wake(self, engine: Engine) -> None:
-        """Look at this engine when something ends there."""
+        """Schedule a check of this engine for the time at which its next prefill or request ends."""
         at = engine.next_at()
         self._wakes[engine.name] = at
         if at < float("inf"):

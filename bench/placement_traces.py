@@ -1,7 +1,7 @@
-"""The requests of `bench.placement`: what trainers send, as conversations, and what their prompts cost at least.
+"""The requests of `bench.placement`: conversations as trainers send them, and the minimum cost of their prompts.
 
-Each trace is made for a fleet of so many slots, from a seed. It is a closed loop: at most `max_in_flight` samples are
-under way at once, and what begins together begins when there is room for all of it.
+Each trace is for a fleet with a number of slots, and is drawn from a seed. It is a closed loop: at most `max_in_flight`
+samples are in flight at once. A group starts when there is room for all of it.
 """
 
 import math
@@ -33,9 +33,10 @@ GROUP: Final = 8
 """Samples of one prompt, as in GRPO."""
 TURNS: Final = 8
 LENGTH_SIGMA: Final = 1.0
-"""Of the logarithm of lengths with a heavy tail: the longest of a thousand is 13 times the mean."""
+"""Standard deviation of the logarithm of lengths with a heavy tail. The longest of a thousand lengths is 13 times the
+mean."""
 MAX_TIMES: Final = 16
-"""The longest answer, in means: where trainers cut."""
+"""Maximum length of an answer as a multiple of the mean. Trainers cut longer answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,83 +44,83 @@ class Turn:
     """One request of a conversation."""
 
     new_tokens: Tokens
-    """What its prompt adds to everything before."""
+    """Tokens that the prompt adds to all tokens before it."""
     max_tokens: int
     """Generated, exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests of which each begins with the prompt and the tokens of the one before."""
+    """Requests. Each begins with the prompt and the tokens of the previous request."""
 
     name: str
     turns: tuple[Turn, ...]
     samples: int = 1
-    """Of its only request, n; 1 with several turns."""
+    """Value n of its only request. 1 with several turns."""
     group: str | None = None
-    """`group_id` of its requests: others that share the prompt come as requests of their own."""
+    """`group_id` of its requests, if the samples of a prompt are separate requests."""
     room: int = 1
-    """Samples that must fit for it to begin: a group begins as a whole, with its first one."""
+    """Samples that must fit before the conversation starts. A group starts as a whole with its first request."""
 
     @property
     def is_session(self) -> bool:
-        """True if later turns need what earlier ones have left in a worker's cache."""
+        """True if later turns need the tokens that earlier turns have left in a worker's cache."""
         return len(self.turns) > 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all its samples generate."""
+        """Number of tokens that all samples generate."""
         return self.samples * sum(turn.max_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a trainer sends."""
+    """The requests of a trainer."""
 
     name: str
     conversations: tuple[Conversation, ...]
     max_in_flight: int
-    """Samples at once."""
+    """Maximum number of samples in flight."""
     num_slow: int = 0
-    """Workers at half the speed."""
+    """Number of workers at half the speed."""
     has_faults: bool = False
-    """A worker is killed at a third of the samples, and the fleet gets new weights at two thirds."""
+    """True if a worker is killed at a third of the samples, and the weights are updated at two thirds."""
     is_beside_flood: bool = False
-    """Another client sends all groups at once meanwhile, again and again."""
+    """True if another client sends all groups at once during the trace, again and again."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are generated in all."""
+        """Number of generated tokens."""
         return sum(one.num_tokens for one in self.conversations)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a trace is."""
+    """The size of a trace."""
 
     slots: int
-    """Of the whole fleet: requests that its engines run at once."""
+    """Requests that the engines of the whole fleet run at once."""
     rounds: int = 4
     """Samples for each slot."""
     busy: float = 1.0
     """Share of the slots that the trainer fills."""
     prompt_tokens: int = 2048
-    """Of a group's prompt; the others are in proportion."""
+    """Tokens of a group's prompt. Other prompts have proportional lengths."""
     short: int = 16
-    """Tokens of an answer where prefill dominates."""
+    """Tokens of an answer if prefill dominates."""
     long: int = 128
-    """Mean tokens of an answer where decoding does."""
+    """Mean tokens of an answer if decoding dominates."""
     vocab_size: int = 500
     seed: int = 0
 
     @property
     def samples(self) -> int:
-        """In the whole trace."""
+        """Number of samples in the whole trace."""
         return self.slots * self.rounds
 
     @property
     def in_flight(self) -> int:
-        """Samples at once."""
+        """Maximum number of samples in flight."""
         return max(int(self.slots * self.busy), GROUP)
 
 
@@ -127,7 +128,7 @@ class _Maker:
     """Draws prompts and lengths.
 
     Args:
-        name: of the trace; another one draws others.
+        name: name of the trace. Each name draws different values.
     """
 
     def __init__(self, shape: Shape, name: str) -> None:
@@ -135,7 +136,7 @@ class _Maker:
         self._random = np.random.default_rng([shape.seed, *name.encode()])
 
     def prompt(self, tokens_of_2048: int) -> Tokens:
-        """Return random tokens, so many where a group's prompt has 2,048."""
+        """Return random tokens. Their number is scaled from a group's prompt of 2,048 tokens to the shape's prompt."""
         size = max(tokens_of_2048 * self._shape.prompt_tokens // 2048, 1)
         return self._random.integers(10, self._shape.vocab_size, size, np.int32)
 
@@ -149,12 +150,12 @@ class _Maker:
         return max(round(mean * self._random.uniform(0.75, 1.25)), 1)
 
     def chance(self, probability: float) -> bool:
-        """Return True so often."""
+        """Return True with this probability."""
         return bool(self._random.random() < probability)
 
 
 def _groups(shape: Shape, make: _Maker) -> Trace:
-    """Groups of one prompt, as one request with n = 8."""
+    """Groups with one prompt, as one request with n = 8."""
     conversations = tuple(
         Conversation(f"g{i}", (Turn(make.prompt(2048), make.near(shape.short)),), samples=GROUP, room=GROUP)
         for i in range(max(shape.samples // GROUP, 1))
@@ -163,7 +164,7 @@ def _groups(shape: Shape, make: _Maker) -> Trace:
 
 
 def _group_ids(shape: Shape, make: _Maker) -> Trace:
-    """Groups of one prompt, as eight requests of one `group_id`, with answers of different lengths."""
+    """Groups with one prompt, as eight requests with one `group_id` and answers of different lengths."""
     conversations = []
     for i in range(max(shape.samples // GROUP, 1)):
         prompt = make.prompt(2048)
@@ -175,12 +176,12 @@ def _group_ids(shape: Shape, make: _Maker) -> Trace:
 
 
 def _flood(shape: Shape, make: _Maker) -> Trace:
-    """All groups at once, four times as many as there are slots."""
+    """All groups at once: four times as many samples as slots."""
     return replace(_group_ids(shape, make), name="all groups at once", max_in_flight=shape.samples)
 
 
 def _agents(shape: Shape, make: _Maker) -> Trace:
-    """Conversations of eight turns, each with what a tool has said since."""
+    """Conversations of eight turns. Each turn adds the result of a tool."""
     conversations = tuple(
         Conversation(
             f"a{i}",
@@ -202,7 +203,7 @@ def _system(shape: Shape, make: _Maker) -> Trace:
 
 
 def _tails(shape: Shape, make: _Maker) -> Trace:
-    """Short prompts that share nothing, and answers with a heavy tail."""
+    """Short prompts without common tokens, and answers with a heavy tail."""
     conversations = tuple(
         Conversation(f"t{i}", (Turn(make.prompt(128), make.length(shape.long)),)) for i in range(shape.samples)
     )
@@ -210,7 +211,7 @@ def _tails(shape: Shape, make: _Maker) -> Trace:
 
 
 def _nothing(shape: Shape, make: _Maker) -> Trace:
-    """Prompts that share nothing."""
+    """Prompts without common tokens."""
     conversations = tuple(
         Conversation(f"n{i}", (Turn(make.prompt(1024), make.near(shape.short * 2)),)) for i in range(shape.samples)
     )
@@ -218,7 +219,7 @@ def _nothing(shape: Shape, make: _Maker) -> Trace:
 
 
 def _hot(shape: Shape, make: _Maker) -> Trace:
-    """Four of five prompts begin with the same 4,000 tokens, and their answers are longer."""
+    """Four of five prompts begin with the same 4,000 tokens and have longer answers."""
     hot = make.prompt(4000)
     conversations = []
     for i in range(shape.samples):
@@ -230,22 +231,22 @@ def _hot(shape: Shape, make: _Maker) -> Trace:
 
 
 def _mixed(shape: Shape, make: _Maker) -> Trace:
-    """Groups, conversations and a hot prefix beside each other, and one slow worker."""
+    """Groups, conversations and a hot prefix at the same time, and one slow worker."""
     part = replace(shape, rounds=max(shape.rounds // 3, 1))
     parts = [_groups(part, make), _group_ids(part, make), _agents(part, make), _hot(part, make)]
     conversations = [one for part in parts for one in part.conversations]
-    # Neighbours stay together, as a group's requests do.
+    # Keep the requests of a group together.
     order = sorted(range(len(conversations)), key=lambda i: zlib.crc32((conversations[i].group or f"{i}").encode()))
     return Trace("mixed", tuple(conversations[i] for i in order), shape.in_flight, num_slow=1)
 
 
 def _race(shape: Shape, make: _Maker) -> Trace:
-    """All that is mixed, twice as long, with faults."""
+    """The trace `mixed` with twice the length, and with faults."""
     return replace(_mixed(replace(shape, rounds=2 * shape.rounds), make), name="mixed, with faults", has_faults=True)
 
 
 def _aside(shape: Shape, make: _Maker) -> Trace:
-    """Short prompts that share nothing, four at a time, beside another client that floods the fleet."""
+    """Short prompts without common tokens, four at a time, while another client floods the fleet."""
     conversations = tuple(
         Conversation(f"b{i}", (Turn(make.prompt(256), make.near(shape.short)),)) for i in range(shape.samples // 4)
     )
@@ -268,7 +269,7 @@ TRACES: Final[dict[str, Callable[[Shape, _Maker], Trace]]] = {
     "race": _race,
     "aside": _aside,
 }
-"""By the name on the command line."""
+"""Traces by their name on the command line."""
 
 
 def make_trace(name: str, shape: Shape) -> Trace:
@@ -277,9 +278,10 @@ def make_trace(name: str, shape: Shape) -> Trace:
 
 
 def block_keys(tokens: Tokens, block_tokens: int) -> list[int]:
-    """Return one number for each whole block of `tokens` that the engine may find cached, of it and all before it.
+    """Return a number for each whole block of `tokens` that may be in a cache.
 
-    The last token is always computed, so a block that ends with it does not count.
+    The number stands for the block and all blocks before it. The last token is always computed, so a block that ends
+    with it does not count.
     """
     keys, key = [], 0
     data = tokens.tobytes()
@@ -290,10 +292,10 @@ def block_keys(tokens: Tokens, block_tokens: int) -> list[int]:
 
 
 def least_computed(prompts: Iterable[tuple[Tokens, Sequence[Tokens]]], block_tokens: int) -> int:
-    """Return how many prompt tokens one engine would compute that forgets nothing.
+    """Return the number of prompt tokens that a single engine with an unlimited cache would compute.
 
     Args:
-        prompts: of each request the prompt, and of each of its samples what the engine caches when it has ended.
+        prompts: prompt of each request, and for each of its samples the tokens that the engine caches at its end.
     """
     known: set[int] = set()
     computed = 0

@@ -1,13 +1,15 @@
-"""Tokens a second from a real vLLM engine, with logprobs and routing: rollbus, vLLM's own HTTP server, vLLM in process.
+"""Measures tokens per second of a real vLLM engine, with logprobs and routed experts, by several ways.
 
     python -m bench.real_engine [--loads 64x64 256x128] [--rounds 5] [--ways rollbus vllm-http ...] [--json FILE]
 
-Each way has an engine of its own on the same tiny MoE, all are running, and their rounds take turns, in another order
-each time: whatever slows this machine down slows all of them, and none always follows the same other one. What the ways
-are: `bench.real_engine_ways`. A load of 64x64 is 64 requests at once, of 64 tokens each. Rows are what came of the
-routing, of those that the row rule says. CPU is of all processes of a way, its engine's too, per 1,000 tokens; of
-rollbus also that of the client, of nats-server and of the worker without its engine core.
-`times_http` and `times_in_process` are tokens a second by those of `vllm-http` and `vllm-delta` in the same round.
+The ways are rollbus, vLLM's own HTTP server, and vLLM in process: see `bench.real_engine_ways`. Each way has its own
+engine with the same tiny MoE. All engines run at the same time. The rounds of the ways take turns and begin with a
+different way each time. So a slow phase of the machine affects all ways, and no way always follows the same other way.
+
+A load of 64x64 is 64 requests at once, of 64 tokens each. `rows_share` is the number of received rows divided by the
+number that the row rule requires. CPU is the time of all processes of a way with its engine, per 1,000 tokens. For
+rollbus it is also shown for the client, nats-server, and the worker without its engine core. `times_http` and
+`times_in_process` are tokens per second divided by those of `vllm-http` and `vllm-delta` in the same round.
 """
 
 import argparse
@@ -39,15 +41,15 @@ async def on_real_engines(names: Sequence[str]) -> AsyncIterator[list[Way]]:
     """Start these ways, each with an engine."""
     model = make_tiny_moe(MODEL)
     async with AsyncExitStack() as stack:
-        # One after the other: engines that start at once look at the same free memory.
+        # Start the engines one after the other. Engines that start at the same time count the same free memory.
         yield [await stack.enter_async_context(running(name, "bench.real_engine_ways", name, model)) for name in names]
 
 
 async def ask(way: Way, load: Load) -> dict[str, Any]:
-    """One round.
+    """Run one round.
 
     Raises:
-        RuntimeError: the process has ended, or fewer tokens came than were asked for.
+        RuntimeError: the process has ended, or fewer tokens arrived than were requested.
     """
     answer = await way.ask(*load)
     if answer["tokens"] != load[0] * load[1]:
@@ -56,7 +58,7 @@ async def ask(way: Way, load: Load) -> dict[str, Any]:
 
 
 async def measure(report: Report, names: Sequence[str], loads: Sequence[Load], rounds: int) -> None:
-    """All loads with all ways."""
+    """Measure all loads with all ways."""
     async with on_real_engines(names) as ways:
         for load in loads:
             await turn(ways, load, 0)
@@ -66,11 +68,11 @@ async def measure(report: Report, names: Sequence[str], loads: Sequence[Load], r
 
 
 async def turn(ways: Sequence[Way], load: Load, number: int) -> dict[str, Any]:
-    """One round of each way; they begin with another one each time."""
+    """Run one round of each way. Each round begins with a different way."""
     first = number % len(ways)
     answers = {}
     for way in [*ways[first:], *ways[:first]]:
-        # What an engine still does behind its last token is its own, and not the next one's.
+        # Wait until the engine of the previous way has finished the work after its last token.
         await asyncio.sleep(SETTLE_S)
         cpu_before = cpu_of(way.pid)
         answers[way.name] = await ask(way, load)
@@ -79,7 +81,7 @@ async def turn(ways: Sequence[Way], load: Load, number: int) -> dict[str, Any]:
 
 
 def cpu_of(pid: int) -> dict[str, float]:
-    """Seconds of a process and of all that it has started, by what they are."""
+    """Return the CPU seconds of a process and of all processes that it started, by their kind."""
     process = psutil.Process(pid)
     found = defaultdict[str, float](float, client=cpu_s(pid))
     for one in process.children(recursive=True):
@@ -89,7 +91,7 @@ def cpu_of(pid: int) -> dict[str, float]:
 
 
 def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Value]:
-    """What the rounds gave of one way."""
+    """Return the row of one way with the figures of all rounds."""
     num_requests, num_tokens = load
     own = [answers[name] for answers in turns]
     columns: dict[str, Value] = {
@@ -109,7 +111,7 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Val
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.real_engine", description="Tokens a second of a real engine."
     )

@@ -1,10 +1,10 @@
-"""The ways from a real vLLM engine to a program that `bench.real_engine` compares, each in a process of its own.
+"""The ways from a real vLLM engine to a program that `bench.real_engine` compares, each in its own process.
 
     python -m bench.real_engine_ways WAY MODEL_DIR
 
-Reads lines of `CONCURRENCY TOKENS` on stdin and answers each with one line of JSON: `seconds`, `tokens`, `rows`, and
-`first_s`, of each request. All ways ask for the same: prompts of 16 tokens, one logprob for each token, routed experts,
-greedy, exactly so many tokens.
+The program reads lines of `CONCURRENCY TOKENS` on stdin and answers each with one line of JSON: `seconds`, `tokens`,
+`rows`, and `first_s` of each request. All ways send the same requests: prompts of 16 tokens, one logprob for each
+token, routed experts, greedy, with exactly TOKENS tokens.
 """
 
 import asyncio
@@ -47,17 +47,17 @@ ENGINE_ARGS = {
 
 @dataclass(slots=True)
 class Count:
-    """What has come of one request."""
+    """The result of one request."""
 
     started: float
-    """On `time.perf_counter`: when it and those beside it were asked for."""
+    """Time on `time.perf_counter` at which this request and the other requests of the round were sent."""
     tokens: int = 0
     rows: int = 0
     first_s: float = 0.0
-    """Until its first token was there; of whole results, all of them."""
+    """Seconds until the first token arrived. For whole results, seconds until the result arrived."""
 
     def add(self, tokens: int, rows: int) -> None:
-        """Add what arrived."""
+        """Add tokens and rows that arrived."""
         if not self.tokens:
             self.first_s = time.perf_counter() - self.started
         self.tokens += tokens
@@ -65,11 +65,11 @@ class Count:
 
 
 Run = Callable[[list[list[int]], int], Awaitable[list[Count]]]
-"""Has all prompts continued at once, each by so many tokens."""
+"""Generates `max_tokens` tokens for each prompt, with all prompts at once."""
 
 
 def make_prompts(concurrency: int, serial: int) -> list[list[int]]:
-    """Prompts that no earlier measurement had: the prefix cache must not help one way more than another."""
+    """Return prompts that no earlier measurement used, so that the prefix cache does not favour a way."""
     numbers = range(serial * 100_003, serial * 100_003 + concurrency)
     return [
         [(number * 31 + i * i * 7 + number // VOCAB_SIZE) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
@@ -79,7 +79,7 @@ def make_prompts(concurrency: int, serial: int) -> list[list[int]]:
 
 @asynccontextmanager
 async def rollbus_whole(model: str) -> AsyncIterator[Run]:
-    """`complete_many`: whole results, of which the worker gathers the tokens."""
+    """Run `complete_many`: whole results, for which the worker batches the tokens."""
     async with on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)) as (rb, _):
 
         async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
@@ -98,13 +98,13 @@ async def rollbus_whole(model: str) -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def rollbus_chunks(model: str) -> AsyncIterator[Run]:
-    """`generate`: a loop over the chunks of each request."""
+    """Run `generate`: a loop over the chunks of each request."""
     async with on_the_bus("--model", model, "--engine-args", json.dumps(ENGINE_ARGS)) as (rb, _):
         yield streamed(rb)
 
 
 def streamed(rb: rollbus.Client) -> Run:
-    """A loop over the chunks of each request."""
+    """Return a run that reads the chunks of each request in a loop."""
 
     async def one(prompt: list[int], max_tokens: int, count: Count) -> None:
         async for chunk in rb.generate(bus_request(prompt, max_tokens)):
@@ -114,7 +114,7 @@ def streamed(rb: rollbus.Client) -> Run:
 
 
 def gathered(one: Callable[[list[int], int, Count], Coroutine[Any, Any, None]]) -> Run:
-    """All at once."""
+    """Return a run that runs `one` for all prompts at once."""
 
     async def run(prompts: list[list[int]], max_tokens: int) -> list[Count]:
         started = time.perf_counter()
@@ -129,7 +129,7 @@ def gathered(one: Callable[[list[int], int, Count], Coroutine[Any, Any, None]]) 
 
 @asynccontextmanager
 async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
-    """`AsyncLLM.generate` with DELTA outputs, in this process: vLLM without any transport."""
+    """Run `AsyncLLM.generate` with DELTA outputs in this process: vLLM without any transport."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
@@ -159,14 +159,14 @@ async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def in_one_core(model: str) -> AsyncIterator[Run]:
-    """The same, with the model in the engine core's process, as rollbus's workers have it on a CPU."""
+    """The same, with the model in the process of the engine core, as in rollbus's workers on a CPU."""
     async with in_process(model, distributed_executor_backend="uni") as run:
         yield run
 
 
 @asynccontextmanager
 async def http_server(model: str) -> AsyncIterator[Run]:
-    """The token server of vLLM itself, read as server-sent events by aiohttp and msgspec."""
+    """Run vLLM's own token server. aiohttp and msgspec read its server-sent events."""
     import aiohttp
 
     with socket.socket() as probe:
@@ -207,11 +207,11 @@ async def http_server(model: str) -> AsyncIterator[Run]:
 
 
 async def until_ready(session: Any, server: asyncio.subprocess.Process) -> None:
-    """Wait for `/health`.
+    """Wait until `/health` succeeds.
 
     Raises:
         RuntimeError: the server has ended.
-        TimeoutError: it is not ready in time.
+        TimeoutError: the server is not ready in time.
     """
     import aiohttp
 
@@ -236,7 +236,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 
 async def serve(way: AbstractAsyncContextManager[Run]) -> None:
-    """Measure what stdin asks for, until it ends."""
+    """Run the measurements that stdin requests, until stdin ends."""
     serials = itertools.count()
     async with way as run:
 

@@ -1,16 +1,15 @@
-"""The routing of long requests: milliseconds, memory and CPU time from the engine's array to a writable tensor.
+"""Measures the routed experts of long requests from the engine's array to a writable tensor: time, memory and CPU.
 
-    python -m bench.routing [--cases u1 u2] [--ways rollbus json orjson bare] [--rounds 5]
-        [--seconds 5] [--flow 80] [--json FILE]
+    python -m bench.routing [--cases u1 u2] [--ways rollbus json orjson bare] [--rounds 5] [--seconds 5] [--flow 80]
+                            [--json FILE]
 
-32,768 tokens with top-8 of 48 layers (u1, 12.6 MB) and of 61 (u2, 32 MB), over a real nats-server by rollbus, and by
-HTTP as vLLM's server does it (`json`) and as it could (`orjson`), and by bare sockets through that nats-server
-(`bare`). What the ways are: `bench.routing_ways`. Time is from when the engine hands its array over, on a clock that
-processes share. A peak is by how much a process grows at most over what it took idle, in payloads; the engine's array
-and the tensor are in it. CPU time is of the process, in ms for each payload. Every tensor is compared with what the
-engine had.
-
-Then how late the tokens of other requests are, without and while routing flows at `--flow` MB/s: `bench.routing_flow`.
+A request has 32,768 tokens with top-8 of 48 layers (u1, 12.6 MB) or of 61 layers (u2, 32 MB). The ways are rollbus over
+a real nats-server, HTTP as in vLLM's server (`json`), a faster HTTP (`orjson`), and bare sockets through the same
+nats-server (`bare`): see `bench.routing_ways`. The time starts when the engine outputs its array, on a clock that all
+processes share. A peak is the maximum growth of a process over its idle size, in payloads. It includes the engine's
+array and the tensor. CPU is the time of a process in ms per payload. Each tensor is compared with the engine's array.
+Then the bench measures how late the tokens of other requests are, without routed experts and with routed experts at
+`--flow` MB/s: `bench.routing_flow`.
 """
 
 import argparse
@@ -31,7 +30,7 @@ __all__: list[str] = []
 
 @dataclass(slots=True)
 class Pair:
-    """Both sides of a way, and what was measured of it."""
+    """Both sides of a way, and its figures."""
 
     way: str
     server: Way
@@ -47,7 +46,7 @@ class Pair:
         return {"server": self.server, "client": self.client}
 
     async def measure_time(self) -> None:
-        """One round, of which memory does not count: what was freed is taken again."""
+        """Run one round for the time. Memory is not measured, because allocations reuse freed memory."""
         before = {name: (await side.ask("cpu"))["s"] for name, side in self.sides.items()}
         done_at = (await self.client.ask("get"))["at"]
         handed_at = (await self.server.ask("handed"))["at"]
@@ -57,7 +56,7 @@ class Pair:
         await self.check()
 
     async def measure_memory(self, case: Case) -> None:
-        """One round, of which time does not count: all memory is fresh."""
+        """Run one round for the memory. Time is not measured, because the system must provide all memory again."""
         for side in self.sides.values():
             await side.ask("idle")
         reset_peak(self.nats.pid)
@@ -70,16 +69,16 @@ class Pair:
         await self.check()
 
     async def check(self) -> None:
-        """Look at the tensor.
+        """Check the tensor.
 
         Raises:
-            RuntimeError: it is not what the engine had, or read-only.
+            RuntimeError: the tensor differs from the engine's array or is read-only.
         """
         if not (await self.client.ask("check"))["is_good"]:
             raise RuntimeError(f"{self.way}: the tensor is not the engine's array, or read-only")
 
     def add_to(self, report: Report, case_name: str) -> None:
-        """One row of the table."""
+        """Add a row to the table."""
         rates = [CASES[case_name].num_bytes / 1000 / taken for taken in self.milliseconds]
         report.add(
             rows=case_name,
@@ -93,7 +92,7 @@ class Pair:
 
 @asynccontextmanager
 async def started(way: str, case_name: str, nats: EmbeddedServer) -> AsyncIterator[Pair]:
-    """Both sides of a way, warm."""
+    """Start both sides of a way and warm them up."""
     module = "bench.routing_ways"
     async with running(f"{way} server", module, "server", way, case_name, nats.url) as server:
         address = (await server.ask("address"))["address"]
@@ -106,7 +105,7 @@ async def started(way: str, case_name: str, nats: EmbeddedServer) -> AsyncIterat
 
 
 async def compare(report: Report, case_name: str, ways: list[str], rounds: int) -> None:
-    """The rows of one case."""
+    """Add the rows of one case."""
     case = CASES[case_name]
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedServer())
@@ -120,7 +119,7 @@ async def compare(report: Report, case_name: str, ways: list[str], rounds: int) 
 
 
 async def measure_flow(report: Report, rounds: int, seconds: float, mb_per_s: float) -> None:
-    """How late tokens are without and with routing under way."""
+    """Measure how late tokens are, without and with routed experts of other requests."""
     module = "bench.routing_flow"
     async with (
         EmbeddedServer() as nats,
@@ -136,7 +135,7 @@ async def measure_flow(report: Report, rounds: int, seconds: float, mb_per_s: fl
 
 
 async def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure all that was asked for."""
+    """Run the selected measurements."""
     for case_name in args.cases:
         await compare(report, case_name, args.ways, args.rounds)
     if args.flow:
@@ -144,7 +143,7 @@ async def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description="From an engine's array to a tensor.")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

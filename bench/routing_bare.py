@@ -1,7 +1,7 @@
-"""Rows through nats-server by bare sockets and nothing else: what no way through that server exceeds on a machine.
+"""Moves rows through nats-server with bare sockets. This is the limit for all ways through that server on a machine.
 
-No client, no msgpack, no credit, no acknowledgement, nothing checked: a thread writes parts of the array to one socket,
-another reads them from a second one into the tensor's memory.
+There is no client, no msgpack, no credit, no acknowledgement and no check. A thread writes segments of the array to one
+socket. Another thread reads them from a second socket into the memory of the tensor.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from rollbus.bus.protocol.stream.chunk_writer import SEGMENT_BYTES
 __all__ = ["bare_client", "bare_server"]
 
 ASK, ROWS = "bench.ask", "bench.rows"
-"""Subjects: how many rows are wanted, and their parts."""
+"""Subjects of the number of requested rows, and of their segments."""
 OPTIONS = json.dumps({"verbose": False, "pedantic": False})
 
 
 class Bare:
-    """A connection to a NATS server that listens to one subject."""
+    """A connection to a NATS server that subscribes to one subject."""
 
     def __init__(self, address: str, subject: str) -> None:
         url = urlparse(address)
@@ -44,13 +44,13 @@ class Bare:
         self.socket.close()
 
     def send(self, subject: str, payload: bytes | memoryview) -> None:
-        """Publish, waiting until the operating system has it all."""
+        """Publish, and wait until the operating system has accepted all bytes."""
         self.socket.sendall(f"PUB {subject} {len(payload)}\r\n".encode())
         self.socket.sendall(payload)
         self.socket.sendall(b"\r\n")
 
     def receive(self) -> int:
-        """Wait for the line of the next message, which says how large it is; 0 at the end of the connection."""
+        """Wait for the first line of the next message and return its size. Return 0 if the connection ended."""
         while line := self._stream.readline():
             if line.startswith(b"MSG"):
                 return int(line.split()[-1])
@@ -65,7 +65,7 @@ class Bare:
         return data
 
     def fill(self, view: memoryview) -> None:
-        """Read a message, of the size of `view`, into it."""
+        """Read a message of the size of `view` into `view`."""
         while len(view):
             view = view[self._stream.readinto(view) :]
         self._stream.read(2)
@@ -73,7 +73,7 @@ class Bare:
 
 @asynccontextmanager
 async def bare_server(case: Case, address: str) -> AsyncIterator[tuple[str, Callable[[], float]]]:
-    """The side that has the array."""
+    """Run the side that has the array."""
     made, handed_at = make_rows(case), 0.0
     connection = await asyncio.to_thread(Bare, address, ASK)
 
@@ -92,14 +92,14 @@ async def bare_server(case: Case, address: str) -> AsyncIterator[tuple[str, Call
         try:
             yield address, lambda: handed_at
         finally:
-            # The thread hears of it.
+            # The shutdown ends the read of the thread.
             connection.socket.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 @asynccontextmanager
 async def bare_client(address: str) -> AsyncIterator[Callable[[int], Awaitable[torch.Tensor]]]:
-    """The side that wants it."""
+    """Run the side that receives the array."""
     connection = await asyncio.to_thread(Bare, address, ROWS)
 
     def fetch(num_tokens: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""An engine that hands out routing made beforehand, so that nothing but its way to the client is measured."""
+"""An engine with precomputed routed experts, so that a bench measures only their transport to the client."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,11 +17,11 @@ from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 __all__ = ["CASES", "CLOCK", "Case", "RoutedEngine", "clock_us", "make_rows"]
 
 CLOCK = 2**31
-"""Token ids count microseconds up to here, which is half an hour, and then from 0."""
+"""Token ids count microseconds below this number, which is half an hour, and then start from 0 again."""
 
 
 class Case(NamedTuple):
-    """The routing of one request, whose tokens but for one are its prompt."""
+    """The routed experts of one request. All its tokens except one belong to the prompt."""
 
     num_tokens: int
     """Rows."""
@@ -31,38 +31,38 @@ class Case(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.num_tokens * self.num_layers * self.top_k * DTYPES[dtype_for(self.num_experts)].itemsize
 
 
 CASES = {"u1": Case(32_768, 48, 8, 128), "u2": Case(32_768, 61, 8, 384)}
-"""By the dtype of their rows: 12.6 MB, as of Qwen3-30B-A3B, and 32 MB, as of Kimi-K2."""
+"""Cases by the dtype of their rows: 12.6 MB as in Qwen3-30B-A3B, and 32 MB as in Kimi-K2."""
 
 
 def make_rows(case: Case) -> Rows:
-    """u1|u2[num_tokens, num_layers, top_k], the same each time."""
+    """Return u1|u2[num_tokens, num_layers, top_k], the same each time."""
     shape = (case.num_tokens, case.num_layers, case.top_k)
     dtype = DTYPES[dtype_for(case.num_experts)]
     return np.random.default_rng(1).integers(0, case.num_experts, shape, dtype)
 
 
 def clock_us() -> int:
-    """Microseconds on the clock that all processes of a machine share, as token ids count them."""
+    """Return the microseconds that token ids count, on the clock that all processes of a machine share."""
     return time.monotonic_ns() // 1000 % CLOCK
 
 
 class RoutedEngine(SyntheticEngine):
-    """A synthetic engine whose rows are those of a case, and whose token ids say when they were handed over.
+    """A synthetic engine with the rows of a case. Its token ids are the time at which the engine output them.
 
     No request may be longer than the case.
 
     Args:
         step_s: seconds between two steps.
-        is_fresh: each request's rows are an array of its own, as of a real engine, whose memory counts; otherwise all
-            are views of one, and an engine that works in the process of its worker takes nobody's time.
+        is_fresh: True: each request's rows are a new array, as in a real engine, so that their memory counts. False:
+            all rows are views of one array, so that an engine in the process of its worker needs no time for copies.
 
     Attributes:
-        handed_at: when the last step was handed over, on `time.monotonic()`.
+        handed_at: time of the output of the last step, on `time.monotonic()`.
     """
 
     def __init__(self, case: Case, *, step_s: float, is_fresh: bool) -> None:
@@ -84,7 +84,7 @@ class RoutedEngine(SyntheticEngine):
         await super().add(key, request, kv)
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
-        """Yield one batch of output a step, with its rows."""
+        """Yield one batch of output for each step, with its rows."""
         async for made in super().steps():
             steps = split(made)
             for step in steps:
@@ -96,7 +96,7 @@ class RoutedEngine(SyntheticEngine):
             yield steps
 
     def _route(self, step: RequestStep) -> None:
-        """The prompt's rows with the first token, then a row with each."""
+        """Add the prompt's rows to the first token, and one row to each further token."""
         if len(step.token_ids):
             start = self._positions[step.key]
             end = max(start + 1, self._prompts[step.key])

@@ -1,11 +1,11 @@
-"""How late tokens are while routing of other requests flows, in two processes that `bench.routing` starts.
+"""Measures how late tokens are while routed experts of other requests flow, in two processes of `bench.routing`.
 
     python -m bench.routing_flow server|client URL
 
-The server is a worker whose engine makes a step each 5 ms. The client reads streams of one token a step, and answers
-`measure SECONDS MB_PER_S`: with the latencies, from the engine's handing over to the loop over chunks, and the gaps
-between two tokens of a stream. Meanwhile it has whole requests of 12.6 MB of routing each answered and makes tensors of
-them, on the same connection and in the same loop, at the given rate.
+The server is a worker whose engine makes a step every 5 ms. The client reads streams with one token per step. It
+answers `measure SECONDS MB_PER_S` with the latencies, from the output of the engine to the loop over chunks, and with
+the gaps between two tokens of a stream. Meanwhile it sends whole requests with 12.6 MB of routed experts each and makes
+tensors of the results, on the same connection and in the same loop, at the given rate.
 """
 
 import asyncio
@@ -29,14 +29,15 @@ STEP_S = 0.005
 NUM_STREAMS = 16
 NUM_PROMPT = 16
 SETTLE_TOKENS = 20
-"""Of each stream, before its figures count."""
+"""Tokens of each stream that come before its figures count."""
 MAX_IN_FLIGHT = 8
-"""Requests with routing: a path that cannot keep up delivers less, and does not pile up."""
+"""Maximum number of requests with routed experts. So a path that is too slow delivers less and does not accumulate
+requests."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """What was seen, in milliseconds, and the bytes of tensors."""
+    """Times in milliseconds, and the bytes of the tensors."""
 
     latencies: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Figures:
 
 
 async def read_stream(rb: rollbus.Client, num_tokens: int, figures: Figures) -> None:
-    """Read a request's tokens as they come."""
+    """Read the tokens of a request as they arrive."""
     count, last = 0, 0
     async for chunk in rb.generate(bus_request(NUM_PROMPT, num_tokens)):
         now = clock_us()
@@ -56,7 +57,7 @@ async def read_stream(rb: rollbus.Client, num_tokens: int, figures: Figures) -> 
 
 
 async def flow(rb: rollbus.Client, mb_per_s: float, figures: Figures) -> None:
-    """Have routing come at this rate, until cancelled."""
+    """Request routed experts at this rate until cancelled."""
     turns = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def one() -> None:
@@ -78,7 +79,7 @@ async def flow(rb: rollbus.Client, mb_per_s: float, figures: Figures) -> None:
 
 
 async def measure(rb: rollbus.Client, seconds: float, mb_per_s: float) -> dict[str, float]:
-    """Figures of all streams together."""
+    """Return the figures of all streams together."""
     figures = Figures()
     async with asyncio.TaskGroup() as tasks:
         flowing = tasks.create_task(flow(rb, mb_per_s, figures)) if mb_per_s else None
@@ -99,7 +100,7 @@ async def measure(rb: rollbus.Client, seconds: float, mb_per_s: float) -> dict[s
 
 
 async def run_server(url: str) -> None:
-    """Be the worker."""
+    """Run the worker."""
     async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
 
         async def refuse(arguments: list[str]) -> object:
@@ -109,7 +110,7 @@ async def run_server(url: str) -> None:
 
 
 async def run_client(url: str) -> None:
-    """Be the client."""
+    """Run the client."""
     async with rollbus.connect(url) as rb:
         await rb.fleet.wait_for_workers(timeout_s=30)
 

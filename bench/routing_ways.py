@@ -1,14 +1,18 @@
-"""The ways of a request's routing from the engine's array to a writable tensor that `bench.routing` compares.
+"""The ways of a request's routed experts from the engine's array to a writable tensor that `bench.routing` compares.
 
     python -m bench.routing_ways server|client WAY CASE ADDRESS
 
-Each side is a process of its own. The ways: `rollbus`, a worker and `Client.complete`; `json`, the answer of vLLM's
-`/inference/v1/generate` as its server writes it (base64 of a file of numpy's, by pybase64, in JSON, by the standard
-library) and read as vLLM says; `orjson`, the same with orjson, and pybase64 on both sides; `bare`, sockets through the
-same nats-server and nothing else (`bench.routing_bare`).
+Each side is a separate process. The ways:
 
-A server answers `address`, `handed` (when the engine handed its array over), a client `get` (when the tensor was there)
-and `check` (whether it is what it should be); both `idle`, after which memory and CPU time count, `grown` and `cpu`.
+- `rollbus`: a worker and `Client.complete`;
+- `json`: the answer of vLLM's `/inference/v1/generate`. The server writes it as vLLM does: the bytes of a numpy file in
+  base64 by pybase64, in JSON by the standard library. The client reads it as vLLM's documentation describes;
+- `orjson`: the same with orjson, and pybase64 on both sides;
+- `bare`: only sockets through the same nats-server (`bench.routing_bare`).
+
+A server answers `address` and `handed`, the time at which the engine output its array. A client answers `get`, the time
+at which the tensor was complete, and `check`, which is true if the tensor is correct. Both answer `idle`, after which
+memory and CPU time count, `grown` and `cpu`.
 """
 
 import base64
@@ -47,26 +51,26 @@ from rollbus.workers.worker import Worker
 __all__ = ["WAYS", "bus_request", "running_worker"]
 
 Handed = Callable[[], float]
-"""When the engine last handed an array over, on `time.monotonic()`."""
+"""Time of the engine's last output of an array, on `time.monotonic()`."""
 Get = Callable[[int], Awaitable[torch.Tensor]]
-"""Ask for the rows of a prompt of so many tokens."""
+"""Requests the rows of a prompt with this number of tokens."""
 PATH = "/inference/v1/generate"
 
 
 def prompt(num_tokens: int) -> npt.NDArray[np.int32]:
-    """i4[num_tokens], the same each time."""
+    """Return i4[num_tokens], the same each time."""
     return np.arange(num_tokens, dtype=np.int32) % 1000 + 10
 
 
 def bus_request(num_prompt: int, num_tokens: int = 1) -> rollbus.GenerateRequest:
-    """A request over the bus."""
+    """Return a request for the bus."""
     sampling = rollbus.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     return rollbus.GenerateRequest(prompt_token_ids=prompt(num_prompt), sampling=sampling)
 
 
 @asynccontextmanager
 async def bus_server(case: Case, address: str) -> AsyncIterator[tuple[str, Handed]]:
-    """A worker of the NATS server at `address`."""
+    """Run a worker on the NATS server at `address`."""
     engine = RoutedEngine(case, step_s=0, is_fresh=True)
     async with running_worker(engine, address):
         yield address, lambda: engine.handed_at
@@ -74,7 +78,7 @@ async def bus_server(case: Case, address: str) -> AsyncIterator[tuple[str, Hande
 
 @asynccontextmanager
 async def running_worker(engine: Engine, address: str) -> AsyncIterator[None]:
-    """A worker around `engine`, stopped at the end."""
+    """Run a worker with `engine` while the body runs."""
     worker = Worker(WorkerConfig(nats_url=address, model="routing", prove_reload=False), engine)
     async with TaskGroup() as tasks:
         tasks.create_task(worker.run())
@@ -85,7 +89,7 @@ async def running_worker(engine: Engine, address: str) -> AsyncIterator[None]:
 
 
 def http_server(respond: Callable[[dict[str, Any]], Response]) -> Callable[[Case, str], Any]:
-    """A server on uvicorn, whose engine has the array ready."""
+    """Return a server on uvicorn whose engine has the array ready."""
 
     @asynccontextmanager
     async def run(case: Case, _address: str) -> AsyncIterator[tuple[str, Handed]]:
@@ -125,13 +129,13 @@ def http_server(respond: Callable[[dict[str, Any]], Response]) -> Callable[[Case
 
 
 def with_orjson(content: dict[str, Any]) -> Response:
-    """An answer that orjson writes."""
+    """Return an answer that orjson encodes."""
     return Response(orjson.dumps(content), media_type="application/json")
 
 
 @asynccontextmanager
 async def bus_client(address: str) -> AsyncIterator[Get]:
-    """A client of the bus."""
+    """Run a client of the bus."""
     async with rollbus.connect(address) as rb:
         await rb.fleet.wait_for_workers(timeout_s=30)
 
@@ -145,7 +149,7 @@ async def bus_client(address: str) -> AsyncIterator[Get]:
 
 
 def http_client(read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]) -> Callable[[str], Any]:
-    """A client that has the file of numpy's from `read`."""
+    """Return a client that gets the bytes of the numpy file from `read`."""
 
     @asynccontextmanager
     async def run(address: str) -> AsyncIterator[Get]:
@@ -164,12 +168,12 @@ def http_client(read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]) -> C
 
 
 async def read_json(response: aiohttp.ClientResponse) -> bytes:
-    """By the standard library, as the field's description in vLLM says."""
+    """Decode with the standard library, as vLLM's description of the field says."""
     return base64.b64decode((await response.json())["choices"][0]["routed_experts"])
 
 
 async def read_orjson(response: aiohttp.ClientResponse) -> bytes:
-    """By the fastest of each."""
+    """Decode with the fastest library for each format."""
     return pybase64.b64decode(orjson.loads(await response.read())["choices"][0]["routed_experts"])
 
 
@@ -179,18 +183,18 @@ WAYS: dict[str, tuple[Callable[[Case, str], Any], Callable[[str], Any]]] = {
     "orjson": (http_server(with_orjson), http_client(read_orjson)),
     "bare": (bare_server, bare_client),
 }
-"""Server and client of each, by name."""
+"""Server and client of each way."""
 
 
 class Meter:
-    """What this process takes."""
+    """Memory and CPU time of this process."""
 
     def __init__(self) -> None:
         self._idle_bytes = 0
         self._idle_cpu_s = 0.0
 
     def answer(self, question: str) -> dict[str, float]:
-        """What both sides are asked."""
+        """Answer the questions that both sides understand."""
         match question:
             case "idle":
                 give_back()
@@ -205,7 +209,7 @@ class Meter:
 
 
 async def run_server(way: str, case: Case, address: str) -> None:
-    """Be the side that has the array."""
+    """Run the side that has the array."""
     meter = Meter()
     async with WAYS[way][0](case, address) as (served_at, handed):
 
@@ -221,7 +225,7 @@ async def run_server(way: str, case: Case, address: str) -> None:
 
 
 async def run_client(way: str, case: Case, address: str) -> None:
-    """Be the side that wants it."""
+    """Run the side that receives the array."""
     meter = Meter()
     expected = digest(make_rows(case))
     tensor: torch.Tensor | None = None
@@ -246,7 +250,7 @@ async def run_client(way: str, case: Case, address: str) -> None:
 
 
 def digest(rows: npt.NDArray[Any]) -> str:
-    """Of shape, dtype and contents."""
+    """Return a digest of shape, dtype and contents."""
     return f"{rows.shape} {rows.dtype} {hashlib.sha256(rows.data).hexdigest()}"
 
 

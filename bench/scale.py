@@ -1,18 +1,19 @@
-"""What a request costs, in CPU and memory, as fleets grow and as queues do: it should depend on neither.
+"""Measures the CPU and memory of a request as fleets and queues grow. They should not depend on the size.
 
-    python -m bench.scale [--parts fleet models backlog] [--requests 800] [--queued 100000] [--rounds 2]
-        [--json FILE] [--plot FILE.svg]
+    python -m bench.scale [--parts fleet models backlog] [--requests 800] [--queued 100000] [--rounds 2] [--json FILE]
+                          [--plot FILE.svg]
 
-Synthetic engines; server, workers and clients in processes of their own, so that each side's CPU seconds and memory
-can be told apart. Other work on the machine changes CPU seconds little, but for the part `fleet`: what is taken off
-there for the time that passed wants the machine for itself. Parts:
+Engines are synthetic. Server, workers and clients are separate processes, so that the bench can measure the CPU seconds
+and the memory of each side. Other work on the machine changes CPU seconds little. The part `fleet` is an exception: it
+subtracts the cost of an idle fleet for the same time, so it needs the whole machine. Parts:
 
-- `fleet`: the same load, 4,000 tokens a second, spread over 1 to 64 workers, over 1 to 64 clients, and over both.
-  Clients stream: each step is sent as it is made. What a fleet costs by being there (`idle`, CPU ms a second) is
-  measured first, and is not in the cost of a request.
-- `models`: what a token costs with the routing of real models, from 4 workers to one client.
-- `backlog`: one client has 100,000 requests queued in front of paused workers, then they are served; then as many pass
-  with 10,000 of them waiting at any time. In slices: `at` is how many were queued or done at the end of one.
+- `fleet`: the same load, 4,000 tokens per second, on 1 to 64 workers, on 1 to 64 clients, and on both. Clients stream:
+  each step is sent when it is complete. The cost of an idle fleet (`idle`, CPU ms per second) is measured first. It is
+  not part of the cost of a request.
+- `models`: the cost of a token with the routed experts of real models, from 4 workers to one client.
+- `backlog`: one client queues 100,000 requests in front of paused workers, and then the workers serve them. Then the
+  same number passes while 10,000 of them wait at any time. Figures are for slices: `at` is the number of requests that
+  were queued or done at the end of a slice.
 """
 
 import argparse
@@ -33,39 +34,41 @@ SIZES: Final = (1, 4, 16, 64)
 SHAPES: Final = tuple(
     dict.fromkeys([*((n, 1) for n in SIZES), *((1, n) for n in SIZES), *((n, n) for n in SIZES)]),
 )
-"""Workers and clients: more of the one, of the other, of both."""
+"""Numbers of workers and clients: more workers, more clients, or more of both."""
 NUM_TOKENS: Final = 16
 SLOTS: Final = 16
 STEP_S: Final = 0.004
-"""Of one worker alone. Of more of them a step takes as many times longer: together they make 4,000 tokens a second."""
+"""Seconds of a step with one worker. With n workers a step takes n times as long, so that all fleets generate 4,000
+tokens per second."""
 IDLE_S: Final = 2.0
 
 MODEL_WORKERS: Final = 4
 MODEL_SLOTS: Final = 64
 MODEL_TOKENS: Final = 256
 MODEL_STEP_S: Final = 0.01
-"""25,600 tokens a second of all together: cores are busy, and no step is merged with the next for want of them."""
+"""Seconds of a step. All workers generate 25,600 tokens per second. Cores are busy, but no two steps merge because of a
+lack of CPU."""
 MODELS: Final = {
     "no routing": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_experts=0),
     "30B-A3B": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_layers=48, top_k=8, num_experts=128),
     "1T-A32B": SyntheticConfig(max_num_seqs=MODEL_SLOTS, step_s=MODEL_STEP_S, num_layers=61, top_k=8, num_experts=384),
 }
-"""By the shape of their routing: 0, 384 and 976 bytes a token."""
+"""Models by the shape of their routed experts: 0, 384 and 976 bytes per token."""
 
 BACKLOG_WORKERS: Final = 4
 BACKLOG_SLOTS: Final = 32
 BACKLOG_TOKENS: Final = 4
-"""Few: what a request costs is measured, not what its tokens do."""
+"""Tokens of a request. They are few, because the part measures the cost of requests, not of tokens."""
 NUM_SLICES: Final = 10
 PASSING: Final = 10
-"""Of those that pass, one in so many is in flight at any time."""
+"""One of this number of passing requests is in flight at any time."""
 POLL_S: Final = 0.1
 MEGABYTE: Final = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a fleet used while it completed requests."""
+    """Resources that a fleet used for a number of requests."""
 
     used: Used
     num_requests: int
@@ -73,19 +76,19 @@ class Work:
 
     @property
     def frames(self) -> float:
-        """Received for a request, heartbeats included."""
+        """Frames that clients received per request, including heartbeats."""
         return self.num_frames / self.num_requests
 
 
 async def idle(fleet: Fleet) -> Used:
-    """What a fleet uses that has nothing to do."""
+    """Return the resources that an idle fleet uses."""
     before = fleet.used()
     await asyncio.sleep(IDLE_S)
     return fleet.used().since(before)
 
 
 async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> Work:
-    """What it uses while each client completes so many requests."""
+    """Return the resources that the fleet uses while each client completes `num_requests` requests."""
     counts, before = await fleet.counts(), fleet.used()
     await fleet.begin(num_requests, num_tokens, max_in_flight, streams=streams)
     await fleet.finish()
@@ -94,12 +97,12 @@ async def work(fleet: Fleet, num_requests: int, num_tokens: int, max_in_flight: 
 
 
 def cost(used: Used, count: float, name: str = "{}_ms") -> dict[str, float]:
-    """CPU milliseconds of each side, for each of `count`."""
+    """Return the CPU milliseconds of each side divided by `count`."""
     return {name.format(side): 1000 * one.cpu_s / count for side, one in used.sides.items()}
 
 
 def memory(used: Used) -> dict[str, float]:
-    """Megabytes of each side, in all of its processes."""
+    """Return the megabytes of each side in all its processes."""
     return {f"{side}_mb": one.rss_bytes / MEGABYTE for side, one in used.sides.items()}
 
 
@@ -107,13 +110,13 @@ def memory(used: Used) -> dict[str, float]:
 
 
 async def measure_fleets(report: Report, args: argparse.Namespace) -> None:
-    """The same load for fleets of several sizes."""
+    """Measure the same load with fleets of several sizes."""
     for num_workers, num_clients in SHAPES:
         engine = SyntheticConfig(max_num_seqs=SLOTS, step_s=STEP_S * num_workers)
-        # Of each client; half as many again in flight as run, so that some wait.
+        # Load of each client. The requests in flight are half as many again as the slots, so that some requests wait.
         load = max(args.requests // num_clients, 1), NUM_TOKENS, max(3 * num_workers * SLOTS // (2 * num_clients), 2)
         async with started_fleet(num_workers, num_clients, engine) as fleet:
-            # Opens the links, which an idle fleet keeps up.
+            # This opens the links, which an idle fleet keeps open.
             await work(fleet, *load, streams=True)
             rounds = [of_fleet(await idle(fleet), await work(fleet, *load, streams=True)) for _ in range(args.rounds)]
             used = fleet.used()
@@ -121,7 +124,10 @@ async def measure_fleets(report: Report, args: argparse.Namespace) -> None:
 
 
 def of_fleet(resting: Used, working: Work) -> dict[str, float]:
-    """The figures of one round: a request's are beyond what the fleet would have used meanwhile, doing nothing."""
+    """Return the figures of one round.
+
+    The cost of an idle fleet for the same time is subtracted from the cost of requests.
+    """
     idle_s = working.used.at_s / resting.at_s
     at_work, at_rest = cost(working.used, working.num_requests), cost(resting, working.num_requests)
     net = {name: at_work[name] - at_rest[name] * idle_s for name in at_work}
@@ -129,7 +135,7 @@ def of_fleet(resting: Used, working: Work) -> dict[str, float]:
 
 
 async def measure_models(report: Report, args: argparse.Namespace) -> None:
-    """What 1,000 tokens cost with each model's routing, that of their short prompts included."""
+    """Measure the cost of 1,000 tokens with each model's routed experts, including those of the short prompts."""
     slots = MODEL_WORKERS * MODEL_SLOTS
     for model, engine in MODELS.items():
         async with started_fleet(MODEL_WORKERS, 1, engine) as fleet:
@@ -141,7 +147,7 @@ async def measure_models(report: Report, args: argparse.Namespace) -> None:
 
 
 async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
-    """A queue that fills, waits and empties; then one through which as many pass."""
+    """Measure a queue that fills, waits and empties. Then measure a queue through which as many requests pass."""
     engine = SyntheticConfig(max_num_seqs=BACKLOG_SLOTS)
     total = args.queued
     async with started_fleet(BACKLOG_WORKERS, 1, engine) as fleet, fleet.wide_queue(2 * total) as queue:
@@ -154,7 +160,7 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
         await fleet.pause()
         slices = Slices(report, fleet, total)
         await slices.follow("queueing", queue.num_waiting, lambda: fleet.begin(total, BACKLOG_TOKENS, total))
-        # Clients ask the queue for what has waited so long.
+        # After this time, clients ask the queue whether their requests still wait.
         await asyncio.sleep(ORPHAN_AGE_S)
         resting = await idle(fleet)
         report.add(part="waiting", at=total, **cost(resting, resting.at_s, "{}_idle"), **memory(resting))
@@ -166,10 +172,10 @@ async def measure_backlog(report: Report, args: argparse.Namespace) -> None:
 
 
 class Slices:
-    """What each slice of many requests costs.
+    """Reports the cost of each slice of many requests.
 
     Args:
-        total: requests, in `NUM_SLICES` slices.
+        total: number of requests in all `NUM_SLICES` slices.
     """
 
     def __init__(self, report: Report, fleet: Fleet, total: int) -> None:
@@ -178,7 +184,7 @@ class Slices:
     async def follow(
         self, part: str, reached: Callable[[], Awaitable[int]], begin: Callable[[], Awaitable[object]]
     ) -> None:
-        """Report each slice of what `begin` sets going, as `reached` counts it, until all is done."""
+        """Call `begin`, then report each slice until `reached` has counted all requests."""
         before, last = self._fleet.used(), 0
         await begin()
         while last < self._total:
@@ -195,13 +201,13 @@ PARTS = {"fleet": measure_fleets, "models": measure_models, "backlog": measure_b
 
 
 async def measure(report: Report, args: argparse.Namespace) -> None:
-    """All parts that are asked for."""
+    """Measure all selected parts."""
     for part in args.parts:
         await PARTS[part](report, args)
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
+    """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Cost of a request as fleets grow.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--requests", type=int, default=800, help="of the part fleet (default: %(default)s)")

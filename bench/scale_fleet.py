@@ -1,4 +1,4 @@
-"""The fleet that `bench.scale` measures: server, workers and clients in processes of their own, and what they use."""
+"""The fleet that `bench.scale` measures: server, workers and clients in separate processes, and their resources."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -23,18 +23,18 @@ from rollbus.workers.engines.synthetic import SyntheticConfig
 __all__ = ["Fleet", "Queue", "Side", "Used", "started_fleet"]
 
 MODEL: Final = "synthetic"
-"""As `bench.many_workers` calls it."""
+"""Name of the model in `bench.many_workers`."""
 PER_PROCESS: Final = 16
-"""Workers or clients in one process: 64 of either are in four."""
+"""Maximum number of workers or clients in one process: 64 workers are in four processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What all processes of one side use."""
+    """The resources that all processes of one side use."""
 
     cpu_s: float
     rss_bytes: int
-    """Shared libraries count in each process."""
+    """Resident bytes. Shared libraries count in each process."""
 
     @classmethod
     def of(cls, processes: Sequence[int]) -> "Side":
@@ -42,13 +42,13 @@ class Side:
         return cls(sum(map(cpu_s, processes)), sum(map(resident_bytes, processes)))
 
     def since(self, earlier: "Side") -> "Side":
-        """The CPU seconds between `earlier` and this, with the memory of this."""
+        """Return the CPU seconds between `earlier` and this, with the memory of this."""
         return Side(self.cpu_s - earlier.cpu_s, self.rss_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What each side has used by one moment, or, as a difference, between two."""
+    """The resources that each side has used until one moment, or between two moments."""
 
     at_s: float
     worker: Side
@@ -56,7 +56,7 @@ class Used:
     server: Side
 
     def since(self, earlier: "Used") -> "Used":
-        """What was used between `earlier` and this."""
+        """Return the resources that were used between `earlier` and this."""
         return Used(
             self.at_s - earlier.at_s,
             self.worker.since(earlier.worker),
@@ -71,17 +71,17 @@ class Used:
 
 
 class Queue:
-    """How full the model's queue is.
+    """Reads the number of requests in the model's queue.
 
     Args:
-        nats: connected.
+        nats: open connection.
     """
 
     def __init__(self, nats: Connection) -> None:
         self._nats = nats
 
     async def num_waiting(self) -> int:
-        """Requests that no worker has been handed."""
+        """Return the number of requests that no worker has pulled."""
         return sum(depth.waiting for depth in await queue_depths(self._nats, Subjects(FLEET), (MODEL,)))
 
 
@@ -89,10 +89,10 @@ class Fleet:
     """A running fleet.
 
     Args:
-        server: to which all are connected.
-        worker_ids: of the workers' processes.
-        clients: their processes.
-        client_ids: likewise.
+        server: server of all workers and clients.
+        worker_ids: process ids of the workers.
+        clients: processes of the clients.
+        client_ids: process ids of the clients.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Fleet:
         self._clients, self._client_ids = clients, client_ids
 
     def used(self) -> Used:
-        """What each side has used so far."""
+        """Return the resources that each side has used so far."""
         sides = Side.of(self._worker_ids), Side.of(self._client_ids), Side.of([self._server.pid])
         return Used(time.monotonic(), *sides)
 
     async def counts(self) -> Counts:
-        """What the clients have done so far.
+        """Return the counts of all clients so far.
 
         Raises:
             RuntimeError: a request has failed, or a process has ended.
@@ -119,7 +119,11 @@ class Fleet:
         return Counts(done=sum(one.done for one in counts), frames=sum(one.frames for one in counts))
 
     async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> None:
-        """Have each client begin with so many requests, whose results it takes whole or token by token."""
+        """Let each client start `num_requests` requests.
+
+        Args:
+            streams: read the tokens as they arrive. False: read whole results.
+        """
         await _ask(self._clients, "stream" if streams else "run", num_requests, num_tokens, max_in_flight)
 
     async def finish(self) -> None:
@@ -127,18 +131,21 @@ class Fleet:
         await _ask(self._clients, "wait")
 
     async def pause(self) -> None:
-        """Let requests wait in the queue."""
+        """Pause the workers, so that requests wait in the queue."""
         async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
             await rb.fleet.pause()
 
     async def resume(self) -> None:
-        """Go on with what waits."""
+        """Resume the workers."""
         async with rollbus.connect(self._server.url, fleet=FLEET) as rb:
             await rb.fleet.resume()
 
     @asynccontextmanager
     async def wide_queue(self, max_msgs: int) -> AsyncIterator[Queue]:
-        """Let the queue hold so many requests. It stays so until a worker finds it missing."""
+        """Raise the limit of the queue to `max_msgs` requests.
+
+        The limit lasts until a worker finds that the queue is missing and creates it.
+        """
         nats = await open_connection(self._server.url, name="bench")
         try:
             await ensure_queue(nats, Subjects(FLEET), MODEL, QueueLimits(max_msgs=max_msgs))
@@ -149,7 +156,7 @@ class Fleet:
 
 @asynccontextmanager
 async def started_fleet(num_workers: int, num_clients: int, engine: SyntheticConfig) -> AsyncIterator[Fleet]:
-    """Start a fleet, and wait until all its workers serve; it ends with the block."""
+    """Run a fleet while the body runs, and wait until all its workers serve."""
     async with EmbeddedServer() as server, AsyncExitStack() as stack:
         url = server.url
 
@@ -173,5 +180,5 @@ async def _ids(ways: Sequence[Way]) -> list[int]:
 
 
 async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
-    """Ask one after another."""
+    """Ask the ways one after the other."""
     return [Counts(**await way.ask(*question)) for way in ways]

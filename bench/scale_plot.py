@@ -1,4 +1,4 @@
-"""The figure of `bench.scale`."""
+"""Draws the figure of `bench.scale`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ SIDES = {"worker": "#1f77b4", "client": "#d95f02", "server": "#4d4d4d"}
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Draw what `rows` have of fleets and backlogs, as SVG: the same bytes for the same rows."""
+    """Draw the rows of fleets and backlogs as SVG. Equal rows give equal bytes."""
     mpl.rcParams.update({"svg.hashsalt": "rollbus", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9})
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     axes = figure.subplots(2, 3)
@@ -44,7 +44,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def _shapes(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The fleets, by what there are more of."""
+    """Return the rows of the fleets by the side that grows."""
     fleets = [row for row in rows if row["part"] == "fleet"]
     return {
         "workers": [row for row in fleets if row["clients"] == 1],
@@ -58,7 +58,7 @@ def _sizes(fleets: Sequence[Row]) -> list[float]:
 
 
 def _slices(axes: Axes, rows: Sequence[Row], figure: str, label: str) -> None:
-    """The parts of the backlog, one after the other on one axis."""
+    """Draw the parts of the backlog one after the other on one axis."""
     first = 0.0
     for part in ("queueing", "draining", "passing"):
         members = [row for row in rows if row["part"] == part]
@@ -86,7 +86,7 @@ def _finish(axes: Axes, x: str, y: str, top: float | None = None) -> None:
 
 
 def number(value: Any) -> float:
-    """A figure as one number: of a spread, as it is or as it stands in JSON, the median."""
+    """Return a figure as one number: the median of a spread, as an object or from JSON."""
     if isinstance(value, Spread):
         return value.median
     return float(value["median"] if isinstance(value, dict) else value)

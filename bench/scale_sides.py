@@ -3,9 +3,9 @@
     python -m bench.scale_sides workers URL PREFIX COUNT ENGINE_ARGS
     python -m bench.scale_sides clients URL PREFIX COUNT
 
-It is a way of `bench.ways`: each answer is `Counts`. Clients understand `run REQUESTS TOKENS MAX_IN_FLIGHT`, for
-results that each of them takes whole, `stream` with the same, token by token, and `wait`, which answers when what one
-of these began has ended; anything else is answered at once.
+It is a way of `bench.ways`: each answer is `Counts`. Clients understand three commands. `run REQUESTS TOKENS
+MAX_IN_FLIGHT` starts requests with whole results. `stream` with the same arguments reads token by token. `wait` answers
+when the requests of the last command have ended. Any other command is answered immediately.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ __all__ = ["FLEET", "START_TIMEOUT_S", "Counts"]
 
 FLEET = "bench"
 PROMPT_TOKENS = 64
-"""Few, as in later turns: prompts are not what is measured."""
+"""Tokens of a prompt. They are few, as in later turns, because the bench does not measure prompts."""
 START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the clients of a process have done so far."""
+    """Counts of the clients of a process so far."""
 
     process: int = 0
-    """Its id; 0: of several together."""
+    """Process id. 0: counts of several processes."""
     done: int = 0
-    """Requests that have ended."""
+    """Number of requests that have ended."""
     failed: int = 0
-    """Requests that have ended with an error, which stands on stderr."""
+    """Number of requests that have ended with an error. stderr has the errors."""
     frames: int = 0
-    """Received, heartbeats included."""
+    """Number of received frames, including heartbeats."""
 
 
 class Load:
-    """What the clients of one process do, and how far they are.
+    """Runs the load of the clients of one process, and counts.
 
     Args:
-        clients: connected.
-        tasks: in which they do it.
+        clients: connected clients.
+        tasks: task group in which the load runs.
     """
 
     def __init__(self, clients: list[rollbus.Client], tasks: asyncio.TaskGroup) -> None:
@@ -61,7 +61,7 @@ class Load:
         self._done = self._failed = 0
 
     async def answer(self, arguments: list[str]) -> object:
-        """Begin a load, wait for its end, or say at once how far it is."""
+        """Start a load, wait for its end, or only count. Return the counts."""
         match arguments:
             case ["run", requests, tokens, max_in_flight]:
                 self._running = [
@@ -88,7 +88,7 @@ class Load:
                 sys.stderr.write(f"{generation.error}\n")
 
     async def _stream(self, rb: rollbus.Client, source: Iterator[rollbus.GenerateRequest]) -> None:
-        """One after another, each token as it comes."""
+        """Run the requests of `source` one after the other, and read each token as it arrives."""
         for request in source:
             try:
                 async for _ in rb.generate(request):
@@ -107,7 +107,7 @@ def _requests(num_requests: int, num_tokens: int) -> Iterator[rollbus.GenerateRe
 
 
 async def run_workers(url: str, prefix: str, count: int, config: SyntheticConfig) -> None:
-    """Be workers."""
+    """Run workers."""
 
     async def no_answer(_words: list[str]) -> object:
         return asdict(Counts(os.getpid()))
@@ -117,7 +117,7 @@ async def run_workers(url: str, prefix: str, count: int, config: SyntheticConfig
 
 
 async def run_clients(url: str, prefix: str, count: int) -> None:
-    """Be clients, each with a connection and a thread of its own, as in as many programs."""
+    """Run clients. Each has its own connection and thread, as in separate programs."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(rollbus.connect(url, fleet=FLEET, client=f"{prefix}{i}"))
@@ -129,7 +129,7 @@ async def run_clients(url: str, prefix: str, count: int) -> None:
 
 
 def main() -> None:
-    """Be the side that the command line names."""
+    """Run the side that the command line names."""
     side, url, prefix, count, *engine_args = sys.argv[1:]
     if side == "workers":
         config = SyntheticConfig.from_args(json.loads(engine_args[0]))
