@@ -1,4 +1,4 @@
-"""`rb.abort`: in whatever state a request is, its stream ends once, as aborted, and no engine goes on with it."""
+"""`rb.abort`: in each state of a request, its response stream ends once with `abort`, and its engine stops."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,10 @@ SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 
 @pytest.mark.proves("P37")
 async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -> None:
-    """A stream yields what had come and one terminal chunk with `abort`; `complete` returns what there is."""
+    """After an abort, a stream yields the chunks so far and one terminal chunk with `abort`.
+
+    `complete` returns the tokens so far.
+    """
     async with (
         one_worker(config=SLOW) as (rb, _, engine),
         asyncio.TaskGroup() as tasks,
@@ -49,7 +52,10 @@ async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -
 
 @pytest.mark.slow
 async def test_a_queued_request_ends_at_once(one_worker: StartServed) -> None:
-    """Aborted while no slot was free, a request is over; the worker that takes it later drops it."""
+    """An abort ends a queued request immediately, although no slot is free.
+
+    The worker that pulls the request later drops it.
+    """
     config = SyntheticConfig(step_s=0.001, max_num_seqs=1, max_model_len=10_000_000)
     async with (
         one_worker(config=config) as (rb, _, engine),
@@ -71,12 +77,12 @@ async def test_a_queued_request_ends_at_once(one_worker: StartServed) -> None:
 
 
 async def num_queued(rb: rollbus.Client) -> int:
-    """How many requests are in the queue, waiting or in a worker's hand."""
+    """Return the number of requests in the queue, both waiting and pulled but not acked."""
     return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
 async def test_only_what_is_open_is_named(one_worker: StartServed) -> None:
-    """Ids that are unknown, or whose requests have ended, are passed over; the same id twice counts once."""
+    """`abort` skips unknown ids and ids of ended requests. An id that is given twice counts once."""
     async with one_worker(config=SLOW) as (rb, *_):
         await rb.complete(sized(request_id="done"))
         async with contextlib.aclosing(rb.generate(sized(max_tokens=ENDLESS, request_id="open"))) as stream:
@@ -87,7 +93,7 @@ async def test_only_what_is_open_is_named(one_worker: StartServed) -> None:
 
 
 async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
-    """An empty list aborts nothing by accident, and a string is not taken for its characters."""
+    """`abort` rejects an empty list and a string. A string would otherwise count as a list of its characters."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(InvalidRequest, match="request_ids is empty"):
             await rb.abort([])
@@ -99,7 +105,7 @@ async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
-    """While the client asks whether anybody serves it, a request is open like any other."""
+    """A request can be aborted while its client still searches for workers that serve the model."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(request_id="early")))
         await asyncio.sleep(0)
@@ -112,7 +118,7 @@ async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: s
 
 
 async def test_all_samples_of_a_request_end(nats_url: str, fleet: str) -> None:
-    """n=3: each child ends once, those that were done already as they were."""
+    """An abort ends each of n=3 child requests once. A child request that has already finished keeps its result."""
     sampling = SamplingParams(max_tokens=5, n=3, temperature=0, logprobs=None)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         call = GenerateRequest(prompt_token_ids=[1], sampling=sampling, request_id="three")
@@ -131,7 +137,7 @@ async def test_all_samples_of_a_request_end(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_what_a_lost_worker_had_can_be_aborted_too(nats_url: str, fleet: str) -> None:
-    """While a request waits for another worker, an abort ends it with the tokens that it has."""
+    """If a worker is lost, an abort ends its waiting request with the tokens that the client received."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(request_id="lost")))
         key = await worker.next_key()

@@ -1,4 +1,4 @@
-"""`bench.placement`: all ways play the same trace to its end, and its figures are what happened."""
+"""`bench.placement`: every placement policy completes the same trace, and the reported figures match the run."""
 
 import argparse
 from dataclasses import replace
@@ -18,7 +18,10 @@ SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
 
 
 def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
-    """Whole blocks are shared, the last token never, and generated tokens where sequences have them."""
+    """The least work is that of one unlimited cache.
+
+    It shares whole blocks, never the last prompt token, and also generated tokens that a later prompt contains.
+    """
     prompt = np.arange(40, dtype=np.int32)
     other = np.concatenate([prompt, np.arange(100, 120, dtype=np.int32)])
 
@@ -31,7 +34,7 @@ def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
 @pytest.mark.parametrize("way", SIMULATED)
 @pytest.mark.parametrize("name", SIMULATED_TRACES)
 def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
-    """In a simulation: each sample of each turn ends once, and no engine computes less than there is to compute."""
+    """In a simulation, each sample of each turn ends once, and no engine computes less than the minimum."""
     trace = make_trace(name, SHAPE)
     played = Simulation(trace, SIMULATED[way](), ENGINE, 4)
     played.run()
@@ -45,7 +48,7 @@ def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("name", ["groups", "group-ids", "agents"])
 def test_placement_computes_groups_and_turns_about_once(name: str) -> None:
-    """Where the fleet has some free slots."""
+    """If the fleet has some free slots, placement computes each group and each turn about once."""
     trace = make_trace(name, replace(SHAPE, rounds=4))
 
     assert simulate(trace, "ours", 4, ENGINE)["computed"] < 1.1
@@ -54,7 +57,7 @@ def test_placement_computes_groups_and_turns_about_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "tails", "slow-nothing"])
 def test_placement_does_nothing_where_there_is_nothing_to_gain(name: str) -> None:
-    """And so takes as long as the queue alone."""
+    """If placement cannot save work, it places nothing and takes as long as the queue alone."""
     trace = make_trace(name, SHAPE)
     ours, queue = simulate(trace, "ours", 4, ENGINE), simulate(trace, "queue", 4, ENGINE)
 
@@ -64,7 +67,7 @@ def test_placement_does_nothing_where_there_is_nothing_to_gain(name: str) -> Non
 
 @pytest.mark.slow
 async def test_every_way_plays_a_trace_on_a_bus() -> None:
-    """With synthetic engines; each reports all of the columns."""
+    """Every policy completes a trace on a bus with synthetic engines and reports all columns."""
     fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2))
     report = Report("placement")
     args = argparse.Namespace(traces=["groups"], ways=list(WAYS), rounds=1)
@@ -83,7 +86,7 @@ async def test_every_way_plays_a_trace_on_a_bus() -> None:
 
 @pytest.mark.slow
 async def test_a_kill_an_update_and_a_flood_lose_nothing() -> None:
-    """The killed worker is replaced, all get the weights, and each sample of either client has all of its tokens."""
+    """The killed worker is replaced, all workers get the weights, and both clients get all tokens of each sample."""
     fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2, long=4))
     report = Report("placement")
     args = argparse.Namespace(traces=["race", "aside"], ways=["queue", "ours"], rounds=1)

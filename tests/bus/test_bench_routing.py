@@ -1,4 +1,4 @@
-"""What `bench.routing` compares is the same work: every way brings the engine's own rows, as a tensor to write to."""
+"""`bench.routing` compares equal work: every method delivers the engine's own rows as a writable tensor."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=["u1", "u2"])
 async def test_every_way_brings_the_engine_s_rows(way: str, case: Case) -> None:
-    """Bit for bit and of their dtype; and the engine knows when it handed them over."""
+    """Every method delivers the engine's rows with equal bits and dtype, and reports the time of their handover."""
     serve, connect = WAYS[way]
     async with EmbeddedServer() as nats, serve(case, nats.url) as (address, handed), connect(address) as get:
         before = clock_us() / 1e6
@@ -33,7 +33,7 @@ async def test_every_way_brings_the_engine_s_rows(way: str, case: Case) -> None:
 
 
 async def test_tokens_say_when_they_were_handed_over() -> None:
-    """And each brings its row."""
+    """The synthetic tokens carry the time of their handover, and each token has its row."""
     case = CASES[0]
     before = clock_us()
     engine = RoutedEngine(case, step_s=0, is_fresh=False)

@@ -1,4 +1,4 @@
-"""`bench.scale`: its figures are what its processes did, and docs/scaling.md says what they are."""
+"""`bench.scale`: its figures match its processes, and docs/scaling.md explains them."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,17 @@ from rollbus.workers.engines.synthetic import SyntheticConfig
 
 
 def test_the_page_has_the_figures() -> None:
-    """The tables of docs/scaling.md are those that the figures beside it and the wire give."""
+    """The tables of docs/scaling.md equal those that the figures beside it and the wire format give."""
     text = DOC.read_text()
 
     assert with_tables(text, json.loads(RESULTS.read_text())) == text
 
 
 def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
-    """Paths in the checkout are relative to it, others are below `DIR`; no result file has an absolute path."""
+    """A recorded command names paths in the checkout relative to it and other paths below `DIR`.
+
+    No result file has an absolute path.
+    """
     arguments = (f"--json={RESULTS}", str(RESULTS), "/home/someone/a.json", "DIR", "3e-6", "--rounds")
 
     assert [shown_argument(argument) for argument in arguments] == [
@@ -36,14 +39,17 @@ def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
 
 
 def test_a_frame_has_the_rows_of_its_tokens() -> None:
-    """What a token takes with routing, beyond what it takes without, is its row and a few bytes."""
+    """Routed experts add the bytes of one row and less than 16 further bytes to each token of a frame."""
     for model in MODELS:
         routing = frame_bytes(model) - frame_bytes(model, routed=False)
         assert model.row_bytes <= routing / model.in_flight < model.row_bytes + 16
 
 
 def test_a_request_is_not_charged_for_the_fleet() -> None:
-    """What an idle fleet would have used in the time is taken off, and what it uses a second is told."""
+    """The figures of a request exclude the usage of an idle fleet in the same time.
+
+    The idle usage per second is reported separately.
+    """
     resting = Used(2.0, Side(0.2, 0), Side(0.4, 0), Side(0.02, 0))
     working = Used(3.0, Side(1.3, 0), Side(2.6, 0), Side(1.03, 0))
 
@@ -62,7 +68,7 @@ def test_a_request_is_not_charged_for_the_fleet() -> None:
 
 @pytest.mark.slow
 async def test_each_side_is_told_apart() -> None:
-    """All requests of all clients are counted, and each side has used CPU of its own for them."""
+    """The benchmark counts the requests of all clients, and measures CPU time and memory of each side separately."""
     async with started_fleet(2, 2, SyntheticConfig()) as fleet:
         done = await work(fleet, 20, 4, 10)
 

@@ -1,4 +1,4 @@
-"""A trainer that blocks its event loop: a synchronous training step, while results stream in."""
+"""A trainer that blocks its event loop with a synchronous training step while results arrive."""
 
 import asyncio
 import time
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.slow
 ENGINE_ARGS = {"num_layers": 16, "top_k": 8, "max_num_seqs": 64}
 STEP_S = 0.006
 NUM_TOKENS = 1200
-"""More than are made while the loop is blocked."""
+"""More tokens than the engine generates while the loop is blocked."""
 BLOCKED_S = LEASE_S + 2.5
-"""Longer than a lease and its margins, of either side."""
+"""Longer than a lease and the margins of client and worker."""
 
 
 @pytest.mark.proves("P6")
 async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> None:
-    """Blocked for longer than a lease while results stream in: no attempt, no frame and no worker is lost."""
+    """A trainer that blocks its loop for longer than a lease during results loses no attempt, frame or worker."""
     requests = [sized(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]
     streamed = sized(200, NUM_TOKENS, request_id="stream")
     expected = (await Load.of([streamed], SyntheticConfig.from_args(ENGINE_ARGS))).expected["stream"]
@@ -52,7 +52,7 @@ async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> 
         [after] = (await rb.fleet.state()).workers
         stats = rb.stats()
 
-    # Results came in while the loop stood still, into memory that is counted.
+    # The client received results while the loop was blocked and counted their memory.
     assert arrived.frames - frames > 100
     assert arrived.unread_bytes > 20 * 500 * 16 * 8
     assert (stats.attempts_lost, stats.missing_frames, stats.dropped_msgs, stats.republished) == (0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""What bounds a client that sends much or reads little: requests in flight, unread bytes, credit."""
+"""The limits of a client that sends many requests or reads slowly: requests in flight, unread bytes and credit."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 async def test_many_requests_are_taken_as_there_is_room(
     one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands of requests: no more than `max_in_flight` are taken ahead, and none waits for the bus thread."""
+    """`complete_many` reads at most `max_in_flight` requests ahead, and no request waits for the bus thread."""
     round_trips: list[object] = []
     run = LoopThread.run
 
@@ -52,7 +52,10 @@ async def test_many_requests_are_taken_as_there_is_room(
 
 @pytest.mark.proves("P6")
 async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed) -> None:
-    """Above `max_unread_bytes` `complete_many` takes no more requests until results are read; all come in the end."""
+    """Above `max_unread_bytes`, `complete_many` reads no further request until the caller reads results.
+
+    All requests finish.
+    """
     taken = 0
 
     def requests() -> Iterator[GenerateRequest]:
@@ -61,11 +64,11 @@ async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed)
             taken += 1
             yield sized(2000, 4, request_id=f"r{index}")
 
-    config = SyntheticConfig(num_layers=16, top_k=8, max_num_seqs=64)  # 256 kB of routing for each
+    config = SyntheticConfig(num_layers=16, top_k=8, max_num_seqs=64)  # 256 kB of routed experts for each
     async with one_worker(config=config, options={"max_unread_bytes": 1024**2}) as (rb, *_):
         results = rb.complete_many(requests(), max_in_flight=8)
         generations = [await anext(results)]
-        # Nobody reads; what is in flight comes in, and nothing else is sent.
+        # Without a reader, requests in flight finish, and the client sends no further requests.
         while (await rb.fleet.state()).workers[0].in_flight or not rb.stats().unread_bytes:
             pass
         assert taken <= 9
@@ -81,7 +84,7 @@ async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed)
 
 
 async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_worker: StartServed) -> None:
-    """With the budget spent by a stream that nobody reads, `complete_many` still goes on, one request at a time."""
+    """If an unread stream uses up the byte limit, `complete_many` still proceeds, one request at a time."""
     config = SyntheticConfig(num_layers=16, top_k=8)
     async with (
         one_worker(config=config, options={"max_unread_bytes": 1000}) as (rb, *_),
@@ -97,7 +100,10 @@ async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_work
 
 @pytest.mark.proves("P6")
 async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: StartServed) -> None:
-    """Unread, a stream comes in to its end, holds no other up, and then takes no more memory."""
+    """The client receives an unread stream to its end.
+
+    The stream delays no other request, and its memory then stays constant.
+    """
     async with (
         one_worker() as (rb, worker, _),
         contextlib.aclosing(rb.generate(sized(3, 2000))) as stream,
@@ -117,7 +123,7 @@ async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: 
 
 
 async def test_calls_that_were_left_count_no_more(nats_url: str, fleet: str) -> None:
-    """What had come for a call, and what still comes after its caller has left it, is not unread for ever."""
+    """Buffered and late chunks of a call whose caller has left do not count as unread."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         for number in range(20):
             stream = rb.generate(request(1000))
@@ -134,7 +140,7 @@ async def test_calls_that_were_left_count_no_more(nats_url: str, fleet: str) -> 
 
 
 async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: str) -> None:
-    """However many workers there are, what they may have under way for one client stays within its bound."""
+    """The credit that a client grants to all its workers together stays within its limit, for any number of workers."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [
             await stack.enter_async_context(worker_by_hand(nats_url, fleet, f"w{i}", pulls=False)) for i in range(50)
@@ -147,7 +153,7 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
         while rb.stats().frames < 50:
             await rb.fleet.state()
         for worker in workers:
-            # Of those before all workers were known, credit was more, and never falls.
+            # Frames that arrived before the client knew all workers got more credit, and credit never decreases.
             worker.link = 1
             await worker.frame(0)
         credits = [(await worker.next_link()).credit for worker in workers]
@@ -157,13 +163,13 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
 
 
 def test_the_budget_is_a_number_of_bytes() -> None:
-    """A budget that allows nothing is refused."""
+    """The client rejects a limit of 0 unread bytes."""
     with pytest.raises(InvalidRequest, match="max_unread_bytes is 0"):
         rollbus.connect(max_unread_bytes=0)
 
 
 async def test_samples_count_for_the_request_that_asked_for_them(one_worker: StartServed) -> None:
-    """A request for n samples is one in flight for `complete_many`, and n for the fleet."""
+    """A request for n samples counts as one request in flight for `complete_many`, and as n requests for the fleet."""
     sampling = SamplingParams(n=4, max_tokens=3, temperature=0, ignore_eos=True)
     requests = [GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling) for _ in range(10)]
     async with one_worker() as (rb, *_):

@@ -1,4 +1,4 @@
-"""What a caller sees of a call whose other end is on another thread, and the counting of what it has not taken."""
+"""The caller's side of a call that the bus thread serves, and the count of unread bytes."""
 
 import asyncio
 import threading
@@ -17,24 +17,27 @@ from rollbus.schemas.sampling import SamplingParams
 
 
 def chunk_of(index: int, num_tokens: int = 1) -> Chunk:
-    """Tokens of a request."""
+    """Return a chunk with this number of tokens."""
     data = np.arange(num_tokens, dtype="<i4").tobytes()
     return Chunk(request_id="r", attempt=0, child=0, chunk_index=index, weight_version=0, token_ids_data=data)
 
 
 def inbox() -> tuple[Inbox, list[Callable[[], None]]]:
-    """An inbox, and the callbacks that the caller's loop was handed."""
+    """Return an inbox and the list of callbacks that it schedules in the caller's loop."""
     told: list[Callable[[], None]] = []
     return Inbox(told.append), told
 
 
 def new_call(inbox: Inbox, *, streams: bool = True) -> Call:
-    """An open call."""
+    """Return an open call."""
     return Call(GenerateRequest(prompt_token_ids=[1], request_id="r"), inbox, streams)
 
 
 def test_a_blocked_caller_costs_one_callback() -> None:
-    """However much comes for however many calls, one callback waits for the caller's loop; after it, one more."""
+    """For any number of chunks and calls, at most one callback waits in the caller's loop.
+
+    After it has run, the next is scheduled.
+    """
     box, told = inbox()
     calls = [new_call(box) for _ in range(10)]
     for index in range(100):
@@ -48,7 +51,7 @@ def test_a_blocked_caller_costs_one_callback() -> None:
 
 
 def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
-    """Chunks that the caller will not read are no news."""
+    """Chunks of a call that is not streamed do not wake the caller. Only the end of the call does."""
     box, told = inbox()
     call = new_call(box, streams=False)
     call.deliver([chunk_of(0)])
@@ -58,7 +61,7 @@ def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
 
 
 def test_the_end_of_a_call_is_timed_where_it_ends() -> None:
-    """A caller that hears of the end later, as its loop was blocked, does not shift the time."""
+    """The end time of a call is the time at which it ended, also if a blocked loop notifies the caller later."""
     box, told = inbox()
     call = new_call(box, streams=False)
     ended: list[float] = []
@@ -74,7 +77,7 @@ def test_the_end_of_a_call_is_timed_where_it_ends() -> None:
 
 
 async def test_nothing_is_lost_between_two_threads() -> None:
-    """A reader on one thread gets every chunk of a writer on another, once and in order, and then the end."""
+    """A reader on one thread receives every chunk of a writer on another thread once, in order, and then the end."""
     loop = asyncio.get_running_loop()
 
     def tell(callback: Callable[[], None]) -> None:
@@ -100,7 +103,7 @@ async def test_nothing_is_lost_between_two_threads() -> None:
 
 
 async def test_an_error_comes_behind_the_chunks() -> None:
-    """A failed call yields what had come before it raises."""
+    """A failed call yields the received chunks before it raises its error."""
     box, _ = inbox()
     call = new_call(box)
     call.deliver([chunk_of(0), chunk_of(1)])
@@ -113,7 +116,7 @@ async def test_an_error_comes_behind_the_chunks() -> None:
 
 
 def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
-    """Bytes of results count from their arrival until the caller reads them, leaves, or had left before."""
+    """Bytes of results count as unread until the caller reads or abandons them, or the client drops them."""
     box, _ = inbox()
     read, left = new_call(box), new_call(box, streams=False)
     read.deliver([chunk_of(0, 1000)])
@@ -132,7 +135,7 @@ def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
 
 
 def test_who_asks_late_hears_of_the_end_at_once() -> None:
-    """A callback for the end is called once: at the end, or at once when that is over."""
+    """A callback for the end is called once: when the call ends, or immediately if the call has already ended."""
     box, told = inbox()
     heard: list[Call] = []
     call = new_call(box)
@@ -144,7 +147,7 @@ def test_who_asks_late_hears_of_the_end_at_once() -> None:
 
 
 def test_samples_that_cannot_be_seeded_are_refused_where_the_caller_is() -> None:
-    """What is wrong with a request is raised when it is opened, not on another thread."""
+    """An invalid request raises its error when the caller opens it, not on the bus thread."""
     box, _ = inbox()
     sampling = SamplingParams(n=2, seed=MAX_SEED - 1)
     assert len(Call(GenerateRequest(prompt_token_ids=[1], sampling=sampling), box, False).payloads) == 2

@@ -1,4 +1,4 @@
-"""Cancelled at whatever await: nothing of a client is left behind, and the next one works."""
+"""A cancellation at any await of a client leaves nothing behind, and the next client works."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ ENGINE_ARGS = {"step_s": 0.002, "max_model_len": 10_000_000}
 
 
 async def scenario(nats_url: str, fleet: str) -> None:
-    """What a client does in its life, most of it left in the middle."""
+    """Use most features of a client, and leave most requests before they end."""
     endless = {"max_tokens": 1_000_000}
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
@@ -45,7 +45,7 @@ async def scenario(nats_url: str, fleet: str) -> None:
 
 @coroutine
 def watched(steps: Any, on_suspend: Callable[[], None]) -> Generator[Any, Any, None]:
-    """Run a coroutine, and call `on_suspend` whenever it is about to wait."""
+    """Run a coroutine, and call `on_suspend` each time it is about to wait."""
     resume: Callable[[Any], Any] = steps.send
     value: Any = None
     while True:
@@ -61,7 +61,7 @@ def watched(steps: Any, on_suspend: Callable[[], None]) -> Generator[Any, Any, N
 
 
 async def run_once(nats_url: str, fleet: str, cancel_at: int | None) -> int:
-    """Run the scenario, cancelled at one of its awaits; returns how many there were."""
+    """Run the scenario, cancel it at the await with this number, and return the number of awaits."""
     count = 0
     async with asyncio.TaskGroup() as tasks:
 
@@ -72,14 +72,14 @@ async def run_once(nats_url: str, fleet: str, cancel_at: int | None) -> int:
             count += 1
 
         task = tasks.create_task(watched(scenario(nats_url, fleet), on_suspend))
-    # A cancellation is neither lost nor turned into something else.
+    # The cancellation must reach the task, and the scenario must not replace it with another error.
     assert task.cancelled() == (cancel_at is not None and cancel_at < count)
     return count
 
 
 @pytest.mark.proves("P38")
 async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
-    """At every await in turn: afterwards no task, thread, connection or engine request is left."""
+    """A client that is cancelled at any of its awaits leaves no task, thread, connection or engine request."""
     async with observing(nats_url, fleet) as observer, worker_process(nats_url, fleet, engine_args=ENGINE_ARGS):
         total = await run_once(nats_url, fleet, None)
         await observer.check_at_rest()
@@ -91,5 +91,5 @@ async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, f
         await observer.check_at_rest()
         async with rollbus.connect(nats_url, fleet=fleet) as rb:
             assert (await rb.complete(sized())).attempts == 1
-    # Connecting, each way of asking, aborting and closing wait at least once each.
+    # Connecting, each request method, aborting and closing wait at least once each.
     assert 12 <= total <= 100

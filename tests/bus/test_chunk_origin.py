@@ -1,4 +1,4 @@
-"""Which worker made a chunk, and which trace it belongs to, as the caller of a stream sees it."""
+"""The worker and the trace that the caller of a stream sees in each chunk."""
 
 import asyncio
 
@@ -13,9 +13,9 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str) -> None:
-    """Each chunk of a resumed stream names who made it, whatever it says itself; the trace goes out with each attempt.
+    """Each chunk of a resumed stream names the worker that sent it, not the worker that the chunk claims.
 
-    What a chunk says of its trace reaches the caller.
+    The client sends the trace with each attempt. The caller receives the trace that a chunk contains.
     """
     async with (
         hand_worker(nats_url, fleet) as (first, rb),
@@ -45,7 +45,7 @@ async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str
 
 
 async def test_an_end_that_the_client_wrote_names_nobody(nats_url: str, fleet: str) -> None:
-    """An aborted stream ends with a chunk that no worker made."""
+    """An aborted stream ends with a chunk that names no worker, because the client wrote it."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(all_of(rb.generate(request(3, request_id="r"))))
         key: RequestKey = await worker.next_key()

@@ -1,4 +1,4 @@
-"""Client and worker over a real NATS server, on the synthetic engine."""
+"""Client and worker over a real NATS server, with the synthetic engine."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ from tests.support.waits import until_true
 
 
 async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:
-    """A request comes back with tokens, logprobs, versions and routing of the lengths that the row rule says."""
+    """`complete` returns tokens, logprobs, weight versions and routed experts with the lengths of the row rule."""
     async with one_worker(weight_version=3) as (rb, *_):
         request = sized()
         generation = await rb.complete(request)
@@ -46,7 +46,10 @@ async def test_complete_gives_the_whole_result(one_worker: StartServed) -> None:
 
 
 async def test_streamed_chunks_add_up_to_the_result(one_worker: StartServed) -> None:
-    """Chunks come one engine step at a time, each with the rows of its tokens, and add up to what `complete` gives."""
+    """A stream yields one chunk for each engine step, each with the rows of its tokens.
+
+    Together they equal the result of `complete`.
+    """
     async with one_worker() as (rb, *_):
         chunks: list[Chunk] = [chunk async for chunk in rb.generate(sized())]
         whole = await rb.complete(sized())
@@ -62,7 +65,7 @@ async def test_streamed_chunks_add_up_to_the_result(one_worker: StartServed) -> 
 
 @pytest.mark.slow
 async def test_many_requests_at_once_equal_each_alone(one_worker: StartServed) -> None:
-    """500 requests of mixed lengths at once: every one comes back once and equals the same request run alone."""
+    """Each of 500 concurrent requests of mixed lengths completes once and equals the same request run alone."""
     config = SyntheticConfig(max_num_seqs=64)
     requests = [sized(1 + i % 37, 1 + i % 11, request_id=f"r{i}") for i in range(500)]
     async with one_worker(config=config) as (rb, *_):
@@ -79,7 +82,7 @@ async def test_many_requests_at_once_equal_each_alone(one_worker: StartServed) -
 
 @pytest.mark.proves("P36")
 async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
-    """n=3 gives child 0 with two siblings; child i equals a request of its own with seed + i."""
+    """A request with n=3 returns child 0 with two siblings. Child i equals a separate request with seed + i."""
     sampling = SamplingParams(max_tokens=6, seed=40, n=3)
     async with one_worker() as (rb, *_):
         first = await rb.complete(GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling))
@@ -98,7 +101,7 @@ async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
 @pytest.mark.proves("P45")
 @pytest.mark.slow
 async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
-    """Without a worker every way of asking raises `NoWorkers` at once, long before the request's own timeout."""
+    """Without a worker, every request method raises `NoWorkers` promptly, long before the timeout of the request."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(SOON_S):
         with pytest.raises(NoWorkers, match="no live worker"):
             await rb.complete(sized(timeout_s=3600))
@@ -113,7 +116,10 @@ async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) -> None:
-    """A wrong model name is a clear error, and a fleet of several models wants to be told which."""
+    """An unknown model name raises an error that lists the known models.
+
+    A fleet of several models requires a model name.
+    """
     async with (
         synthetic_worker(nats_url, fleet, model="org/a.b"),
         synthetic_worker(nats_url, fleet, model="c"),
@@ -129,7 +135,10 @@ async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) 
 
 @pytest.mark.proves("P27")
 async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None:
-    """Among good requests, those that the model cannot serve fail alone, each with the field and what is allowed."""
+    """Requests that the model cannot serve fail without an effect on other requests.
+
+    Each error names the field and the allowed values.
+    """
     config = SyntheticConfig(max_model_len=64, vocab_size=100)
     bad = {
         "long": (sized(64, request_id="long"), "prompt_token_ids has 64 tokens; allowed: 1 to 63"),
@@ -159,7 +168,7 @@ async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None
 
 @pytest.mark.proves("P28")
 async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
-    """A model without experts returns None for routing, and a clear error when routing is demanded."""
+    """A model without experts returns None for routed experts, and an error if the request requires them."""
     config = SyntheticConfig(num_experts=0)
     async with one_worker(config=config) as (rb, *_):
         check_generation(await rb.complete(sized()), sized(), routing=False)
@@ -169,7 +178,7 @@ async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
 
 
 async def test_routing_can_be_declined(one_worker: StartServed) -> None:
-    """`return_routed_experts=False` spares the bytes."""
+    """With `return_routed_experts=False`, the result has no routed experts."""
     async with one_worker() as (rb, *_):
         request = sized(return_routed_experts=False)
         check_generation(await rb.complete(request), request, routing=False)
@@ -177,7 +186,10 @@ async def test_routing_can_be_declined(one_worker: StartServed) -> None:
 
 @pytest.mark.parametrize(("start", "max_tokens"), [(0, 1), (3, 1), (5, 1), (5, 4), (4, 4)])
 async def test_the_start_of_routing(one_worker: StartServed, start: int, max_tokens: int) -> None:
-    """`routed_experts_prompt_start` drops leading rows, down to none, and the rest equal the full array's."""
+    """`routed_experts_prompt_start` removes leading rows, possibly all of them.
+
+    The other rows equal those of the full array.
+    """
     async with one_worker() as (rb, *_):
         full = await rb.complete(sized(max_tokens=max_tokens))
         request = sized(max_tokens=max_tokens, routed_experts_prompt_start=start)
@@ -190,7 +202,7 @@ async def test_the_start_of_routing(one_worker: StartServed, start: int, max_tok
 
 @pytest.mark.slow
 async def test_routing_larger_than_a_message_is_split(one_worker: StartServed) -> None:
-    """Routing of many times a part arrives whole, with two-byte ids where a model has more than 256 experts."""
+    """Routed experts larger than a message arrive whole, with two-byte ids if a model has more than 256 experts."""
     config = SyntheticConfig(num_layers=64, top_k=8, num_experts=300)
     async with one_worker(config=config) as (rb, *_):
         request = sized(20_000, 3)
@@ -206,7 +218,7 @@ async def test_routing_larger_than_a_message_is_split(one_worker: StartServed) -
 
 @pytest.mark.slow
 async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
-    """When the only engine dies every open request fails with `engine_dead`, and the worker ends with that error."""
+    """When the only engine dies, every open request fails with `engine_dead`, and the worker exits with that error."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     engine = SyntheticEngine(config)
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, model="m"), engine)
@@ -230,7 +242,10 @@ async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: 
 
 @pytest.mark.slow
 async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
-    """Where no other comes up, open requests of a worker that is stopped fail as `worker_stopped`; then it is gone."""
+    """Without another worker, open requests of a stopped worker fail with `worker_stopped`.
+
+    Later requests raise `NoWorkers`.
+    """
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb:
         async with synthetic_worker(nats_url, fleet, config=config) as (worker, _):
@@ -246,7 +261,7 @@ async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P39")
 async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Bytes that are no message, on any subject, harm neither worker nor client."""
+    """Invalid bytes on any subject harm neither the worker nor the client, and both count them."""
     subjects = Subjects(fleet)
     async with one_worker(options={"client": "me"}) as (rb, worker, _):
         raw = await nats.connect(nats_url)
@@ -274,7 +289,10 @@ async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
 async def test_more_requests_at_once_than_may_wait_for_the_server_take_turns(
     one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait in the client until the server has answered for others; none is refused."""
+    """Requests beyond the limit of unconfirmed publications wait in the client until the server has confirmed others.
+
+    None fails.
+    """
     monkeypatch.setattr("rollbus.bus.queue.publisher.MAX_UNANSWERED", 2)
     async with one_worker() as (rb, *_):
         requests = [sized(max_tokens=2) for _ in range(50)]

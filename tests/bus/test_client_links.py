@@ -1,4 +1,7 @@
-"""What a client does with frames that are missing, doubled, out of order or of another life: sent by hand."""
+"""How a client handles missing, duplicate and reordered frames, and frames of another incarnation.
+
+A scripted worker sends them.
+"""
 
 import asyncio
 from functools import partial
@@ -14,7 +17,10 @@ from tests.support.hand_worker import chunk, hand_worker, request, worker_by_han
 
 @pytest.mark.proves("P57")
 async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, fleet: str) -> None:
-    """Frames behind a gap are dropped and asked for at once; sent again, they complete the same attempt."""
+    """The client drops frames after a gap and requests them again immediately.
+
+    The repeated frames complete the same attempt.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request()))
         key = await worker.next_key()
@@ -34,7 +40,7 @@ async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, f
 
 
 async def test_a_heartbeat_tells_of_a_lost_last_frame(nats_url: str, fleet: str) -> None:
-    """Where the last frame was lost, the number in the next heartbeat shows it."""
+    """If the last frame is lost, the number in the next heartbeat reveals the gap."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         key = await worker.next_key()
@@ -49,7 +55,7 @@ async def test_a_heartbeat_tells_of_a_lost_last_frame(nats_url: str, fleet: str)
 
 
 async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
-    """The same frame twice is taken once."""
+    """The client handles a frame that arrives twice only once."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         key = await worker.next_key()
@@ -64,7 +70,7 @@ async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
 
 
 async def test_frames_of_another_life_of_the_client_are_stale(nats_url: str, fleet: str) -> None:
-    """What a worker sends to an earlier client of the same name is not taken for this one's, and it is told."""
+    """The client ignores frames for an earlier client of the same name, and sends its own incarnation to the worker."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
@@ -80,7 +86,7 @@ async def test_frames_of_another_life_of_the_client_are_stale(nats_url: str, fle
 
 
 async def test_frames_of_an_ended_life_of_the_worker_are_stale(nats_url: str, fleet: str) -> None:
-    """Once a worker's new incarnation has spoken, what its old one says is not heard any more."""
+    """After a frame of a worker's new incarnation, the client ignores frames of the old incarnation."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
@@ -98,7 +104,7 @@ async def test_frames_of_an_ended_life_of_the_worker_are_stale(nats_url: str, fl
 
 
 async def test_credit_is_granted_for_what_arrived_not_for_what_was_read(nats_url: str, fleet: str) -> None:
-    """A caller that reads nothing holds up nobody: its frames are acknowledged, and credit goes on."""
+    """A caller that reads nothing delays no worker: the client acknowledges its frames and grants further credit."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         stream = rb.generate(request(1000))
         async with asyncio.TaskGroup() as tasks:
@@ -117,7 +123,7 @@ async def test_credit_is_granted_for_what_arrived_not_for_what_was_read(nats_url
 
 
 async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
-    """One message for up to 64 frames that come close together, not one for each."""
+    """The client sends one frame ack for up to 64 frames in quick succession, not one for each frame."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(640)))
         key = await worker.next_key()
@@ -136,7 +142,7 @@ async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
-    """Every second each link hears how far it is, whether or not anything came: one lost message harms nobody."""
+    """Every second the client repeats the frame ack of each link, so a lost message does no harm."""
     async with hand_worker(nats_url, fleet) as (worker, _):
         await worker.frame(0)
         first = await worker.next_link()
@@ -147,7 +153,7 @@ async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, fleet: str) -> None:
-    """Presence comes before the first request and every second, and a last one when the client is closed."""
+    """A client publishes presence before its first request, then every second, and a last time when it closes."""
     async with worker_by_hand(nats_url, fleet) as worker:
         async with rollbus.connect(nats_url, fleet=fleet, client="me"):
             live = [await worker.presences.get() for _ in range(2)]
@@ -163,7 +169,7 @@ async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, 
 
 
 async def test_a_worker_that_lost_its_place_begins_a_new_link(nats_url: str, fleet: str) -> None:
-    """A link of which the client knows nothing, in the middle: it asks from the start, and follows the later one."""
+    """If a link starts in the middle, the client requests it from the start, and follows the worker's next link."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
@@ -180,7 +186,7 @@ async def test_a_worker_that_lost_its_place_begins_a_new_link(nats_url: str, fle
 @pytest.mark.proves("P39")
 @pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"\x80", b"{}", b"\x93\x01\x02\x03", bytes(1000)])
 async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: bytes) -> None:
-    """Bytes that are no frame change nothing but a counter."""
+    """Bytes that are no frame increase a counter and have no other effect."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         key = await worker.next_key()
@@ -194,20 +200,20 @@ async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: 
 async def test_what_nats_py_drops_is_noticed_and_sent_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames that find a subscription full are dropped by nats-py: a gap like any other, counted and repaired."""
+    """If nats-py drops frames of a full subscription, the client counts them and requests them again."""
     monkeypatch.setattr("rollbus.bus.client.runtime.subscribe", partial(subscribe, max_pending_msgs=3))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(100)))
         key = await worker.next_key()
         await worker.frame(0, admitted=(key,))
         chunks = [chunk(key, index, index, **({"total": 100} if index == 99 else {})) for index in range(100)]
-        # They come in one piece, of which a few find room.
+        # All frames arrive at once, and only a few of them fit into the subscription.
         for number in range(1, 101):
             await worker.frame(number, chunks[number - 1])
         while not (wanted := await worker.next_link()).resend:
             await worker.frame(101)
         while wanted.acked <= 100:
-            # So few at a time that all find room.
+            # Send so few frames at a time that all of them fit.
             upto = min(wanted.acked + 3, 101)
             for number in range(wanted.acked, upto):
                 await worker.frame(number, chunks[number - 1])

@@ -1,4 +1,4 @@
-"""What a Python program sees that cannot connect: a typed error of one line, with the next step, and hardly a frame."""
+"""A Python program that cannot connect gets a typed error of one line with the next step and a short traceback."""
 
 import traceback
 from pathlib import Path
@@ -16,11 +16,11 @@ from tests.support.tls_server import configure_tls
 pytestmark = pytest.mark.slow
 
 MAX_FOREIGN_LINES = 3
-"""A frame of ours with its line of source, and the message."""
+"""One frame of rollbus, its source line, and the message."""
 
 
 async def lines_of_error(url: str, credentials: Path | None = None) -> tuple[type[BaseException], list[str]]:
-    """Connect in vain; returns the type of the error, and the lines of its traceback that are not this function's."""
+    """Connect without success. Return the error type and the traceback lines that do not belong to this function."""
     try:
         async with rollbus.connect(url, fleet="f", credentials=credentials):
             raise AssertionError("it connected")
@@ -30,12 +30,12 @@ async def lines_of_error(url: str, credentials: Path | None = None) -> tuple[typ
     assert head == "Traceback (most recent call last):"
     assert Path(__file__).name in caller
     assert "rollbus.connect(" in source
-    # A line of marks below the source belongs to it.
+    # A line of carets below a source line belongs to that source line.
     return kind, [line for line in foreign if line.strip(" ^~")]
 
 
 async def test_no_server() -> None:
-    """Nobody listens: the address, the reason and what to do."""
+    """If no server listens, the error states the address, the reason and the next step."""
     kind, lines = await lines_of_error("nats://127.0.0.1:1")
 
     assert kind is rollbus.ServerUnreachable
@@ -53,7 +53,7 @@ async def test_no_server() -> None:
     ],
 )
 async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_password: bool, advice: str) -> None:
-    """The server does not let this user in: what it was shown, and how to show something else."""
+    """If the server rejects the user, the error states which credentials the server received and how to set others."""
     require_binary()
     [known] = ensure_users(tmp_path / "known", [("f", Role.TRAINER, "alice")])
     [stranger] = ensure_users(tmp_path / "others", [("f", Role.TRAINER, "eve")])
@@ -69,7 +69,7 @@ async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_passwor
 
 
 async def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS fails: why, and which option names the CA."""
+    """If TLS fails, the error states the reason and the option that names the CA."""
     require_binary()
     configure_tls(monkeypatch, *certificate(tmp_path))
     async with EmbeddedServer() as server:
@@ -81,7 +81,7 @@ async def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: py
 
 
 async def test_what_is_wrong_before_anything_is_sent(tmp_path: Path) -> None:
-    """A URL that cannot be one, credentials that are not there."""
+    """An invalid URL and a missing credentials file raise an error before the client sends anything."""
     for url, path, message in [
         ("http://127.0.0.1:1", None, "its scheme is 'http', not nats or tls"),
         ("nats://127.0.0.1:1", tmp_path / "none", "cannot be read: No such file or directory"),

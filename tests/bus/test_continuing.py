@@ -1,4 +1,4 @@
-"""A generation that was stopped, its continuation, and both joined: equal to an undisturbed one."""
+"""An aborted generation joined with its continuation equals an undisturbed generation."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ SAMPLING = SamplingParams(max_tokens=400, min_tokens=350, temperature=0, ignore_
 
 
 async def stopped(rb: rollbus.Client, request: GenerateRequest) -> Generation:
-    """What there is of a request that was aborted when some tokens had come."""
+    """Return the partial result of a request that is aborted after some tokens."""
     async with asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request))
-        # Another request's tokens have come from the same steps.
+        # The other request shares the engine steps, so its tokens show that this request has tokens too.
         beside = replace(request, request_id="beside", sampling=SamplingParams(max_tokens=400, ignore_eos=True))
         async with contextlib.aclosing(rb.generate(beside)) as stream:
             num_tokens = 0
@@ -33,7 +33,10 @@ async def stopped(rb: rollbus.Client, request: GenerateRequest) -> Generation:
 
 @pytest.mark.parametrize("start", [0, 3, 5])
 async def test_joined_it_equals_an_undisturbed_one(one_worker: StartServed, start: int) -> None:
-    """Tokens, logprobs, alternatives, prompt logprobs, versions and rows are those of one run; stopped twice."""
+    """A generation that was aborted twice and joined equals an undisturbed one in all of its arrays.
+
+    Tokens, logprobs, alternatives, prompt logprobs, weight versions and rows are equal.
+    """
     request = GenerateRequest(prompt_token_ids=range(5), sampling=SAMPLING, routed_experts_prompt_start=start)
     async with one_worker(config=SLOW, weight_version=3) as (rb, *_):
         first = await stopped(rb, request)
@@ -42,10 +45,10 @@ async def test_joined_it_equals_an_undisturbed_one(one_worker: StartServed, star
         assert rest.request_id != request.request_id
         assert rest.sampling.max_tokens == 400 - len(first.token_ids)
         assert rest.sampling.prompt_logprobs is None
-        # The boundary row is made by the continuation.
+        # The continuation delivers the boundary row.
         assert rest.routed_experts_prompt_start == 5 + len(first.token_ids) - 1
         second = await rb.complete(replace(rest, sampling=replace(rest.sampling, max_tokens=20, min_tokens=0)))
-        # As if it had been stopped there.
+        # Treat the second part as if it had been aborted here.
         both = first.joined(replace_result(second, finish_reason=FinishReason.ABORT))
         joined = both.joined(await rb.complete(request.continuing(both)))
         expected = await rb.complete(request)
@@ -71,7 +74,7 @@ async def test_joined_it_equals_an_undisturbed_one(one_worker: StartServed, star
 
 
 def ended(request: GenerateRequest, *token_ids: int, reason: FinishReason = FinishReason.ABORT) -> Generation:
-    """A generation of the request with these tokens, without routing."""
+    """Return a generation of the request with these tokens, without routed experts."""
     return Generation(
         request=request,
         request_id=request.request_id,
@@ -87,7 +90,7 @@ def ended(request: GenerateRequest, *token_ids: int, reason: FinishReason = Fini
 
 
 def request(**sampling: object) -> GenerateRequest:
-    """A request for nine tokens."""
+    """Return a request for nine tokens."""
     return GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, **sampling))  # type: ignore[arg-type]
 
 
@@ -103,7 +106,10 @@ def request(**sampling: object) -> GenerateRequest:
     ],
 )
 def test_a_lost_state_is_refused_by_name_unless_chosen(sampling: dict[str, object], field: str) -> None:
-    """What cannot go on exactly says which field; continued all the same, the joined result is not exact."""
+    """If a request cannot continue exactly, the error names the field.
+
+    With `inexact="continue"`, the joined result is not exact.
+    """
     asked = request(**sampling)
     first = ended(asked, 5, 6)
     with pytest.raises(InvalidRequest, match=rf"sampling\.{field} gives the sampler a state that is lost"):
@@ -113,20 +119,20 @@ def test_a_lost_state_is_refused_by_name_unless_chosen(sampling: dict[str, objec
     assert not first.joined(ended(rest, 7, reason=FinishReason.LENGTH)).exact
     if asked.sampling.seed is not None:
         assert rest.sampling.seed not in (None, asked.sampling.seed)
-    # Nothing has come of it: then it begins anew, with the same seed, and is exact.
+    # A generation without tokens starts again with the same seed and is exact.
     anew = asked.continuing(ended(asked))
     assert anew.sampling == asked.sampling
     assert ended(asked).joined(ended(anew, 7)).exact
 
 
 def test_a_greedy_seed_is_no_state() -> None:
-    """With a temperature of 0 a seed means nothing."""
+    """With a temperature of 0, a seed does not prevent a continuation."""
     asked = request(seed=1, temperature=0)
     assert asked.continuing(ended(asked, 5)).sampling.max_tokens == 8
 
 
 def test_a_sample_of_several_continues_with_its_own_seed() -> None:
-    """Sample i of n continues as one request of seed + i."""
+    """Sample i of n continues as one request with seed + i."""
     asked = request(seed=4, n=3)
     third = replace_result(ended(asked), child=2)
     assert (asked.continuing(third).sampling.seed, asked.continuing(third).sampling.n) == (6, 1)
@@ -135,7 +141,10 @@ def test_a_sample_of_several_continues_with_its_own_seed() -> None:
 
 
 def test_what_has_ended_or_is_anothers_is_refused() -> None:
-    """There is nothing after an answer that ended by itself, also where only its tokens say so."""
+    """`continuing` rejects a generation of another request and a generation that ended normally.
+
+    It also rejects a generation of which only the tokens show that it ended normally.
+    """
     asked = request(stop_token_ids=[7])
     for generation in (
         ended(asked, 5, reason=FinishReason.STOP),
@@ -153,7 +162,7 @@ def test_what_has_ended_or_is_anothers_is_refused() -> None:
 
 
 def test_parts_that_do_not_follow_are_refused() -> None:
-    """Another prompt, or rows that begin elsewhere, are not joined."""
+    """`joined` rejects a part with another prompt, another first row position, or rows of another shape."""
     asked = request()
     first = ended(asked, 5)
     rest = asked.continuing(first)
@@ -171,7 +180,10 @@ def test_parts_that_do_not_follow_are_refused() -> None:
 
 
 def test_rows_of_both_parts_are_kept_and_never_narrowed() -> None:
-    """Rows that came ahead of their tokens are left to the continuation; ids of two bytes stay so."""
+    """If rows arrived before their tokens, the continuation delivers them again.
+
+    Joined ids of two bytes stay two bytes.
+    """
     asked = request()
     ahead = replace_result(ended(asked, 5), routed_experts=np.full((4, 1, 1), 1, "u1"))
     rest = asked.continuing(ahead)

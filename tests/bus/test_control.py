@@ -1,4 +1,4 @@
-"""Commands from `rb.fleet` to workers by hand: who must answer, and what the ledger says."""
+"""Commands from `rb.fleet` to scripted workers: which workers must answer, and what the command result contains."""
 
 import asyncio
 import re
@@ -22,14 +22,14 @@ from tests.support.nats_server import change_config, require_binary
 from tests.support.outcomes import incomplete
 
 Give = Callable[[Fleet], Awaitable[rollbus.CommandResult]]
-"""Gives a command to a fleet."""
+"""Sends a command to a fleet."""
 
-pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+pytestmark = pytest.mark.slow  # each client waits half a second for presence
 
 
 @pytest.mark.proves("P18")
 async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
-    """It is recorded, each worker hears it once with its epoch, and the ledger has all of them."""
+    """A command is recorded, each worker receives it once with its epoch, and its result contains all workers."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         ledger = await control.rb.fleet.pause(mode="wait")
         state = await control.store.read("m")
@@ -43,7 +43,7 @@ async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
 
 
 async def test_every_command_can_be_given(nats_url: str, fleet: str) -> None:
-    """Each method sends its command with the options it was given; those that set something have an epoch."""
+    """Each method sends its command with the given options. Commands that change the desired state have an epoch."""
     async with controlled(nats_url, fleet, "a") as control:
         fleet_ = control.rb.fleet
         for command in (
@@ -73,7 +73,7 @@ async def test_every_command_can_be_given(nats_url: str, fleet: str) -> None:
 
 
 async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
-    """Nobody there, or nobody who could answer: an error that says so, and nothing is recorded."""
+    """Without a worker that can answer, a command raises an error with the reason, and nothing is recorded."""
     async with controlled(nats_url, fleet) as control:
         with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
             await control.rb.fleet.pause()
@@ -89,7 +89,10 @@ async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
 
 
 async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
-    """One that is not there is named, and nothing is recorded or told to the others."""
+    """If a named worker cannot answer, the error names it.
+
+    The command is neither recorded nor sent to other workers.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control:
         with pytest.raises(InvalidRequest, match="workers names z, which cannot answer"):
             await control.rb.fleet.pause(workers=["a", "z"])
@@ -101,7 +104,10 @@ async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_command_for_one_worker_concerns_no_other(nats_url: str, fleet: str) -> None:
-    """It is recorded for that worker, and only that one must answer; a later one for all removes that."""
+    """A command for one worker is recorded for that worker, and only that worker must answer.
+
+    A later command for all workers replaces it.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control:
         ledger = await control.rb.fleet.drain(["a"])
         state = await control.store.read("m")
@@ -163,7 +169,7 @@ WRONG: list[tuple[Callable[[Any], Awaitable[object]], str]] = [
 
 
 async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
-    """The error names it; no worker is told, and nothing is recorded."""
+    """The error names the wrong field. No worker receives the command, and nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control:
         for change, message in WRONG:
             with pytest.raises(InvalidRequest, match=re.escape(message)):
@@ -174,7 +180,7 @@ async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, flee
 
 
 async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
-    """Trainers count and compute with them; also lists stand for tuples."""
+    """Commands accept NumPy numbers, because trainers compute with them, and lists in place of tuples."""
     canary = Canary(token_ids=[np.int64(1)] * 8, logprobs=np.zeros(8, np.float32))  # type: ignore[arg-type]
     async with controlled(nats_url, fleet, "a") as control:
         version, timeout_s = np.int64(7), np.float32(9)
@@ -192,7 +198,10 @@ async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
 
 
 async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: str) -> None:
-    """One of two fails: the error has the ledger, and what is desired stays, since the other has applied it."""
+    """If one of two workers fails, the error has the command result.
+
+    The desired state stays, because the other worker applied it.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = lambda _: (ACCEPTED, failed(ControlCode.CACHE_IN_USE, "2 requests hold it"))
         error = await incomplete(control.rb.fleet.sleep())
@@ -205,7 +214,7 @@ async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: s
 
 
 async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None:
-    """No worker could: what is desired is as before in a new epoch, and the error says so."""
+    """If all workers fail, the previous desired state is restored in a new epoch, and the error states this."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         await control.rb.fleet.wake()
         for name in ("a", "b"):
@@ -221,7 +230,7 @@ async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None
 
 @pytest.mark.parametrize("method", [Fleet.pause, Fleet.flush_cache])
 async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fleet: str, method: Give) -> None:
-    """Neither is set back: a worker that could not finish its requests in time is paused all the same."""
+    """A failed pause or flush stays desired, because a worker that exceeds the time limit is paused nevertheless."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (failed(ControlCode.TIMEOUT),)
         await incomplete(method(control.rb.fleet))
@@ -233,7 +242,7 @@ async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fl
 
 @pytest.mark.proves("P74")
 async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
-    """Of commands given at once each has an epoch of its own, and what is desired is the last one's."""
+    """Concurrent commands each have their own epoch, and the desired state is that of the last epoch."""
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         async with asyncio.TaskGroup() as tasks:
             pauses = [tasks.create_task(control.rb.fleet.pause()) for _ in range(5)]
@@ -247,7 +256,7 @@ async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -
 
 
 async def test_a_command_for_several_models(nats_url: str, fleet: str) -> None:
-    """Each model has a desired state of its own; what one of them refuses is recorded for none."""
+    """Each model has its own desired state. A command that one model would reject is recorded for none."""
     models = {"a": "m", "b": "n", "c": "n"}
     async with controlled(nats_url, fleet, *models, models=models) as control:
         ledger = await control.rb.fleet.pause()
@@ -269,10 +278,10 @@ async def test_a_command_for_several_models(nats_url: str, fleet: str) -> None:
 
 
 async def test_garbage_in_the_desired_state(nats_url: str, fleet: str) -> None:
-    """A command says that it cannot be read, also where it is one model of two; a reset clears it."""
+    """A command fails if the desired state of one of its models cannot be decoded. A reset clears that state."""
     models = {"a": "m", "b": "n"}
     async with controlled(nats_url, fleet, *models, models=models) as control:
-        await control.rb.fleet.pause(model="m")  # which makes the bucket
+        await control.rb.fleet.pause(model="m")  # creates the bucket
         await control.nats.jetstream().publish(control.store.subject("n"), b"garbage")
         with pytest.raises(RemoteProtocolError, match="a reset clears it"):
             await control.rb.fleet.pause()
@@ -286,7 +295,7 @@ async def test_garbage_in_the_desired_state(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> None:
-    """By model, also of one whose workers are gone."""
+    """The fleet state contains the desired state of each model, also of a model whose workers are gone."""
     async with controlled(nats_url, fleet, "a") as control:
         assert (await control.rb.fleet.state()).desired == {}
         await control.rb.fleet.pause()
@@ -297,7 +306,7 @@ async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> Non
 
 
 async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: str, fleet: str) -> None:
-    """A request for their model is taken; whoever waits for workers waits for those that serve."""
+    """`wait_for_workers` waits for workers that serve. A paused worker is present but does not count."""
     async with controlled(nats_url, fleet, "a") as control:
         await control["a"].announce(WorkerState.PAUSED)
         await until_worker(control.rb, "a", WorkerState.PAUSED)
@@ -308,7 +317,10 @@ async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: st
 
 
 async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be recorded fails at once, and no worker is told; events work, and so does the state."""
+    """Without JetStream, commands that must be recorded fail immediately and reach no worker.
+
+    One-off commands and `state` work.
+    """
     require_binary()
     change_config(monkeypatch)
     async with EmbeddedServer() as server, controlled(server.url, "f", "a") as control:
@@ -320,7 +332,7 @@ async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPat
 
 
 async def test_without_a_bucket_the_first_command_makes_one(tmp_path: Path) -> None:
-    """On a new server commands work, and the state is empty before."""
+    """On a new server the fleet state is empty, and the first command creates the bucket."""
     require_binary()
     async with EmbeddedServer(store_dir=tmp_path) as server, controlled(server.url, "f", "a") as control:
         assert (await control.rb.fleet.state()).desired == {}

@@ -1,4 +1,4 @@
-"""What workers answer, and do not: lost, late, stale, repeated and forged words, and workers that die."""
+"""Command acks of workers that are lost, late, stale, repeated or forged, and workers that die before they answer."""
 
 import asyncio
 
@@ -13,19 +13,22 @@ from tests.support.hand_control import ACCEPTED, APPLIED, controlled, failed, si
 from tests.support.outcomes import incomplete
 from tests.support.tcp_proxy import tcp_proxy
 
-pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+pytestmark = pytest.mark.slow  # each client waits half a second for presence
 
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeat commands soon, and wait no longer for answers than the command says."""
+    """Repeat commands soon, and wait for answers exactly as long as the command allows."""
     monkeypatch.setattr(ack_collector, "REPEAT_S", 0.1)
     monkeypatch.setattr(ack_collector, "MARGIN_S", 0.0)
 
 
 @pytest.mark.proves("P76")
 async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet: str) -> None:
-    """Nobody waits for the time to be over; the ledger says what became of it, and of the others."""
+    """If a worker stops before it answers, the command ends without waiting for its timeout.
+
+    The command result states the reason and includes the other workers.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
         control["b"].reply = lambda _: (ACCEPTED,)
         pausing = tasks.create_task(incomplete(control.rb.fleet.pause(timeout_s=50)))
@@ -40,7 +43,7 @@ async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet:
 
 @pytest.mark.proves("P76")
 async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fleet: str) -> None:
-    """Its new life does not answer for the old one."""
+    """A new incarnation of a worker does not answer for the old one."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
         control["a"].reply = silent
         pausing = tasks.create_task(incomplete(control.rb.fleet.pause(timeout_s=50)))
@@ -55,7 +58,7 @@ async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fle
 @pytest.mark.proves("P76")
 @pytest.mark.usefixtures("brief")
 async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str) -> None:
-    """When the time is over: one was at it, the other never spoke."""
+    """After the timeout, the result separates workers that had accepted from workers that never answered."""
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         control["b"].reply = lambda _: (ACCEPTED, {"status": AckStatus.PROGRESS, "stage": "pausing"})
         control["c"].reply = silent
@@ -67,7 +70,10 @@ async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str)
 
 @pytest.mark.usefixtures("brief")
 async def test_a_lost_nudge_is_repeated_to_those_that_owe(nats_url: str, fleet: str) -> None:
-    """Who has not answered hears the command again, under the same id and epoch; who has answered does not."""
+    """Workers without a final ack receive the command again with the same id and epoch.
+
+    Workers with a final ack do not.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = lambda _: (ACCEPTED, APPLIED) if len(control["b"].heard) > 2 else ()
         ledger = await control.rb.fleet.pause()
@@ -81,7 +87,7 @@ async def test_a_lost_nudge_is_repeated_to_those_that_owe(nats_url: str, fleet: 
 
 @pytest.mark.usefixtures("brief")
 async def test_a_lost_final_answer_is_asked_for_again(nats_url: str, fleet: str) -> None:
-    """A worker that has only accepted hears the command again, and repeats its last word."""
+    """A worker that has only accepted receives the command again, and repeats its final ack."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
 
@@ -89,7 +95,7 @@ async def test_a_lost_final_answer_is_asked_for_again(nats_url: str, fleet: str)
 
 
 async def test_stale_and_repeated_answers(nats_url: str, fleet: str) -> None:
-    """A worker for which a later command counts says `stale`; answers after the final one change nothing."""
+    """A worker acks an outdated command with `stale`. Acks after the final ack change nothing."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["a"].reply = lambda _: (ACCEPTED, {"status": AckStatus.STALE}, APPLIED)
         control["b"].reply = lambda _: (ACCEPTED, APPLIED, APPLIED, failed(ControlCode.TIMEOUT), ACCEPTED)
@@ -99,7 +105,7 @@ async def test_stale_and_repeated_answers(nats_url: str, fleet: str) -> None:
 
 
 async def test_answers_of_others_and_garbage_are_passed_over(nats_url: str, fleet: str) -> None:
-    """What does not decode, or bears another's name, is counted and harms nobody."""
+    """The controller counts acks that do not decode or that name another worker, and ignores them."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         subjects = control["a"].subjects
 
@@ -121,7 +127,7 @@ async def test_answers_of_others_and_garbage_are_passed_over(nats_url: str, flee
 
 
 async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
-    """It keeps its epoch; while it is under way it cannot be sent a second time."""
+    """A command that is sent again keeps its epoch. While it is open, it cannot be sent again."""
     async with controlled(nats_url, fleet, "a") as control:
         command = FlushCache(id="once")
         first = await control.rb.fleet.send(command)
@@ -140,7 +146,7 @@ async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
 
 
 async def test_progress_is_told(nats_url: str, fleet: str) -> None:
-    """`on_ack` hears each answer that is news, once and in order; what it raises reaches the caller."""
+    """`on_ack` receives each new ack once and in order. An error that it raises reaches the caller."""
     heard: list[tuple[str, str | None]] = []
     async with controlled(nats_url, fleet, "a") as control:
         loading = {"status": AckStatus.PROGRESS, "stage": "loading"}
@@ -157,7 +163,7 @@ async def test_progress_is_told(nats_url: str, fleet: str) -> None:
 
 
 async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> None:
-    """The caller goes, the command stays; the client serves on."""
+    """If the caller is cancelled, the recorded command stays, and the client remains usable."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = silent
         async with asyncio.TaskGroup() as tasks:
@@ -174,7 +180,7 @@ async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> 
 
 @pytest.mark.usefixtures("brief")
 async def test_answers_that_were_missed_in_an_outage_are_asked_for_again(nats_url: str, fleet: str) -> None:
-    """The controller is cut off when its workers answer: once it is back it asks them again, and misses nobody."""
+    """A controller that is disconnected while its workers answer sends the command again after the reconnect."""
     async with tcp_proxy(nats_url) as proxy, controlled(nats_url, fleet, "a", "b", client_url=proxy.url) as control:
         for name in ("a", "b"):
             control[name].reply = silent
@@ -192,7 +198,7 @@ async def test_answers_that_were_missed_in_an_outage_are_asked_for_again(nats_ur
 
 
 async def test_a_large_fleet_answers(nats_url: str, fleet: str) -> None:
-    """Two hundred workers, each heard and each in the ledger; one that fails is found among them."""
+    """The command result contains all of two hundred workers, and names the one worker that fails."""
     names = [f"w{i}" for i in range(200)]
     async with controlled(nats_url, fleet, *names) as control:
         assert set((await control.rb.fleet.pause()).applied) == set(names)

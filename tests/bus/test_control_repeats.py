@@ -1,4 +1,4 @@
-"""When a command is repeated to those that owe an answer."""
+"""When the controller repeats a command to workers that have not answered."""
 
 from typing import cast
 
@@ -20,13 +20,13 @@ SUBJECTS = Subjects("f")
 
 
 def answer(status: AckStatus) -> Msg:
-    """What worker `w` says of the command `c`."""
+    """Return the ack of worker `w` for the command `c`."""
     ack = Ack(id="c", command="pause", worker="w", incarnation="w-1", model="m", status=status)
     return Msg(cast(Client, None), subject=SUBJECTS.ack("me", "w"), data=encode_json(ack))
 
 
 async def test_news_put_a_repeat_off() -> None:
-    """It comes a while after the last news, of which a repeated word is none; not for ever, whatever news there are."""
+    """Each new ack delays the repeat of a command, up to a maximum. A repeated ack does not delay it."""
     asker = AckCollector(cast(Connection, None), SUBJECTS, "me")
     with asker.expecting(AckTracker("pause", "c", [presence(worker="w", incarnation="w-1", model="m")], 0.0)):
         [under_way] = asker._under_way.values()
@@ -45,7 +45,7 @@ async def test_news_put_a_repeat_off() -> None:
 async def test_news_without_end_do_not_keep_a_lost_command_from_being_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long one has to wait for silence."""
+    """A stream of new acks does not prevent the repeat of a lost command."""
     monkeypatch.setattr(ack_collector, "REPEAT_S", 3600.0)
     monkeypatch.setattr(ack_collector, "MAX_REPEAT_S", 0.1)
     async with controlled(nats_url, fleet, "a") as control:
