@@ -33,14 +33,21 @@ BENCHES = (
 
 def main() -> int:
     """Run the benches, even after a bench fails. Return 1 if a bench failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure, and write what was found.")
-    parser.add_argument("benches", nargs="*", metavar="BENCH", help=f"of {', '.join(BENCHES)} (default: all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Run benches and write their figures to files."
+    )
     parser.add_argument(
-        "--results", type=Path, default=Path(__file__).parent / "results", help="folder for the figures"
+        "benches", nargs="*", metavar="BENCH", help=f"bench to run: {', '.join(BENCHES)} (default: all)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder for the figures (default: bench/results)",
     )
     args = parser.parse_args()
     if unknown := set(args.benches) - set(BENCHES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(BENCHES)}")
+        parser.error(f"unknown benches: {', '.join(sorted(unknown))}; allowed: {', '.join(BENCHES)}")
     args.results.mkdir(parents=True, exist_ok=True)
     failed = []
     for bench in args.benches or BENCHES:
@@ -48,7 +55,7 @@ def main() -> int:
         if subprocess.run(command, check=False).returncode:
             failed.append(bench)
     if failed:
-        sys.stderr.write(f"failed: {', '.join(failed)}\n")
+        sys.stderr.write(f"failed benches: {', '.join(failed)}\n")
     return 1 if failed else 0
 
 

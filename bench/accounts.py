@@ -156,9 +156,9 @@ async def run_all(report: Report, loads: Sequence[Load], frames: int, rounds: in
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.accounts", description="What accounts cost.")
+    parser = argparse.ArgumentParser(prog="python -m bench.accounts", description="Measure the cost of accounts.")
     parser.add_argument("--loads", nargs="+", default=["256x64"], metavar="REQUESTSxTOKENS")
-    parser.add_argument("--frames", type=int, default=2000, help="in a round")
+    parser.add_argument("--frames", type=int, default=2000, help="number of frames in a round (default: %(default)s)")
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("accounts")

@@ -114,9 +114,13 @@ async def run(report: Report, counts: Sequence[int], num_processes: int, rounds:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.control", description="How quickly commands are answered.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.control", description="Measure how fast workers answer commands."
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--processes", type=int, default=2, help="that the workers share (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="number of processes for the workers (default: %(default)s)"
+    )
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("control")

@@ -71,7 +71,9 @@ def measure(report: Report, shape: tuple[int, int, int], tokens_per_s: float, ro
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.experts", description="What it costs to count experts.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.experts", description="Measure the cost of counting experts."
+    )
     parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="generated, and as many of prompts")
     add_arguments(parser, rounds=7)
     args = parser.parse_args()

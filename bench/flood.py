@@ -82,9 +82,11 @@ def add(report: Report, case: str, seconds: list[float]) -> None:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.flood", description="One trainer beside a flooding one.")
-    parser.add_argument("--flood", type=int, default=20_000, help="requests that the other one has open")
-    parser.add_argument("--samples", type=int, default=30, help="requests whose time is taken")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.flood", description="Measure a trainer beside a trainer that floods the queue."
+    )
+    parser.add_argument("--flood", type=int, default=20_000, help="open requests of the trainer that floods")
+    parser.add_argument("--samples", type=int, default=30, help="number of measured requests")
     add_arguments(parser, rounds=1)
     args = parser.parse_args()
     report = Report("flood")

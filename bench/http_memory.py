@@ -109,8 +109,12 @@ async def run(megabytes: int, rounds: int, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.http_memory", description="Memory of the HTTP service.")
-    parser.add_argument("--megabytes", type=int, default=16, help="of 2**20 bytes")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.http_memory", description="Measure the memory of the HTTP service."
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=16, help="MiB of routed experts in the answer (default: %(default)s)"
+    )
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("http_memory")

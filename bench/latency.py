@@ -66,7 +66,7 @@ async def measure(report: Report, engine: str, concurrencies: Sequence[int], rou
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.latency", description="Time to the first token.")
+    parser = argparse.ArgumentParser(prog="python -m bench.latency", description="Measure the time to the first token.")
     parser.add_argument("--engine", choices=("synthetic", "vllm"), default="synthetic")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 256])
     add_arguments(parser)

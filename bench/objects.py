@@ -110,9 +110,11 @@ async def run(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m bench.objects", description="MB/s through NATS's object store.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.objects", description="Measure MiB/s through NATS's object store."
+    )
     parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--peer-megabytes", type=int, default=16, help="that nats-py gets")
+    parser.add_argument("--peer-megabytes", type=int, default=16, help="MiB that nats-py gets (default: %(default)s)")
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("objects")

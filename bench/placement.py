@@ -298,18 +298,24 @@ async def run_dynamo(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Where requests go.")
+    parser = argparse.ArgumentParser(prog="python -m bench.placement", description="Compare ways to place requests.")
     parser.add_argument("--fleets", nargs="+", choices=["simulated", *FLEETS], default=["simulated", *FLEETS])
-    parser.add_argument("--traces", nargs="+", choices=list(TRACES), help="default: what is recorded")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=RECORDED_WAYS, help="`queue` among them")
-    parser.add_argument("--simulated", type=int, nargs="+", default=[64], help="workers that are simulated")
-    parser.add_argument("--workers", type=int, default=4, help="with synthetic engines")
-    parser.add_argument("--vllm-workers", type=int, default=2, help="with vLLM and a tiny MoE")
-    parser.add_argument("--dynamo", type=Path, help="a Python that has Dynamo: `bench.placement_peer` says how")
+    parser.add_argument("--traces", nargs="+", choices=list(TRACES), help="traces (default: the recorded traces)")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=RECORDED_WAYS, help="ways; must include queue (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--simulated", type=int, nargs="+", default=[64], help="simulated workers (default: %(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="workers with synthetic engines (default: %(default)s)")
+    parser.add_argument(
+        "--vllm-workers", type=int, default=2, help="workers with vLLM and a tiny MoE (default: %(default)s)"
+    )
+    parser.add_argument("--dynamo", type=Path, help="a Python with Dynamo, installed as in `bench.placement_peer`")
     add_arguments(parser, rounds=3)
     args = parser.parse_args()
     if "queue" not in args.ways:
-        parser.error("--ways needs queue, with which the others are compared")
+        parser.error("--ways must include queue, because the other ways are compared with it")
     report = Report("placement")
     if "simulated" in args.fleets:
         run_simulated(args, report)

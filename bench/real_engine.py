@@ -113,7 +113,7 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Any]]) -> dict[str, Val
 def main() -> None:
     """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.real_engine", description="Tokens a second of a real engine."
+        prog="python -m bench.real_engine", description="Measure tokens per second of a real engine."
     )
     parser.add_argument("--loads", nargs="+", default=["64x64", "256x128"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -53,7 +53,7 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> None:
     """Add the options of all benches: `--rounds` and `--json`."""
-    parser.add_argument("--rounds", type=int, default=rounds, help="turns of what is compared (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="number of rounds (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
 
 

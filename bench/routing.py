@@ -144,11 +144,13 @@ async def run(args: argparse.Namespace, report: Report) -> None:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.routing", description="From an engine's array to a tensor.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.routing", description="Measure routed experts from array to tensor."
+    )
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=5, help="of tokens in a round")
-    parser.add_argument("--flow", type=float, default=80, help="MB/s of routing beside them; 0: do not look at tokens")
+    parser.add_argument("--seconds", type=float, default=5, help="seconds of tokens in a round (default: %(default)s)")
+    parser.add_argument("--flow", type=float, default=80, help="MB/s of routed experts; 0: do not measure tokens")
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("routing")

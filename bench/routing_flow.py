@@ -64,7 +64,7 @@ async def flow(rb: rollbus.Client, mb_per_s: float, figures: Figures) -> None:
         try:
             generation = await rb.complete(bus_request(CASE.num_tokens))
             if generation.routed_experts is None or len(generation.routed_experts) != CASE.num_tokens:
-                raise RuntimeError(f"wrong routing: {generation}")
+                raise RuntimeError(f"the result has wrong routed experts: {generation}")
             figures.num_bytes += torch.from_numpy(generation.routed_experts).nbytes
         finally:
             turns.release()
@@ -104,7 +104,7 @@ async def run_server(url: str) -> None:
     async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
 
         async def refuse(arguments: list[str]) -> object:
-            raise ValueError(f"asked for {arguments}")
+            raise ValueError(f"unknown question: {arguments}")
 
         await answer(refuse)
 

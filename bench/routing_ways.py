@@ -142,7 +142,7 @@ async def bus_client(address: str) -> AsyncIterator[Get]:
         async def get(num_tokens: int) -> torch.Tensor:
             generation = await rb.complete(bus_request(num_tokens))
             if generation.routed_experts is None:
-                raise RuntimeError("no routing came")
+                raise RuntimeError("the result has no routed experts")
             return torch.from_numpy(generation.routed_experts)
 
         yield get
@@ -205,7 +205,7 @@ class Meter:
                 return {"bytes": peak_bytes() - self._idle_bytes}
             case "cpu":
                 return {"s": time.process_time()}
-        raise ValueError(f"asked for {question}")
+        raise ValueError(f"unknown question: {question}")
 
 
 async def run_server(way: str, case: Case, address: str) -> None:

@@ -208,10 +208,12 @@ async def measure(report: Report, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parse the command line, measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Cost of a request as fleets grow.")
+    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="Measure requests as fleets grow.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--requests", type=int, default=800, help="of the part fleet (default: %(default)s)")
-    parser.add_argument("--queued", type=int, default=100_000, help="of the part backlog (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=800, help="requests of the part fleet (default: %(default)s)")
+    parser.add_argument(
+        "--queued", type=int, default=100_000, help="requests of the part backlog (default: %(default)s)"
+    )
     parser.add_argument("--plot", type=Path, help="draw the figures of fleet and backlog to this SVG file")
     add_arguments(parser, rounds=2)
     args = parser.parse_args()

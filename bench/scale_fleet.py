@@ -115,7 +115,7 @@ class Fleet:
         """
         counts = await _ask(self._clients, "count")
         if any(one.failed for one in counts):
-            raise RuntimeError("requests have failed; the clients say why")
+            raise RuntimeError("requests have failed; the clients printed the errors to stderr")
         return Counts(done=sum(one.done for one in counts), frames=sum(one.frames for one in counts))
 
     async def begin(self, num_requests: int, num_tokens: int, max_in_flight: int, *, streams: bool = False) -> None:

@@ -1,14 +1,16 @@
-"""Steps of a trainer beside waiting for all answers: two real vLLM workers, and lengths with a heavy tail.
+"""Compares the steps of a trainer with `over` with steps that wait for all answers.
 
     python -m bench.steps [--over 1.25 1.5 2] [--steps 6] [--need 8] [--samples 4] [--rounds 3] [--json FILE]
 
-Each way takes as many steps of `rb.groups` from the same prompts, in turns, with empty prefix caches: `over` of 1 waits
-for all. All answers of a group are of one length, drawn from the lognormal distribution of `bench.placement_traces`.
-`step_s` is the median time of a step, `tokens_per_s` is tokens of the taken groups by the time of all steps, and
-`times_all` is that by the one of `over` 1 in the same round. The first step starts from nothing, and what the last
-one carries over is lost: both count. `taken_tokens` is the mean length of what was taken, and `drawn_tokens` that of
-as many prompts in the order in which they were given: the less the first, the more was left for later.
-`carried_percent` is of the taken groups those that were generated in several steps.
+The fleet has two real vLLM workers. The lengths of answers have a heavy tail. The ways take turns. Each takes the same
+number of steps of `rb.groups` from the same prompts, with empty prefix caches. A way with `over` 1 waits for all
+answers. All answers of a group have the same length, drawn from the lognormal distribution of `bench.placement_traces`.
+`step_s` is the median time of a step. `tokens_per_s` is the number of tokens of the taken groups divided by the time of
+all steps. `times_all` is this figure divided by that of `over` 1 in the same round. The first step starts without open
+groups, and the groups that the last step carries over are lost; both effects are included. `taken_tokens` is the mean
+length of the taken answers. `drawn_tokens` is the mean length of the same number of prompts in their given order. If
+`taken_tokens` is smaller, longer answers were left for later. `carried_percent` is the share of taken groups that were
+generated during several steps.
 """
 
 import argparse
@@ -51,7 +53,7 @@ VOCAB_SIZE: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a trainer asks for."""
+    """The requests of a trainer."""
 
     steps: int
     need: int
@@ -59,11 +61,11 @@ class Load:
     samples: int
     """Answers in a group."""
     mean_tokens: int
-    """Of an answer."""
+    """Mean tokens of an answer."""
 
 
 def prompts_of(load: Load, seed: int) -> Iterator[rollbus.GenerateRequest]:
-    """Yield requests without end, each with the length of its answers."""
+    """Yield endless requests. `max_tokens` of each is the length of its answers."""
     random = np.random.default_rng(seed)
     for _ in itertools.count():
         drawn = random.lognormal(math.log(load.mean_tokens) - LENGTH_SIGMA**2 / 2, LENGTH_SIGMA)
@@ -75,7 +77,7 @@ def prompts_of(load: Load, seed: int) -> Iterator[rollbus.GenerateRequest]:
 
 
 async def take_steps(rb: rollbus.Client, load: Load, over: float, seed: int) -> dict[str, float]:
-    """Take all steps of one way; returns its figures.
+    """Take all steps of one way. Return its figures.
 
     Raises:
         RuntimeError: a group failed.
@@ -102,7 +104,7 @@ async def take_steps(rb: rollbus.Client, load: Load, over: float, seed: int) -> 
 
 @asynccontextmanager
 async def fleet() -> AsyncIterator[rollbus.Client]:
-    """A server, the workers and a client."""
+    """Run a server, the workers and a client."""
     model = make_tiny_moe(MODEL)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(EmbeddedServer())
@@ -115,11 +117,11 @@ async def fleet() -> AsyncIterator[rollbus.Client]:
 
 
 async def measure(report: Report, load: Load, overs: Sequence[float], rounds: int) -> None:
-    """All ways in turns; the first one beginning another time each round."""
+    """Measure all ways in turns. Each round begins with a different way."""
     ways = [1.0, *overs]
     found = defaultdict[float, list[dict[str, float]]](list)
     async with fleet() as rb:
-        # The engines' first steps of each size are slower.
+        # Warm up the engines, because their first steps of each size are slower.
         await take_steps(rb, Load(1, load.need, load.samples, 16), 1.0, seed=99)
         for number in range(rounds):
             first = number % len(ways)
@@ -134,13 +136,15 @@ async def measure(report: Report, load: Load, overs: Sequence[float], rounds: in
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description="Steps that do not wait for all.")
-    parser.add_argument("--over", nargs="+", type=float, default=[1.25, 1.5, 2.0], help="ways beside 1 (%(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="in each round (default: %(default)s)")
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.steps", description="Measure steps of a trainer.")
+    parser.add_argument(
+        "--over", nargs="+", type=float, default=[1.25, 1.5, 2.0], help="ways besides 1 (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="steps in each round (default: %(default)s)")
     parser.add_argument("--need", type=int, default=8, help="groups in a step (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=4, help="answers in a group (default: %(default)s)")
-    parser.add_argument("--mean-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
+    parser.add_argument("--mean-tokens", type=int, default=64, help="mean tokens of an answer (default: %(default)s)")
     add_arguments(parser, rounds=3)
     args = parser.parse_args()
     report = Report("steps")

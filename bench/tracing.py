@@ -1,7 +1,7 @@
-"""What spans cost a request: `python -m bench.tracing`.
+"""Measures the cost of spans for a request: `python -m bench.tracing`.
 
-A client and a worker with the synthetic engine in this process; CPU time of the whole process, by request. The ways
-take turns, so that what else the machine does meets all of them.
+A client and a worker with the synthetic engine run in this process. The figure is the CPU time of the whole process per
+request. The ways take turns, so that other work of the machine affects all of them.
 """
 
 import argparse
@@ -25,7 +25,10 @@ TOKENS = 8
 
 
 def provider(way: str) -> Any:
-    """What `tracing` is; spans that are made go nowhere. No way is bound by the limit of spans in a second."""
+    """Return the value of the option `tracing`. Its spans are discarded.
+
+    The limit of spans per second is lifted for all ways.
+    """
     if way == "off":
         return False
     from opentelemetry.sdk.trace import TracerProvider
@@ -39,7 +42,7 @@ def provider(way: str) -> Any:
 
 @asynccontextmanager
 async def fleet(url: str, way: str) -> AsyncIterator[rollbus.Client]:
-    """A worker, and a client that has heard of it."""
+    """Run a worker, and a client that has received its presence."""
     config = WorkerConfig(nats_url=url, fleet=f"tracing-{way}", model="m", listen_s=0.0)
     engine, tracing = SyntheticEngine(SyntheticConfig(max_num_seqs=256)), provider(way)
     if way == "off":
@@ -62,7 +65,7 @@ async def fleet(url: str, way: str) -> AsyncIterator[rollbus.Client]:
 
 
 async def cpu_us(rb: rollbus.Client) -> float:
-    """Microseconds of CPU for each request of a batch."""
+    """Return the microseconds of CPU for each request of a batch."""
     sampling = rollbus.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     began = time.process_time()
     requests = (rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling) for _ in range(REQUESTS))
@@ -82,11 +85,11 @@ async def run(url: str, ways: Sequence[str], rounds: int) -> None:
                 found[way].append(await cpu_us(rb))
     for way, values in found.items():
         figure = f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
-        sys.stdout.write(f"{way}: {figure} us of CPU for a request\n")
+        sys.stdout.write(f"{way}: {figure} us of CPU per request\n")
 
 
 def main() -> None:
-    """Read the options and measure."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,15 +1,15 @@
-"""Milliseconds and memory from the wire to a training step's tensors, beside the base64-JSON of HTTP servers.
+"""Measures time and memory from the wire to the tensors of a training step, for rollbus and for HTTP servers.
 
-    python -m bench.trainer [--tokens 32768] [--prompt-tokens 4096 31744] [--rounds 9] [--samples 1000]
-        [--sample-tokens 128 256 512 1024] [--json FILE]
+    python -m bench.trainer [--tokens 32768] [--prompt-tokens 4096 31744] [--rounds 9]
+                            [--samples 1000] [--sample-tokens 128 256 512 1024] [--json FILE]
 
-One sequence of 48 layers and top-8, of which each number of prompt tokens is tried: the rest was sampled. All ways must
-give the same tensors. Their rounds take turns; messages are in memory, and nothing of the network is measured. How
-the ways differ is in `bench.trainer_ways`; memory is measured by `bench.trainer_peak`.
+The HTTP ways use base64 in JSON. The bench measures a sequence of 48 layers and top-8 with each number of prompt
+tokens. The other tokens are sampled. All ways must give the same tensors. Their rounds take turns. Messages are in
+memory, so the network is not measured. `bench.trainer_ways` describes the ways. `bench.trainer_peak` measures memory.
 
-Then conversations of 4 turns each, of several lengths, are stitched and packed: milliseconds should follow the bytes.
-The last row is of the line through the others: what a megabyte and what nothing takes, and by how much of its own time
-a measurement lies off the line at most.
+Then the bench stitches and packs conversations of 4 turns each, with several lengths. The milliseconds should be
+proportional to the bytes. The last row describes the line through the other rows: the time per megabyte, the time at 0
+MB, and the largest distance of a measurement from the line, as a share of its own time.
 """
 
 import argparse
@@ -39,14 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MEGABYTE = 10**6
 NUM_TURNS = 4
 MAX_TOKENS = 32_768
-"""Predictions in a micro-batch."""
+"""Maximum predictions in a micro-batch."""
 T = TypeVar("T")
 Turns = list[tuple[npt.NDArray[np.int32], rollbus.Generation]]
-"""Of a conversation: each prompt, and what was sampled after it."""
+"""The turns of a conversation: each prompt and the generation that follows it."""
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that `run` takes, and what it returns; without the garbage of what was before."""
+    """Return the seconds of `run` and its result. Garbage of earlier code is collected first."""
     gc.collect()
     started = time.perf_counter()
     result = run()
@@ -54,7 +54,7 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
 
 
 def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str, Value]]:
-    """Each way's row: milliseconds over `rounds`, peak memory, and bytes on the wire.
+    """Return the row of each way: milliseconds over `rounds`, peak memory, and bytes on the wire.
 
     Raises:
         ValueError: two ways give different tensors.
@@ -66,7 +66,7 @@ def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str
     for name, way in in_turns(rounds, WAYS.items()):
         taken, result = timed(partial(way.read, rollout.prompt, messages[name]))
         seconds[name].append(taken)
-        # Before the next: its tensors must find the memory as these did.
+        # Free the tensors before the next round, so that each round finds the same free memory.
         del result
     return [
         {
@@ -84,7 +84,11 @@ def measure_ways(num_tokens: int, num_prompt: int, rounds: int) -> list[dict[str
 
 
 def check_same(rollout: Rollout, messages: dict[str, list[bytes]]) -> dict[str, int]:
-    """Refuse ways that give different tensors; returns how many bytes these take, by way."""
+    """Check that all ways give the same tensors. Return the bytes of the tensors by way.
+
+    Raises:
+        ValueError: two ways give different tensors.
+    """
     results = {name: way.read(rollout.prompt, messages[name]) for name, way in WAYS.items()}
     batches = {name: result for name, result in results.items() if isinstance(result, MicroBatch)}
     for name, batch in batches.items():
@@ -95,7 +99,7 @@ def check_same(rollout: Rollout, messages: dict[str, list[bytes]]) -> dict[str, 
 
 
 def peak_of(name: str, messages: list[bytes], num_prompt: int) -> int:
-    """Peak memory of a way, in bytes, in a process of its own."""
+    """Return the peak memory of a way in bytes, measured in a separate process."""
     with tempfile.TemporaryDirectory(prefix="rollbus-bench-") as folder:
         path = Path(folder) / "messages"
         write_messages(path, messages)
@@ -104,7 +108,10 @@ def peak_of(name: str, messages: list[bytes], num_prompt: int) -> int:
 
 
 def make_conversation(index: int, num_tokens: int) -> Turns:
-    """The turns of a conversation, half of each a prompt: each brings the rows from where the one before ended."""
+    """Return the turns of a conversation. Half of each turn is prompt.
+
+    Each turn has the rows that follow those of the previous turn.
+    """
     rng = np.random.default_rng(index)
     token_ids = rng.integers(0, 1000, num_tokens, np.int32)
     rows = rng.integers(0, 128, (num_tokens - 1, NUM_LAYERS, TOP_K), np.uint8)
@@ -130,7 +137,7 @@ def make_conversation(index: int, num_tokens: int) -> Turns:
 
 
 def stitch_and_pack(conversations: list[Turns]) -> list[MicroBatch]:
-    """What a trainer does with a step's conversations."""
+    """Stitch and pack the conversations of a step, as a trainer does."""
     samples = []
     for turns in conversations:
         stitcher = Stitcher()
@@ -141,7 +148,7 @@ def stitch_and_pack(conversations: list[Turns]) -> list[MicroBatch]:
 
 
 def measure_conversations(count: int, num_tokens: int, rounds: int) -> dict[str, Value]:
-    """The row of `count` conversations of `num_tokens` each."""
+    """Return the row of `count` conversations of `num_tokens` each."""
     conversations = [make_conversation(index, num_tokens) for index in range(count)]
     milliseconds = []
     for _ in range(rounds):
@@ -162,7 +169,7 @@ def measure_conversations(count: int, num_tokens: int, rounds: int) -> dict[str,
 
 
 def check_linear(megabytes: Sequence[float], milliseconds: Sequence[float]) -> dict[str, Value]:
-    """The row of the line through these measurements, by least squares of what each is off in its own time."""
+    """Return the row of the line through these measurements. It minimizes the squares of the relative distances."""
     sizes, taken = np.array(megabytes), np.array(milliseconds)
     per_megabyte, at_nothing = np.polyfit(sizes, taken, 1, w=1 / taken)
     off = np.abs(per_megabyte * sizes + at_nothing - taken) / taken
@@ -175,8 +182,10 @@ def check_linear(megabytes: Sequence[float], milliseconds: Sequence[float]) -> d
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.trainer", description="From the wire to tensors.")
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.trainer", description="Measure time and memory from the wire to tensors."
+    )
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[4096, 31_744])
     parser.add_argument("--samples", type=int, default=1000)

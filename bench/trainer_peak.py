@@ -1,10 +1,10 @@
-"""Peak memory of one way of `bench.trainer_ways`, measured in a process of its own, which `bench.trainer` starts.
+"""Measures the peak memory of one way of `bench.trainer_ways` in a process that `bench.trainer` starts.
 
     python -m bench.trainer_peak WAY FILE PROMPT_TOKENS
 
-Prints the bytes by which the process grew at most, by Linux's `VmHWM`: numpy's and torch's memory counts, and so do
-the finished tensors. Messages are read from the file one by one as the way asks for them, as they would come from a
-socket: a frame counts while it is in use, and an HTTP body as a whole.
+The program prints the maximum growth of the process in bytes, from Linux's `VmHWM`. This includes the memory of numpy
+and torch, and the finished tensors. It reads messages from the file one by one when the way asks for them, as from a
+socket. So a frame counts while it is in use, and an HTTP body counts as a whole.
 """
 
 import struct
@@ -30,17 +30,17 @@ def write_messages(path: Path, messages: Iterable[bytes]) -> None:
 
 
 def read_messages(path: Path) -> Iterator[bytes]:
-    """The messages of a file, one at a time and kept nowhere."""
+    """Yield the messages of a file one at a time, without storing them."""
     with path.open("rb", buffering=0) as file:
         while size := file.read(_SIZE.size):
             yield file.read(_SIZE.unpack(size)[0])
 
 
 def grown_bytes(name: str, path: Path, num_prompt: int) -> int:
-    """By how much this process grows at most while it reads a file's messages."""
+    """Return the maximum growth of this process while it reads a file's messages."""
     way, prompt = WAYS[name], make_prompt(num_prompt)
     small = make_rollout(WARM_UP_TOKENS, WARM_UP_TOKENS // 2)
-    # What is set up once does not belong to the request.
+    # Do not count memory that the first request allocates once.
     way.read(small.prompt, way.write(small))
     give_back()
     reset_peak()

@@ -1,9 +1,9 @@
-"""The ways from the bytes of one finished request to a training step's tensors, for `bench.trainer`.
+"""The ways from the bytes of one finished request to the tensors of a training step, for `bench.trainer`.
 
-`rollbus`: the worker's frames, taken in as a client does, then `Stitcher` and `pack`. The others read the answer of an
-HTTP server, a base64 string in JSON, and make their tensors as prime-rl does: from Python lists, and expert ids as
-int32. Of what prime-rl does in between, hops to an orchestrator and from there to the trainer, nothing is here.
-pybase64 comes with vLLM.
+`rollbus`: the worker's frames, received as a client does, then `Stitcher` and `pack`. The other ways read the answer of
+an HTTP server, a base64 string in JSON. They make their tensors as prime-rl does: from Python lists, with expert ids as
+int32. prime-rl also sends the data to an orchestrator and from there to the trainer. These steps are not measured.
+pybase64 is installed with vLLM.
 """
 
 import asyncio
@@ -57,11 +57,11 @@ VOCABULARY = 151_936
 WEIGHT_VERSION = 7
 ADVANTAGE = 0.5
 MAX_FRAME_BYTES = 1024**2
-"""NATS's default `max_payload`."""
+"""Default `max_payload` of NATS."""
 CREDIT = 2**60
 
 Tensors = dict[str, torch.Tensor]
-"""What an HTTP way makes: each [1, S], and `routed_experts` i32[1, S - 1, L, K]."""
+"""Tensors of an HTTP way: each is [1, S], and `routed_experts` is i32[1, S - 1, L, K]."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Rollout:
 
 
 def make_prompt(num_tokens: int) -> npt.NDArray[np.int32]:
-    """i4[num_tokens], the same each time."""
+    """Return i4[num_tokens], the same each time."""
     return np.random.default_rng(0).integers(0, VOCABULARY, num_tokens, np.int32)
 
 
 def make_rollout(num_tokens: int, num_prompt: int) -> Rollout:
-    """A sequence of `num_tokens`, of which `num_prompt` are the prompt: the same each time."""
+    """Return a sequence of `num_tokens` tokens with `num_prompt` prompt tokens, the same each time."""
     rng, num_sampled = np.random.default_rng(1), num_tokens - num_prompt
     return Rollout(
         make_prompt(num_prompt),
@@ -98,7 +98,7 @@ def make_rollout(num_tokens: int, num_prompt: int) -> Rollout:
 
 
 class _Nowhere:
-    """Stands for the queue and the workers: each request is published at once, and no worker is told to stop."""
+    """Replaces the queue and the workers: each request can be published immediately, and aborts are not sent."""
 
     def add(self, child: ChildRequest) -> None:
         child.handle(PublishingPossible(max_bytes=1 << 20, is_served=True), time.monotonic())
@@ -120,7 +120,7 @@ class _Nowhere:
 
 
 def _steps(rollout: Rollout) -> Iterator[RequestStep]:
-    """As an engine makes them: the prompt's rows with the first token, then a row with each token."""
+    """Yield the steps as an engine makes them: the prompt's rows with the first token, then a row with each token."""
     num_prompt, last = len(rollout.prompt), len(rollout.sampled) - 1
     for i in range(last + 1):
         first = num_prompt + i - 1 if i else 0
@@ -163,7 +163,7 @@ def _write_frames(rollout: Rollout, *, merge: bool) -> list[bytes]:
 
 
 async def _receive(request: GenerateRequest, frames: Iterable[bytes]) -> rollbus.Generation:
-    """What a client does with the frames for one request, between its NATS subscription and its caller."""
+    """Process the frames of one request as a client does, from its NATS subscription to its caller."""
     exchange, receiver = AttemptCoordinator(), LinkReceiver("me")
     exchange.connect(_Nowhere(), _Nowhere())
     call = Call(request, Inbox(lambda callback: None), streams=False)
@@ -195,7 +195,7 @@ def _read_frames(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Mi
 
 
 def _answer(rollout: Rollout, routed_experts: object) -> bytes:
-    """The answer of `/inference/v1/generate` as vLLM 0.30 writes it, for `logprobs=1`."""
+    """Return the answer of `/inference/v1/generate` as vLLM 0.30 writes it, for `logprobs=1`."""
     ids, logprobs = rollout.sampled.tolist(), rollout.logprobs.tolist()
     content = []
     for token, logprob in zip(ids, logprobs, strict=True):
@@ -214,14 +214,14 @@ def _answer(rollout: Rollout, routed_experts: object) -> bytes:
 
 
 def _write_npy(rollout: Rollout) -> list[bytes]:
-    """As vLLM does it: the string holds a file of numpy's."""
+    """Write the answer as vLLM does: the string contains a numpy file."""
     file = io.BytesIO()
     np.save(file, rollout.rows)
     return [_answer(rollout, base64.b64encode(file.getvalue()).decode())]
 
 
 def _write_raw(rollout: Rollout) -> list[bytes]:
-    """As prime-rl's and Dynamo's servers change it."""
+    """Write the answer as the modified servers of prime-rl and Dynamo do."""
     rows = rollout.rows
     data = base64.b64encode(rows.tobytes()).decode()
     return [_answer(rollout, {"data": data, "shape": list(rows.shape), "start": 0, "dtype": rows.dtype.name})]
@@ -240,7 +240,7 @@ def _to_tensors(prompt: list[int], sampled: list[int], logprobs: list[float], ro
 
 
 def _read_json(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
-    """The standard library alone."""
+    """Read the answer with the standard library only."""
     choice = json.loads(next(iter(messages)))["choices"][0]
     rows = np.load(io.BytesIO(base64.b64decode(choice.pop("routed_experts"))))
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -269,7 +269,7 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def _read_msgspec(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
-    """A typed decoder that skips what is not needed, and base64 by SIMD."""
+    """Read the answer with a typed decoder that skips unused fields, and base64 with SIMD."""
     choice = _decoder.decode(next(iter(messages))).choices[0]
     rows = np.load(io.BytesIO(pybase64.b64decode(choice.routed_experts)))
     logprobs = [entry.logprob for entry in choice.logprobs.content]
@@ -280,7 +280,7 @@ _DATA_PREFIX = b'"routed_experts":{"data":"'
 
 
 def _read_cut_out(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> Tensors:
-    """As prime-rl's client: the string is cut out of the body, which `json` then reads without it."""
+    """Read the answer as prime-rl's client does: cut the string out of the body, and decode the rest with `json`."""
     body = next(iter(messages))
     first = body.index(_DATA_PREFIX) + len(_DATA_PREFIX)
     last = body.index(b'"', first)
@@ -297,14 +297,14 @@ def _read_cut_out(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> T
 
 @dataclass(frozen=True)
 class Way:
-    """From a request's bytes to tensors."""
+    """A way from a request's bytes to tensors."""
 
     what: str
-    """For the table."""
+    """Name in the table."""
     write: Callable[[Rollout], list[bytes]]
-    """What the other side sends, message by message."""
+    """Returns the messages that the other side sends."""
     read: Callable[[npt.NDArray[np.int32], Iterable[bytes]], MicroBatch | Tensors]
-    """What is measured: from the prompt, which the client knows, and the messages."""
+    """The measured function. Its arguments are the prompt, which the client knows, and the messages."""
 
 
 WAYS = {
@@ -318,7 +318,10 @@ WAYS = {
 
 
 def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:
-    """The tensors in which the two differ; positions in an HTTP way's are tokens, and in a batch predictions."""
+    """Return the names of the tensors that differ.
+
+    Positions in the tensors of an HTTP way are tokens. Positions in a batch are predictions.
+    """
     experts = torch.empty(0) if batch.routed_experts is None else batch.routed_experts.to(torch.int32)
     pairs = {
         "input_ids": (batch.input_ids, tensors["input_ids"][:, :-1]),
@@ -333,6 +336,6 @@ def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:
 
 
 def tensor_bytes(result: MicroBatch | Tensors) -> int:
-    """What the tensors of a result take."""
+    """Return the bytes of the tensors of a result."""
     values = result.values() if isinstance(result, dict) else (getattr(result, name) for name in result.__slots__)
     return sum(value.nbytes for value in values if value is not None)

@@ -1,15 +1,17 @@
-"""Tokens a second, and CPU, of the transport alone: rollbus beside a good server of server-sent events.
+"""Measures tokens per second and CPU of the transport only: rollbus, and a good server of server-sent events.
 
     python -m bench.transport [--loads 64x1024 256x512] [--ways rollbus sse ...] [--rounds 5] [--json FILE]
 
-A synthetic engine makes one token a step for each request, as fast as it can; every chunk and event has logprobs and
-the weights' version. All ways have the same engine, in the process of their worker or server; their clients are
-processes too, and all must give the same tokens and logprobs. A load of 64x1024 is 64 requests at once, of 1,024 tokens
-each. The ways: `bench.transport_ways`; `engine` is the engine alone, with nothing behind it.
+A synthetic engine makes one token per step for each request, at its full speed. Each chunk and event has logprobs and
+the weight version. All ways have the same engine in the process of their worker or server. Their clients are separate
+processes. All ways must give the same tokens and logprobs. A load of 64x1024 is 64 requests at once, of 1,024 tokens
+each.
 
-`tokens_at_a_time` is how many tokens came at once to whoever reads: with `complete_many`, all of a request. CPU is in
-milliseconds per 1,000 tokens: of the worker (or server, with its engine), the client, nats-server, and all together.
-`times_sse` is tokens a second, and `share_of_sse_cpu` the CPU of all, each by that of `sse` in the same round.
+The ways are in `bench.transport_ways`. `engine` is the engine without a transport. `tokens_at_a_time` is the number of
+tokens that the reader receives at once; with `complete_many` these are all tokens of a request. CPU is in milliseconds
+per 1,000 tokens, for the worker (or the server with its engine), the client, nats-server, and all together. `times_sse`
+is tokens per second, and `share_of_sse_cpu` the CPU of all processes, each divided by the figure of `sse` in the same
+round.
 """
 
 import argparse
@@ -32,7 +34,7 @@ Answer = dict[str, Any]
 
 
 async def measure(names: Sequence[str], loads: Sequence[Load], rounds: int, report: Report) -> None:
-    """Fill the report, in the order of loads and ways."""
+    """Add the rows to the report, in the order of loads and ways."""
     async with AsyncExitStack() as stack:
         ways = [await stack.enter_async_context(running(name, "bench.transport_ways", name)) for name in names]
         for load in loads:
@@ -43,20 +45,20 @@ async def measure(names: Sequence[str], loads: Sequence[Load], rounds: int, repo
 
 
 async def turn(ways: Sequence[Way], load: Load, serial: int) -> dict[str, Answer]:
-    """One measurement of each way.
+    """Measure each way once.
 
     Raises:
-        RuntimeError: a way has ended, or gave too few tokens, or others than the rest.
+        RuntimeError: a way has ended, or it gave too few tokens, or its tokens differ from those of the other ways.
     """
     answers = {way.name: await way.ask(*load, serial) for way in ways}
     results = {(one["tokens"], one["token_sum"], one["logprob_sum"]) for one in answers.values()}
     if len(results) != 1 or next(iter(results))[0] != load[0] * load[1]:
-        raise RuntimeError(f"not {load[0]}x{load[1]} tokens, the same by all ways: {answers}")
+        raise RuntimeError(f"the ways did not all give the same {load[0]}x{load[1]} tokens: {answers}")
     return answers
 
 
 def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, Value]:
-    """What the rounds gave of one way."""
+    """Return the row of one way with the figures of all rounds."""
     own = [answers[name] for answers in turns]
     columns: dict[str, Value] = {
         "way": name,
@@ -76,13 +78,13 @@ def row(name: str, load: Load, turns: Sequence[dict[str, Answer]]) -> dict[str, 
 
 
 def cpu_ms(one: Answer) -> float:
-    """Of all processes, per 1,000 tokens."""
+    """Return the CPU milliseconds of all processes per 1,000 tokens."""
     return float(1e6 * sum(one["cpu_s"].values()) / one["tokens"])
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.transport", description="The transport alone.")
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.transport", description="Measure only the transport.")
     parser.add_argument("--loads", nargs="+", default=["64x1024", "256x512"], metavar="REQUESTSxTOKENS")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add_arguments(parser)

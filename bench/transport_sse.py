@@ -1,9 +1,10 @@
-"""The peer of `bench.transport`: a synthetic engine behind Starlette and uvicorn, on uvloop, httptools and orjson.
+"""The server that `bench.transport` compares: a synthetic engine behind Starlette, uvicorn, uvloop and httptools.
 
     python -m bench.transport_sse ENGINE_ARGS
 
-Says the port that it listens on. `/inference/v1/generate` answers with one event for each token, of the fields that
-vLLM's server of the same name writes, in their order, and `weight_version` besides, as each of rollbus's chunks has it.
+The program prints its port. orjson encodes the events. `/inference/v1/generate` answers with one event for each token.
+An event has the fields that vLLM's route of the same name writes, in the same order. It also has `weight_version`, like
+each chunk of rollbus.
 """
 
 import asyncio
@@ -33,11 +34,11 @@ WEIGHT_VERSION = 0
 
 
 Token = tuple[int, float | None, FinishReason | None]
-"""With its logprob, and what ended the request if it is its last."""
+"""Token id, log probability, and the finish reason if it is the last token of the request."""
 
 
 class Stream:
-    """Tokens of one request that nobody has taken: no more than it may have."""
+    """The unread tokens of one request. Their number is at most the number of tokens that the request may generate."""
 
     def __init__(self) -> None:
         self._tokens: list[Token] = []
@@ -49,7 +50,7 @@ class Stream:
         self._has_some.set()
 
     async def next_tokens(self) -> list[Token]:
-        """All that is there, at least one."""
+        """Wait for a token. Return all unread tokens."""
         await self._has_some.wait()
         self._has_some.clear()
         tokens, self._tokens = self._tokens, []
@@ -57,7 +58,7 @@ class Stream:
 
 
 class Service:
-    """An engine and the streams of what it runs."""
+    """An engine and the streams of its requests."""
 
     def __init__(self, engine: SyntheticEngine) -> None:
         self._engine = engine
@@ -65,7 +66,7 @@ class Service:
         self._num_requests = 0
 
     async def run(self) -> None:
-        """Hand over what each step made, until cancelled."""
+        """Forward the output of each step until cancelled."""
         async for steps in self._engine.steps():
             for step in steps:
                 if isinstance(step, TokenBatch):
@@ -83,7 +84,7 @@ class Service:
             stream.put(token)
 
     async def generate(self, request: Request) -> StreamingResponse:
-        """Take a request and answer with its events."""
+        """Accept a request and answer with its events."""
         body = orjson.loads(await request.body())
         sampling = SamplingParams(**body["sampling_params"])
         self._num_requests += 1
@@ -110,7 +111,7 @@ class Service:
 
 
 def event(key: str, made: Token) -> bytes:
-    """One token as vLLM's `GenerateStreamResponse` has it."""
+    """Return one token in the form of vLLM's `GenerateStreamResponse`."""
     token, logprob, finish_reason = made
     name = f"token_id:{token}"
     top = {"token": name, "logprob": logprob, "bytes": None}

@@ -1,10 +1,10 @@
-"""The ways from a synthetic engine to a program that `bench.transport` compares, each in a process of its own.
+"""The ways from a synthetic engine to a program that `bench.transport` compares, each in its own process.
 
     python -m bench.transport_ways WAY
 
-This process is the client; the engine is in a worker, or a server, of its own. Reads lines of `REQUESTS TOKENS SERIAL`
-on stdin and answers each with one line of JSON, a `Round`. All ways ask for the same: prompts of 16 tokens, one logprob
-for each token, no routing, greedy, exactly so many tokens.
+This process is the client. The engine is in the process of a worker or server. The program reads lines of `REQUESTS
+TOKENS SERIAL` on stdin and answers each with one line of JSON, a `Round`. All ways send the same requests: prompts of
+16 tokens, one logprob for each token, no routed experts, greedy, with exactly TOKENS tokens.
 """
 
 import asyncio
@@ -36,53 +36,55 @@ SYNTHETIC = ("--engine", "synthetic", "--engine-args", json.dumps(ENGINE_ARGS))
 
 @dataclass(slots=True)
 class Result:
-    """What came of one request, as a program has it that goes on with it."""
+    """The result of one request, in the form in which a program uses it."""
 
     token_ids: list[int]
     logprobs: list[float]
     chunks: int
-    """In how many pieces it came."""
+    """Number of pieces in which the result arrived."""
 
 
 @dataclass(slots=True)
 class Round:
-    """What one measurement gave."""
+    """The figures of one measurement."""
 
     seconds: float
     tokens: int
     chunks: int
     token_sum: int
     logprob_sum: float
-    """With `token_sum`: whether the ways gave the same. Exact, as the engine's logprobs are multiples of 1/256."""
+    """Sum of the log probabilities. This sum and `token_sum` show whether all ways gave the same result. It is exact,
+    because the engine's log probabilities are multiples of 1/256."""
     cpu_s: Mapping[str, float]
     """CPU seconds of each process: `worker` is the one with the engine."""
 
 
 Prompts = list[list[int]]
 Run = Callable[[Prompts, int], Awaitable[Iterable[Result]]]
-"""Has all prompts continued at once, each by so many tokens. What going through the results costs is not measured."""
+"""Generates `max_tokens` tokens for each prompt, with all prompts at once. The iteration over the results is not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One that runs."""
+    """A running way."""
 
     run: Run
     pids: Mapping[str, int]
-    """Of the processes besides this one."""
+    """Ids of the processes except this one."""
 
 
 def make_prompts(requests: int, serial: int) -> Prompts:
-    """Prompts of one measurement, all different."""
+    """Return different prompts for one measurement."""
     return [[serial, number, *range(2, PROMPT_TOKENS)] for number in range(requests)]
 
 
 @asynccontextmanager
 async def engine_alone() -> AsyncIterator[Way]:
-    """The engine in this process, read as a worker reads it: what no transport can exceed."""
+    """Run the engine in this process and read it as a worker does. No transport can be faster."""
     engine = SyntheticEngine(SyntheticConfig.from_args(ENGINE_ARGS))
     await engine.start()
-    # The engine goes on where it was left: one reader for all measurements.
+    # All measurements use the same reader, because the engine continues where the last measurement ended.
     batches = engine.steps()
 
     async def run(prompts: Prompts, max_tokens: int) -> Iterable[Result]:
@@ -102,7 +104,7 @@ async def engine_alone() -> AsyncIterator[Way]:
 
 
 def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) -> Iterator[Result]:
-    """What steps made of these requests, in their order; nothing happens before the first is asked for."""
+    """Yield the results of these requests in their order. The work starts when the caller asks for the first result."""
     results = {key: Result([], [], 0) for key in keys}
     for step in split(made):
         results[step.key].token_ids += step.token_ids.tolist()
@@ -112,7 +114,7 @@ def results_of(keys: Iterable[str], made: Iterable[RequestStep | TokenBatch]) ->
 
 @asynccontextmanager
 async def rollbus_whole() -> AsyncIterator[Way]:
-    """`complete_many`: whole results, of which the worker gathers the tokens."""
+    """Run `complete_many`: whole results, for which the worker batches the tokens."""
     async with on_the_bus(*SYNTHETIC) as (rb, pids):
 
         async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
@@ -129,7 +131,7 @@ async def rollbus_whole() -> AsyncIterator[Way]:
 
 @asynccontextmanager
 async def rollbus_chunks() -> AsyncIterator[Way]:
-    """`generate`: a loop over the chunks of each request."""
+    """Run `generate`: a loop over the chunks of each request."""
     async with on_the_bus(*SYNTHETIC) as (rb, pids):
 
         async def one(prompt: list[int], max_tokens: int) -> Result:
@@ -146,7 +148,7 @@ async def rollbus_chunks() -> AsyncIterator[Way]:
 
 
 def at_once(one: Callable[[list[int], int], Awaitable[Result]]) -> Run:
-    """All prompts at once."""
+    """Return a run that runs `one` for all prompts at once."""
 
     async def run(prompts: Prompts, max_tokens: int) -> list[Result]:
         results: list[Result] = []
@@ -164,7 +166,7 @@ def at_once(one: Callable[[list[int], int], Awaitable[Result]]) -> Run:
 
 @asynccontextmanager
 async def sse() -> AsyncIterator[Way]:
-    """`bench.transport_sse`, read by aiohttp and orjson: each read as much as is there, an event for each token."""
+    """Run `bench.transport_sse`. aiohttp reads all available bytes at once, and orjson decodes each event."""
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.transport_sse", json.dumps(ENGINE_ARGS)), stdout=asyncio.subprocess.PIPE
     )
@@ -195,7 +197,7 @@ async def sse() -> AsyncIterator[Way]:
 
 
 def add_event(event: bytes, result: Result) -> None:
-    """Add what an event says."""
+    """Add the token of an event."""
     if not event.startswith(b"data: {"):
         return
     [choice] = orjson.loads(event[6:])["choices"]
@@ -234,7 +236,7 @@ async def measure(way: Way, requests: int, tokens: int, serial: int) -> Round:
 
 
 async def serve(name: str) -> None:
-    """Measure what stdin asks for, until it ends."""
+    """Run the measurements that stdin requests, until stdin ends."""
     async with WAYS[name]() as way:
 
         async def measured(arguments: list[str]) -> object:

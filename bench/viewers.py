@@ -1,10 +1,10 @@
-"""What people who watch a fleet cost it: tokens a second without viewers and with many.
+"""Measures what viewers of a fleet cost: tokens per second without viewers and with many viewers.
 
     python -m bench.viewers [--viewers 50] [--seconds 5] [--rounds 5] [--json FILE]
 
-The service is a process of its own, and so are the viewers, which read all that they are sent. A worker on a synthetic
-engine and the client that keeps it busy over the bus are in another. Prints, with and without viewers, the tokens a
-second of the fleet, and the processor time that the service takes in each second.
+The service has its own process, and so have the viewers, which read all events. A third process has a worker with a
+synthetic engine, and the client that keeps it busy over the bus. The bench prints, with and without viewers, the tokens
+per second of the fleet and the processor time that the service needs per second.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from rollbus.schemas.sampling import SamplingParams
 IN_FLIGHT = 32
 MAX_TOKENS = 64
 CLOCK_TICKS_S = 0.01
-"""Of Linux's figures for a process."""
+"""Seconds of a tick in Linux's figures for a process."""
 
 
 def processor_s(process: int) -> float:
-    """The processor time that a process has taken."""
+    """Return the processor time that a process has used, in seconds."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * CLOCK_TICKS_S
 
 
 async def watch(address: str, count: int) -> None:
-    """Read the events of so many viewers, until killed; says on stdout when all have their first event."""
+    """Read the events as `count` viewers until killed. Print a line when all viewers have their first event."""
     url = urlsplit(address)
     head = f"GET /v1/rl/events HTTP/1.1\r\nHost: {url.hostname}\r\n\r\n".encode()
     readers = []
@@ -61,7 +61,7 @@ async def watch(address: str, count: int) -> None:
 
 @asynccontextmanager
 async def watched(address: str, count: int) -> AsyncIterator[None]:
-    """Have so many viewers in a process of their own."""
+    """Run `count` viewers in a separate process while the body runs."""
     command = [sys.executable, "-m", "bench.viewers", "--watch", address, "--viewers", str(count)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
@@ -75,7 +75,7 @@ async def watched(address: str, count: int) -> AsyncIterator[None]:
 
 
 async def tokens_in(rb: rollbus.Client, seconds: float) -> int:
-    """Keep the worker busy for so long, and count the tokens that came."""
+    """Keep the worker busy for `seconds`. Return the number of received tokens."""
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     end = time.monotonic() + seconds
     found = 0
@@ -92,7 +92,7 @@ async def tokens_in(rb: rollbus.Client, seconds: float) -> int:
 
 
 async def measure(rb: rollbus.Client, service: tuple[int, str], count: int, seconds: float) -> dict[str, float]:
-    """The figures of one round."""
+    """Return the figures of one round."""
     process, address = service
     async with watched(address, count):
         begun, before = time.monotonic(), processor_s(process)
@@ -102,7 +102,7 @@ async def measure(rb: rollbus.Client, service: tuple[int, str], count: int, seco
 
 
 async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None:
-    """Start everything, measure, print."""
+    """Start everything, measure and print."""
     found: dict[int, list[dict[str, float]]] = {0: [], viewers: []}
     async with (
         EmbeddedServer() as server,
@@ -119,10 +119,12 @@ async def run(viewers: int, seconds: float, rounds: int, report: Report) -> None
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.viewers", description="What viewers cost a fleet.")
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.viewers", description="Measure the cost of viewers of a fleet."
+    )
     parser.add_argument("--viewers", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each round")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each round (default: %(default)s)")
     parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
     add_arguments(parser)
     args = parser.parse_args()

@@ -1,24 +1,26 @@
-"""New weights for real engines: deltas, whole checkpoints through the store and from a folder, and vLLM's own server.
+"""Measures updates of weights in real engines: deltas, whole checkpoints, and vLLM's own server.
 
     python -m bench.weights [--workers 2] [--steps 10] [--rates 1e-6 3e-6] [--rounds 3] [--link MBYTES_PER_S]
                             [--small] [--json FILE]
 
-A random checkpoint of the shape of Qwen3-0.6B in bfloat16 (1.19 GB), once below ~/.cache/rollbus, and AdamW on it:
-`bench.weights_trainer`. Workers, NATS and the trainer share this machine, and the workers share its folder of weights.
-Each engine has requests in flight all the time. Each version is updated in mode `keep`.
+Whole checkpoints go through the store or come from a folder. The model is a random checkpoint in bfloat16 with the
+shape of Qwen3-0.6B (1.19 GB), created once below ~/.cache/rollbus, and AdamW changes it: `bench.weights_trainer`.
+Workers, NATS and the trainer share this machine, and the workers share its folder of weights. Each engine always has
+requests in flight. Each version is updated in mode `keep`.
 
-`changed` is the share of elements, `measured` what a real model gave at that step; percents of bytes are of the whole
-checkpoint. `fetched` is what all workers of the machine fetched, and `second` what those did that fetched least.
-`all_serve_s` is from the call to the last worker's word, and `publish_s` the part before the first worker's word of
-staging, in which the trainer compares and uploads. `paused_s` is from the first stop of requests to the last resume,
-`load_s` the longest load in one engine. `serving` is tokens a second from the first word of staging to the first stop,
-over those of the quiet times just before and after the update; NATS, which usually has a machine of its own, takes
-from it here. `publish_serving` is the same for `publish_s`, where the trainer takes from it. Neither is said of less
-than two seconds. `trainer_s` is CPU time of the trainer's process for each GB that it compares, `compare_s` the seconds
-of the thread that does. `stored alone` has no fleet; an `anchor` among its steps has its delta too.
+`changed` is the share of changed elements. `measured` is the share that a real model had at that step. Percents of
+bytes refer to the whole checkpoint. `fetched_percent` is for all workers of the machine. `second_percent` is for the
+worker that fetched least. `all_serve_s` is the time from the call to the last worker's ack. `publish_s` is the part
+before the first worker's ack of staging, in which the trainer compares and uploads. `paused_s` is the time from the
+first pause of requests to the last resume. `load_s` is the longest load in one engine. `serving` is tokens per second
+from the first ack of staging to the first pause, divided by those of the quiet times just before and after the update.
+NATS, which usually has its own machine, uses cores of this machine during that time. `publish_serving` is the same for
+`publish_s`, in which the trainer uses cores of this machine. Both are omitted for less than two seconds. `trainer_s` is
+CPU time of the trainer's process for each GB that it compares. `compare_s` is the seconds of the thread that compares.
+`stored alone` has no fleet; an `anchor` among its steps has its delta too.
 
-`--link 50` puts 50 MB/s between the server and the trainer, and between it and the workers' machine, each way; only
-what goes through it is measured then. `--small`: a tiny MoE, to try it.
+`--link 50` puts 50 MB/s between the server and the trainer, and between the server and the workers' machine, in each
+direction. Then the bench measures only ways through the link. `--small` uses a tiny MoE, for a trial of the bench.
 """
 
 import argparse
@@ -45,11 +47,12 @@ CACHE: Final = Path.home() / ".cache" / "rollbus" / "bench"
 
 
 async def measure_deltas(fleet: Fleet, model: Path, args: argparse.Namespace, report: Report) -> Trainer:
-    """Add the rows of an anchor, of each step, and of all steps at one rate; returns the last trainer."""
+    """Add the rows of an anchor, of each step, and of all steps at one rate. Return the last trainer."""
     async with rollbus.WeightPublisher(fleet.rb, model=MODEL, checkpoint=model) as weights:
         for number, rate in enumerate(args.rates):
             trainer = Trainer(model, rate=rate)
-            # At the first rate an anchor; at the next one all that has changed since is undone.
+            # The first rate publishes an anchor. Each later rate starts from the checkpoint again, so its first version
+            # undoes all changes.
             first = await fleet.update(partial(weights.publish, trainer.tensors))
             if number == 0:
                 report.add(way="anchor", **first)
@@ -66,7 +69,7 @@ async def measure_deltas(fleet: Fleet, model: Path, args: argparse.Namespace, re
 
 
 async def measure_full(fleet: Fleet, trainer: Trainer, folders: Path, args: argparse.Namespace, report: Report) -> None:
-    """Add the rows of whole checkpoints: through the store, and from a folder that the workers reach."""
+    """Add the rows of whole checkpoints: through the store, and from a folder that the workers can read."""
     rows: dict[str, list[dict[str, float]]] = {"full, store": []}
     if args.link is None:
         rows["full, folder"] = []
@@ -80,10 +83,10 @@ async def measure_full(fleet: Fleet, trainer: Trainer, folders: Path, args: argp
 
 
 async def measure_peer(model: Path, trainer: Trainer, folders: Path, args: argparse.Namespace, report: Report) -> None:
-    """Add the row of vLLM's own servers, as many as there were workers."""
+    """Add the row of vLLM's own servers. Their number is that of the workers."""
     paused = []
     async with peers(model, ENGINE_ARGS, args.workers, STREAMS) as servers:
-        # The first one takes several times as long.
+        # The first update does not count, because it takes several times as long.
         for number in range(args.rounds + 1):
             trainer.step()
             folder = trainer.save(folders / f"peer-{number}")
@@ -96,7 +99,7 @@ async def measure_peer(model: Path, trainer: Trainer, folders: Path, args: argpa
 
 
 async def measure_publications(model: Path, args: argparse.Namespace, report: Report) -> None:
-    """Add the rows of what the trainer stores, without a fleet."""
+    """Add the rows of the versions that the trainer stores without a fleet."""
     async with EmbeddedServer() as server, rollbus.connect(server.url) as rb:
         for rate in args.rates:
             trainer = Trainer(model, rate=rate)
@@ -139,17 +142,19 @@ async def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.weights", description="How long new weights take.")
-    parser.add_argument("--workers", type=int, default=2, help="0: only what a trainer stores, without engines")
-    parser.add_argument("--steps", type=int, default=10, help="of the optimizer, each published")
+    """Parse the command line, measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.weights", description="Measure updates of weights.")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="number of workers; 0: only the store (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="published optimizer steps (default: %(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", choices=list(MEASURED), default=list(MEASURED))
-    parser.add_argument("--link", type=int, metavar="MBYTES_PER_S", help="of each machine (default: loopback's)")
-    parser.add_argument("--small", action="store_true", help="a tiny MoE, to try it")
+    parser.add_argument("--link", type=int, metavar="MBYTES_PER_S", help="link of each machine (default: no limit)")
+    parser.add_argument("--small", action="store_true", help="use a tiny MoE for a trial")
     add_arguments(parser, rounds=3)
     args = parser.parse_args()
     report = Report("weights")
-    # As one core of a trainer's machine has it.
+    # Use one thread, which stands for one core of a trainer's machine.
     torch.set_num_threads(1)
     asyncio.run(run(args, report))
     report.finish(args.json)

@@ -1,4 +1,4 @@
-"""Workers under load for `bench.weights`, and what an update of their weights takes."""
+"""Workers under load for `bench.weights`, and the figures of an update of their weights."""
 
 import json
 import os
@@ -30,33 +30,34 @@ ENGINE_ARGS: Final = {
     "kv_cache_memory_bytes": 1 << 28,
 }
 STREAMS: Final = 4
-"""In flight in each engine."""
+"""Requests in flight in each engine."""
 QUIET_S: Final = 5.0
-"""Before each update and after it: nothing but the engines works then, and their tokens a second are counted."""
+"""Seconds of the quiet times before and after each update. Only the engines work then, and their tokens per second are
+counted."""
 SETTLE_S: Final = 1.0
-"""Before a quiet time, for requests that stood still."""
+"""Seconds before a quiet time in which paused requests continue."""
 MIN_WINDOW_S: Final = 2.0
-"""Shorter times have too few of the engines' steps to say how fast they were."""
+"""Minimum seconds of a window. A shorter window has too few engine steps for a rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A time, on `time.monotonic`."""
+    """A time window on `time.monotonic`."""
 
     begin: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Seconds of the window."""
         return self.end - self.begin
 
 
 class Fleet:
-    """Workers on a bus of their own, a client, and requests that never end.
+    """Workers on their own bus, a client, and a load of endless requests.
 
     Args:
-        model_bytes: of all tensors.
+        model_bytes: bytes of all tensors.
     """
 
     def __init__(self, rb: rollbus.Client, load: Way, model_bytes: int) -> None:
@@ -69,7 +70,7 @@ class Fleet:
     async def update(
         self, call: Callable[..., Awaitable[rollbus.CommandResult | rollbus.PublishedWeights]]
     ) -> dict[str, float]:
-        """Have `call` replace the weights by those of the `version` that it is given; return what it took."""
+        """Let `call` update the weights to the `version` in its arguments. Return the figures of the update."""
         quiet = [await self._rest()]
         self._version += 1
         self._staging_at = self._stopped_at = 0.0
@@ -128,10 +129,10 @@ class Fleet:
 
 @asynccontextmanager
 async def started(model: Path, folders: Path, num_workers: int, link: int | None) -> AsyncIterator[Fleet]:
-    """Start a server, workers, a client, and the load on them.
+    """Start a server, workers, a client, and the load on the workers.
 
     Args:
-        link: megabytes a second between the server and the trainer, and between it and all workers; None: no limit.
+        link: MB per second between the server and the trainer, and between the server and all workers. None: no limit.
     """
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(EmbeddedServer())
@@ -151,7 +152,7 @@ async def started(model: Path, folders: Path, num_workers: int, link: int | None
 
 
 async def _linked(stack: AsyncExitStack, url: str, link: int | None) -> str:
-    """Return the URL of a link of its own to the server, or that of the server."""
+    """Return the URL of a new link to the server, or without a limit the URL of the server."""
     if link is None:
         return url
     way = await stack.enter_async_context(running("link", "bench.weights_link", url, link))

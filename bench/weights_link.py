@@ -1,8 +1,9 @@
-"""A link of limited bandwidth for `bench.weights`, in a process of its own: TCP to a server, as over a network card.
+"""A link of limited bandwidth for `bench.weights` in its own process: TCP to a server, as over a network card.
 
     python -m bench.weights_link URL MBYTES_PER_S
 
-All connections through it share so many megabytes a second in each direction. Answers each line on stdin with its URL.
+All connections through the link share this number of megabytes per second in each direction. The program answers each
+line on stdin with its URL.
 """
 
 import asyncio
@@ -19,18 +20,19 @@ from bench.ways import answer
 __all__ = ["Link"]
 
 PIECE_BYTES: Final = 256 * 1024
-"""Passed on at a time: 5 ms of 50 MB/s, so that tokens between two pieces of a checkpoint wait no longer."""
+"""Bytes that are passed on at a time: 5 ms at 50 MB/s. A token between two pieces of a checkpoint waits no longer than
+this."""
 BUFFER_BYTES: Final = 1024**2
-"""The system's, of each side: as much as a connection has under way in a network."""
+"""Buffer of the system on each side. A connection has about as many bytes in flight in a network."""
 BURST_S: Final = 0.01
-"""Of the rate, that may go at once after a rest: sleeps are that inexact."""
+"""Seconds of data that may pass immediately after an idle time, because sleeps are only this exact."""
 
 
 class Direction:
     """One direction of a link.
 
     Args:
-        rate: bytes a second.
+        rate: bytes per second.
     """
 
     def __init__(self, rate: int) -> None:
@@ -38,7 +40,7 @@ class Direction:
         self._free_at = time.monotonic()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes have passed."""
+        """Wait until `num_bytes` bytes have passed."""
         now = time.monotonic()
         self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self._rate
         await asyncio.sleep(self._free_at - now)
@@ -48,8 +50,8 @@ class Link:
     """One link to a server.
 
     Args:
-        server: its host and port.
-        rate: bytes a second in each direction.
+        server: host and port of the server.
+        rate: bytes per second in each direction.
     """
 
     def __init__(self, server: tuple[str, int], rate: int) -> None:
@@ -57,7 +59,7 @@ class Link:
         self._up, self._down = Direction(rate), Direction(rate)
 
     async def accept(self, listener: socket.socket) -> None:
-        """Connect whoever comes, until cancelled."""
+        """Connect each client to the server until cancelled."""
         async with asyncio.TaskGroup() as connections:
             while True:
                 client, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -76,7 +78,7 @@ class Link:
 
 
 async def pass_on(source: socket.socket, sink: socket.socket, direction: Direction) -> None:
-    """Pass on what comes, at the pace of the link, until one side ends; then end the other."""
+    """Pass bytes from `source` to `sink` at the rate of the link. When one side ends, shut down the other side."""
     loop, piece = asyncio.get_running_loop(), memoryview(bytearray(PIECE_BYTES))
     with contextlib.suppress(OSError):
         while count := await loop.sock_recv_into(source, piece):
@@ -87,7 +89,7 @@ async def pass_on(source: socket.socket, sink: socket.socket, direction: Directi
 
 
 async def main(url: str, mbytes_per_s: int) -> None:
-    """Link until stdin ends."""
+    """Run the link until stdin ends."""
     host, port = url.rpartition("/")[2].rsplit(":", 1)
     link = Link((host, int(port)), mbytes_per_s * 10**6)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,9 +1,9 @@
-"""Keeps a fleet busy for `bench.weights`, in a process of its own: its client must not count as the trainer's.
+"""Keeps a fleet busy for `bench.weights` in its own process, so that its client does not count for the trainer.
 
     python -m bench.weights_load URL VOCAB_SIZE STREAMS
 
-Has so many requests streamed at any time, each with the next one behind it. Answers each line `FROM TO` on stdin, in
-seconds of `time.monotonic`, with the tokens that came between.
+STREAMS requests are streamed at any time. When a request ends, the next one starts. The program answers each line `FROM
+TO` on stdin, in seconds of `time.monotonic`, with the number of tokens that arrived in that time.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ __all__: list[str] = []
 
 PROMPT_TOKENS = 16
 MAX_TOKENS = 400
-"""Of a request: it outlasts most updates."""
+"""Tokens of a request. A request lasts longer than most updates."""
 
 
 class Load:
-    """Streams without end, and when their tokens came."""
+    """Endless streams, and the times at which their tokens arrived."""
 
     def __init__(self, rb: rollbus.Client, vocab_size: int) -> None:
         self._rb = rb
@@ -44,13 +44,13 @@ class Load:
                 self._times.extend([time.monotonic()] * chunk.num_tokens)
 
     async def count(self, question: list[str]) -> dict[str, Any]:
-        """Count the tokens of a period."""
+        """Return the number of tokens of a period."""
         begin, end = map(float, question)
         return {"tokens": bisect(self._times, end) - bisect(self._times, begin)}
 
 
 async def main(url: str, vocab_size: int, num_streams: int) -> None:
-    """Stream until stdin ends."""
+    """Run the streams until stdin ends."""
     async with rollbus.connect(url, client="load") as rb:
         await rb.fleet.wait_for_workers()
         load = Load(rb, vocab_size)

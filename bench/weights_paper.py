@@ -9,7 +9,8 @@ from rollbus.schemas.manifest import Link
 __all__ = ["weights_rows"]
 
 DELTA_SHARE: Final = 0.025
-"""Share of a checkpoint in bfloat16, for a step at a learning rate of 3e-6: docs/performance.md has it by step."""
+"""Share of a checkpoint in bfloat16 that a delta has, for a step at a learning rate of 3e-6. docs/performance.md lists
+the shares by step."""
 WORKERS_PER_MACHINE: Final = 4
 FLEETS: Final = (64, 1000)
 SERVER_BYTES_PER_S: Final = 1e9
@@ -35,7 +36,7 @@ MODELS: Final = (_Model("0.6B", 1.19e9), _Model("30B-A3B", 61.1e9))
 
 
 def weights_rows() -> list[list[str]]:
-    """Return the head and the lines: a column for each model and fleet."""
+    """Return the head and the rows of the table, with a column for each model and fleet."""
     cases = [(model, workers) for model in MODELS for workers in FLEETS]
     names = [name for name, _ in _figures(*cases[0])]
     figures = [[text for _, text in _figures(*case)] for case in cases]
@@ -65,7 +66,7 @@ def _figures(model: _Model, workers: int) -> list[tuple[str, str]]:
 
 
 def _largest(model: _Model) -> Link:
-    """Return a version with an anchor and a delta beside it."""
+    """Return a version with an anchor and a delta."""
     return Link(
         objects="b/versions/1-1-00000000",
         version=1,

@@ -1,8 +1,8 @@
-"""vLLM's own server, and how it gets new weights from a disk over HTTP, for `bench.weights`.
+"""vLLM's own server, and updates of its weights from a disk over HTTP, for `bench.weights`.
 
-`/update_weights` of vLLM 0.30 takes weights through NCCL and CUDA's memory only. What loads a folder is
-`reload_weights` by `/collective_rpc`, between `/pause` and `/resume`. It compares nothing, computes no canary, and
-tells no version; on a CPU it leaves the old output projection of models with tied embeddings, which rollbus packs anew.
+`/update_weights` of vLLM 0.30 receives weights only through NCCL and CUDA memory. `reload_weights` by
+`/collective_rpc`, between `/pause` and `/resume`, loads a folder. It compares no data, computes no canary, and reports
+no version. On a CPU it keeps the old output projection of models with tied embeddings, which rollbus packs again.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ MAX_TOKENS = 400
 
 
 class Peer:
-    """One server, with requests in flight.
+    """One server with requests in flight.
 
     Args:
-        session: with its address.
+        session: session with the address of the server.
     """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
@@ -37,7 +37,7 @@ class Peer:
         self._serials = itertools.count()
 
     async def update(self, folder: Path) -> float:
-        """Load a folder while requests wait; returns how many seconds they did."""
+        """Load a folder while requests wait. Return the seconds for which they waited."""
         started = time.monotonic()
         await self._post("/pause?mode=keep")
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
@@ -62,7 +62,7 @@ class Peer:
 
 @asynccontextmanager
 async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_streams: int) -> AsyncIterator[list[Peer]]:
-    """Start servers on this machine, each with so many requests in flight; they end with the block."""
+    """Run servers on this machine while the body runs, each with `num_streams` requests in flight."""
     options = [
         f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
         for name, value in engine_args.items()
@@ -99,14 +99,14 @@ async def peers(model: Path, engine_args: Mapping[str, Any], count: int, num_str
 
 
 def own_cores(number: int, count: int) -> dict[str, str]:
-    """Return the environment of one of several engines: cores of its own, with some left to all else."""
+    """Return the environment of one of several engines: separate cores, with some left for other processes."""
     share = (os.cpu_count() or 1) // (count + 1)
     cores = range(number * share, (number + 1) * share)
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))} if cores else {}
 
 
 def _session(url: str) -> aiohttp.ClientSession:
-    # A connection for each request: the server closes idle ones while they are taken up again.
+    # Use a new connection for each request. The server may close an idle connection just when a request reuses it.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(None))
 

@@ -1,9 +1,9 @@
-"""A trainer without a model: a random checkpoint in bfloat16, and what AdamW makes of it, step by step.
+"""A trainer without a model: a random checkpoint in bfloat16, which AdamW changes step by step.
 
-A step needs no forward pass, as AdamW divides each gradient by its own size: what moves a weight is how gradients
-follow each other, and those of policy gradients on random advantages follow each other like independent normal ones.
-`MEASURED` has what a real model gave; `Trainer.step` returns what this one gives. The gradients of one block are used
-for all tensors, each at a place of its own.
+A step needs no forward pass. AdamW divides each gradient by its own size, so the movement of a weight depends only on
+the sequence of gradients. The gradients of policy gradients on random advantages follow each other like independent
+normal values. `MEASURED` has the figures of a real model. `Trainer.step` returns the figures of this trainer. The
+gradients of one block are used for all tensors, each at a different place.
 """
 
 import json
@@ -23,8 +23,8 @@ MEASURED: Final = {
     1e-6: {1: 1.9, 2: 1.5, 4: 1.1, 8: 1.0, 24: 0.8},
     3e-6: {1: 3.9, 2: 4.9, 4: 3.7, 8: 3.1, 24: 2.3},
 }
-"""Percent of the elements in bfloat16 that one step changed, by learning rate and step: 281 million parameters of the
-same shape, policy gradients of 256 tokens a step, AdamW from a checkpoint in bfloat16."""
+"""Percent of the elements in bfloat16 that one step changed, by learning rate and step. The model had 281 million
+parameters and the same shape, with policy gradients of 256 tokens per step, and AdamW from a checkpoint in bfloat16."""
 
 FILE: Final = "model.safetensors"
 NUM_LAYERS, HIDDEN, HEAD = 28, 1024, 128
@@ -69,14 +69,14 @@ BETAS: Final = (0.9, 0.999)
 EPSILON: Final = 1e-8
 GRADIENT_STD: Final = 1e-5
 BLOCK: Final = 2**22
-"""Elements whose gradients are drawn."""
+"""Number of elements for which gradients are drawn."""
 
 
 def make_checkpoint(folder: Path, *, small: bool) -> Path:
-    """Make a random model in `folder`, once; returns it.
+    """Create a random model in `folder` if it is missing. Return the folder.
 
     Args:
-        small: a tiny MoE instead of the shape of Qwen3-0.6B.
+        small: create a tiny MoE instead of the shape of Qwen3-0.6B.
     """
     if small:
         return make_tiny_moe(folder)
@@ -107,13 +107,13 @@ def _initial(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 class Trainer:
-    """AdamW without decay, with weights in float32 that are exported as bfloat16.
+    """AdamW without decay. Its weights are float32 and are exported as bfloat16.
 
     Args:
-        checkpoint: with which it begins, and of which it keeps the other files.
+        checkpoint: first weights. The other files of this folder are copied to saved checkpoints.
 
     Attributes:
-        tensors: what it exports, by the names of the checkpoint.
+        tensors: exported tensors by their names in the checkpoint.
     """
 
     def __init__(self, checkpoint: Path, *, rate: float, seed: int = 1) -> None:
@@ -126,7 +126,7 @@ class Trainer:
         self._num_steps = 0
 
     def step(self) -> float:
-        """Make a step; returns the percentage of exported elements that it changed, bit for bit."""
+        """Make a step. Return the percentage of exported elements with changed bits."""
         update = self._update() * self._rate
         num_changed = 0
         for number, (name, weights) in enumerate(self._weights.items()):
@@ -140,7 +140,7 @@ class Trainer:
         return 100 * num_changed / sum(len(weights) for weights in self._weights.values())
 
     def _update(self) -> torch.Tensor:
-        """Return what AdamW subtracts, over the learning rate."""
+        """Return the values that AdamW subtracts, divided by the learning rate."""
         self._num_steps += 1
         gradient = torch.empty(BLOCK).normal_(0, GRADIENT_STD, generator=self._generator)
         means, squares = self._moments
@@ -150,7 +150,7 @@ class Trainer:
         return means / (1 - BETAS[0] ** self._num_steps) / size
 
     def save(self, folder: Path) -> Path:
-        """Write a whole checkpoint; returns the folder."""
+        """Write a whole checkpoint. Return its folder."""
         folder.mkdir(parents=True)
         save_file(self.tensors, folder / FILE, {"format": "pt"})
         for file in self._checkpoint.iterdir():
@@ -160,5 +160,5 @@ class Trainer:
 
 
 def model_bytes(checkpoint: Path) -> int:
-    """Return what the file with all tensors takes."""
+    """Return the size of the file with all tensors."""
     return (checkpoint / FILE).stat().st_size
