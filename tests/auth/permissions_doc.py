@@ -14,7 +14,7 @@ PARTS = re.compile(r"(<!-- table: (permissions|jetstream) -->\n).*?(<!-- end -->
 
 
 def with_table(text: str) -> str:
-    """The document with the tables as the code has them now."""
+    """Return the document with the tables that the code defines now."""
     tables = {"permissions": _subjects, "jetstream": _jetstream}
     return PARTS.sub(lambda match: f"{match[1]}{tables[match[2]]()}{match[3]}", text)
 

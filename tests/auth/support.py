@@ -1,4 +1,4 @@
-"""A server that lets in whom it knows, and its users."""
+"""A NATS server that accepts only known users, and the credentials of its users."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -25,13 +25,13 @@ NAMES = {
     Role.VIEWER: ("eye",),
 }
 UPLOAD_BYTES = 64 * 1024**2
-"""Of the bucket of each model's publishers."""
+"""Size limit of the bucket of each model's publishers."""
 PUBLISHED = {"carol": (MODEL,), "dave": ("forged",)}
-"""Models of the publishers."""
+"""The models of each publisher."""
 
 
 class Guarded:
-    """The server, and the files of its users."""
+    """A NATS server and the credentials files of its users."""
 
     def __init__(self, server: EmbeddedServer, folder: Path) -> None:
         self.server = server
@@ -39,25 +39,25 @@ class Guarded:
 
     @property
     def url(self) -> str:
-        """Of the server, for whoever knows no user."""
+        """The URL of the server without a user."""
         return self.server.url
 
     def path(self, name: str) -> Path:
-        """The credentials file of a user."""
+        """Return the path of a user's credentials file."""
         [role] = [role for role, names in NAMES.items() if name in names]
         return credentials_path(self._folder, FLEET, role, name)
 
     def credentials(self, name: str) -> Credentials:
-        """What stands in it."""
+        """Return the credentials of a user."""
         return load_credentials(self.path(name))
 
     def login(self, name: str) -> Server:
-        """The server as this user connects to it."""
+        """Return the server with the credentials of this user."""
         return Server(self.url, self.credentials(name))
 
     @contextlib.asynccontextmanager
     async def connected(self, name: str) -> AsyncIterator[Connection]:
-        """A bare connection of this user, as a program of its own would make it."""
+        """Open a bare NATS connection of this user, without a client or a worker."""
         nats = await open_connection(self.login(name), name=name)
         try:
             yield nats
@@ -65,7 +65,7 @@ class Guarded:
             await nats.shut()
 
     def violations(self) -> list[str]:
-        """What the server says that somebody tried and may not."""
+        """Return the lines of the server's log that report a denied operation."""
         return [line for line in self.server.log_tail().splitlines() if "Violation" in line]
 
 

@@ -1,4 +1,4 @@
-"""Whoever has one user's credentials tries everything: each subject of the table, each of NATS's own services."""
+"""A user may do nothing beyond its role, on each subject of the permission table and on each service of NATS."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,15 +35,16 @@ USERS = {
     Role.ADMIN: "boss",
     Role.VIEWER: "eye",
 }
-"""Whose credentials the attacker has."""
+"""The user of each role whose credentials the attacker has."""
 OTHERS = {"<client>": "bob", "<controller>": "bob", "<worker>": "w1"}
-"""Whom the attacker would like to be, or to hear."""
+"""Users under whose names the attacker tries to publish and to subscribe."""
 FIXED = {"<model>": MODEL, "<lane>": "normal"}
 T, P, W, F, A, V = Role.TRAINER, Role.PUBLISHER, Role.WORKER, Role.FRONTEND, Role.ADMIN, Role.VIEWER
 EVERY_CLIENT = {T, P, F, A, V}
 
-# Said once more, by hand: a subject that is new, or a right that somebody got, has to be said here as well.
-# Each: who may publish under the own name, who may hear what is for oneself, who may hear what is for others.
+# The expected permissions, written by hand: a new subject or a new right must be added to this table as well. Each row:
+# the roles that may publish under their own name, and the roles that may subscribe to messages for themselves.
+# `OBSERVED` has the roles that may subscribe to messages for others.
 OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "req.<client>.<model>.<lane>": ({T, P, F}, set()),
     "direct.<client>.<worker>": ({T, P, F}, {W}),
@@ -57,20 +58,20 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "ping": (EVERY_CLIENT, {W}),
 }
 HEARD_BY_ALL = {"presence.<worker>"}
-"""What clients hear of every worker."""
+"""Subjects that clients receive from every worker."""
 OBSERVED = {"ack.<controller>.<worker>": {A, F}}
-"""Who hears what is for others: those that may give any command, too."""
+"""The roles that may subscribe to messages for others: those that may send any command."""
 
 
 def subject(kind: str, names: dict[str, str]) -> str:
-    """One subject of this kind."""
+    """Return a subject of this kind with these names."""
     for placeholder, name in (FIXED | names).items():
         kind = kind.replace(placeholder, name)
     return f"rb.v1.{FLEET}." + kind.replace(".>", ".x")
 
 
 def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
-    """Each subject that the attacker tries: to publish or subscribe, where, and whether that is allowed."""
+    """Yield each operation that the attacker tries: its action, its subject and True if the role may do it."""
     own = USERS[role]
     mine = {"<worker>": own} if role is W else {"<client>": own, "<controller>": own}
     theirs = {place for place in OTHERS if place not in mine}
@@ -81,7 +82,7 @@ def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
         for names in (OTHERS | mine, OTHERS):
             is_me = names is not OTHERS
             if not is_me and not names_me:
-                continue  # the same once more
+                continue  # this subject contains no name and was yielded already
             where = subject(kind, names)
             yield "publish", where, role in publishers and is_me
             yield "subscribe", where, is_observed or (role in hearers and (is_me or is_for_all))
@@ -91,12 +92,12 @@ def cases(role: Role) -> Iterator[tuple[str, str, bool]]:
 
 
 async def may(guard: Guarded, name: str, action: str, where: str) -> bool:
-    """Try it."""
+    """Return True if the server permits this operation to the user."""
 
     async def ignore(_message: Msg) -> None:
         return
 
-    async with guard.connected(name) as nats:  # a fresh one: what was denied before does not count
+    async with guard.connected(name) as nats:  # a new connection, because a connection remembers earlier denials
         try:
             if action == "publish":
                 await publish_permitted(nats, where, b"\xc1")
@@ -111,14 +112,14 @@ async def may(guard: Guarded, name: str, action: str, where: str) -> bool:
 
 
 def test_every_subject_is_tried() -> None:
-    """A subject without a decision of its own here fails this test."""
+    """Each subject of the software has an expected permission in `OWN`."""
     assert list(OWN) == [rule.subject for rule in SUBJECT_RULES]
 
 
 @pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
 async def test_each_subject_is_for_whom_it_is_meant(role: Role, tmp_path: Path) -> None:
-    """With each role's credentials: under the own name what the role does, and nothing under another's."""
+    """A role can do exactly its operations under its own name, and none under the name of another user."""
     async with guarded(tmp_path) as guard:
         found = {(action, where): await may(guard, USERS[role], action, where) for action, where, _ in cases(role)}
 
@@ -134,7 +135,7 @@ NEVER = [
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_nobody_hears_everything(role: Role, tmp_path: Path) -> None:
-    """No wide subscription is possible, nor one to another's answers."""
+    """No role may subscribe to a wide wildcard or to the answers of another user."""
     async with guarded(tmp_path) as guard:
         heard = [where for where in NEVER if await may(guard, USERS[role], "subscribe", where)]
 
@@ -142,7 +143,7 @@ async def test_nobody_hears_everything(role: Role, tmp_path: Path) -> None:
 
 
 def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
-    """JetStream's operations on a queue, and who may use each."""
+    """Yield the JetStream operations on a queue and on the buckets, with the roles that may use each operation."""
     api = "$JS.API"
     yield f"{api}.STREAM.MSG.GET.{stream}", set()
     yield f"{api}.DIRECT.GET.{stream}", set()
@@ -194,7 +195,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
 @pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
 async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_path: Path) -> None:
-    """Requests of others cannot be read, deleted or purged, nor what workers are told be changed."""
+    """Only permitted roles can read, delete or purge the requests of others, or change the desired state."""
     stream = stream_name(Subjects(FLEET), MODEL, "normal")
     async with guarded(tmp_path) as guard:
         found = {where: await may(guard, USERS[role], "publish", where) for where, _ in operations(stream)}
@@ -204,7 +205,7 @@ async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_p
 
 @pytest.mark.proves("P25")
 async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
-    """While bob has his request answered, alice has subscribed to all that she can think of."""
+    """While a worker answers bob, alice receives only presence, even if she subscribes to all other subjects."""
     heard: list[str] = []
 
     async def hear(message: Msg) -> None:
@@ -224,7 +225,7 @@ async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
 
 
 async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> None:
-    """The same stream names, subjects and bucket are others there: a fleet is an account."""
+    """A user of one fleet sees no stream of another fleet, because each fleet is a NATS account of its own."""
     entries = ensure_users(tmp_path, [("one", A, "a"), ("two", A, "b")])
     one, two = (load_credentials(entry.path) for entry in entries)
     async with EmbeddedServer(users=[entry.user for entry in entries]) as server:
@@ -237,14 +238,17 @@ async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> No
 
 
 async def test_no_secret_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """Without credentials nothing is possible, and the error says what to do."""
+    """A connection without credentials fails, and the error names the option `--creds`."""
     async with guarded(tmp_path) as guard:
         with pytest.raises(BusBroken, match=r"Authorization Violation.*--creds FILE"):
             await open_connection(guard.url, name="nobody")
 
 
 async def test_what_a_stream_delivers_is_nobodys_word(tmp_path: Path) -> None:
-    """A trainer writes a command where requests go, and a worker has it delivered as an admin's: it is dropped."""
+    """A worker drops a command that JetStream delivers on an admin's control subject.
+
+    A trainer had stored that command in the queue as its request.
+    """
     subjects = Subjects(FLEET)
     heard: list[str] = []
     arrived = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The servers of a cluster that `rollbus nats init` configures."""
+"""The NATS servers of a cluster that `rollbus nats init` configures."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from tests.support.waits import until
     ],
 )
 def test_servers_are_named_by_host(text: str, names: list[str]) -> None:
-    """And by port where hosts are the same."""
+    """Each server of a cluster is named by its host, and also by its port if several servers have the same host."""
     assert [node.name for node in parse_nodes(text)] == names
     assert parse_nodes("a,b,[::1]:7")[2].url == "[::1]:7"
     assert parse_nodes("a,b,c")[0] == Node("a", "a", 4222)
@@ -52,21 +52,24 @@ def test_servers_are_named_by_host(text: str, names: list[str]) -> None:
     ],
 )
 def test_wrong_servers_are_refused(text: str, problem: str) -> None:
-    """The error says which and why."""
+    """The error for an invalid list of servers names the invalid server and the reason."""
     with pytest.raises(InvalidRequest) as caught:
         parse_nodes(text)
     assert problem in str(caught.value)
 
 
 def written(folder: Path, nodes: list[str], *options: str) -> list[Path]:
-    """Configurations that `rollbus nats init` has written."""
+    """Run `rollbus nats init` and return the paths of its configuration files."""
     arguments = ["nats", "init", "--nodes", ",".join(nodes), "--dir", str(folder), "--fleet", "F", *options]
     assert main([*arguments, "--store-dir", str(folder / "store"), "--max-file-store", "20GB"]) == 0
     return [folder / node.file for node in parse_nodes(",".join(nodes))]
 
 
 def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With TLS for clients and for routes, and without; the files are for their owner alone, and are never replaced."""
+    """nats-server accepts the written files with and without TLS for clients and routes.
+
+    Only the owner can read the files, and a second run never replaces a file.
+    """
     cert, key = map(str, certificate(tmp_path))
     tls = [f"--{what}-{kind}={path}" for what in ("server", "cluster") for kind, path in (("cert", cert), ("key", key))]
     for folder, options in ((tmp_path / "plain", []), (tmp_path / "tls", [*tls, f"--cluster-ca={cert}"])):
@@ -83,7 +86,10 @@ def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Adding one writes `users.conf`, which all servers include, and says so."""
+    """In a cluster's folder, `rollbus auth init` writes `users.conf`, which all servers include.
+
+    It asks the user to copy the file to each server.
+    """
     written(tmp_path, ["a", "b", "c"])
     capsys.readouterr()
     assert main(["auth", "init", "--dir", str(tmp_path), "--fleet", "F", "--trainer", "alice"]) == 0
@@ -105,7 +111,7 @@ def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: 
 def test_what_cannot_be_configured_is_a_usage_error(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is written."""
+    """Invalid options of `rollbus nats init` are a usage error, and no file is written."""
     try:
         code = main(["nats", "init", "--dir", str(tmp_path / "d"), *options])
     except SystemExit as ended:
@@ -118,7 +124,7 @@ def test_what_cannot_be_configured_is_a_usage_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_a_fleet_on_servers_from_the_files(tmp_path: Path, has_tls: bool) -> None:
-    """Each user at another server; a server that crashes takes nothing with it. Strangers are not let in."""
+    """Users on different servers of the cluster share one fleet, and a connection without credentials is rejected."""
     folder, nodes = tmp_path / "nats", free_nodes(3)
     ensure_users(folder, [("F", Role.WORKER, "w0"), ("F", Role.TRAINER, "alice")])
     cert, key = map(str, certificate(tmp_path))
@@ -137,7 +143,7 @@ async def test_a_fleet_on_servers_from_the_files(tmp_path: Path, has_tls: bool) 
         try:
             await provision(server(Role.ADMIN, "admin", 0), "F", ["synthetic"])
         except BusBroken:
-            return False  # the servers elect a leader first
+            return False  # the servers have not elected a leader yet
         return True
 
     async with configured_servers(paths) as servers:

@@ -1,4 +1,4 @@
-"""What a user may not is an error at once, of its own type, that names user and subject."""
+"""An operation without permission fails immediately with `PermissionDenied`, which names the user and the subject."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P25")
 async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
-    """Neither what is recorded nor what only is said; the worker goes on, and so do the trainer's own requests."""
+    """A trainer can neither record a command nor publish one. The worker and the trainer's own requests continue."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, rollbus.connect(guard.login("alice")) as rb:
@@ -60,7 +60,7 @@ async def test_a_trainer_cannot_command(tmp_path: Path) -> None:
 
 @pytest.mark.proves("P25")
 async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
-    """They fail with a code of their own, long before their deadline."""
+    """A viewer's request fails with `permission_denied` long before its deadline."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, rollbus.connect(guard.login("eye")) as rb:
@@ -76,9 +76,9 @@ async def test_a_viewer_cannot_send_requests(tmp_path: Path) -> None:
 
 @pytest.mark.proves("P25")
 async def test_a_worker_cannot_command(tmp_path: Path) -> None:
-    """With its key alone nothing goes to the control subjects, and nothing is recorded."""
+    """With a worker's key, a client can neither publish commands nor record them."""
     async with guarded(tmp_path) as guard:
-        # Its own credentials under a client's role: what somebody would try who has the file.
+        # The worker's key under a client's role, as a thief of the credentials file would try.
         own = guard.credentials("w0")
         stolen = Credentials(fleet=FLEET, role=Role.ADMIN, name="w0", seed=own.seed)
         with pytest.raises(PermissionDenied, match=r"may not subscribe to rb\.v1\.F\.presence"):
@@ -87,7 +87,10 @@ async def test_a_worker_cannot_command(tmp_path: Path) -> None:
 
 
 async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> None:
-    """It may not make streams; once an admin has, it serves."""
+    """A worker may not create streams.
+
+    Its error names `rollbus make-queue`, and the worker serves as soon as an admin has created the queue.
+    """
     async with guarded(tmp_path, models=()) as guard:
         async with guard.connected("w0") as nats:
             with pytest.raises(BusBroken, match=r"worker w0 of fleet F may not publish on .*rollbus make-queue m"):
@@ -115,7 +118,10 @@ async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> Non
 async def test_names_that_are_not_the_users_are_refused_here(
     name: str, fields: dict[str, str], problem: str, tmp_path: Path
 ) -> None:
-    """Before anything is sent: the server would deny them one by one."""
+    """The client rejects names that differ from its credentials before it connects.
+
+    The server would deny each operation with them.
+    """
     async with guarded(tmp_path) as guard:
         with pytest.raises(InvalidRequest) as caught:
             rollbus.connect(guard.url, credentials=guard.path(name), **fields)  # type: ignore[arg-type]
@@ -124,7 +130,7 @@ async def test_names_that_are_not_the_users_are_refused_here(
 
 
 def test_a_worker_with_anothers_credentials_is_refused_here() -> None:
-    """Of another worker, or of a client."""
+    """A worker's configuration rejects the credentials of another worker and of a client."""
     own = Credentials(fleet=FLEET, role=Role.WORKER, name="w0", seed=new_seed())
     client = Credentials(fleet=FLEET, role=Role.TRAINER, name="w0", seed=new_seed())
     for credentials, worker_id in ((own, "w1"), (client, "w0")):
@@ -133,7 +139,7 @@ def test_a_worker_with_anothers_credentials_is_refused_here() -> None:
 
 
 async def test_a_worker_that_may_nothing_ends_with_the_reason(tmp_path: Path) -> None:
-    """Its key is a trainer's: it does not wait for a lease that nobody confirms."""
+    """A worker with the key of a trainer ends with `PermissionDenied` and does not wait for a lease."""
     async with guarded(tmp_path) as guard:
         forged = Credentials(fleet=FLEET, role=Role.WORKER, name="w9", seed=guard.credentials("alice").seed)
         config = WorkerConfig(nats_url=guard.url, model=MODEL, fleet=FLEET, worker_id="w9", credentials=forged)
@@ -142,7 +148,10 @@ async def test_a_worker_that_may_nothing_ends_with_the_reason(tmp_path: Path) ->
 
 
 async def test_a_key_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
-    """As after `rollbus auth remove`; and the secret is in no error and no log."""
+    """The server rejects an unknown key, for example after `rollbus auth remove`.
+
+    Neither the error nor a representation contains the secret.
+    """
     stranger = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
     async with guarded(tmp_path) as guard:
         with pytest.raises(BusBroken, match="Authorization Violation") as caught:
@@ -154,7 +163,7 @@ async def test_a_key_that_the_server_does_not_know_is_refused(tmp_path: Path) ->
 
 
 async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even of a client whose everything is logged."""
+    """No log contains a seed, even at the level DEBUG."""
     caplog.set_level(logging.DEBUG)
     async with guarded(tmp_path) as guard:
         async with rollbus.connect(guard.login("alice")) as rb:
@@ -167,7 +176,7 @@ async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
-    """Credentials do no harm where everybody is let in: the client is called as they say."""
+    """On a server without users, a client with credentials can connect, and takes its name from them."""
     credentials = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
     async with EmbeddedServer() as server:
         await provision(Server(server.url, credentials), FLEET, [MODEL])
@@ -177,7 +186,7 @@ async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_worker_records_nothing_for_a_controller(tmp_path: Path) -> None:
-    """A command that was only said ends at once as failed: to record it would be to command."""
+    """A worker may not record a command, so a command that was published without a record fails immediately."""
     subjects = Subjects(FLEET)
     acks: asyncio.Queue[Ack] = asyncio.Queue()
 

@@ -1,7 +1,7 @@
-"""What changes a fleet must be signed: forged, replayed and borrowed states and commands change nothing.
+"""Workers and controllers accept only signed states and commands: forged, replayed and copied ones change nothing.
 
-The attacker here may write everything that a server can be made to store or deliver, as one who holds the server can:
-it uses an admin's connection, and of the keys those that a test says.
+The attacker of these tests can write everything that a server can be made to store or deliver, like an attacker that
+controls the server. It uses an admin's connection, and only those keys that a test names.
 """
 
 import base64
@@ -54,18 +54,18 @@ STATE = f"$KV.rollbus.{FLEET}.{MODEL}"
 
 @dataclass
 class Attack:
-    """A fleet of one worker that an admin has told to serve, after a pause; and who attacks it."""
+    """A fleet of one worker that an admin has paused and resumed, and the connection of an attacker."""
 
     guard: Guarded
     rb: rollbus.Client
-    """The admin's."""
+    """The client of the admin."""
     nats: Connection
-    """The attacker's."""
+    """The connection of the attacker."""
     worker: Worker
     folder: Path
 
     async def stored(self, number: int) -> tuple[bytes, dict[str, str]]:
-        """A revision of the state as it was stored, 1 is the oldest; with its signature."""
+        """Return a revision of the stored state with its signature; revision 1 is the oldest."""
         sequence = 1
         for _ in range(number):
             answer = await ask(self.nats, "STREAM.MSG.GET.KV_rollbus", {"seq": sequence, "next_by_subj": STATE})
@@ -74,17 +74,17 @@ class Attack:
         return message.data or b"", {SIGNED: (message.headers or {})[SIGNED]}
 
     def signed(self, name: str, subject: str, data: bytes) -> dict[str, str]:
-        """A signature with the key of one user of the fleet."""
+        """Return a signature with the key of one user of the fleet."""
         return Signatures(self.guard.credentials(name)).headers(subject, data)
 
     async def put_refused(self, data: bytes, headers: dict[str, str]) -> None:
-        """Store a state, and wait until the worker has refused it."""
+        """Store a state, and wait until the worker has rejected it."""
         before = self.worker.stats().bad_commands
         await put(self.nats, STATE, data, headers)
         await until_true(lambda: self.worker.stats().bad_commands > before)
 
     async def assert_unmoved(self) -> None:
-        """The worker serves; it goes on from the last good state, and so does who commands it."""
+        """Assert that the worker serves, and that worker and controller continue from the last valid state."""
         result = await self.rb.fleet.flush_cache()
         state = (await self.rb.fleet.state()).desired[MODEL]
 
@@ -97,7 +97,7 @@ class Attack:
 
 @contextlib.asynccontextmanager
 async def attacked(tmp_path: Path) -> AsyncIterator[Attack]:
-    """Run one."""
+    """Run a fleet that is attacked."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker as (serving, _), rollbus.connect(guard.login("front")) as rb:
@@ -108,7 +108,7 @@ async def attacked(tmp_path: Path) -> AsyncIterator[Attack]:
 
 
 def state_of(command: AnyCommand, *, epoch: int = 9, model: str = MODEL) -> DesiredState:
-    """A state with this command in its register."""
+    """Return a state with this command in its register."""
     command = msgspec.structs.replace(command, epoch=epoch, model=model)
     return DesiredState(
         model=model, epoch=epoch, registers={command.register or "": Recorded(epoch=epoch, command=command)}
@@ -116,7 +116,7 @@ def state_of(command: AnyCommand, *, epoch: int = 9, model: str = MODEL) -> Desi
 
 
 async def forged_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]]]:
-    """States that pause the fleet, each with what is to prove it."""
+    """Return states that pause the fleet, each with the headers that should prove it."""
     paused = encode_json(state_of(Pause(id="p")))
     old, old_signature = await attack.stored(1)
     other = encode_json(state_of(Pause(id="p"), model="other"))
@@ -143,7 +143,7 @@ async def forged_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]
 
 @pytest.mark.proves("P83")
 async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
-    """Neither for a worker that runs, nor for one that starts, nor for who commands next."""
+    """A forged state changes nothing for a running worker, for a starting worker and for the next controller."""
     async with attacked(tmp_path) as attack:
         for what, (data, headers) in (await forged_states(attack)).items():
             await put(attack.nats, STATE, data, headers)
@@ -159,7 +159,10 @@ async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_history_of_forged_states_leaves_a_worker_where_it_was(tmp_path: Path) -> None:
-    """They push all that was signed out of the bucket: who has read it keeps it, and writes it again."""
+    """Forged states can push all signed states out of the bucket.
+
+    A process that has read the last signed state keeps it and writes it again.
+    """
     async with attacked(tmp_path) as attack:
         data = encode_json(state_of(Pause(id="p")))
         for _ in range(70):
@@ -168,7 +171,7 @@ async def test_a_history_of_forged_states_leaves_a_worker_where_it_was(tmp_path:
 
 
 async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[str, str]]]:
-    """Commands that drain the worker or hold its requests, each with what is to prove it."""
+    """Return commands that drain the worker or abort its requests, each with the headers that should prove it."""
     drain = encode_json(Drain(id="d"))
     boss = SUBJECTS.control("boss")
     taken = {SIGNED: f"{attack.guard.credentials('boss').certificate}.1.AAAA"}
@@ -186,7 +189,7 @@ async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[st
 
 @pytest.mark.proves("P83")
 async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
-    """It is not even answered, so that no ledger can be filled with the answers."""
+    """A worker sends no ack to a forged command, so an attacker cannot fill a command result with acks."""
     heard: list[str] = []
 
     async with attacked(tmp_path) as attack:
@@ -206,7 +209,10 @@ async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_command_that_was_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent again under its id it has no second effect; once its signature is old, no effect at all."""
+    """A command that is sent again under its id has no second effect.
+
+    After its signature has expired, it has no effect at all.
+    """
     heard: list[str] = []
     async with attacked(tmp_path) as attack:
 
@@ -231,7 +237,10 @@ async def test_a_command_that_was_kept_is_refused(tmp_path: Path, monkeypatch: p
 
 
 async def published_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, str]]]:
-    """What carol may sign and may not write: each is of her model, after the last epoch, and on the last base."""
+    """Return states that a publisher can sign and may not write, with their headers.
+
+    Unless the name states otherwise, each is for her model, after the last epoch and on the last base.
+    """
     state = (await attack.rb.fleet.state()).desired[MODEL]
     base, signature = await attack.stored(2)
     old_base, old_signature = await attack.stored(1)
@@ -267,7 +276,7 @@ async def published_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, s
 
 
 async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
-    """With its own key and a connection that lets it store what it likes: all else stays as it was."""
+    """With a publisher's key, and a connection that may store any message, only the weights of the state can change."""
     async with attacked(tmp_path) as attack:
         forged = await published_states(attack)
         for what, (data, headers) in forged.items():
@@ -277,7 +286,10 @@ async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_takes_no_running_worker_back(tmp_path: Path) -> None:
-    """Not even when its states are all that the history has: with an admin's older base, then as of a lost bucket."""
+    """A publisher cannot return a running worker to an older state, even if the history contains only its states.
+
+    It tries an admin's older base and a state as of a lost bucket.
+    """
     async with attacked(tmp_path) as attack:
         old, signature = await attack.stored(1)
         base = {BASE: base64.b64encode(old).decode(), BASE_SIGNED: signature[SIGNED]}
@@ -292,7 +304,10 @@ async def test_a_publisher_takes_no_running_worker_back(tmp_path: Path) -> None:
 
 
 async def test_a_publisher_gives_no_other_commands(tmp_path: Path) -> None:
-    """Its library says so at once; a worker that hears one all the same says that it may not."""
+    """The client of a publisher rejects every other command immediately.
+
+    A worker that receives such a command answers `not_allowed`.
+    """
     heard: list[tuple[str, str]] = []
     async with attacked(tmp_path) as attack, attack.guard.connected("carol") as carol:
 

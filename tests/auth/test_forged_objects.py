@@ -1,4 +1,4 @@
-"""Uploads are signed whole: no file of a folder can be changed, added, left out or borrowed."""
+"""The signature of an upload covers the whole folder: no file can be changed, added, removed or borrowed."""
 
 import base64
 import json
@@ -28,19 +28,19 @@ Attack = Callable[[Guarded, Connection], Awaitable[None]]
 
 
 async def stored(nats: Connection, name: str) -> tuple[bytes, str]:
-    """An object's description, and its signature."""
+    """Return an object's description and its signature."""
     answer = await ask(nats, f"STREAM.MSG.GET.OBJ_{BUCKET}", {"last_by_subj": info_subject(BUCKET, name)})
     return base64.b64decode(answer["message"]["data"]), headers_of(answer["message"]).get(SIGNED, "")
 
 
 async def overwrite(nats: Connection, name: str, data: bytes, signature: str) -> None:
-    """Put another description in place of an object's."""
+    """Replace the description of an object."""
     headers = {"Nats-Rollup": "sub"} | ({SIGNED: signature} if signature else {})
     await put(nats, info_subject(BUCKET, name), data, headers)
 
 
 async def change(_guard: Guarded, nats: Connection) -> None:
-    """The description names other parts."""
+    """Let the description name the chunks of another object."""
     data, signature = await stored(nats, "m/one/a")
     other, _ = await stored(nats, "m/two/a")
     fields = json.loads(data) | {"nuid": json.loads(other)["nuid"], "digest": json.loads(other)["digest"]}
@@ -48,31 +48,31 @@ async def change(_guard: Guarded, nats: Connection) -> None:
 
 
 async def unsign(_guard: Guarded, nats: Connection) -> None:
-    """It is the same, and not signed."""
+    """Store the same description without its signature."""
     data, _ = await stored(nats, "m/one/a")
     await overwrite(nats, "m/one/a", data, "")
 
 
 async def leave_out(_guard: Guarded, nats: Connection) -> None:
-    """It is deleted."""
+    """Delete the description."""
     await ask(nats, f"STREAM.PURGE.OBJ_{BUCKET}", {"filter": info_subject(BUCKET, "m/one/a")})
 
 
 async def borrow(_guard: Guarded, nats: Connection) -> None:
-    """It is that of another upload."""
+    """Store the signed description of another upload."""
     data, signature = await stored(nats, "m/two/a")
     await overwrite(nats, "m/one/a", data, signature)
 
 
 async def sign_as_publisher(guard: Guarded, nats: Connection) -> None:
-    """It is signed, by a user who may give other commands."""
+    """Store the description with the signature of a user that may send other commands only."""
     data, _ = await stored(nats, "m/one/a")
     headers = Signatures(guard.credentials("carol")).headers(info_subject(BUCKET, "m/one/a"), data)
     await overwrite(nats, "m/one/a", data, headers[SIGNED])
 
 
 async def put_back(_guard: Guarded, nats: Connection) -> None:
-    """It is that of an upload under the same name that was deleted."""
+    """Store a signed description of a deleted upload with the same name."""
     data, signature = await stored(nats, "m/one/a")
     fields = json.loads(data)
     fields["metadata"] = {"rollbus-folder": "0" * 32}
@@ -84,7 +84,7 @@ async def put_back(_guard: Guarded, nats: Connection) -> None:
 
 @pytest.mark.parametrize("attack", [change, unsign, leave_out, borrow, sign_as_publisher, put_back])
 async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, tmp_path: Path) -> None:
-    """The worker says so, and fetches nothing."""
+    """A worker rejects a folder that differs from the signed one with `bad_source`, and stores nothing."""
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
         await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
         for name in ("one", "two"):
@@ -98,7 +98,7 @@ async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, 
 
 
 async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
-    """One that somebody adds to a folder is as if it were not there."""
+    """A worker ignores an unsigned file that was added to a signed folder."""
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
         await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
         objects = await put_folder(boss, BUCKET, "m/one", write_folder(tmp_path / "one", a=1000))
@@ -111,7 +111,10 @@ async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_was_put_without_a_signature_can_be_signed(tmp_path: Path) -> None:
-    """As by a release without signatures, or with NATS's own tools; an admin may, a worker may not."""
+    """An admin can sign a folder that was stored without a signature, for example by NATS's own tools.
+
+    A worker cannot sign it.
+    """
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss, guard.connected("w0") as worker:
         await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
         own, boss.signatures = boss.signatures, Signatures(None)

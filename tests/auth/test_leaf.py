@@ -1,4 +1,4 @@
-"""A leaf node that `rollbus nats leaf` configures: its users are as at the hub, and may no more."""
+"""A leaf node that `rollbus nats leaf` configures: its users have the same permissions as at the hub, and no more."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ USERS = [
 ]
 AT_LEAF = ["--user=trainer-alice", "--user=worker-w1", "--user=worker-w2"]
 TOKENS = 400
-"""Of a request that is under way when the link is cut: 4 seconds."""
+"""Length of a request that runs while the link is cut: it takes 4 seconds."""
 CUT_S = 1.0
 REPLIES = (
     "$KV.rollbus.F.synthetic",
@@ -47,18 +47,21 @@ REPLIES = (
     "rb.v1.F.presence.w1",
     "_INBOX_trainer.bob.x",
 )
-"""Subjects of others; an answer of JetStream there would do harm."""
+"""Subjects of other users, where an answer of JetStream would do damage."""
 
 
 def written(folder: Path, *options: str, port: int = 7422) -> tuple[Path, Path]:
-    """The files of the leaf and of the hub that `rollbus nats leaf` has written."""
+    """Run `rollbus nats leaf` and return the paths of the leaf's and of the hub's file."""
     shared = ["--dir", str(folder), "--fleet", "F", "--hub", "127.0.0.1", "--leaf-port", str(port)]
     assert main(["nats", "leaf", *shared, *AT_LEAF, *options]) == 0
     return folder / "leaf-leaf.conf", folder / "leafs.conf"
 
 
 def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
-    """With TLS on the link and without; only the owner reads the seeds. Written again, it has other users."""
+    """nats-server accepts the files with and without TLS on the link.
+
+    Only the owner can read the seeds, and a second run replaces the users.
+    """
     ensure_users(tmp_path, USERS)
     write_server_config(tmp_path, "127.0.0.1:4222", Tls())
     cert, key = map(str, certificate(tmp_path))
@@ -73,7 +76,7 @@ def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
         assert (leaf.stat().st_mode | part.stat().st_mode) & 0o077 == 0
         assert ("tls://127.0.0.1:7422" in leaf.read_text()) is (options is with_tls)
     assert remove_user(tmp_path, ("F", Role.TRAINER, "bob"))
-    # It names the account still, and nats-server takes no file that names one that is not there.
+    # nats-server rejects a file with an unknown account, so the file still contains the account of the removed user.
     assert "F~trainer~bob" in part.read_text()
     check_config(hub)
     assert load_credentials(credentials_path(tmp_path, "F", Role.WORKER, "w0")).seed in leaf.read_text()
@@ -93,7 +96,7 @@ def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
 def test_what_cannot_be_a_leaf_is_a_usage_error(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written."""
+    """Invalid options of `rollbus nats leaf` are a usage error, and no file is written."""
     ensure_users(tmp_path, USERS)
     try:
         code = main(["nats", "leaf", "--dir", str(tmp_path), "--fleet", "F", *options])
@@ -105,14 +108,14 @@ def test_what_cannot_be_a_leaf_is_a_usage_error(
 
 
 async def sizes(rb: rollbus.Client, *, count: int, max_tokens: int) -> list[int]:
-    """Send requests at once, and count the tokens of each result."""
+    """Send `count` requests at once and return the number of tokens of each result."""
     async with asyncio.TaskGroup() as tasks:
         results = [tasks.create_task(rb.complete(greedy(prompt, max_tokens))) for prompt in range(count)]
     return [one.result().token_ids.size for one in results]
 
 
 class Site:
-    """A hub, a leaf whose link leads through a proxy, and their users."""
+    """A hub, a leaf whose link passes through a proxy, and their users."""
 
     def __init__(self, folder: Path, hub: str, leaf: str, link: TcpProxy) -> None:
         self._folder = folder
@@ -121,7 +124,7 @@ class Site:
         self.link = link
 
     def credentials(self, role: Role, name: str) -> Credentials:
-        """Of one user, at the hub and at the leaf."""
+        """Return the credentials of one user, which are valid at the hub and at the leaf."""
         return load_credentials(credentials_path(self._folder, "F", role, name))
 
     @contextlib.asynccontextmanager
@@ -134,7 +137,7 @@ class Site:
 
     @contextlib.asynccontextmanager
     async def connected(self, url: str, role: Role, name: str) -> AsyncIterator[Connection]:
-        """A bare connection of a user."""
+        """Open a bare NATS connection of a user."""
         nats = await open_connection(Server(url, self.credentials(role, name)), name=name)
         try:
             yield nats
@@ -144,10 +147,10 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(folder: Path, *, is_honest: bool = True) -> AsyncIterator[Site]:
-    """Run both servers; the queue of the model `synthetic` is there.
+    """Run a hub and a leaf with the queue of the model `synthetic`.
 
     Args:
-        is_honest: the leaf keeps its users to what they may.
+        is_honest: True if the leaf enforces the permissions of its users.
     """
     hub, leaf, link = free_nodes(3)
     ensure_users(folder, USERS)
@@ -166,7 +169,7 @@ async def site(folder: Path, *, is_honest: bool = True) -> AsyncIterator[Site]:
                 try:
                     await provision(Server(here.hub, here.credentials(Role.ADMIN, "boss")), "F", ["synthetic"])
                 except BusBroken:
-                    return False  # the server starts
+                    return False  # the server has not started yet
                 return True
 
             await until(is_provisioned, expected=True)
@@ -176,7 +179,10 @@ async def site(folder: Path, *, is_honest: bool = True) -> AsyncIterator[Site]:
 
 @pytest.mark.slow
 async def test_a_leaf_is_as_the_hub(tmp_path: Path) -> None:
-    """Workers on both sides serve a trainer on each; commands of an admin reach all; a trainer's are denied."""
+    """Workers on both sides serve trainers on both sides.
+
+    An admin's commands reach all workers, and a trainer's commands are denied.
+    """
     async with contextlib.AsyncExitStack() as stack:
         here = await stack.enter_async_context(site(tmp_path))
         for url, name in ((here.hub, "w0"), (here.leaf, "w1"), (here.leaf, "w2")):
@@ -202,7 +208,10 @@ async def test_a_leaf_is_as_the_hub(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_honest", [True, False])
 async def test_a_leaf_may_no_more_than_its_users(tmp_path: Path, is_honest: bool) -> None:
-    """Neither by subjects of others nor by replies there; also where the leaf itself lets its users do everything."""
+    """The hub denies a leaf the subjects of other users, also as reply subjects.
+
+    It does so even if the leaf permits everything.
+    """
     async with contextlib.AsyncExitStack() as stack:
         here = await stack.enter_async_context(site(tmp_path, is_honest=is_honest))
         boss = await stack.enter_async_context(here.connected(here.hub, Role.ADMIN, "boss"))
@@ -228,7 +237,7 @@ async def test_a_leaf_may_no_more_than_its_users(tmp_path: Path, is_honest: bool
         for forbidden in REPLIES:
             for allowed in ("$JS.API.INFO", "$JS.API.STREAM.INFO.KV_rollbus", "rb.v1.F.ping"):
                 await alice.publish(allowed, b"", reply=forbidden)
-            # Each is answered after what was published before it, by way of the same link.
+            # The hub answers this request over the same link after it has processed the earlier messages.
             await until(is_linked, expected=True)
             await alice.publish(forbidden, b"junk")
             await until(is_linked, expected=True)
@@ -242,7 +251,10 @@ async def test_a_leaf_may_no_more_than_its_users(tmp_path: Path, is_honest: bool
 
 @pytest.mark.slow
 async def test_a_cut_link_loses_nothing(tmp_path: Path) -> None:
-    """Requests of a trainer at the leaf, whose workers are at the hub: under way, and sent while there is no link."""
+    """While a leaf's link is cut, its trainer loses no request.
+
+    This holds for requests that run at the hub and for new requests.
+    """
     async with contextlib.AsyncExitStack() as stack:
         here = await stack.enter_async_context(site(tmp_path))
         worker = await stack.enter_async_context(here.worker(here.hub, "w0", step_s=0.01))

@@ -1,4 +1,4 @@
-"""Keys are what NATS's own tools make and take."""
+"""The NATS keys that rollbus creates and uses have the format of NATS's own tools."""
 
 import base64
 
@@ -13,12 +13,12 @@ PUBLIC = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
 
 
 def test_a_seed_gives_the_public_key_that_nats_documents() -> None:
-    """The forms are NATS's: prefix, base32, checksum."""
+    """The public key of a documented seed is the documented key, so prefix, base32 and checksum are correct."""
     assert public_key(SEED) == PUBLIC
 
 
 def test_a_new_seed_has_the_same_form_and_is_new() -> None:
-    """Each is another, and one that can be used."""
+    """Each new seed is unique, has the format of NATS and has a public key."""
     seeds = {new_seed() for _ in range(8)}
 
     assert len(seeds) == 8
@@ -28,7 +28,7 @@ def test_a_new_seed_has_the_same_form_and_is_new() -> None:
 
 
 def test_what_is_signed_can_be_verified_with_the_public_key() -> None:
-    """A server that knows the public key alone accepts the signature of its nonce."""
+    """A server that knows only the public key can verify the signature of its nonce."""
     key = base64.b32decode(PUBLIC)[1:33]
 
     Ed25519PublicKey.from_public_bytes(key).verify(base64.b64decode(sign(SEED, "nonce")), b"nonce")
@@ -36,7 +36,10 @@ def test_what_is_signed_can_be_verified_with_the_public_key() -> None:
 
 @pytest.mark.parametrize("seed", ["", "SU", PUBLIC, SEED[:-1] + "A", SEED.lower(), "SA" + SEED[2:], "SU1" + SEED[3:]])
 def test_what_is_no_seed_of_a_user_is_refused_and_not_quoted(seed: str) -> None:
-    """A key of another kind, a typing error, a public key: the error repeats nothing of it."""
+    """A seed of another kind, a seed with a typing error and a public key are rejected.
+
+    The error does not quote them.
+    """
     with pytest.raises(BadKey) as caught:
         public_key(seed)
 

@@ -1,4 +1,4 @@
-"""The permissions as a table: every subject has a decision, and nobody may use another's name."""
+"""The table of permissions: every subject has a rule, and no user may use another user's name."""
 
 import re
 
@@ -16,18 +16,18 @@ CLIENTS = [role for role in Role if role is not Role.WORKER]
 
 
 def user(role: Role, name: str) -> User:
-    """A user whose key does not matter."""
+    """Return a user with an arbitrary key."""
     return User(fleet="F", role=role, name=name, public_key="U", models=("m",) if role is Role.PUBLISHER else ())
 
 
 def test_every_subject_of_the_software_has_a_decision() -> None:
-    """A subject that is new in bus/subjects.py says here who may use it."""
+    """Each subject of bus/subjects.py has a rule."""
     assert [rule.subject for rule in SUBJECT_RULES] == ROW.findall(rollbus.bus.subjects.__doc__ or "")
 
 
 @pytest.mark.parametrize("role", list(Role))
 def test_what_two_users_of_a_role_share_names_neither(role: Role) -> None:
-    """Wherever a user's own name stands, the other's stands for the other."""
+    """The permissions of two users of a role differ only in the user's name."""
     one, other = permissions(user(role, "one")), permissions(user(role, "other"))
 
     for mine, others in ((one.publish, other.publish), (one.subscribe, other.subscribe)):
@@ -37,7 +37,10 @@ def test_what_two_users_of_a_role_share_names_neither(role: Role) -> None:
 
 @pytest.mark.parametrize("role", CLIENTS)
 def test_a_client_names_itself_wherever_a_client_stands(role: Role) -> None:
-    """No wildcard stands for a client, but in what clients hear of workers, and in what those that command watch."""
+    """A client's permissions have a wildcard in place of a client only where an admin or a frontend observes acks.
+
+    Presence of workers names no client.
+    """
     own = permissions(user(role, "me"))
     kinds = r"rb\.v1\.F\.(req|direct|frame|link|plain|client|control|ack)\."
 
@@ -50,7 +53,10 @@ def test_a_client_names_itself_wherever_a_client_stands(role: Role) -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
-    """Its configuration could copy every subject into it: not even workers may. A publisher empties its own bucket."""
+    """Only an admin may change a stream, because a stream's configuration could copy every subject into it.
+
+    A publisher may purge its own bucket.
+    """
     changes = [
         subject
         for subject in permissions(user(role, "me")).publish
@@ -66,7 +72,10 @@ def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
-    """Neither by number nor directly, nor with a consumer of one's own: requests are for the worker that gets them."""
+    """No role may read a queue by sequence number, directly or with a consumer of its own.
+
+    Only the worker that pulls a request receives it.
+    """
     reads = [
         subject
         for subject in permissions(user(role, "me")).publish
@@ -77,7 +86,7 @@ def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
 
 
 def test_the_documented_table_is_the_code() -> None:
-    """docs/operate/secure.md has the rules of the code: `python -m tests.auth.permissions_doc` writes its tables."""
+    """The tables in docs/operate/secure.md equal the code. `python -m tests.auth.permissions_doc` writes them."""
     text = DOC.read_text()
 
     assert text == with_table(text)

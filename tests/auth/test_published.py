@@ -1,4 +1,7 @@
-"""Published weights and users: who may publish, and that forged and hostile versions do nothing to a worker."""
+"""Users and published weights: only a publisher of the model may publish its weights.
+
+Forged or hostile versions do not affect a worker.
+"""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -29,13 +32,16 @@ pytestmark = pytest.mark.slow
 
 BUCKET = published_bucket(FLEET, MODEL)
 FOLDER = "versions/7-1-0123abcd"
-"""Of a version that nobody has published."""
+"""Folder of a version that no client has published."""
 HUGE = 2**60
 
 
 @pytest.mark.parametrize("name", ["alice", "w0", "front", "eye", "dave"])
 async def test_who_is_no_publisher_of_the_model_stores_nothing(name: str, tmp_path: Path) -> None:
-    """No part, no manifest, no chain: neither a trainer, a worker, a frontend or viewer, nor another's publisher."""
+    """Only a publisher of the model may store object chunks, a manifest or a chain.
+
+    A publisher of another model may not.
+    """
     subjects = [info_subject(BUCKET, f"{FOLDER}/{file}") for file in (MANIFEST, "delta-0000", "model.safetensors")]
     subjects += [info_subject(BUCKET, "versions/chain"), parts_subject(BUCKET, "x")]
     subjects += [f"$JS.API.STREAM.PURGE.OBJ_{BUCKET}", f"$JS.API.STREAM.DELETE.OBJ_{BUCKET}"]
@@ -49,7 +55,7 @@ async def test_who_is_no_publisher_of_the_model_stores_nothing(name: str, tmp_pa
 
 
 class Scene:
-    """A worker that has version 1, an anchor that the publisher of its model has published by hand."""
+    """A worker with version 1, an anchor that the test has published with the key of the model's publisher."""
 
     def __init__(self, guard: Guarded, carol: rollbus.Client, folder: Path) -> None:
         self.first, self.second = random_weights(1), random_weights(1)
@@ -59,11 +65,11 @@ class Scene:
         self._folder = folder
 
     async def publish(self, *, by: str | None = "carol", **changes: Any) -> str:
-        """Store an anchor of what the worker has and a delta to it; returns the delta's folder.
+        """Store an anchor of the first weights and a delta to it, and return the delta's folder.
 
         Args:
-            by: whose signature the delta has; who writes may write anything.
-            changes: in the delta, as `Versions.publish` takes them.
+            by: the user that signs the delta; None leaves it unsigned.
+            changes: changes of the delta, as for `Versions.publish`.
         """
         async with self._guard.connected("boss") as nats:
             versions = Versions(nats, BUCKET, self._folder / "stored")
@@ -74,17 +80,17 @@ class Scene:
         return str(source.objects)
 
     async def anchor(self) -> str:
-        """Store an anchor of the first weights; returns its folder."""
+        """Store an anchor of the first weights and return its folder."""
         async with self._guard.connected("boss") as nats:
             nats.signatures = Signatures(self._guard.credentials("carol"))
             return str((await Versions(nats, BUCKET, self._folder / "stored").publish(self.first)).objects)
 
     async def update(self, objects: str, version: int = 2) -> rollbus.CommandResult:
-        """Have the worker load a version."""
+        """Let the worker load a version."""
         return await self._carol.fleet.update_weights(objects=objects, version=version, model=MODEL)
 
     async def check_refused(self, objects: str) -> str:
-        """The worker refuses it as a bad source, and goes on with what it has; returns its reason."""
+        """Check that the worker rejects the folder as `bad_source` and keeps its weights; return its reason."""
         error = await incomplete(self.update(objects))
         [ack] = error.ledger.failed.values()
         assert ack.error is not None
@@ -95,7 +101,7 @@ class Scene:
         return ack.error.message
 
     def contents(self) -> list[dict[str, bytes]]:
-        """What lies in the complete folders of the machine."""
+        """Return the contents of the complete folders in the machine's cache."""
         return [
             files_in(folder)
             for folder in (self._folder / "cache" / FLEET / "shared.weights" / "checkpoints").glob("[!.]*")
@@ -104,7 +110,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Scene]:
-    """Run a worker, and give it version 1."""
+    """Run a worker and load version 1."""
     own = write_checkpoint(folder / "own", dtype="BF16")
     async with guarded(folder / "auth") as guard:
         fields: dict[str, Any] = {"model_path": str(own), "cache_dir": str(folder / "cache"), "worker_id": "w0"}
@@ -118,7 +124,7 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
 
 @pytest.mark.parametrize("author", [None, "dave", "w0"])
 async def test_a_version_that_its_publisher_did_not_sign_is_refused(author: str | None, tmp_path: Path) -> None:
-    """Unsigned, or signed by the publisher of another model or by a worker: it is as if it were not there."""
+    """A worker ignores a version that is unsigned, or signed by a publisher of another model or by a worker."""
     async with scene(tmp_path) as it:
         assert "no signed objects" in await it.check_refused(await it.publish(by=author))
         await it.update(await it.publish())
@@ -126,7 +132,7 @@ async def test_a_version_that_its_publisher_did_not_sign_is_refused(author: str 
 
 
 async def stored_names(guard: Guarded) -> list[str]:
-    """The subjects of all that is stored for the model."""
+    """Return the subjects of all stored objects of the model."""
     async with guard.connected("boss") as boss:
         return sorted(await list_subjects(boss, BUCKET, "$O.>"))
 
@@ -155,11 +161,11 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"manifest": {"files": {"../config.json": "0" * 64}}},
     {"manifest": {"v": 2}},
 )
-"""What a hostile publisher writes."""
+"""Changes to a version that a hostile publisher makes."""
 
 
 async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
-    """Rightly signed by the publisher of the model: it is refused, and a good version after it is loaded."""
+    """A worker rejects an invalid version that the model's publisher signed, and loads a valid version after it."""
     async with scene(tmp_path) as it:
         for hostile in HOSTILE:
             assert await it.check_refused(await it.publish(**hostile)), hostile
@@ -168,9 +174,9 @@ async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures(tmp_path: Path) -> None:
-    """An anchor, deltas and an adapter, by the publisher of the model: neither server nor workers refuse any.
+    """Server and workers accept an anchor, deltas and an adapter from the publisher of the model.
 
-    Adapters are loaded by who may command that: an admin, and no publisher.
+    Only a user that may send `load_lora`, such as an admin, can load the adapter. A publisher may not.
     """
     own = write_checkpoint(tmp_path / "own")
     tensors = {name: np.full(shape, 2, np.float32) for name, shape in SHAPES.items()}
@@ -194,7 +200,7 @@ async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures
             published.append(await publisher.publish(tensors, version=version))
             heard.append({*(await carol.complete(ask())).weight_versions.tolist()})
         folder = write_adapter(tmp_path / "tuned")
-        # Refused before the first byte, not by the workers after the last one.
+        # The publisher's client rejects the adapter before the first byte, so the upload is not wasted.
         before = await stored_names(guard)
         with pytest.raises(rollbus.ControlError, match=r"may not send load_lora.* update=False stores"):
             await publisher.publish_adapter("tuned", [], version=7, config={})

@@ -1,6 +1,6 @@
-"""NATS checks no permission on the reply subject of a publish: each role publishes with each reply of value.
+"""NATS checks no permission on the reply subject of a message, so each role publishes with each valuable reply subject.
 
-Nothing of another role changes, and no client hears anything in another's name.
+No data of another role changes, and no client receives a message in another user's name.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ ATTACKERS = {
     Role.VIEWER: "eye",
     Role.FRONTEND: "front",
 }
-"""An admin may change everything already."""
+"""The attackers. An admin is not among them, because it may change everything anyway."""
 BUCKET = f"rollbus-{FLEET}"
 CAROLS, DAVES = (published_bucket(FLEET, model) for model in (MODEL, "forged"))
 STREAMS = (QUEUE, stream_name(SUBJECTS, MODEL, "resume"), "KV_rollbus", f"OBJ_{BUCKET}", f"OBJ_{CAROLS}")
@@ -54,7 +54,7 @@ STORED = (
     f"$O.{BUCKET}.C.x",
     f"rb.v1.{FLEET}.req.bob.{MODEL}.normal",
 )
-"""Subjects of streams: an answer there would be stored in another's name."""
+"""Subjects of streams, where an answer would be stored in another user's name."""
 VERBS = (
     *(f"$JS.API.STREAM.{verb}.{stream}" for verb in ("DELETE", "PURGE", "UPDATE", "MSG.DELETE") for stream in STREAMS),
     *(f"$JS.API.CONSUMER.DELETE.{QUEUE}.{lane}" for lane in ("high", "normal", "low")),
@@ -62,7 +62,7 @@ VERBS = (
     f"$JS.API.CONSUMER.CREATE.{QUEUE}.spy",
     f"$JS.API.CONSUMER.MSG.NEXT.{QUEUE}.normal",
 )
-"""JetStream's own services: an answer there would be a call in its name."""
+"""Subjects of JetStream's services, where an answer would be a call in JetStream's name."""
 CLIENTS = ("frame.bob.w1", "plain.bob.x", "presence.w1", "ack.boss.w1", "ack.bob.w1", "client.bob", "ping")
 WORKERS = ("control.boss", "client.bob", "link.bob.w1", "direct.bob.w1", "ping")
 REPLIES = (
@@ -76,7 +76,7 @@ REPLIES = (
 
 
 def concrete(pattern: str) -> list[str]:
-    """The subjects that stand for one a user may publish: wildcards become what the attacker would name."""
+    """Return subjects that match a permitted pattern, with the names that an attacker would use for its wildcards."""
     if ".API.CONSUMER.INFO." in pattern:
         return [f"$JS.API.CONSUMER.INFO.{QUEUE}.normal"]
     if ".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK."):
@@ -86,14 +86,14 @@ def concrete(pattern: str) -> list[str]:
             return [f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{lane}"]
         return [f"$JS.ACK.{stream}.{lane}.1.1.1.1.0"]
     if pattern.startswith("$KV."):
-        return [f"$KV.rollbus.{FLEET}.forged"]  # what it may write anyway: a model of its own
+        return [f"$KV.rollbus.{FLEET}.forged"]  # a model of its own, which the attacker may write anyway
     if ".req." in pattern:
         return [pattern.replace("*.*", f"{MODEL}.{lane}") for lane in ("normal", "resume")]
     return [pattern.replace("*", "bob" if ".frame." in pattern or ".ack." in pattern else "w1").replace(">", "x")]
 
 
 def payloads(subject: str) -> list[bytes]:
-    """What makes the service of this subject answer at all, and junk."""
+    """Return payloads to which the service of this subject answers, and invalid ones."""
     if ".MSG.NEXT." in subject:
         return [b'{"batch":1,"no_wait":true}', b'{"batch":3,"expires":1000000000,"idle_heartbeat":100000000}']
     if ".STREAM.MSG.GET.KV" in subject or ".MSG.GET.OBJ" in subject:
@@ -106,7 +106,7 @@ def payloads(subject: str) -> list[bytes]:
 
 
 async def contents(admin: Connection) -> dict[str, Any]:
-    """What the streams hold, with configurations and consumers, but for what the attacker may write."""
+    """Return the streams' contents, configurations and consumers, except what the attacker may write."""
     found: dict[str, Any] = {}
     for stream in STREAMS:
         info = await ask(admin, f"STREAM.INFO.{stream}", {"subjects_filter": ">"})
@@ -132,7 +132,7 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
 
 
 def is_meant(message: Msg) -> bool:
-    """Return True if a worker would act on a message: it decodes."""
+    """Return True if a worker would act on a message, because it can decode it."""
     try:
         DECODERS[message.subject.split(".")[3]](message.data)
     except (RemoteProtocolError, InvalidRequest):
@@ -142,7 +142,7 @@ def is_meant(message: Msg) -> bool:
 
 @asynccontextmanager
 async def victims(guard: Guarded, heard: list[tuple[str, str]]) -> AsyncIterator[None]:
-    """Listen as bob, boss and w1, as the software does; note who heard what."""
+    """Subscribe like the software as bob, boss and w1, and record receiver and subject of each message."""
 
     async def listen(name: str, subjects: list[str], nats: Connection) -> None:
         async def on_message(message: Msg) -> None:
@@ -168,7 +168,7 @@ async def victims(guard: Guarded, heard: list[tuple[str, str]]) -> AsyncIterator
 
 @pytest.mark.parametrize("role", list(ATTACKERS))
 async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_path: Path) -> None:
-    """Each publish of the role, with each reply of value: streams, others' requests and desired states stay."""
+    """No permitted subject and reply subject of a role changes streams, others' requests or desired states."""
     name = ATTACKERS[role]
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
     heard: list[tuple[str, str]] = []
@@ -187,11 +187,11 @@ async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_pa
                         for reply in REPLIES:
                             await publish(attacker, subject, data, reply=reply)
                 await attacker.confirm(timeout_s=SOON_S)
-            await asyncio.sleep(1.2)  # standing pulls and heartbeats have ended
+            await asyncio.sleep(1.2)  # pull requests and heartbeats have ended
         after = await contents(admin)
 
     if role is Role.WORKER:
-        # It may take any request, and ack it.
+        # A worker may pull any request and ack it.
         for found in (before, after):
             for stream in STREAMS[:2]:
                 found[stream] = (found[stream][0], found[stream][2])
@@ -200,7 +200,7 @@ async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_pa
 
 
 def allowed(role: Role, name: str) -> set[tuple[str, str]]:
-    """What others hear because the user may say it."""
+    """Return the messages that other users receive because this user may publish them."""
     prefix = f"rb.v1.{FLEET}"
     if role is Role.WORKER:
         return {
@@ -213,7 +213,7 @@ def allowed(role: Role, name: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("role", list(ATTACKERS))
 async def test_a_fleet_serves_on_through_the_attack(role: Role, tmp_path: Path) -> None:
-    """While all of that is published, bob's requests are answered, and the worker does what it was told."""
+    """While an attacker publishes with all reply subjects, a worker answers all requests of bob."""
     name = ATTACKERS[role]
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
     async with guarded(tmp_path) as guard:
@@ -224,7 +224,7 @@ async def test_a_fleet_serves_on_through_the_attack(role: Role, tmp_path: Path) 
                 asked = [tasks.create_task(bob.complete(greedy())) for _ in range(50)]
                 for pattern in own.publish:
                     if role is Role.WORKER and (".MSG.NEXT." in pattern or pattern.startswith("$JS.ACK.")):
-                        continue  # a worker may take requests and never answer
+                        continue  # a worker may pull requests and never answer them
                     for subject in concrete(pattern):
                         for reply in REPLIES:
                             await publish(attacker, subject, payloads(subject)[0], reply=reply)

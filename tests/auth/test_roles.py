@@ -1,4 +1,4 @@
-"""Each role does what it is for, and the server sees nobody try what it may not."""
+"""Each role can do all its operations, and the server's log contains no denied operation."""
 
 import contextlib
 import json
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.slow
 async def serving(
     guard: Guarded, name: str, *, config: SyntheticConfig | None = None, **fields: object
 ) -> AsyncIterator[tuple[Worker, SyntheticEngine]]:
-    """A worker with the credentials of `name`."""
+    """Run a worker with the credentials of `name`."""
     own = {"worker_id": name, "credentials": guard.credentials(name), "weight_version": 1}
     async with synthetic_worker(guard.url, FLEET, model=MODEL, config=config, **(own | fields)) as worker:
         yield worker
 
 
 async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
-    """Through the queue, in a session, as a stream that is left early, and past a worker that stops in the middle."""
+    """A trainer's requests finish through the queue, in a session, as a closed stream, and when a worker stops."""
     slow = SyntheticConfig(step_s=0.01)
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=slow):
         async with rollbus.connect(guard.url, credentials=guard.path("alice")) as rb:
@@ -74,7 +74,7 @@ async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
 
 
 async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Each gets its own results."""
+    """Two trainers with the same request id each receive their own result."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         async with rollbus.connect(guard.login("alice")) as alice, rollbus.connect(guard.login("bob")) as bob:
             await alice.fleet.wait_for_workers()
@@ -87,7 +87,7 @@ async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 
 async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
-    """Pause, resume, weights by path and by upload, which the worker fetches, an event, and a reset; with `--creds`."""
+    """An admin can pause, resume, update weights by path and upload, check weights and reset, with `--creds`."""
     one, two = folders(tmp_path / "weights")
     async with guarded(tmp_path / "auth") as guard:
         options = ("--model", str(one), "--engine", "synthetic", "--served-model-name", MODEL, "--weight-version", "1")
@@ -120,7 +120,7 @@ async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
 
 
 async def test_an_upload_of_a_publisher_leaves_room_for_the_chain_record(tmp_path: Path) -> None:
-    """What would fill the bucket is refused before its first byte."""
+    """An upload that would fill the publishers' bucket is rejected before its first byte."""
     one, _ = folders(tmp_path / "weights")
     bucket = published_bucket(FLEET, MODEL)
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as nats:
@@ -136,7 +136,10 @@ async def test_an_upload_of_a_publisher_leaves_room_for_the_chain_record(tmp_pat
 
 
 async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
-    """It generates as a trainer does, and updates by path and upload, also after an admin's pause, which stays."""
+    """A publisher can generate and update weights by path and by upload.
+
+    An admin's pause remains in force during its updates.
+    """
     one, two = folders(tmp_path / "weights")
     own: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(one.parent),)}
     own["cache_dir"] = str(tmp_path / "cache")
@@ -153,7 +156,7 @@ async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
             assert (await boss.fleet.pause()).is_complete
             for version in range(5, 8):
                 assert (await carol.fleet.update_weights(one, version=version)).is_complete
-            # Who starts now reads the pause of the admin beside the weights of the publisher.
+            # A worker that starts now reads the pause of the admin and the weights of the publisher.
             async with serving(guard, "w1", **own):
                 await until_worker(boss, "w1", lambda it: (it.state, it.weight_version) == (WorkerState.PAUSED, 7))
             state = (await boss.fleet.state()).desired[MODEL]
@@ -165,7 +168,7 @@ async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
 
 
 async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_path: Path) -> None:
-    """`rollbus sign`: a worker takes no notice of the state until then."""
+    """A worker ignores an unsigned state until an admin signs it with `rollbus sign`."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
         pause = Pause(id="p", epoch=1, model=MODEL)
         state = DesiredState(model=MODEL, epoch=1, registers={"pause": Recorded(epoch=1, command=pause)})
@@ -181,7 +184,7 @@ async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_p
 
 
 async def test_a_viewer_runs_status(tmp_path: Path) -> None:
-    """`rollbus status` shows workers, queues and what is desired; the fleet is that of the credentials."""
+    """With a viewer's credentials, `rollbus status` shows workers, queues and desired states of its fleet."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         async with rollbus.connect(guard.login("boss")) as rb:
             await rb.fleet.wait_for_workers()
@@ -197,7 +200,7 @@ async def test_a_viewer_runs_status(tmp_path: Path) -> None:
 
 
 async def test_a_frontend_serves_http(tmp_path: Path) -> None:
-    """Requests for tokens and commands, both under its own name."""
+    """A frontend serves HTTP requests for tokens and for commands under its own name."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         with contextlib.closing(bind_address("127.0.0.1", 0)) as listening:
             serve = serve_http(guard.login("front"), FLEET, settings_from_environment(), listening)
@@ -215,7 +218,7 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
 
 
 async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
-    """`rollbus status` with the credentials of a trainer that is at work: its requests go on."""
+    """`rollbus status` with the credentials of a running trainer does not disturb the trainer's requests."""
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=SyntheticConfig(step_s=0.005)):
         async with rollbus.connect(guard.login("alice")) as rb:
             await rb.fleet.wait_for_workers()
@@ -230,7 +233,7 @@ async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
 
 
 async def test_the_environment_names_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """$ROLLBUS_CREDS is enough: fleet, client's name and key are in the file."""
+    """The credentials file in $ROLLBUS_CREDS defines the fleet, the client's name and the key."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         monkeypatch.setenv(CREDENTIALS_VARIABLE, str(guard.path("alice")))
         async with rollbus.connect(guard.url) as rb:

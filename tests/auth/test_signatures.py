@@ -1,4 +1,4 @@
-"""Signatures without a server: what is good, and that nothing else is."""
+"""Signatures without a server: a correct signature is valid, and every other signature is rejected."""
 
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,23 @@ BOSS = ("F", Role.ADMIN, "boss")
 CAROL = ("F", Role.PUBLISHER, "carol")
 WORKER = ("F", Role.WORKER, "w0")
 SEED = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
-"""NATS's own example."""
+"""The example of NATS's documentation."""
 
 
 def credentials(folder: Path, one: tuple[str, Role, str]) -> Credentials:
-    """What was written for a user."""
+    """Return the credentials of a user."""
     return load_credentials(credentials_path(folder, *one))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Users of one fleet, and one of another."""
+    """Create users of two fleets and return their folder."""
     ensure_users(tmp_path, [BOSS, CAROL, WORKER, ("G", Role.ADMIN, "boss")], {CAROL: ("m",)})
     return tmp_path
 
 
 def test_what_is_signed_is_good(folder: Path) -> None:
-    """A worker finds out who has signed, and what that user may change."""
+    """A worker learns from a signature which user signed the message, and what that user may change."""
     reader = Signatures(credentials(folder, WORKER))
     boss = Signatures(credentials(folder, BOSS))
     signed = reader.check(SUBJECT, DATA, boss.headers(SUBJECT, DATA))
@@ -52,7 +52,7 @@ def test_what_is_signed_is_good(folder: Path) -> None:
 
 
 def test_who_may_change_nothing_signs_nothing(folder: Path) -> None:
-    """A worker's credentials say whom it trusts, and hold no certificate."""
+    """A worker's credentials contain the root keys that it trusts and no certificate, so a worker signs nothing."""
     worker = Signatures(credentials(folder, WORKER))
 
     assert worker.headers(SUBJECT, DATA) == {}
@@ -61,7 +61,7 @@ def test_who_may_change_nothing_signs_nothing(folder: Path) -> None:
 
 
 def test_without_users_nothing_is_signed_or_checked() -> None:
-    """Nor with credentials of a release that had no root keys."""
+    """Without credentials or root keys, nothing is signed and nothing is verified."""
     old = Credentials(
         fleet="F", role=Role.ADMIN, name="a", seed="SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
     )
@@ -75,14 +75,14 @@ def test_without_users_nothing_is_signed_or_checked() -> None:
     ("subject", "data"), [("rb.v1.F.control.other", DATA), (SUBJECT, DATA + b" "), ("$KV.rollbus.F.m", DATA)]
 )
 def test_a_signature_is_for_its_subject_and_content_alone(subject: str, data: bytes, folder: Path) -> None:
-    """Elsewhere it is none: for another model's state, another controller, another fleet."""
+    """A signature is invalid for other content and for the subject of another controller or of a state."""
     reader = Signatures(credentials(folder, WORKER))
     with pytest.raises(BadSignature, match="is not the one that admin boss signed"):
         reader.check(subject, data, Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA))
 
 
 def test_another_fleets_root_certifies_nothing_here(folder: Path) -> None:
-    """Its admins are nobody."""
+    """A signature of another fleet's admin is invalid."""
     reader = Signatures(credentials(folder, WORKER))
     other = Signatures(credentials(folder, ("G", Role.ADMIN, "boss")))
     with pytest.raises(BadSignature, match="no root key of the fleet signed"):
@@ -90,7 +90,7 @@ def test_another_fleets_root_certifies_nothing_here(folder: Path) -> None:
 
 
 def test_one_root_key_of_two_fleets_does_not_mix_them(folder: Path) -> None:
-    """An operator who copies root.seed to another fleet: certificates name their fleet."""
+    """Certificates name their fleet, so copying root.seed to another fleet does not make them valid there."""
     mine = credentials(folder, WORKER)
     boss = credentials(folder, ("G", Role.ADMIN, "boss"))
     reader = Signatures(msgspec.structs.replace(mine, roots=boss.roots))
@@ -99,7 +99,10 @@ def test_one_root_key_of_two_fleets_does_not_mix_them(folder: Path) -> None:
 
 
 def test_a_certificate_of_ones_own_making_is_none(folder: Path) -> None:
-    """A worker signs a certificate with its own key; and it takes the admin's with a key of its own."""
+    """A certificate that a worker signs itself is invalid.
+
+    An admin's certificate is invalid with a signature of the worker's key.
+    """
     worker, boss = credentials(folder, WORKER), credentials(folder, BOSS)
     reader = Signatures(worker)
     wanted = Certificate(fleet="F", role="admin", name="w0", key=signing_key(worker.seed))
@@ -112,7 +115,7 @@ def test_a_certificate_of_ones_own_making_is_none(folder: Path) -> None:
 
 
 def test_what_a_server_has_signed_at_login_is_no_signature(folder: Path) -> None:
-    """A server chooses what a user signs when it connects: that is with another key."""
+    """A server cannot obtain a message signature as a nonce, because a user signs nonces with another key."""
     boss = credentials(folder, BOSS)
     text = Signatures(boss).headers(SUBJECT, DATA)[SIGNED]
     certificate, at, _ = text.rsplit(".", 2)
@@ -124,7 +127,7 @@ def test_what_a_server_has_signed_at_login_is_no_signature(folder: Path) -> None
 
 @given(st.one_of(st.text(max_size=300), st.from_regex(r"[\w-]*\.[\w-]*\.[0-9]*\.[\w-]*", fullmatch=True)))
 def test_any_other_header_is_refused(header: str) -> None:
-    """Whatever stands in it: one error, which says so."""
+    """Every other header raises `BadSignature`."""
     root = public_key(b"r" * 32)
     reader = Signatures(Credentials(fleet="F", role=Role.WORKER, name="w", seed=SEED, roots=(root,)))
     with pytest.raises(BadSignature):
@@ -133,14 +136,14 @@ def test_any_other_header_is_refused(header: str) -> None:
 
 @pytest.mark.parametrize("at", ["", "-1", "1" * 16, "x", "²"])
 def test_the_time_is_digits(at: str, folder: Path) -> None:
-    """And is signed."""
+    """The time of a signature consists of digits, and a signature with another time is invalid."""
     certificate, _, signature = Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA)[SIGNED].rsplit(".", 2)
     with pytest.raises(BadSignature):
         Signatures(credentials(folder, WORKER)).check(SUBJECT, DATA, {SIGNED: f"{certificate}.{at}.{signature}"})
 
 
 def without_signatures(path: Path) -> dict[str, Any]:
-    """Make a credentials file what an earlier release wrote."""
+    """Turn a credentials file into that of a release without signatures, and return its former fields."""
     fields: dict[str, Any] = msgspec.json.decode(path.read_bytes())
     old = {name: fields[name] for name in ("fleet", "role", "name", "seed")}
     path.write_bytes(msgspec.json.encode(old))
@@ -148,7 +151,10 @@ def without_signatures(path: Path) -> dict[str, Any]:
 
 
 def test_a_folder_of_an_earlier_release_gets_root_and_certificates(folder: Path) -> None:
-    """The keys stay, the files are still for their owner alone; a second run changes nothing."""
+    """A folder of an earlier release gets a root key and certificates and keeps its keys.
+
+    Only the owner can read the files, and a second run changes nothing.
+    """
     paths = [credentials_path(folder, *one) for one in (BOSS, CAROL, WORKER)]
     before = [without_signatures(path) for path in paths]
     assert load_credentials(paths[0]).roots == ()
@@ -163,7 +169,7 @@ def test_a_folder_of_an_earlier_release_gets_root_and_certificates(folder: Path)
 
 
 def test_a_file_that_was_moved_away_is_renewed_there(folder: Path, tmp_path: Path) -> None:
-    """`auth certify`: for the users of this folder, and for no other key."""
+    """`auth certify` renews a moved credentials file if its key belongs to a user of the folder."""
     path = tmp_path / "moved.creds"
     credentials_path(folder, *BOSS).rename(path)
     before = without_signatures(path)
@@ -176,7 +182,10 @@ def test_a_file_that_was_moved_away_is_renewed_there(folder: Path, tmp_path: Pat
 
 
 def test_a_root_key_is_replaced_while_the_old_one_still_counts(folder: Path) -> None:
-    """Moved to root-old.seed: a new one is drawn, readers trust both, and then the new one alone."""
+    """If the root key is moved to root-old.seed, a run creates a new one and readers trust both.
+
+    After root-old.seed is deleted, they trust only the new one.
+    """
     old = Signatures(credentials(folder, BOSS))
     (folder / "F" / "root.seed").rename(folder / "F" / "root-old.seed")
     ensure_users(folder, [])
@@ -193,7 +202,7 @@ def test_a_root_key_is_replaced_while_the_old_one_still_counts(folder: Path) -> 
 
 
 def test_the_root_key_stands_in_no_other_file(folder: Path) -> None:
-    """Nor in what is shown of it."""
+    """Only root.seed contains the root key, and its representation does not show the key."""
     secret = (folder / "F" / "root.seed").read_text().strip()
     others = [path for path in folder.rglob("*") if path.is_file() and path.name != "root.seed"]
 
@@ -202,7 +211,7 @@ def test_the_root_key_stands_in_no_other_file(folder: Path) -> None:
 
 
 def test_what_is_no_root_key_is_refused_and_kept(folder: Path) -> None:
-    """It is not overwritten, and nothing is certified."""
+    """An invalid root.seed is an error. The file is not overwritten, and nothing is certified."""
     (folder / "F" / "root.seed").write_text("short\n")
     with pytest.raises(BusBroken, match=r"root\.seed is not a root key"):
         ensure_users(folder, [])
@@ -211,7 +220,10 @@ def test_what_is_no_root_key_is_refused_and_kept(folder: Path) -> None:
 
 
 def test_a_publishers_models_are_told_once_and_kept(folder: Path) -> None:
-    """Without them a later run keeps them; new ones take their place, in certificate and permissions."""
+    """A run without models keeps a publisher's models.
+
+    A run with models replaces them in certificate and permissions.
+    """
     [same] = ensure_users(folder, [CAROL])
     assert same.user.models == ("m",)
     ensure_users(folder, [CAROL], {CAROL: ("a/b", "c")})
@@ -227,13 +239,13 @@ def test_a_publishers_models_are_told_once_and_kept(folder: Path) -> None:
 def test_publishers_have_models_and_nobody_else(
     one: tuple[str, Role, str], models: tuple[str, ...], folder: Path
 ) -> None:
-    """The error names the role."""
+    """Models are required for a publisher and not allowed for other roles."""
     with pytest.raises(InvalidRequest, match="models for publishers, and for no others"):
         ensure_users(folder, [one], {one: models})
 
 
 def test_credentials_with_a_broken_root_are_none(folder: Path) -> None:
-    """A file that was cut or edited is refused when it is read, not when the first command comes."""
+    """A truncated or edited credentials file is rejected when it is loaded, not when the first command arrives."""
     path = credentials_path(folder, *WORKER)
     fields = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(fields | {"roots": [encode_key(b"short")]}))

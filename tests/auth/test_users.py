@@ -1,4 +1,4 @@
-"""The folder of users: `rollbus auth` makes it, a real nats-server reads it, and no key is ever written twice."""
+"""The folder of users: `rollbus auth` creates it, a real nats-server reads it, and no key is ever overwritten."""
 
 import json
 import re
@@ -28,12 +28,12 @@ ALICE = ("F", Role.TRAINER, "alice")
 
 
 def mode(path: Path) -> int:
-    """The permissions of a file."""
+    """Return the permissions of a file."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
-    """Files 0600, folders 0700; the server's files hold public keys only."""
+    """Files have mode 0600 and folders 0700, and the server's files contain only public keys."""
     [entry] = ensure_users(tmp_path / "auth", [ALICE])
     seed = load_credentials(entry.path).seed
 
@@ -45,7 +45,7 @@ def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_second_run_adds_and_changes_no_key(tmp_path: Path) -> None:
-    """Users that are there keep their keys, also where their secret was moved away."""
+    """A second run adds users and changes no key, even if a user's secret was moved away."""
     [alice] = ensure_users(tmp_path, [ALICE])
     secret = alice.path.read_bytes()
     alice.path.unlink()
@@ -58,7 +58,7 @@ def test_a_second_run_adds_and_changes_no_key(tmp_path: Path) -> None:
 
 
 def test_a_key_of_an_interrupted_run_is_taken(tmp_path: Path) -> None:
-    """It was written and not yet listed: it is not overwritten, but becomes the user's."""
+    """If an interrupted run wrote a key and did not list it, the next run does not overwrite the key and lists it."""
     [alice] = ensure_users(tmp_path, [ALICE])
     secret = alice.path.read_bytes()
     (tmp_path / "users.json").unlink()
@@ -69,7 +69,10 @@ def test_a_key_of_an_interrupted_run_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"fleet": "F", "role": "trainer", "name": "alice", "seed": "SUX"}'])
 def test_what_is_no_credentials_file_is_refused_and_kept(text: str, tmp_path: Path) -> None:
-    """Whatever lies under a user's name: it is neither used nor overwritten, and the error quotes nothing."""
+    """An invalid file at the path of a user's credentials is an error.
+
+    It is neither used nor overwritten, and the error does not quote it.
+    """
     path = credentials_path(tmp_path, *ALICE)
     path.parent.mkdir()
     path.write_text(text)
@@ -81,7 +84,10 @@ def test_what_is_no_credentials_file_is_refused_and_kept(text: str, tmp_path: Pa
 
 
 def test_two_clients_of_one_name_are_refused(tmp_path: Path) -> None:
-    """A trainer called like the frontend would read its results; a worker may be."""
+    """Two clients of a fleet cannot share a name, because a trainer could then read the frontend's results.
+
+    A worker may have a client's name.
+    """
     ensure_users(tmp_path, [("F", Role.FRONTEND, "x"), ("F", Role.WORKER, "x"), ("G", Role.TRAINER, "x")])
     with pytest.raises(InvalidRequest, match="a name of its own"):
         ensure_users(tmp_path, [("F", Role.TRAINER, "x")])
@@ -91,7 +97,7 @@ def test_two_clients_of_one_name_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a.b", "*", ">", "../x", "a b", "x" * 65])
 def test_a_name_that_reaches_others_subjects_is_refused(name: str, tmp_path: Path) -> None:
-    """A dot or a wildcard in it would."""
+    """A name with a dot or a wildcard is rejected, because it could match subjects of others."""
     with pytest.raises((InvalidRequest, BusBroken)):
         ensure_users(tmp_path, [("F", Role.TRAINER, name)])
 
@@ -99,7 +105,7 @@ def test_a_name_that_reaches_others_subjects_is_refused(name: str, tmp_path: Pat
 
 
 def test_who_is_removed_is_gone_and_gets_another_key(tmp_path: Path) -> None:
-    """The configuration does not know the old one any more."""
+    """A removed user disappears from the server's configuration, and gets a new key if it is added again."""
     [before] = ensure_users(tmp_path, [ALICE])
     assert remove_user(tmp_path, ALICE)
     assert not remove_user(tmp_path, ALICE)
@@ -110,7 +116,7 @@ def test_who_is_removed_is_gone_and_gets_another_key(tmp_path: Path) -> None:
 
 
 def test_credentials_show_no_secret() -> None:
-    """Neither in `repr` nor in `str`, nor as a part of a server."""
+    """Neither `repr` nor `str` of credentials, of their user or of a server shows the seed."""
     credentials = Credentials(
         fleet="F", role=Role.ADMIN, name="a", seed="SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY"
     )
@@ -120,7 +126,7 @@ def test_credentials_show_no_secret() -> None:
 
 @contextmanager
 def nats_server(config: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A nats-server as an operator starts it, once it is ready, and its port."""
+    """Run nats-server with a configuration file, wait until it is ready, and yield the process and its port."""
     with subprocess.Popen([find_binary(), "-c", config], stderr=subprocess.PIPE, text=True) as process:
         try:
             if process.stderr is None:
@@ -138,7 +144,7 @@ def nats_server(config: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def reload(process: subprocess.Popen[str]) -> None:
-    """Have the server read its configuration again, and wait until it has."""
+    """Let the server reload its configuration, and wait until it has."""
     process.send_signal(signal.SIGHUP)
     for line in process.stderr or ():
         if "Reloaded" in line:
@@ -146,7 +152,7 @@ def reload(process: subprocess.Popen[str]) -> None:
 
 
 def init(folder: Path, *options: str) -> dict[str, dict[str, str]]:
-    """Run `rollbus auth init`; the users by name."""
+    """Run `rollbus auth init` and return the users by name."""
     done = rollbus("auth", "init", "--dir", str(folder), "--listen", "127.0.0.1:-1", "--json", *options)
     assert (done.returncode, done.stderr) == (0, "")
     return {user["name"]: user for user in json.loads(done.stdout)["users"]}
@@ -154,7 +160,10 @@ def init(folder: Path, *options: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.slow
 async def test_a_server_lets_in_whom_init_made(tmp_path: Path) -> None:
-    """`auth init` and `nats-server -c`: the users are let in, others are not; users that are added after a reload."""
+    """A nats-server with the files of `auth init` accepts its users.
+
+    After a reload, it also accepts users that were added.
+    """
     require_binary()
     users = init(tmp_path, "--trainer", "alice")
     with nats_server(tmp_path / "nats-server.conf") as (process, port):
@@ -175,7 +184,7 @@ async def test_a_server_lets_in_whom_init_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
-    """With a certificate the server speaks TLS alone, and clients check it with what `--tls-ca` names."""
+    """With a certificate, the server speaks only TLS, and clients verify the server with the file of `--tls-ca`."""
     require_binary()
     cert, key = certificate(tmp_path)
     users = init(tmp_path / "auth", "--server-cert", str(cert), "--server-key", str(key))
@@ -194,7 +203,7 @@ async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
 
 
 def test_files_of_tls_that_are_none_are_named() -> None:
-    """The error says which."""
+    """The error for a missing TLS file names the file."""
     with pytest.raises(BusBroken, match=r"/nonexistent\.pem is not possible"):
         Tls(ca="/nonexistent.pem").context()
 
@@ -211,7 +220,7 @@ def test_files_of_tls_that_are_none_are_named() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_a_usage_error(options: tuple[str, ...], problem: str, tmp_path: Path) -> None:
-    """One line, and nothing is written."""
+    """Invalid options of `rollbus auth init` are a usage error, and no file is written."""
     done = rollbus("auth", "init", "--dir", str(tmp_path / "d"), *options)
 
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Published versions where users have roles: publishers publish, workers fetch, and nobody else does either."""
+"""Published versions with roles: only publishers can publish, and workers can fetch."""
 
 from pathlib import Path
 
@@ -25,12 +25,15 @@ BUCKET = published_bucket(FLEET, MODEL)
 
 
 def store_of(guard: Guarded, name: str) -> VersionStore:
-    """A store with the credentials of a user."""
+    """Return a version store with the credentials of a user."""
     return VersionStore(guard.login(name), Subjects(FLEET), MODEL, publisher=name)
 
 
 async def test_a_publisher_publishes_and_workers_fetch(tmp_path: Path) -> None:
-    """All of it signed, with lists of ranks and cleaning; the server sees nobody try what it may not."""
+    """A publisher can publish with several ranks and delete old versions, and a worker can fetch the result.
+
+    All of it is signed, and the server denies nothing.
+    """
     async with guarded(tmp_path) as guard, guard.connected("boss") as boss, guard.connected("carol") as carol:
         store, rank = store_of(guard, "carol"), store_of(guard, "carol")
         await store.open()
@@ -67,7 +70,7 @@ async def test_a_publisher_publishes_and_workers_fetch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["alice", "dave", "front", "eye", "w0"])
 async def test_other_roles_do_not_publish(tmp_path: Path, name: str) -> None:
-    """Neither trainers, nor publishers of other models, nor frontends, viewers and workers; nothing is stored."""
+    """Trainers, publishers of other models, frontends, viewers and workers cannot store a version."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
         store = store_of(guard, name)
         with pytest.raises((BusBroken, ControlError, Error)):
@@ -77,7 +80,7 @@ async def test_other_roles_do_not_publish(tmp_path: Path, name: str) -> None:
 
 
 async def test_a_record_that_no_publisher_signed_does_not_count(tmp_path: Path) -> None:
-    """A publisher takes the lease past it, in a higher epoch."""
+    """A publisher ignores an unsigned chain record and acquires the lease in a higher epoch."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
         forged = ChainRecord(model=MODEL, epoch=0, holder=Holder(publisher="mallory", incarnation="x"))
         info = ObjectInfo(

@@ -1,4 +1,4 @@
-"""Who may see what others command, and what strangers make of that."""
+"""Which roles may observe the commands of others, and that no other role can forge what they observe."""
 
 from pathlib import Path
 
@@ -19,7 +19,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("watcher", "commander"), [("front", "boss"), ("boss", "front")])
 async def test_commanders_see_commands_of_each_other(watcher: str, commander: str, tmp_path: Path) -> None:
-    """With what workers answer; which nobody else can forge. And whose requests wait."""
+    """An admin and a frontend observe each other's commands and acks, which other roles cannot forge.
+
+    They can also list the clients of waiting requests.
+    """
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with (
@@ -51,7 +54,7 @@ async def test_commanders_see_commands_of_each_other(watcher: str, commander: st
 
 @pytest.mark.parametrize("name", ["alice", "carol", "eye"])
 async def test_others_may_not(name: str, tmp_path: Path) -> None:
-    """It is an error where it is asked for, and nowhere else: requests of the same client go on."""
+    """For other roles, observing commands fails with `PermissionDenied`, and the client's requests continue."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, rollbus.connect(guard.login(name)) as rb:

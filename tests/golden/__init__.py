@@ -1,1 +1,1 @@
-"""The wire, byte by byte: messages whose encoding never changes within a wire version."""
+"""The wire format byte by byte: golden messages, whose encoding never changes within a wire version."""

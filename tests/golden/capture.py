@@ -1,6 +1,6 @@
 """Record a run of a real engine as a golden vector: `python -m tests.golden.capture --help`.
 
-Speaks the protocol's plain mode with nothing but a NATS client, so that what is recorded is what is on the wire.
+It uses the protocol's plain mode with only a NATS client, so that it records exactly the bytes on the wire.
 """
 
 import argparse
@@ -20,10 +20,10 @@ CLIENT = "golden"
 
 
 async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[int]) -> Captured:
-    """Send one request and collect the frames that answer it.
+    """Send one request and return it with the frames that answer it.
 
     Raises:
-        TimeoutError: no terminal chunk came in time.
+        TimeoutError: no terminal chunk arrived in time.
     """
     subjects = Subjects(fleet)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -54,7 +54,7 @@ async def capture(url: str, *, fleet: str, model: str, about: str, prompt: list[
 
 
 def main() -> None:
-    """Parse the command line, record, and write the file and its view."""
+    """Parse the command line, record the run, and write the file and its view."""
     parser = argparse.ArgumentParser(description="Record a run of a real engine as a golden vector.")
     parser.add_argument("--nats", default="nats://127.0.0.1:4222")
     parser.add_argument("--fleet", default="default")

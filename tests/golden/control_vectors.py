@@ -1,4 +1,4 @@
-"""The golden messages of the control plane by name, as `vectors` has the others: appended to, never edited."""
+"""The golden messages of the control plane by name. As in `vectors`, messages are appended and never edited."""
 
 import zlib
 

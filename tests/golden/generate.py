@@ -1,9 +1,10 @@
 """Write the golden files of the current wire version: `python -m tests.golden.generate`.
 
-`v1/<name>.msgpack` (or `.json`, for what is JSON on the wire) holds the bytes of `vectors.VECTORS`, and
-`v1/<name>.view.json` the same for people. `v1/captured/<name>.msgpack` was recorded from a real engine by
-`tests.golden.capture`; it is never written here, only its view is. Nor is `v1/earlier/<name>.<number>.*`: what earlier
-releases wrote for the same message, before a field was appended.
+`v1/<name>.msgpack` (or `.json`, for messages that are JSON on the wire) has the bytes of `vectors.VECTORS`, and
+`v1/<name>.view.json` has the same message in readable form. `tests.golden.capture` has recorded
+`v1/captured/<name>.msgpack` from a real engine; this module writes only its view. This module does not write
+`v1/earlier/<name>.<number>.*` either: earlier releases wrote these bytes for the same message, before a field was
+appended.
 """
 
 from pathlib import Path
@@ -28,28 +29,28 @@ ROOT = Path(__file__).parent / "v1"
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to a real engine and every frame that answered it, as they were on the wire."""
+    """One request to a real engine and all frames that answered it, as they were on the wire."""
 
     about: str
-    """Model and engine, for people."""
+    """Readable name of model and engine."""
     request: bytes
-    """A `RequestMessage`."""
+    """An encoded `RequestMessage`."""
     frames: list[bytes]
-    """Each a `Frame`, in the order of their arrival."""
+    """Encoded frames in the order of their arrival."""
 
     def decoded(self) -> tuple[RequestMessage, list[Frame]]:
-        """The messages in it."""
+        """Return the decoded request and frames."""
         return decode_request_message(self.request), [decode_frame(frame) for frame in self.frames]
 
 
 def captured_runs() -> dict[str, Captured]:
-    """The captured runs by the names of their files."""
+    """Return the captured runs by the names of their files."""
     decoder = msgspec.msgpack.Decoder(Captured)
     return {path.stem: decoder.decode(path.read_bytes()) for path in sorted((ROOT / "captured").glob("*.msgpack"))}
 
 
 def generate(root: Path) -> None:
-    """Write everything that can be computed below `root`."""
+    """Write all computed golden files and views below `root`."""
     (root / "captured").mkdir(parents=True, exist_ok=True)
     for name, message in VECTORS.items():
         if isinstance(message, RequestMessage | Frame | LinkMessage):

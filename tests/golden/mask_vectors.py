@@ -1,4 +1,4 @@
-"""The golden messages of sampling masks by name; appended to, never edited, as `tests.golden.vectors`."""
+"""The golden messages of sampling masks by name. As in `vectors`, messages are appended and never edited."""
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from tests.support.arrays import little_endian
 __all__ = ["MASK_VECTORS"]
 
 MASK = SamplingMask(little_endian(np.array([3, 1]), "<i4"), little_endian(np.array([5, 300, 151_643, 7]), "<i4"))
-"""Three ids for the first token, and one for the second."""
+"""A mask with three ids for the first token and one id for the second."""
 
 MASK_VECTORS: dict[str, RequestMessage | Frame] = {
     "request_sampling_mask": RequestMessage(

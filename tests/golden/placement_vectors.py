@@ -1,4 +1,4 @@
-"""The golden messages of placement by name; appended to, never edited, as `tests.golden.vectors`."""
+"""The golden messages of placement by name. As in `vectors`, messages are appended and never edited."""
 
 import msgspec
 

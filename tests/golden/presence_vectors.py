@@ -1,4 +1,4 @@
-"""Golden messages of workers about themselves by name, as `vectors` has the others: appended to, never edited."""
+"""The golden messages of worker presence by name. As in `vectors`, messages are appended and never edited."""
 
 from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.weights import PublishedVersion, Staging

@@ -1,7 +1,8 @@
-"""Messages as other releases of wire version 1 write them, made of those of this one.
+"""Messages of other releases of wire version 1, made from messages of this release.
 
-A later release appends to every array that is a struct, and adds fields to every map. An earlier one leaves out what
-it does not know: here all that has its default, as a field of a later release always had in what was sent before it.
+A later release appends to each array that is a struct, and adds fields to each map. An earlier release omits the fields
+that it does not know. Here it omits all fields with their default, because a message sent before a field was added
+always has the field's default.
 """
 
 from collections.abc import Callable
@@ -17,28 +18,28 @@ from rollbus.schemas.sampling import SamplingParams
 __all__ = ["earlier", "later", "of_version", "packed"]
 
 ADDED = {"from": "the future", "list": [1, {"a": None}]}
-"""In each place where a later release may have something new."""
+"""The value that a later release adds at each possible place."""
 PACKED = (Frame, LinkMessage, RequestMessage)
-"""The messages that are msgpack; all others are JSON."""
+"""The message types encoded as msgpack; all others are JSON."""
 
 
 def packed(message: object, plain: Any) -> bytes:
-    """Encode the plain value `plain` in the way in which `message` is encoded."""
+    """Encode the plain value `plain` in the format of `message`."""
     return msgspec.msgpack.encode(plain) if isinstance(message, PACKED) else msgspec.json.encode(plain)
 
 
 def later(message: msgspec.Struct) -> bytes:
-    """The message as a later release may send it."""
+    """Return the message as a later release may send it."""
     return packed(message, _changed(message, _add))
 
 
 def earlier(message: msgspec.Struct) -> bytes:
-    """The message as an earlier release sent it, which knew no field that has its default here."""
+    """Return the message as sent by an earlier release, which knew none of the fields that have their default here."""
     return packed(message, _changed(message, _leave_out))
 
 
 def of_version(message: msgspec.Struct, version: int) -> bytes:
-    """The message under another wire version, and with a field that is of another type there."""
+    """Return the message under another wire version, with fields of other types."""
     plain = msgspec.to_builtins(message) if not isinstance(message, PACKED) else msgspec.msgpack.decode(encode(message))
     if isinstance(plain, list):
         return packed(message, [version, *([None] * (len(plain) - 1))])
@@ -49,7 +50,7 @@ Change = Callable[[msgspec.Struct, Any], Any]
 
 
 def _changed(value: Any, change: Change) -> Any:
-    """`value` in plain types, each struct in it changed."""
+    """Return `value` in plain types, with `change` applied to each struct in it."""
     if isinstance(value, RequestMessage):
         fields = {name: _changed(getattr(value, name), change) for name in value.__struct_fields__ if name != "request"}
         return change(value, fields | {"request": _changed(decode_request(value.request), change)})
@@ -77,7 +78,7 @@ def _tagged(value: msgspec.Struct, names: list[str], values: list[Any]) -> dict[
 def _add(value: msgspec.Struct, plain: Any) -> Any:
     if isinstance(plain, list):
         return [*plain, ADDED, "more"]
-    # A command is JSON that people write: what its worker does not know is refused.
+    # People write commands as JSON, so a worker rejects unknown fields of a command.
     return plain if isinstance(value, Command) else {"added_later": ADDED, **plain}
 
 

@@ -1,4 +1,4 @@
-"""The bytes on the wire are those that are checked in, and mean what they meant."""
+"""The encoded bytes equal the checked-in golden files, and these decode to the same messages as before."""
 
 from pathlib import Path
 from typing import get_args
@@ -34,7 +34,7 @@ from tests.schemas.strategies import plain
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Every golden file by its name below `root`, without what was captured, and what earlier releases wrote."""
+    """Return all golden files below `root` by name, without captured runs and files of earlier releases."""
     paths = (path for path in root.rglob("*") if path.is_file() and path.parent.name != "earlier")
     return {
         str(path.relative_to(root)): path.read_bytes()
@@ -45,7 +45,10 @@ def files(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.proves("P31")
 def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
-    """Each golden message encodes to the bytes that other programs know: `python -m tests.golden.generate`."""
+    """Each golden message encodes to the bytes that other programs know.
+
+    `python -m tests.golden.generate` writes them.
+    """
     generate(tmp_path)
 
     assert files(tmp_path) == files(ROOT)
@@ -53,12 +56,12 @@ def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_the_checked_in_bytes_mean_what_they_meant(name: str) -> None:
-    """Each golden file decodes to the message it was made from."""
+    """Each golden file decodes to the message from which it was made."""
     check_means(golden_bytes(name), VECTORS[name])
 
 
 def golden_bytes(name: str) -> bytes:
-    """The golden file of this name."""
+    """Return the content of the golden file with this name."""
     [path] = (path for suffix in ("msgpack", "json") if (path := ROOT / f"{name}.{suffix}").exists())
     return path.read_bytes()
 
@@ -71,7 +74,7 @@ def test_what_earlier_releases_wrote_means_the_same(path: Path) -> None:
 
 
 def check_means(data: bytes, expected: Message) -> None:
-    """These bytes decode to `expected`."""
+    """Assert that these bytes decode to `expected`."""
     match expected:
         case Frame():
             assert decode_frame(data) == expected
@@ -95,13 +98,13 @@ def check_means(data: bytes, expected: Message) -> None:
 
 
 def envelope(message: RequestMessage) -> tuple[object, ...]:
-    """What stands around a request."""
+    """Return the fields of a request message except the request."""
     fields = message.__struct_fields__
     return tuple(getattr(message, name) for name in fields if name != "request")
 
 
 def test_golden_requests_decode_to_their_fields() -> None:
-    """A full request keeps every field, and a prompt may come as a list of integers too."""
+    """A full request keeps every field, and a prompt may also be a list of integers."""
     requests = {
         name: decode_request(decode_request_message((ROOT / f"{name}.msgpack").read_bytes()).request)
         for name in VECTORS
@@ -115,9 +118,9 @@ def test_golden_requests_decode_to_their_fields() -> None:
 
 
 def test_the_golden_full_request_leaves_no_field_at_its_default() -> None:
-    """A field added to a request or its sampling is added to the golden vectors as well."""
+    """The golden vectors contain each field of a request and its sampling with a value other than its default."""
     values: list[msgspec.Struct] = [FULL_REQUEST, FULL_REQUEST.sampling]
-    # One request for n samples is never sent: its n children are.
+    # `n` has its default: a client sends n child requests instead of one request for n samples.
     optional = [(value, field) for value in values for field in msgspec.structs.fields(value) if not field.required]
     left = [field.name for value, field in optional if getattr(value, field.name) == field.default]
 
@@ -128,7 +131,7 @@ def test_the_golden_full_request_leaves_no_field_at_its_default() -> None:
 
 
 def test_array_structs_are_positional_from_the_first_field() -> None:
-    """A chunk's elements stand in the order of docs/wire.md, whatever Python does to keyword-only fields."""
+    """The elements of a chunk have the order of docs/wire.md, although Python reorders keyword-only fields."""
     frame = msgspec.msgpack.decode((ROOT / "frame_routing_u1.msgpack").read_bytes())
     chunk = frame[4][1]
 
@@ -141,7 +144,7 @@ def test_array_structs_are_positional_from_the_first_field() -> None:
 
 
 def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
-    """What a real engine sent decodes, is complete, means the same encoded again, and follows the row rule."""
+    """Frames of a real engine decode, are complete, encode to equal frames, and follow the row rule."""
     runs = captured_runs()
     assert runs
     for run in runs.values():
@@ -154,7 +157,7 @@ def test_captured_runs_of_a_real_engine_keep_the_contract() -> None:
 
 
 def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
-    """One stream, whole: contiguous chunks, one terminal, totals and rows as they must be."""
+    """Assert that a response stream is complete: contiguous chunks, one terminal chunk, and correct totals and rows."""
     assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
     assert [chunk.is_terminal for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     end = chunks[-1].end
@@ -170,7 +173,7 @@ def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
         start + sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))
     ]
     assert len({(part.dtype, part.shape[1:]) for part in parts}) == 1
-    # Top-k experts of one token and layer are different ones.
+    # The top-k experts of one token and layer differ from each other.
     assert all(len(set(row)) == len(row) for row in rows.reshape(-1, rows.shape[2]).tolist())
     for chunk in chunks:
         if chunk.num_tokens:
@@ -179,7 +182,7 @@ def check_complete(request: GenerateRequest, chunks: list[Chunk]) -> None:
 
 
 def test_there_is_a_golden_command_of_every_kind() -> None:
-    """No command is left without bytes to test against."""
+    """The golden vectors contain each kind of command."""
     kinds = {type(message) for message in VECTORS.values()}
 
     assert set(get_args(AnyCommand)) <= kinds

@@ -1,4 +1,4 @@
-"""A client and workers that hear each other as other releases: what NATS carries is rewritten between them."""
+"""A client and workers of different releases: a proxy rewrites the messages from NATS into those of another release."""
 
 import re
 from collections import Counter
@@ -41,15 +41,15 @@ RELEASES = {"later": later, "earlier": earlier}
 
 
 class Rewriting:
-    """Makes what a NATS server delivers to one side the words of another release."""
+    """Rewrites the messages that a NATS server delivers to one side, as another release would send them."""
 
     def __init__(self, release: Callable[[msgspec.Struct], bytes]) -> None:
         self._release = release
         self.counts: Counter[str] = Counter()
-        """Messages that are other bytes than what was sent, by the kind of their subjects."""
+        """Number of messages whose bytes changed, by the kind of their subjects."""
 
     def filter(self) -> Callable[[bytes], bytes]:
-        """What becomes of the bytes of one connection, from its first on."""
+        """Return a function that rewrites the bytes of one connection, from its first byte."""
         unread = bytearray()
 
         def rewrite(data: bytes) -> bytes:
@@ -86,7 +86,7 @@ class Rewriting:
 @pytest.mark.proves("P12")
 @pytest.mark.parametrize(("release", "shape"), list(zip(RELEASES, reversed(SHAPES), strict=True)))
 async def test_a_fleet_of_two_releases(nats_url: str, fleet: str, release: str, shape: str) -> None:
-    """Results are the undisturbed ones, and commands are applied, with workers and a client of other releases."""
+    """With workers and a client of other releases, results are the same as without them, and commands are applied."""
     load = await Load.mixed(15, CONFIG)
     for_client, for_worker = Rewriting(RELEASES[release]), Rewriting(RELEASES[release])
     async with (

@@ -1,4 +1,4 @@
-"""Releases of wire version 1 understand each other in both directions, and no other version, from the golden bytes."""
+"""Releases of wire version 1 decode each other's messages in both directions and reject every other version."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ every_message = pytest.mark.parametrize("name", VECTORS)
 @pytest.mark.proves("P12")
 @every_message
 def test_what_later_releases_add_is_ignored(name: str) -> None:
-    """With something new in every array and map of it, each message means what it means here."""
+    """A message with an additional value in each array and map decodes to the same message."""
     message = VECTORS[name]
     data = later(message)
 
@@ -35,19 +35,19 @@ def test_what_later_releases_add_is_ignored(name: str) -> None:
 @pytest.mark.proves("P12")
 @every_message
 def test_what_earlier_releases_did_not_know_has_its_default(name: str) -> None:
-    """Without all that has its default, each message means what it means here."""
+    """A message without the fields that have their default decodes to the same message."""
     check_same(earlier(VECTORS[name]), VECTORS[name])
 
 
 def test_earlier_releases_left_something_out() -> None:
-    """What the test above leaves out is much: the messages of an earlier release are other bytes."""
+    """The test of earlier releases omits fields in more than a third of the golden messages."""
     shorter = [name for name, message in VECTORS.items() if len(earlier(message)) < len(golden_bytes(name).rstrip())]
 
     assert len(shorter) > len(VECTORS) // 3
 
 
 def check_same(data: bytes, expected: Message) -> None:
-    """These bytes mean `expected`, whatever else is in them."""
+    """Assert that these bytes decode to `expected`, whatever else they contain."""
     if isinstance(expected, RequestMessage):
         message = decode_request_message(data)
         assert envelope(message) == envelope(expected)
@@ -59,7 +59,7 @@ def check_same(data: bytes, expected: Message) -> None:
 @pytest.mark.proves("P12")
 @every_message
 def test_another_version_is_refused_by_its_number(name: str) -> None:
-    """A message of another wire version is refused, naming that one and ours, whatever else is in it."""
+    """A message of another wire version is rejected, whatever else it contains. The error names both versions."""
     message = VECTORS[name]
     with pytest.raises((RemoteProtocolError, InvalidRequest)) as caught:
         check_means(of_version(message, OTHER), message)
@@ -70,7 +70,10 @@ def test_another_version_is_refused_by_its_number(name: str) -> None:
 
 @pytest.mark.proves("P91")
 def test_a_command_of_a_later_release_is_refused_by_its_field() -> None:
-    """What a worker does not know of a command may be what matters: it says so instead of leaving it out."""
+    """A worker rejects a command with an unknown field and names the field.
+
+    It does not ignore the field, because the field may change the command's meaning.
+    """
     fields = msgspec.json.decode(golden_bytes("command_pause")) | {"at_noon": True}
 
     with pytest.raises(InvalidRequest, match="at_noon is unknown"):

@@ -1,4 +1,7 @@
-"""The golden messages by name. Appended to, never edited: their bytes are what other programs were written against."""
+"""The golden messages by name.
+
+Messages are appended and never edited, because other programs were written against their bytes.
+"""
 
 import msgspec
 import numpy as np
@@ -38,12 +41,12 @@ Message = RequestMessage | Frame | LinkMessage | WorkerPresence | ClientPresence
 
 
 def i4(*values: int) -> bytes:
-    """Token ids as they travel."""
+    """Return token ids in the wire format."""
     return little_endian(np.array(values), "<i4")
 
 
 def f4(*values: float) -> bytes:
-    """Logprobs as they travel."""
+    """Return log probabilities in the wire format."""
     return little_endian(np.array(values), "<f4")
 
 
@@ -84,7 +87,7 @@ FULL_REQUEST = GenerateRequest(
 )
 
 STREAM = [
-    # What a step of prefill gives: the prompt's rows and the first token.
+    # The result of a prefill step: the rows of the prompt and the first token.
     Chunk(
         request_id="a",
         attempt=0,
@@ -95,7 +98,7 @@ STREAM = [
         logprobs_data=f4(-0.5),
         routed_experts=RoutedExperts.from_rows(np.arange(12, dtype="u1").reshape(3, 2, 2), 0),
     ),
-    # A step of decode: one row, of the token before.
+    # The result of a decode step: one row, which belongs to the previous token.
     Chunk(
         request_id="a",
         attempt=0,

@@ -1,4 +1,4 @@
-"""Messages as people read them: fields by name, arrays by dtype and values."""
+"""Readable views of messages: fields by name, arrays by dtype and values."""
 
 import json
 from typing import Any
@@ -15,12 +15,12 @@ DTYPES = {"token_ids_data": "<i4", "logprobs_data": "<f4", "counts_data": "<i4"}
 
 
 def as_json(value: object) -> bytes:
-    """A view as it stands in a file: indented, ending in a newline."""
+    """Return a view in the format of its file: indented JSON that ends in a newline."""
     return (json.dumps(view(value), indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def view(value: Any) -> Any:
-    """A message, or anything in it, as JSON's types; arrays become strings, so that they stay on one line."""
+    """Return a message or a value in it as JSON types. Arrays become strings, so that they stay on one line."""
     if isinstance(value, RequestMessage):
         request = msgspec.json.decode(encode_json(decode_request(value.request)))
         request["prompt_token_ids"] = f"<i4 {json.dumps(request['prompt_token_ids'])}"
@@ -46,5 +46,5 @@ def view(value: Any) -> Any:
 
 
 def array_view(data: bytes | None, dtype: str) -> str | None:
-    """The values of an array that travelled as bytes."""
+    """Return the values of an array that was sent as bytes."""
     return None if data is None else f"{dtype} {json.dumps(np.frombuffer(data, dtype).tolist())}"

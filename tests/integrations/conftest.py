@@ -1,4 +1,4 @@
-"""Fixtures of the tests of trainers: workers of small models in float32, and environments from PyPI."""
+"""Fixtures of the trainer tests: workers of small models in float32, and environments from PyPI."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from tests.support.real_fleet import RealWorkers
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in float32 without experts: sampler and trainer then compute the same."""
+    """A float32 checkpoint without experts, so that sampler and trainer compute the same values."""
     return make_tiny_moe(tmp_path_factory.mktemp("policy") / "policy", dtype="float32", dense=True)
 
 
 @pytest.fixture
 def policy_workers(nats_url: str, policy: Path, tmp_path: Path) -> Iterator[RealWorkers]:
-    """VLLM workers of `policy`, in a fleet of their own."""
+    """VLLM workers of `policy` in their own fleet."""
     workers = RealWorkers(nats_url, policy, version=0, cache=tmp_path / "cache")
     yield workers
     workers.stop()
@@ -26,7 +26,7 @@ def policy_workers(nats_url: str, policy: Path, tmp_path: Path) -> Iterator[Real
 
 @pytest.fixture(scope="session")
 def callers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints with experts in float32, whose tokenizer has Qwen3's tokens for tool calls."""
+    """Two float32 checkpoints with experts, whose tokenizer has Qwen3's tokens for tool calls."""
     folder = tmp_path_factory.mktemp("callers")
     first, second = (make_tiny_moe(folder / f"caller-{seed}", dtype="float32", seed=seed) for seed in (0, 1))
     for checkpoint in (first, second):
@@ -38,7 +38,10 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def caller_workers(
     nats_url: str, callers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealWorkers]:
-    """VLLM workers of a fleet that starts with the first of `callers`; tests kill some, and update all."""
+    """VLLM workers of a fleet that starts with the first of `callers`.
+
+    Tests kill some workers and update all of them.
+    """
     workers = RealWorkers(nats_url, callers[0], version=0, cache=tmp_path_factory.mktemp("cache"))
     yield workers
     workers.stop()
@@ -46,5 +49,5 @@ def caller_workers(
 
 @pytest.fixture(scope="session")
 def tool_environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of environments with tools that verifiers' own release on PyPI has."""
+    """The folder of environments with tools in the source release of verifiers on PyPI."""
     return download_source(tmp_path_factory.mktemp("source")) / FIXTURES

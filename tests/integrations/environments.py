@@ -1,4 +1,4 @@
-"""Published environments of verifiers, and a model that can call their tools."""
+"""Published environments of verifiers, and a tokenizer with tokens for their tool calls."""
 
 import json
 import subprocess
@@ -13,14 +13,14 @@ __all__ = ["CALL", "CALL_END", "FIXTURES", "download_source", "teach_tool_calls"
 
 VERIFIERS = "0.4.0"
 FIXTURES = "tests/v1/fixtures"
-"""Where verifiers' source has the environments of its own end-to-end tests."""
+"""Folder of verifiers' source with the environments of its own end-to-end tests."""
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 TOKENS = (CALL, CALL_END, "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Of Qwen3's chat format, which the tiny model's tokenizer lacks."""
+"""Tokens of Qwen3's chat format that the tiny model's tokenizer lacks."""
 
 
 def download_source(folder: Path) -> Path:
-    """Bring verifiers' source from PyPI, and return its folder. No network is a reason to skip a test."""
+    """Download verifiers' source from PyPI and return its folder. Skip the test if the download fails."""
     command = [
         "download",
         "--quiet",
@@ -43,13 +43,13 @@ def download_source(folder: Path) -> Path:
 
 
 def teach_tool_calls(checkpoint: Path) -> None:
-    """Give a tiny model's tokenizer the tokens of tool calls, in the place of the last ones that it has learnt."""
+    """Add the tokens of tool calls to a tiny model's tokenizer, in place of its last tokens."""
     path = checkpoint / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     model = tokenizer["model"]
     first = len(model["vocab"]) - len(TOKENS)
     model["vocab"] = {token: number for token, number in model["vocab"].items() if number < first}
-    # The last merges made those tokens, and no other merge uses them.
+    # The last merges produce the replaced tokens, and no other merge uses them.
     model["merges"] = model["merges"][: -len(TOKENS)]
     for number, token in enumerate(TOKENS, first):
         model["vocab"][token] = number

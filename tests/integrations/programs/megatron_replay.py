@@ -1,4 +1,4 @@
-"""Run by the Python of trainers: Megatron-Core's router replay is fed with rows; prints `ok` if all of it holds."""
+"""Program for the trainers' Python: it feeds rows to Megatron-Core's router replay and prints `ok` on success."""
 
 import dataclasses
 
@@ -26,14 +26,14 @@ class Moe(torch.nn.Module):
         self.maps = []
 
     def forward(self, x):
-        """f32[T, HIDDEN]."""
+        """Apply the layer to f32[T, HIDDEN]."""
         probs, routing_map = topk_routing_with_score_function(self.router(x), TOP_K, router_replay=self.replay)
         self.maps.append(routing_map)
         return x + torch.einsum("te,ehd,th->td", probs, self.experts, x)
 
 
 def chosen(maps):
-    """Return the experts of each token, in order, as sets."""
+    """Return the set of experts of each token, in token order."""
     return [set(torch.nonzero(row).flatten().tolist()) for row in maps]
 
 
@@ -50,7 +50,7 @@ sample = Sample(
 model = torch.nn.Sequential(*(Moe() for _ in range(LAYERS)))
 x = torch.randn(batch.input_ids.shape[1], HIDDEN)
 
-# The rows have a layer more than this pipeline stage: its routers are those of layers 1 to 3.
+# The rows have one layer more than this pipeline stage, whose routers are those of layers 1 to 3.
 with replay(batch, layers=[1, 2, 3]) as replayed:
     out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
     replayed.begin_backward()
@@ -64,14 +64,14 @@ for index, layer in enumerate(model):
     assert layer.replay.router_replay_action is None
     assert layer.replay.replay_backward_list == []
 
-# A part of the tokens, in an order of its own.
+# A subset of the tokens in another order.
 own = torch.tensor([7, 2, 5])
 with replay(batch, layers=[0, 1, 2], tokens=own):
     model(x[own])
 for index, layer in enumerate(model):
     assert chosen(layer.maps[-1]) == [set(rows[token][index].tolist()) for token in own]
 
-# Outside of the block routers choose for themselves.
+# Outside of the block, the routers choose the experts.
 free = model[0].router(x).topk(TOP_K).indices
 model(x)
 assert chosen(model[0].maps[-1]) == [set(row.tolist()) for row in free]
