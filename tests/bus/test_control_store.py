@@ -27,7 +27,10 @@ MODEL = "org/model.v1"
 
 
 async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
-    """Nothing is recorded at first; then each command, in order, under the epoch that was returned."""
+    """The store is empty at first.
+
+    It then returns each recorded command, in order, under the epoch that `record` returned.
+    """
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         assert await store.read(MODEL) is None
@@ -42,7 +45,7 @@ async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_server_knows_when_a_command_was_recorded(nats_url: str, fleet: str) -> None:
-    """Each epoch has its own time, in order; one that is not there has none, nor one that the history has lost."""
+    """Each epoch has its own recording time, in order. Unknown epochs and epochs beyond the history have no time."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         assert await store.recorded_at(MODEL, 1) is None
@@ -62,7 +65,10 @@ async def test_the_server_knows_when_a_command_was_recorded(nats_url: str, fleet
 
 
 async def test_natss_own_tools_read_the_bucket(nats_url: str, fleet: str) -> None:
-    """It is a KV bucket: values by key, and its history is the log of the commands."""
+    """NATS tools can read the KV bucket.
+
+    It has one value for each model, and its history is the log of the commands.
+    """
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         for i in range(3):
@@ -81,7 +87,7 @@ async def test_natss_own_tools_read_the_bucket(nats_url: str, fleet: str) -> Non
 
 
 async def test_a_command_that_was_recorded_is_not_recorded_again(nats_url: str, fleet: str) -> None:
-    """The same id gives the same epoch, and writes nothing."""
+    """A command with a recorded id returns the same epoch and writes nothing."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         await store.record(MODEL, Pause(id="p"))
@@ -93,7 +99,10 @@ async def test_a_command_that_was_recorded_is_not_recorded_again(nats_url: str, 
 
 @pytest.mark.proves("P74")
 async def test_concurrent_writers_are_ordered(nats_url: str, fleet: str) -> None:
-    """Of many that record at once each gets an epoch of its own, and none is lost; of one command all get the same."""
+    """Commands that are recorded concurrently each get their own epoch.
+
+    A command that is recorded repeatedly keeps one epoch.
+    """
     async with opened(nats_url) as nats, opened(nats_url) as other:
         stores = [DesiredStore(connection, Subjects(fleet)) for connection in (nats, other)]
         async with asyncio.TaskGroup() as tasks:
@@ -112,7 +121,7 @@ async def test_concurrent_writers_are_ordered(nats_url: str, fleet: str) -> None
 
 
 async def test_a_refused_command_is_not_recorded(nats_url: str, fleet: str) -> None:
-    """What the state refuses changes nothing, and makes no bucket's entry."""
+    """A command that the state rejects changes nothing and creates no entry in the bucket."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         with pytest.raises(ControlError, match="this is the desired state of 'm'"):
@@ -127,7 +136,7 @@ async def test_a_refused_command_is_not_recorded(nats_url: str, fleet: str) -> N
 
 
 async def test_a_state_that_would_be_too_large_is_refused(nats_url: str, fleet: str) -> None:
-    """The size and the limit are named, and nothing is written."""
+    """A state that would be too large raises an error with its size and the limit, and nothing is written."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         path = "/" + "x" * 1100
@@ -141,7 +150,10 @@ async def test_a_state_that_would_be_too_large_is_refused(nats_url: str, fleet: 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b"{}", b'{"model": "other"}', b"\xff", b'{"model": "m", "epoch": -1}'])
 async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: str, garbage: bytes) -> None:
-    """Reading and recording name the key and the way out; a reset clears it, and epochs are higher than any before."""
+    """If a state cannot be decoded, reading and recording raise an error that names the key and the reset.
+
+    After the reset, epochs are higher than before.
+    """
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         _, epoch = await store.record("m", Pause(id="before"))
@@ -159,7 +171,7 @@ async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: 
 
 @pytest.mark.proves("P74")
 async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
-    """It leaves nothing desired under a higher epoch; where nothing is, there is nothing to reset."""
+    """A reset clears the desired state under a higher epoch. Without a state, it does nothing."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         assert not await store.reset("m")
@@ -175,7 +187,7 @@ async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P74")
 async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet: str) -> None:
-    """Whoever deletes it with NATS's own tools finds nothing desired, and later commands are not old."""
+    """If NATS tools delete a key, the desired state is empty, and later commands get higher epochs."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         for _ in range(3):
@@ -189,7 +201,7 @@ async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet:
 
 
 async def test_the_models_of_the_fleet_are_listed(nats_url: str, fleet: str) -> None:
-    """Those that something was recorded for, of this fleet alone."""
+    """`models` returns the models of this fleet for which a command was recorded."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         assert await store.models() == ()
@@ -202,7 +214,7 @@ async def test_the_models_of_the_fleet_are_listed(nats_url: str, fleet: str) -> 
 
 
 async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fleet: str) -> None:
-    """Who comes second sees the first one's state before anything is written."""
+    """A writer that loses the race decides again on the state that the first writer wrote."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         seen: list[int] = []
@@ -224,7 +236,10 @@ async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fl
 
 @pytest.mark.slow
 async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
-    """The first command makes it, although somebody listens where it is written to; so does one after its deletion."""
+    """The first command creates the bucket, although a subscription exists on its subject.
+
+    A command after its deletion creates it again.
+    """
     require_binary()
     async with EmbeddedServer(store_dir=tmp_path) as server, opened(server.url) as nats:
         store = DesiredStore(nats, Subjects("f"))
@@ -239,7 +254,7 @@ async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every operation fails at once with the reason."""
+    """Without JetStream, every operation fails immediately with the reason."""
     require_binary()
     change_config(monkeypatch)
     async with EmbeddedServer() as server, opened(server.url) as nats:
@@ -250,7 +265,10 @@ async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_state_keeps_the_id_of_its_bucket(nats_url: str, fleet: str) -> None:
-    """The first write draws it, later ones and resets keep it, and a bucket that is made anew has another."""
+    """The first write draws the id of the bucket.
+
+    Later writes and resets keep the id, and a new bucket has another id.
+    """
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         first, _ = await store.record("m", Pause())
@@ -265,7 +283,7 @@ async def test_a_state_keeps_the_id_of_its_bucket(nats_url: str, fleet: str) -> 
 
 
 async def test_a_state_of_before_ids_is_given_one(nats_url: str, fleet: str) -> None:
-    """With the next command that is recorded, and goes on counting."""
+    """A state without a bucket id gets one with the next recorded command, and its epochs continue."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         await store.record("m", Pause())

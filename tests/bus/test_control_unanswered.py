@@ -1,4 +1,4 @@
-"""Writes of a desired state whose answers do not come, as when a leader is lost: each command is recorded once."""
+"""Each command is recorded once, even if its write gets no answer, for example after the loss of a leader."""
 
 import contextlib
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ MODEL = "m"
 
 
 class Leader:
-    """Stands between a store and the server: does with each write what `answers` say, in turn, then as the server."""
+    """A replacement for `put` that handles the next writes as `fates` state, and then forwards writes to the server."""
 
     def __init__(self, *fates: str) -> None:
         self.fates = list(fates)
@@ -37,7 +37,7 @@ class Leader:
         *,
         timeout_s: float | None = None,
     ) -> int:
-        """As that of `rollbus.bus.nats.jetstream`."""
+        """Write as `rollbus.bus.nats.jetstream.put` does, unless the next fate differs."""
 
         async def write() -> int:
             return await put(nats, subject, data, headers, timeout_s=timeout_s)
@@ -45,7 +45,7 @@ class Leader:
         fate = self.fates.pop(0) if self.fates else ""
         later, self._later = self._later, None
         if later is not None:
-            # What the deposed leader had sent on is decided by the next one, before all else.
+            # The next leader first decides about the write that the previous leader had forwarded.
             with contextlib.suppress(ApiError):
                 await later()
         if fate == "answer lost":
@@ -53,7 +53,7 @@ class Leader:
         elif fate == "stored later":
             self._later = write
         elif fate == "another was first":
-            # As a leader says it that has another write on its way through the cluster.
+            # The leader answers with this error while another write is in progress in the cluster.
             raise ApiError(10164, "wrong last sequence")
         elif not fate:
             return await write()
@@ -62,7 +62,7 @@ class Leader:
 
 @pytest.fixture
 def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
-    """Give a leader that stands before all stores, and stores that try again at once."""
+    """Return a leader in front of all stores, and let stores retry immediately."""
     made = Leader()
     monkeypatch.setattr(module, "put", made.put)
     monkeypatch.setattr(retries, "AGAIN_S", 0.0)
@@ -86,7 +86,7 @@ def leader(monkeypatch: pytest.MonkeyPatch) -> Leader:
 async def test_a_command_without_an_answer_is_recorded_once(
     nats_url: str, fleet: str, leader: Leader, fates: list[str]
 ) -> None:
-    """Whatever became of the write: the command is there once, decided upon what was there before it."""
+    """Whether or not the write was stored, the command is recorded once and decided on the state before it."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         await store.record(MODEL, Resume(id="before"))
@@ -107,7 +107,7 @@ async def test_a_command_without_an_answer_is_recorded_once(
 
 
 async def test_another_command_that_came_first_is_not_taken_for_it(nats_url: str, fleet: str, leader: Leader) -> None:
-    """The write was lost and another writer was first: the command is recorded after that one's."""
+    """If the write is lost and another command is recorded first, the command is recorded after the other command."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         leader.fates = ["write lost"]
@@ -133,7 +133,7 @@ async def test_another_command_that_came_first_is_not_taken_for_it(nats_url: str
 
 @pytest.mark.parametrize("fate", ["answer lost", "write lost", "stored later"])
 async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str, leader: Leader, fate: str) -> None:
-    """It says that it cleared something, in one epoch."""
+    """A reset without an answer clears the state once, in one epoch, and returns True."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
         await store.record(MODEL, Pause())
@@ -151,7 +151,7 @@ async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str,
 async def test_it_is_not_waited_for_without_end(
     nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch, fate: str, problem: str
 ) -> None:
-    """After an election's time the writer hears that nobody answers, and that nothing is known."""
+    """If the server answers no write within the time of an election, the store raises an error with the reason."""
     monkeypatch.setattr(retries, "ELECTION_S", 0.05)
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))

@@ -1,4 +1,4 @@
-"""Weights and adapters for workers by hand: checked, recorded, applied, compared, set back, uploaded."""
+"""Updates of weights and adapters on scripted workers: check, recording, application, comparison and restoration."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from tests.support.fleet_states import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
 from tests.support.outcomes import incomplete
 
-pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+pytestmark = pytest.mark.slow  # each client waits half a second for presence
 
 GOOD = Canary(token_ids=(1, 2, 3), logprobs=(-0.1, -0.2, -0.3))
 BAD = Canary(token_ids=(9, 2, 3), logprobs=(-2.1, -0.2, -0.3))
 
 
 def loads(canary: Canary) -> Reply:
-    """A worker whose new weights give this canary."""
+    """Return a reply of a worker whose new weights produce this canary."""
 
     def reply(command: AnyCommand) -> Sequence[dict[str, Any]]:
         if isinstance(command, UpdateWeights):
@@ -41,19 +41,19 @@ def loads(canary: Canary) -> Reply:
 
 
 def commands(control: Controls, worker: str) -> list[str]:
-    """What a worker has heard."""
+    """Return the names of the commands that a worker received."""
     return [command.command for command in control[worker].heard]
 
 
 async def desired_version(control: Controls) -> int | None:
-    """Of the weights that are recorded for all workers."""
+    """Return the version of the weights that are recorded for all workers."""
     state = await control.store.read("m")
     command = None if state is None or "weights" not in state.registers else state.registers["weights"].command
     return command.version if isinstance(command, UpdateWeights) else None
 
 
 async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: str) -> None:
-    """Every worker checks the source first; then the update is recorded and applied with all its options."""
+    """Every worker checks the source first. Then the update is recorded and applied with all its options."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         for name in ("a", "b"):
             control[name].reply = loads(GOOD)
@@ -82,7 +82,7 @@ async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: st
     ],
 )
 async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str, answer: dict[str, Any]) -> None:
-    """One failed check ends it for all: nothing is recorded, and no worker hears of the update."""
+    """If one worker fails the check, the update is not recorded, and no worker receives it."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = unless(CheckWeights, ACCEPTED, answer)
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=1))
@@ -98,7 +98,7 @@ async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str
 async def test_a_check_that_is_not_answered_changes_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that lives and says nothing may be unable to: nothing is recorded."""
+    """If a live worker does not answer the check, it may be unable to load the weights, so nothing is recorded."""
     monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = silent
@@ -109,7 +109,10 @@ async def test_a_check_that_is_not_answered_changes_nothing(
 
 
 async def test_a_worker_that_dies_in_the_check_does_not_hold_up_the_others(nats_url: str, fleet: str) -> None:
-    """The rest goes on; the ledger lists it as missing, so that it is no full success."""
+    """If a worker dies during the check, the other workers apply the update.
+
+    The result lists the dead worker as missing, so it is incomplete.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
         control["b"].reply = silent
         updating = tasks.create_task(incomplete(control.rb.fleet.update_weights("/ckpt", version=1)))
@@ -123,7 +126,10 @@ async def test_a_worker_that_dies_in_the_check_does_not_hold_up_the_others(nats_
 
 
 async def test_a_worker_that_dies_in_the_update_is_missing(nats_url: str, fleet: str) -> None:
-    """What is desired stays: the survivor has it, and the other finds it when it comes back."""
+    """If a worker dies during the update, the desired state stays.
+
+    The other worker has applied it, and the dead worker reads it after a restart.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control, asyncio.TaskGroup() as tasks:
         control["b"].reply = unless(UpdateWeights, ACCEPTED)
         updating = tasks.create_task(incomplete(control.rb.fleet.update_weights("/ckpt", version=1)))
@@ -138,7 +144,7 @@ async def test_a_worker_that_dies_in_the_update_is_missing(nats_url: str, fleet:
 
 
 async def test_when_all_die_in_the_check_nothing_changes(nats_url: str, fleet: str) -> None:
-    """Nobody is left to apply anything."""
+    """If all workers die during the check, nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
         control["a"].reply = silent
         updating = tasks.create_task(incomplete(control.rb.fleet.update_weights("/ckpt", version=1)))
@@ -150,7 +156,10 @@ async def test_when_all_die_in_the_check_nothing_changes(nats_url: str, fleet: s
 
 
 async def test_an_update_that_all_fail_is_set_back(nats_url: str, fleet: str) -> None:
-    """What is desired is as before, so that workers that start later do not fail too."""
+    """If all workers fail an update, the previous desired state is restored.
+
+    Otherwise workers that start later would fail too.
+    """
     async with controlled(nats_url, fleet, "a", "b") as control:
         await control.rb.fleet.update_weights("/ckpt/1", version=1)
         for name in ("a", "b"):
@@ -162,7 +171,7 @@ async def test_an_update_that_all_fail_is_set_back(nats_url: str, fleet: str) ->
 
 
 async def test_an_update_that_some_fail_stays(nats_url: str, fleet: str) -> None:
-    """The fleet has moved on; those that failed say so and serve nothing."""
+    """If only some workers fail an update, the desired state stays. Those workers report the error."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = unless(UpdateWeights, failed(ControlCode.STORAGE, "no space left"))
         error = await incomplete(control.rb.fleet.update_weights("/ckpt", version=3))
@@ -172,7 +181,10 @@ async def test_an_update_that_some_fail_stays(nats_url: str, fleet: str) -> None
 
 
 async def test_the_worker_whose_canary_differs_is_fenced(nats_url: str, fleet: str) -> None:
-    """It said `applied`; it counts as failed, and is told to serve nothing. The majority goes on."""
+    """A worker whose canary differs counts as failed after its ack `applied`, and receives a fence.
+
+    The majority continues.
+    """
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         for name, canary in (("a", GOOD), ("b", BAD), ("c", GOOD)):
             control[name].reply = loads(canary)
@@ -185,14 +197,14 @@ async def test_the_worker_whose_canary_differs_is_fenced(nats_url: str, fleet: s
         assert error.message.startswith("its canary differs from the majority's: ")
         assert error.message.endswith("; it serves nothing")
         assert [isinstance(command, Fence) for command in control["b"].heard] == [False, False, True]
-        # So that it spares a worker for which another controller has recorded later weights meanwhile.
+        # With the epoch, the fence does not affect a worker for which another controller has recorded later weights.
         assert control["b"].heard[-1].epoch == control["b"].heard[1].epoch == 1
         assert commands(control, "a") == commands(control, "c") == ["check_weights", "update_weights"]
         assert await desired_version(control) == 1
 
 
 async def test_without_a_majority_all_are_fenced_and_it_is_set_back(nats_url: str, fleet: str) -> None:
-    """One against one: nobody knows which is right."""
+    """Without a majority of equal canaries, all workers receive a fence, and the previous desired state is restored."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["a"].reply = loads(GOOD)
         control["b"].reply = loads(BAD)
@@ -207,7 +219,7 @@ async def test_without_a_majority_all_are_fenced_and_it_is_set_back(nats_url: st
 async def test_a_fence_that_is_not_confirmed_is_said(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error tells that the worker may serve on with weights that are not verified."""
+    """If a worker does not confirm its fence, the error states that it may still serve unverified weights."""
     monkeypatch.setattr("rollbus.bus.control.updates.FENCE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.0)
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
@@ -222,7 +234,10 @@ async def test_a_fence_that_is_not_confirmed_is_said(
 
 
 async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
-    """Older than recorded, or than what workers were started with; a rollback must be asked for."""
+    """A version that is older than the recorded version or the workers' version is rejected.
+
+    No worker receives the rejected command. A rollback requires `allow_rollback`.
+    """
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].weight_version = 5
         await control["a"].announce()
@@ -242,7 +257,10 @@ async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, flee
 
 
 async def test_two_updates_at_once_are_ordered(nats_url: str, fleet: str) -> None:
-    """The newer version stays, whichever is recorded first; the older may be refused, and is never recorded over it."""
+    """Of two concurrent updates, the newer version stays.
+
+    The older one may be rejected, and never replaces the newer one.
+    """
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         async with asyncio.TaskGroup() as tasks:
             old = tasks.create_task(_outcome(control.rb, 1))
@@ -262,7 +280,7 @@ async def _outcome(rb: rollbus.Client, version: int) -> str:
 
 
 async def test_adapters_are_counted_up(nats_url: str, fleet: str) -> None:
-    """Without a version each load has the one after what is recorded; also of loads at the same time."""
+    """Without a version, each adapter load gets the next version after the recorded one, also for concurrent loads."""
     async with controlled(nats_url, fleet, "a") as control:
         await control.rb.fleet.load_lora("x", "/x")
         await control.rb.fleet.load_lora("x", "/x", version=7)
@@ -276,7 +294,7 @@ async def test_adapters_are_counted_up(nats_url: str, fleet: str) -> None:
 
 
 async def test_an_adapter_that_all_fail_is_set_back(nats_url: str, fleet: str) -> None:
-    """The one of before is desired again, or none."""
+    """If all workers fail to load an adapter, the previous adapter is desired again, or none."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (failed(ControlCode.BAD_SOURCE),)
         await incomplete(control.rb.fleet.load_lora("x", "/x"))

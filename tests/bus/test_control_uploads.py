@@ -1,4 +1,4 @@
-"""Checkpoints and adapters that are sent through NATS: what is kept of them, and for how long."""
+"""Uploads of checkpoints and adapters through NATS, and the time for which they are stored."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, con
 from tests.support.outcomes import incomplete
 from tests.support.waits import until
 
-pytestmark = pytest.mark.slow  # each client waits half a second for who is there
+pytestmark = pytest.mark.slow  # each client waits half a second for presence
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -30,13 +30,16 @@ def _folder(path: Path, text: str) -> Path:
 
 
 async def _uploads(control: Controls, fleet: str) -> set[str]:
-    """The prefixes of what is stored, without their random parts."""
+    """Return the prefixes of the stored objects, without their random parts."""
     infos = await list_objects(control.nats, f"rollbus-{fleet}")
     return {info.name.rpartition("/")[0].rpartition("-")[0] for info in infos}
 
 
 async def test_a_checkpoint_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Workers are told where it is in the object store; uploads are kept for what is recorded and the one before."""
+    """Workers receive the location in the object store.
+
+    The bucket stores the upload of the recorded version and of the previous one.
+    """
     async with controlled(nats_url, fleet, "a") as control:
         for version in (1, 2, 3):
             folder = _folder(tmp_path / str(version), f"weights {version}")
@@ -49,7 +52,7 @@ async def test_a_checkpoint_is_uploaded(nats_url: str, fleet: str, tmp_path: Pat
 
 
 async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """By a check, by the desired state, or because all failed: nothing of it stays."""
+    """An upload is deleted if a check fails or if all workers fail the update."""
     async with controlled(nats_url, fleet, "a") as control:
         folder = _folder(tmp_path / "ckpt", "weights")
         control["a"].reply = unless(CheckWeights, failed(ControlCode.BAD_SOURCE))
@@ -64,7 +67,7 @@ async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, t
 
 
 async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Also where the client is closed at once, as on Ctrl-C: no part stays, of which no object would know."""
+    """A cancelled upload leaves no chunk in the store, also if the client closes immediately, as on Ctrl-C."""
     folder = _folder(tmp_path / "ckpt", "x" * 2**26)
     stream = f"STREAM.INFO.OBJ_rollbus-{fleet}"
 
@@ -87,7 +90,10 @@ async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: s
 
 
 async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An update that a later one overtakes leaves its upload, as that one may fail and be set back to it."""
+    """If a later update replaces an update, the upload of the earlier one stays.
+
+    The desired state returns to the earlier update if the later one fails.
+    """
     one, two = (_folder(tmp_path / name, name) for name in ("one", "two"))
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         control["a"].reply = unless(UpdateWeights, ACCEPTED)
@@ -113,7 +119,7 @@ async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: s
 async def test_an_upload_whose_recording_was_not_confirmed_stays(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows whether it will be desired."""
+    """An upload stays if the recording of its command was not confirmed, because the command may be recorded."""
 
     async def fail(*_: object) -> None:
         raise BusBroken("cut off")
@@ -126,7 +132,10 @@ async def test_an_upload_whose_recording_was_not_confirmed_stays(
 
 
 async def test_only_what_was_uploaded_before_is_pruned(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An older version that came later is that of a controller which is about to go back to it."""
+    """`prune` removes only uploads from before its own.
+
+    A later upload of an older version belongs to a rollback of another controller.
+    """
     uploads = Uploads(nats_url, Subjects(fleet))
     folder = _folder(tmp_path / "ckpt", "weights")
 
@@ -141,12 +150,12 @@ async def test_only_what_was_uploaded_before_is_pruned(nats_url: str, fleet: str
 
 
 def _names_in(state: DesiredState) -> list[str]:
-    """The names of uploads that a state refers to."""
+    """Return the names of the uploads in a desired state."""
     return [objects.rpartition("/")[2] for objects in sources_in(state)]
 
 
 async def _heard(worker: ControlledWorker, kind: type[AnyCommand], *, version: int = 1) -> AnyCommand:
-    """The next command of a kind that a worker hears."""
+    """Return the next command of a type that a worker receives."""
     while True:
         command = await worker.waiting.get()
         if isinstance(command, kind) and getattr(command, "version", version) == version:
@@ -154,7 +163,7 @@ async def _heard(worker: ControlledWorker, kind: type[AnyCommand], *, version: i
 
 
 async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Each adapter's uploads are apart from the others' and from the weights'."""
+    """The uploads of each adapter are separate from those of other adapters and of weights."""
     async with controlled(nats_url, fleet, "a") as control:
         folder = _folder(tmp_path / "x", "adapter")
         for _ in range(3):
@@ -165,7 +174,10 @@ async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_an_adapters_uploads_go_with_it(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A trainer that names each adapter anew fills no store; what somebody else has stored is his."""
+    """Unloading an adapter deletes its uploads, so new adapter names do not fill the store.
+
+    Objects of another program stay.
+    """
     async with controlled(nats_url, fleet, "a") as control:
         folder = _folder(tmp_path / "x", "adapter")
         own = await put_folder(control.nats, f"rollbus-{fleet}", "mine", folder)

@@ -1,4 +1,4 @@
-"""Which of those that wait is told what a server refuses."""
+"""How a denial by the server reaches the task that waits for it."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ WORDS = f'Permissions Violation for Publish to "{SUBJECT}"'
 
 
 async def publish(denials: Denials) -> None:
-    """Wait for an answer that never comes."""
+    """Wait for an answer that never arrives."""
     async with denials.expected(SUBJECT):
         await asyncio.sleep(60)
 
 
 async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> None:
-    """The server refuses twice: the second one is as expected as the first, though the first block is gone by then."""
+    """Each of two concurrent publications receives its own denial, also if the block of the first has ended by then."""
     denials = Denials("worker w0")
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(refused(denials)) for _ in range(2)]
@@ -33,7 +33,7 @@ async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> Non
 
 
 async def test_what_nobody_waits_for_is_handed_back() -> None:
-    """Another subject, or a block that is over."""
+    """`add` returns a denial for which no block waits: another subject, or a block that has ended."""
     denials = Denials("worker w0")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0):
@@ -46,6 +46,6 @@ async def test_what_nobody_waits_for_is_handed_back() -> None:
 
 
 async def refused(denials: Denials) -> None:
-    """Wait, and be refused."""
+    """Wait until the publication is denied."""
     with pytest.raises(PermissionDenied, match="worker w0 may not publish on"):
         await publish(denials)

@@ -1,4 +1,4 @@
-"""Requests that a prefill and a decode worker serve together give what one worker gives, whatever happens between."""
+"""Prefill and decode workers together return the result of a single worker, also after failures between the phases."""
 
 from collections import Counter
 from pathlib import Path
@@ -30,7 +30,7 @@ ALONE = SyntheticConfig()
 async def check_equal(
     results: list[rollbus.Generation], requests: list[GenerateRequest], config: SyntheticConfig
 ) -> None:
-    """Each request has one result, equal to the one of a single engine (I1 to I3)."""
+    """Check that each request has one result, which equals that of a single engine (I1 to I3)."""
     check_results(results, requests, legs=2)
     expected = await undisturbed(requests, config)
     for result in results:
@@ -40,9 +40,10 @@ async def check_equal(
 @pytest.mark.proves("P24")
 @pytest.mark.parametrize("num_experts", [16, 300])
 async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_experts: int) -> None:
-    """Prompts of 1 to 500 tokens, rows from their start, middle and end, of one and two bytes, 32 and more at a time.
+    """A prefill and a decode worker return the result of a single worker.
 
-    Both workers served what is long enough, in one attempt, and what was transferred counts as cached.
+    Prompts have 1 to 500 tokens. Rows start at the start, middle and end of the prompt, and have one or two bytes for
+    each id. Both workers serve prompts of 32 and more tokens in one attempt, and transferred tokens count as cached.
     """
     config = SyntheticConfig(num_experts=num_experts)
     requests = [
@@ -67,7 +68,11 @@ async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_ex
 
 
 async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> None:
-    """Samples, prompt and top logprobs, stop tokens, minimal tokens, no logprobs and no routing."""
+    """All sampling options give the result of a single worker.
+
+    The requests use samples, prompt and top logprobs, stop tokens, minimum tokens, seeds, no logprobs, and no routed
+    experts.
+    """
     extras: list[dict[str, Any]] = [
         {"n": 3},
         {"prompt_logprobs": 2, "logprobs": 2},
@@ -94,12 +99,12 @@ async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> 
 
         assert all(result.exact for result in results)
         assert both.fallbacks() == {"sampling": 3}
-        # One token is all of a request for one: there is nothing to hand over.
+        # A request for one token has no decode phase, so it has no prefill phase either.
         assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
 
 
 async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
-    """Many more than the prefill workers have slots for: each gets its turn, and is served once and right."""
+    """With many more requests than slots of the prefill workers, each request is served once and correctly."""
     requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
     slots = SyntheticConfig(max_num_seqs=8)
     async with disaggregated(nats_url, fleet, prefill=slots, workers=("p1", "p2", "d1", "d2")) as both:
@@ -113,7 +118,10 @@ async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_stream_is_one(nats_url: str, fleet: str) -> None:
-    """Its first chunk is the prefill worker's, the others the decode worker's, and its one end says nothing of KV."""
+    """A stream consists of one chunk of the prefill worker and then chunks of the decode worker.
+
+    Its one end has no KV params.
+    """
     request = long("r")
     async with disaggregated(nats_url, fleet) as both:
         chunks = [chunk async for chunk in both.rb.generate(request)]
@@ -125,7 +133,7 @@ async def test_a_stream_is_one(nats_url: str, fleet: str) -> None:
 
 
 async def test_short_prompts_skip_prefill(nats_url: str, fleet: str) -> None:
-    """Below `prefill_min_tokens` they do; that is nothing to count."""
+    """Prompts below `prefill_min_tokens` have no prefill phase, and do not count as fallbacks."""
     async with (
         disaggregated(nats_url, fleet) as both,
         rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=101) as other,
@@ -141,7 +149,10 @@ async def test_short_prompts_skip_prefill(nats_url: str, fleet: str) -> None:
 
 
 async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet: str) -> None:
-    """And it is counted; a fleet of workers for both counts nothing."""
+    """Without a prefill worker, a decode worker serves alone, and the client counts a fallback.
+
+    A fleet without roles has no fallbacks.
+    """
     async with disaggregated(nats_url, fleet, workers=("d",)) as alone:
         await check_equal([await alone.rb.complete(long("r"))], [long("r")], ALONE)
         assert alone.fallbacks() == {PrefillFallback.NO_WORKER: 1}
@@ -151,7 +162,10 @@ async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet
 
 
 async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) -> None:
-    """They do not count for a model, for `wait_for_workers` or as its queue; the error says why."""
+    """Prefill workers alone serve no model, do not satisfy `wait_for_workers` and create no queue.
+
+    The error states the reason.
+    """
     async with disaggregated(nats_url, fleet, workers=("p",)) as both:
         with pytest.raises(NoWorkers, match="p is serving prefill phases only"):
             await both.rb.complete(long("r"))
@@ -165,7 +179,7 @@ async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) ->
 async def test_a_busy_prefill_worker_is_not_waited_for_long(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has waited for long enough is served by decode alone."""
+    """A request that waits too long for a prefill worker is served by a decode worker alone."""
     monkeypatch.setattr(machine, "PREFILL_WAIT_S", 0.05)
     slow = SyntheticConfig(max_num_seqs=1, step_s=0.5)
     requests = [long(f"r{number}") for number in range(3)]
@@ -178,7 +192,10 @@ async def test_a_busy_prefill_worker_is_not_waited_for_long(
 async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full for others, or deaf: its requests go to another, or to decode alone, and are no further attempts."""
+    """If a prefill worker rejects a request or does not answer, a decode worker serves it alone.
+
+    The request still has only one attempt.
+    """
     monkeypatch.setattr(machine, "PREFILL_WAIT_S", 0.3)
     monkeypatch.setattr(machine, "HAND_OVER_S", 0.05)
     async with disaggregated(nats_url, fleet) as both:
@@ -193,7 +210,7 @@ async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
 
 
 async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, fleet: str) -> None:
-    """Weights that only decode has, a prompt that just fits the context, and one that just fits a message."""
+    """The client skips a prefill worker without the weights, and a prompt that just fits a message."""
     config = SyntheticConfig(max_model_len=10_000_000)
     async with (
         disaggregated(nats_url, fleet, workers=("p",), prefill=config) as both,
@@ -208,7 +225,7 @@ async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, f
         await until_paired(both.rb, "p", "d")
         newer = await both.rb.complete(long("newer", min_weight_version=3))
         assert both.fallbacks() == {PrefillFallback.UNSUITABLE: 1}
-        # As many tokens as fit, with the request's other fields.
+        # As many tokens as fit into a message beside the other fields of the request.
         max_payload = both.rb._registry._runtime.nats.max_payload
         num_tokens = (max_payload - 900) // 4
         prompt = np.zeros(num_tokens, np.int32)
@@ -219,7 +236,10 @@ async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, f
 
 
 async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fleet: str) -> None:
-    """Its first token is its last, also where prefill has a longer context; with room for two, it goes both ways."""
+    """A prompt with room for one token has no prefill phase, even if the prefill worker has a longer context.
+
+    With room for two tokens, it has both phases.
+    """
     config = SyntheticConfig(max_model_len=100)
     requests = [long("full", 99, max_tokens=50), long("not", 98, max_tokens=50)]
     async with disaggregated(nats_url, fleet, prefill=ALONE, decode=config) as both:
@@ -229,11 +249,14 @@ async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fl
     assert {result.request_id: len(result.worker_ids) for result in results} == {"full": 1, "not": 2}
 
 
-# What goes with a request
+# Fields of a request in both phases
 
 
 async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Id, priority, salt, adapter, session and trace reach both engines; the handover bears the versions."""
+    """Id, priority, salt, adapter, session and trace reach both engines.
+
+    The KV transfer parameters contain the versions.
+    """
     adapter = write_adapter(tmp_path / "adapters" / "style")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     fields: dict[str, Any] = {
@@ -246,7 +269,7 @@ async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path
     async with disaggregated(nats_url, fleet, weight_version=4, weight_roots=(str(tmp_path),)) as both:
         ledger = await both.rb.fleet.load_lora("style", str(adapter), version=2)
         assert len(ledger.applied) == 2
-        # Their acks may be here before they announce that they serve again.
+        # The command acks may arrive before the workers publish that they serve again.
         await until_paired(both.rb, "p", "d")
         request = long("r", timeout_s=50.0, min_weight_version=4, **fields)
         chunks = [chunk async for chunk in both.rb.generate(request)]
@@ -266,7 +289,7 @@ async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path
 
 
 async def test_a_session_stays_with_its_workers(nats_url: str, fleet: str) -> None:
-    """All its turns prefill on one worker, on which its prefix is cached."""
+    """All turns of a session have their prefill phase on one worker, which caches the prefix."""
     async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
         for session in ("a", "b", "c", "d"):
             turns = [
@@ -277,7 +300,7 @@ async def test_a_session_stays_with_its_workers(nats_url: str, fleet: str) -> No
 
 
 async def test_samples_of_one_request_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
-    """Each has a leg of its own, as a handover is read once; the prompt is computed at one prefill worker."""
+    """Each sample has its own prefill phase, because its KV can be read once. All prefill phases run on one worker."""
     async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
         sampling = SamplingParams(n=4, max_tokens=3, temperature=0)
         results = [await both.rb.complete(long(f"r{i}", 600, sampling=sampling)) for i in range(3)]

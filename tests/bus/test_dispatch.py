@@ -1,4 +1,4 @@
-"""How requests reach a worker: through the queue, out of it again, and straight to the worker of their session."""
+"""How requests reach a worker: through the queue, again after a loss, and directly to the worker of their session."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -34,18 +34,21 @@ from tests.support.waits import until_true
 
 
 async def answer(worker: HandWorker, number: int, taken: Taken, token: int = 7) -> None:
-    """Admit a request for one token and end it in one frame."""
+    """Accept a request for one token and end it, in one frame."""
     await worker.frame(number, chunk(taken.key, 0, token, total=1), admitted=(taken.key,))
 
 
 def jetstream(worker: HandWorker) -> JetStreamContext:
-    """What can do things to the queue behind everybody's back."""
+    """Return a JetStream context that changes the queue without the knowledge of client and workers."""
     return worker.nats.jetstream()
 
 
 @pytest.mark.proves("P43")
 async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
-    """Past the queue's bound a request fails at once with `queue_full`; those in the queue are served."""
+    """Beyond the limit of the queue, a request fails immediately with `queue_full`.
+
+    Requests in the queue are served.
+    """
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
         rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
@@ -75,7 +78,7 @@ async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
 async def test_what_left_the_queue_unseen_is_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """A purged stream: requests that wait for long are looked for, and the orphans among them published again."""
+    """The client searches for requests that wait for long, and publishes orphans of a purged stream again."""
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
@@ -105,7 +108,7 @@ async def test_what_left_the_queue_unseen_is_published_again(
 async def test_the_server_is_asked_once_for_all_that_wait(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Orphans are looked for by lane: a long queue costs no more questions than a short one."""
+    """The client searches for orphans by lane, so a long queue needs no more server calls than a short one."""
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.2)
     asked: list[Lane] = []
 
@@ -136,7 +139,7 @@ async def test_the_server_is_asked_once_for_all_that_wait(
 
 @pytest.mark.slow
 async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it waits, a request that is in the queue stays there and is published once."""
+    """A request that stays in the queue is no orphan, however long it waits, and is published once."""
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.0)
     async with (
         worker_by_hand(nats_url, fleet, pulls=False) as idle,
@@ -145,7 +148,7 @@ async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, m
     ):
         await rb.fleet.wait_for_workers()
         waiting = tasks.create_task(rb.complete(request(1)))
-        # Each of these takes longer than a round of looking for orphans.
+        # Each call takes longer than one search for orphans.
         await rb.fleet.state()
         await rb.fleet.state()
         await rb.fleet.state()
@@ -159,7 +162,10 @@ async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, m
 @pytest.mark.proves("P45")
 @pytest.mark.slow
 async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: str, fleet: str) -> None:
-    """The last worker is gone: what nobody had admitted fails as `no_workers`, what one had lost with that loss."""
+    """After the last worker is gone, queued requests fail with `no_workers`.
+
+    A request that the worker had accepted fails with the loss of its worker.
+    """
     async with (
         worker_by_hand(nats_url, fleet) as worker,
         rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.2) as rb,
@@ -181,7 +187,7 @@ async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: 
 
 @pytest.mark.slow
 async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_url: str, fleet: str) -> None:
-    """While somebody serves the model, a missing stream is no reason to fail: its workers make it again."""
+    """While a worker serves the model, a request waits for a deleted stream until the workers create it again."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         for lane in ("resume", "normal"):
             await jetstream(worker).delete_stream(stream_name(worker.subjects, "m", lane))
@@ -191,7 +197,7 @@ async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_
 
 
 async def test_a_request_that_fits_no_message_is_refused(nats_url: str, fleet: str) -> None:
-    """A prompt over the server's `max_payload` fails with the sizes, before anything is published."""
+    """A prompt beyond the server's `max_payload` fails with the sizes, before the client publishes it."""
     prompt = rollbus.GenerateRequest(prompt_token_ids=range(3_000_000))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         refused = await error_of(rb.complete(prompt), RequestRejected)
@@ -205,7 +211,7 @@ async def test_a_request_that_fits_no_message_is_refused(nats_url: str, fleet: s
 
 
 async def test_an_attempt_is_bounded(nats_url: str, fleet: str) -> None:
-    """A request that is lost again and again is given up, with the last reason."""
+    """A request that is lost repeatedly fails after the maximum number of attempts, with the last error."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         many = tasks.create_task(all_of(rb.complete_many([request()])))
         for number in range(MAX_ATTEMPTS):
@@ -219,7 +225,7 @@ async def test_an_attempt_is_bounded(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> None:
-    """Requests of a session go straight to the worker that served it last, past the queue and past others."""
+    """Requests of a session go directly to the worker that served it last, and not through the queue."""
     async with (
         worker_by_hand(nats_url, fleet, "a", pulls=False) as a,
         worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
@@ -248,7 +254,10 @@ async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> Non
 
 
 async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet: str) -> None:
-    """`queue_full` of the session's worker: anybody may take the request, which has cost no attempt."""
+    """If the session's worker is full, the request goes to the queue for any worker.
+
+    This does not count as an attempt.
+    """
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1, session_id=session)))
         direct = await worker.take()
@@ -265,7 +274,10 @@ async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet
 
 @pytest.mark.slow
 async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats_url: str, fleet: str) -> None:
-    """Not admitted within a second, the request goes to the queue; the late offer of the first is refused."""
+    """If a worker does not accept a session's request within a second, the request goes to the queue.
+
+    The client answers the late offer of that worker with an abort.
+    """
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1, session_id=session)))
         direct, queued = await worker.take(), await worker.take()
@@ -280,7 +292,7 @@ async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats
 
 
 async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> None:
-    """Workers that announced no free slots get no request of a session directly."""
+    """The client sends no request of a session directly to a worker that announced no free slots."""
     async with worker_by_hand(nats_url, fleet, "full", pulls=False) as full, worker_by_hand(nats_url, fleet) as worker:
         full.free_slots = worker.free_slots = 0
         async with rollbus.connect(nats_url, fleet=fleet, client="me") as rb, asyncio.TaskGroup() as tasks:
@@ -295,7 +307,10 @@ async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> 
 
 
 async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -> None:
-    """What was on its way to a worker that says goodbye goes to the queue; the session stays with who takes it."""
+    """If the session's worker stops, its unaccepted request goes to the queue.
+
+    The session moves to the worker that accepts it.
+    """
     names = ["gone", "other", "third"]
     session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", names) == "gone")
     async with (
@@ -323,7 +338,7 @@ async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -
 
 
 async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -> None:
-    """However a request ends, and wherever it was then, nothing of it stays in the client's tables."""
+    """After a request has ended in any way and state, the tables of the client contain nothing of it."""
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         ids = ["done", "refused", "lost", "aborted", "left", "direct"]
         sessions = {"direct": session}
@@ -352,7 +367,7 @@ async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -
 
 
 async def outcome(awaitable: Awaitable[Generation]) -> str:
-    """How a request ends, in a word."""
+    """Return the finish reason or the error code of a request."""
     try:
         return (await awaitable).finish_reason
     except rollbus.RequestError as exc:

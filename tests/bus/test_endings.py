@@ -1,4 +1,4 @@
-"""How requests end before they are done: left, out of time, closed, or sent again under the same id."""
+"""How requests end early: abandoned, past their deadline, with a closed client, or sent again under the same id."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.support.streams import all_of
 
 @pytest.mark.proves("P37")
 async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) -> None:
-    """A caller that stops reading has its request stopped where it runs, and the next request is served."""
+    """If a caller stops reading a stream, the engine aborts the request, and the worker serves the next one."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
         async with contextlib.aclosing(rb.generate(sized(max_tokens=1_000_000))) as stream:
@@ -35,7 +35,7 @@ async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) 
 @pytest.mark.proves("P37")
 @pytest.mark.slow
 async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
-    """A request that outlasts its `timeout_s` fails with `timeout` and is aborted in the engine."""
+    """A request that exceeds its `timeout_s` fails with `timeout` and is aborted in the engine."""
     config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
         with pytest.raises(RequestTimeout, match=r"not finished within 0.5 s") as caught:
@@ -47,7 +47,10 @@ async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
 
 @pytest.mark.proves("P34")
 async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
-    """A second request of a live id is refused, the first goes on, and later the id is free again."""
+    """A second request with the id of an open request fails, and the first continues.
+
+    Afterwards the id can be used again.
+    """
     async with one_worker(config=SyntheticConfig(step_s=0.001)) as (rb, *_):
         async with contextlib.aclosing(rb.generate(sized(max_tokens=50, request_id="same"))) as stream:
             first = await anext(stream)
@@ -61,7 +64,7 @@ async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
 @pytest.mark.proves("P35")
 @pytest.mark.slow
 async def test_an_id_that_was_given_up_can_be_used_again_at_once(one_worker: StartServed) -> None:
-    """A request abandoned midway and sent again under its id gets its own chunks, never those of the first."""
+    """A request that is abandoned and sent again under its id gets its own chunks, never those of the first request."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, *_):
         expected = await rb.complete(sized(max_tokens=20))
@@ -73,13 +76,13 @@ async def test_an_id_that_was_given_up_can_be_used_again_at_once(one_worker: Sta
 
 
 def client_threads() -> list[str]:
-    """The threads of clients in this process; workers in it have others."""
+    """Return the names of the client threads in this process. Threads of workers have other names."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollbus-")]
 
 
 @pytest.mark.proves("P37", "P38")
 async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
-    """After close no thread of the client runs, and what it had open is aborted in the engine."""
+    """After a client has closed, none of its threads runs, and its open requests are aborted in the engine."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config) as (_, engine):
         async with rollbus.connect(nats_url, fleet=fleet) as rb:
@@ -98,7 +101,7 @@ async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: st
 
 @pytest.mark.slow
 async def test_a_deadline_frees_the_engine_while_nobody_reads(one_worker: StartServed) -> None:
-    """A stream that is not read is aborted at its deadline all the same."""
+    """A stream that no caller reads is aborted at its deadline too."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
         stream = rb.generate(sized(max_tokens=1_000_000, timeout_s=0.5))
@@ -112,7 +115,7 @@ async def test_a_deadline_frees_the_engine_while_nobody_reads(one_worker: StartS
 async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that nobody expected: open calls fail with it, later ones are refused, closing raises it."""
+    """An unexpected error in the client's thread fails open and later calls, and closing the client raises it."""
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oops")
@@ -142,7 +145,7 @@ async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
 
 @pytest.mark.slow
 async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
-    """Where no server answers, entering raises that, and no thread stays."""
+    """If no server answers, entering the client raises the error, and no thread remains."""
     threads = threading.enumerate()
     rb = rollbus.connect("nats://127.0.0.1:1", fleet=fleet)
     with pytest.raises(BusBroken, match="no NATS server"):
@@ -153,7 +156,7 @@ async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
 
 
 async def test_a_client_can_be_entered_again(nats_url: str, fleet: str) -> None:
-    """Left and entered once more, a client is another life of the same name."""
+    """A client that is entered again is a new incarnation with the same name."""
     rb = rollbus.connect(nats_url, fleet=fleet, client="me")
     async with synthetic_worker(nats_url, fleet):
         for _ in range(3):

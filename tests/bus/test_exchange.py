@@ -1,4 +1,7 @@
-"""Which attempt and which worker count: offers, lives and losses, with a worker by hand."""
+"""Which attempt and which worker are current after offers, new incarnations and losses.
+
+A scripted worker sends the frames.
+"""
 
 import asyncio
 
@@ -17,7 +20,7 @@ from tests.support.waits import until_true
 
 
 async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet: str) -> None:
-    """The plain course: published once, offered, acknowledged, ended."""
+    """In the normal case, a request is published once, offered, acknowledged and finished."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request()))
         taken = await worker.take()
@@ -36,7 +39,7 @@ async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet:
 
 
 async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str, fleet: str) -> None:
-    """A frame of a new incarnation, before any announcement of it, shows that the old one's requests are lost."""
+    """A frame of a new incarnation, even before its presence, shows that requests of the old one are lost."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         lost = tasks.create_task(rb.complete(request(2)))
         first = await worker.next_key()
@@ -54,7 +57,7 @@ async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str
 
 
 async def test_a_later_link_ends_what_the_earlier_one_had(nats_url: str, fleet: str) -> None:
-    """A worker that opens a new link has forgotten the old one, with all that was open there."""
+    """If a worker opens a new link, the requests on its old link are lost."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         first = await worker.next_key()
@@ -73,7 +76,7 @@ async def test_a_later_link_ends_what_the_earlier_one_had(nats_url: str, fleet: 
 
 
 async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str, fleet: str) -> None:
-    """`stopped`, under whatever incarnation, ends everything that the worker had."""
+    """The presence `stopped` ends all requests of the worker, under any incarnation."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
         first = await worker.next_key()
@@ -91,7 +94,10 @@ async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str,
 async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A life that was over before its frame was handled serves nothing; the request goes on elsewhere."""
+    """An offer that arrives after its worker has stopped does not count.
+
+    The request continues on another incarnation.
+    """
     monkeypatch.setattr("rollbus.bus.client.runtime.UNHEARD_S", 0.5)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
@@ -109,7 +115,7 @@ async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offe
 
 
 async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: str, fleet: str) -> None:
-    """`fenced` ends what this life of the worker had; what is only in the queue stays there."""
+    """The presence `fenced` ends the requests of this incarnation. Requests that are only in the queue stay there."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         running, queued = tasks.create_task(rb.complete(request(1))), tasks.create_task(rb.complete(request(1)))
         first, untouched = await worker.next_key(), await worker.next_key()
@@ -131,7 +137,7 @@ async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: st
 
 @pytest.mark.proves("P51")
 async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second worker that reports with an attempt which another holds is told to stop, and is not listened to."""
+    """If a second worker sends chunks of another worker's attempt, the client ignores them and sends an abort."""
     told: list[tuple[str, RequestKey]] = []
     monkeypatch.setattr(ClientLinks, "abort", lambda _, worker, key: told.append((worker, key)))
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
@@ -148,12 +154,12 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monk
     assert list(generation.token_ids) == [7, 8]
     assert generation.worker_ids == ("hand",)
     assert late == 2
-    # Once for the offer, and once for the chunk after which more would come.
+    # One abort answers the offer, and one answers the chunk that is not terminal.
     assert told == [("impostor", key)] * 2
 
 
 async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: str) -> None:
-    """A worker that offers what was given up meanwhile is told to stop."""
+    """If a worker offers a request that the caller has cancelled, the client answers with an abort."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         async with asyncio.TaskGroup() as tasks:
             completing = tasks.create_task(rb.complete(request()))
@@ -164,7 +170,7 @@ async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: s
 
 
 async def test_aborts_of_thousands_fit_into_messages(nats_url: str, fleet: str) -> None:
-    """Giving up very many requests with long ids at once tells the worker of each, in messages of a bounded size."""
+    """If a client abandons many requests with long ids at once, it aborts each of them in messages of limited size."""
     requests = [request(request_id=f"{'x' * 100}{i}") for i in range(600)]
     async with hand_worker(nats_url, fleet) as (worker, rb):
         results = rb.complete_many(requests, max_in_flight=600)
@@ -193,7 +199,7 @@ async def test_aborts_of_thousands_fit_into_messages(nats_url: str, fleet: str) 
 async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt(
     nats_url: str, fleet: str, code: ErrorCode
 ) -> None:
-    """What says nothing about the request itself does not reach its caller: it goes on elsewhere."""
+    """An error that concerns only the worker does not reach the caller. The next attempt of the request follows."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
         first = await worker.next_key()
@@ -208,7 +214,7 @@ async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt
 
 
 async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet: str) -> None:
-    """An engine's error about this request alone is its caller's, also when it was refused without an offer."""
+    """An error that concerns the request itself reaches its caller, also if the worker sends it without an offer."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         many = tasks.create_task(all_of(rb.complete_many([request(request_id="a"), request(request_id="b")])))
         keys = {key.request_id: key for key in (await worker.next_key(), await worker.next_key())}
@@ -225,7 +231,7 @@ async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet:
 
 @pytest.mark.proves("P13")
 async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
-    """A worker whose totals are wrong is not believed, and is told to stop."""
+    """If the totals of a worker are wrong, the request fails with `protocol_error`, and the client aborts it there."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
         key = await worker.next_key()
@@ -236,7 +242,7 @@ async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str,
 
 @pytest.mark.proves("P35")
 async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, fleet: str) -> None:
-    """A request under the id of one that has ended is another to workers and queue: the old one's frames are late."""
+    """A request that uses an id again has another key, so frames of the earlier request are late."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(rb.complete(request(1, request_id="same")))
         old = await worker.next_key()
@@ -253,7 +259,7 @@ async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, flee
 
 
 async def test_samples_of_one_request_end_together_when_one_fails(nats_url: str, fleet: str) -> None:
-    """One child of three fails: the call fails once, and the others are stopped where they run."""
+    """If one of three child requests fails, the call fails once, and the client aborts the other child requests."""
     sampling = SamplingParams(max_tokens=5, n=3, logprobs=None)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         call = rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=sampling))

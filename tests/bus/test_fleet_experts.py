@@ -1,4 +1,4 @@
-"""`rb.fleet.experts` on the synthetic engine: what workers counted is what stands in the rows that clients got."""
+"""`rb.fleet.experts` with the synthetic engine: the counts of workers equal the rows that clients received."""
 
 import asyncio
 from pathlib import Path
@@ -23,11 +23,14 @@ pytestmark = pytest.mark.slow
 
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 EXPERTS = 16
-"""Of the synthetic engine, unless it is told otherwise."""
+"""Default number of experts of the synthetic engine."""
 
 
 async def test_both_planes_are_those_of_the_clients_rows(one_worker: StartServed) -> None:
-    """Streamed and whole, with prefixes that were cached and without, of several steps and of one."""
+    """Prompt and generated counts equal the clients' rows of streamed and whole requests.
+
+    Some prompts have cached prefixes, and the requests take one or several steps.
+    """
     async with one_worker(worker_id="w0", config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         results = [await rb.complete(sized(64, 20)), await rb.complete(sized(80, 7)), await rb.complete(sized(3, 1))]
         stream = rb.generate(greedy(9, 30))
@@ -49,7 +52,7 @@ async def test_both_planes_are_those_of_the_clients_rows(one_worker: StartServed
 
 
 async def test_requests_that_decline_rows_are_not_seen(one_worker: StartServed) -> None:
-    """They are computed all the same, wholly or below their start."""
+    """Tokens whose rows a request declines count as computed and not as seen."""
     async with one_worker() as (rb, *_):
         await rb.complete(sized(10, 5, return_routed_experts=False))
         await rb.complete(sized(10, 5, routed_experts_prompt_start=6))
@@ -63,7 +66,7 @@ async def test_requests_that_decline_rows_are_not_seen(one_worker: StartServed) 
 
 
 async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> None:
-    """The prefill worker the prompt, the decode worker what it did not fetch."""
+    """The prefill worker counts the prompt, and the decode worker counts the tokens that it did not fetch."""
     async with disaggregated(nats_url, fleet) as found:
         result = await found.rb.complete(long("r", 100, 8))
         assert in_two_legs([result])
@@ -76,7 +79,7 @@ async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> No
     assert decode.window is not None
     assert (prefill.window.prompt.counts == counted([rows[:100]], EXPERTS)).all()
     assert (prefill.window.prompt.computed, prefill.window.generated.computed) == (100, 0)
-    # 96 positions were fetched; of the other five, the row of the first token alone is asked for.
+    # The decode worker fetched 96 positions. Of the other five, the client requests only the row of the first token.
     assert (decode.window.prompt.computed, decode.window.prompt.seen) == (5, 1)
     assert (decode.window.prompt.counts == counted([rows[100:101]], EXPERTS)).all()
     assert (decode.window.generated.counts == counted([rows[101:]], EXPERTS)).all()
@@ -84,8 +87,9 @@ async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> No
 
 
 async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
-    """After kill -9 the survivor computes the prompt and the tokens before once more, as its prompt."""
-    # Both are up before the stream: a process that starts takes the cores, and with them a short lease.
+    """After kill -9 of a worker, the survivor computes prompt and earlier tokens again, and counts them as prompt."""
+    # Both start before the stream, because a starting process occupies the cores and could delay presence beyond the
+    # lease.
     lease = ("--lease-s", "5")
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
@@ -94,7 +98,7 @@ async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
     ):
         await rb.fleet.wait_for_workers(2)
         stream = rb.generate(greedy(5, 400))
-        # By then the queue has heard that the client has the offer: it delivers the request to nobody else.
+        # By then the worker has acked the queue message, so the queue delivers the request to no other worker.
         chunks = [await anext(stream) for _ in range(40)]
         doomed, survivor = (a, "b") if chunks[0].worker_id == "a" else (b, "a")
         doomed.kill()
@@ -106,12 +110,12 @@ async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
     assert window is not None
     assert window.workers == (survivor,)
     assert window.prompt.computed == 3 + before
-    # The client has the rows of all positions but that of the last token of attempt 0.
+    # The client has the rows of all positions except that of the last token of attempt 0.
     assert window.prompt.seen == 1
 
 
 async def test_an_update_splits_the_counts(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Each version has the tokens that its weights made; of a running request too."""
+    """Each weight version counts the tokens that its weights produced, also within a running request."""
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _):
         async with asyncio.TaskGroup() as tasks:
@@ -131,7 +135,7 @@ async def test_an_update_splits_the_counts(nats_url: str, fleet: str, tmp_path: 
 
 
 async def test_the_last_seconds_are_asked_for(one_worker: StartServed) -> None:
-    """Not what was before; and the answer says how long they were."""
+    """With `last_s`, the counts exclude earlier tokens, and the answer contains the length of the window."""
     async with one_worker() as (rb, *_):
         await rb.complete(short("r"))
         await asked_until(rb, lambda window: window.generated.computed == 2, last_s=60.0)
@@ -142,7 +146,10 @@ async def test_the_last_seconds_are_asked_for(one_worker: StartServed) -> None:
 
 
 async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -> None:
-    """One of an earlier release, one whose model has no experts, and one that is not there."""
+    """The answer names workers of an earlier release and workers without experts.
+
+    Naming an absent worker is an error.
+    """
     async with (
         controlled(nats_url, fleet, "old") as control,
         synthetic_worker(nats_url, fleet, model="m", worker_id="dense", config=SyntheticConfig(num_experts=0)),
@@ -162,7 +169,7 @@ async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -
 
 
 async def test_a_fleet_of_several_models_asks_for_one(nats_url: str, fleet: str) -> None:
-    """Their counts are not added up."""
+    """A fleet of several models requires a model name, because counts of different models are not added up."""
     async with controlled(nats_url, fleet, "a", "b", models={"a": "m", "b": "n"}) as control:
         await control.rb.fleet.wait_for_workers(2)
         with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
@@ -172,7 +179,7 @@ async def test_a_fleet_of_several_models_asks_for_one(nats_url: str, fleet: str)
 
 
 async def test_a_worker_that_hangs_is_named(nats_url: str, fleet: str) -> None:
-    """The others' counts come all the same, when the time is up."""
+    """If a worker does not answer in time, the answer names it and contains the counts of the other workers."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         synthetic_worker(nats_url, fleet, worker_id="a"),

@@ -1,4 +1,4 @@
-"""The fleet as a client hears it: workers, queues, and the commands of others."""
+"""The view of a client on its fleet: workers, queues, and commands of other controllers."""
 
 from rollbus.bus.client.command_listener import MAX_ACK_BYTES
 from rollbus.bus.client.fleet_watch import watch_fleet
@@ -11,12 +11,15 @@ from tests.support.waits import until_true
 
 
 async def test_garbage_changes_nothing(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """What does not decode, or has another name, is counted; large acks and those of reads are not decoded."""
+    """The client counts messages that do not decode or that name another worker.
+
+    It does not decode large acks and acks of reads.
+    """
     subjects = Subjects(fleet)
     async with one_worker() as (rb, _, _), opened(nats_url) as nats:
         watch = watch_fleet(rb)
         await watch.listen()
-        refused = "1"  # the worker says so of the command that it does not know
+        refused = "1"  # the id that the worker uses when it rejects the unknown command
         worker = rb.fleet.workers[0].worker
         for data in (b"", b"{", b"[]", b"\xff", b'{"command":"pause"}', b'{"command":"x","id":"1"}'):
             await nats.publish(subjects.control("eve"), data)
@@ -34,7 +37,7 @@ async def test_garbage_changes_nothing(nats_url: str, fleet: str, one_worker: St
 
 
 async def test_it_listens_when_it_is_told_to(one_worker: StartServed) -> None:
-    """Commands that came before or after are not known; those that were heard stay."""
+    """The watch contains only commands that arrived between `listen` and `unlisten`, and retains them afterwards."""
     async with one_worker() as (rb, _, _):
         watch = watch_fleet(rb)
         await rb.fleet.pause()

@@ -1,4 +1,4 @@
-"""Single objects of a stored folder: fetched once, checked, within bounds, at a limited rate."""
+"""Objects of a stored folder are fetched once, verified, limited in size, and fetched at a limited rate."""
 
 import os
 import threading
@@ -19,14 +19,17 @@ MEGABYTE = 1024 * 1024
 
 
 async def fetch(folder: FolderReader, name: str, into: Path) -> int:
-    """Fetch an object; return how many bytes came."""
+    """Fetch an object and return the number of received bytes."""
     came: list[int] = []
     await folder.fetch(name, into, came.append)
     return sum(came)
 
 
 async def test_an_object_is_fetched_into_a_file_once(nats_url: str, tmp_path: Path) -> None:
-    """A file with its size and content is left alone; a part of it, other content and a link are replaced."""
+    """A file with the right size and content is not fetched again.
+
+    A partial file, other content and a link are replaced.
+    """
     source = write_folder(tmp_path / "source", a=3 * MEGABYTE + 1, deep__b=0)
     into, elsewhere = tmp_path / "into" / "a", tmp_path / "elsewhere"
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -52,7 +55,7 @@ async def test_an_object_is_fetched_into_a_file_once(nats_url: str, tmp_path: Pa
 
 
 async def test_an_object_is_read_into_memory_up_to_a_bound(nats_url: str, tmp_path: Path) -> None:
-    """One byte more than is allowed is refused, and so is an object that is not there."""
+    """Reading an object above the size limit and reading a missing object raise an error."""
     source = write_folder(tmp_path / "source", a=MEGABYTE + 1, empty=0)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
@@ -70,7 +73,7 @@ async def test_an_object_is_read_into_memory_up_to_a_bound(nats_url: str, tmp_pa
 
 
 async def test_a_damaged_object_is_refused(nats_url: str, tmp_path: Path) -> None:
-    """Neither read nor fetched, where its parts are not what the description says."""
+    """An object whose chunks do not match its description is neither read nor fetched."""
     source = write_folder(tmp_path / "source", a=100)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
@@ -85,7 +88,7 @@ async def test_a_damaged_object_is_refused(nats_url: str, tmp_path: Path) -> Non
 
 
 async def test_all_fetches_of_a_reader_share_the_rate(nats_url: str, tmp_path: Path) -> None:
-    """Two objects take the time that their bytes together take at the rate; less what may go at once."""
+    """All fetches of a reader share one rate: two objects take the time of their total bytes, less one burst."""
     rate = 8 * MEGABYTE
     source = write_folder(tmp_path / "source", a=4 * MEGABYTE, b=4 * MEGABYTE)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -106,7 +109,7 @@ async def test_all_fetches_of_a_reader_share_the_rate(nats_url: str, tmp_path: P
     st.lists(st.tuples(st.integers(1, 10**7), st.floats(0, 2)), min_size=1, max_size=50),
 )
 def test_a_token_bucket_keeps_its_rate(rate: int, steps: list[tuple[int, float]]) -> None:
-    """However the spenders rest: what has passed until it may go on is the rate, and one burst, at most."""
+    """With any pauses of its users, a token bucket lets at most its rate and one burst pass."""
     now = 0.0
     bucket = TokenBucket(rate, now)
     passed = 0
@@ -119,14 +122,17 @@ def test_a_token_bucket_keeps_its_rate(rate: int, steps: list[tuple[int, float]]
 
 
 def test_a_token_bucket_lets_small_transfers_pass() -> None:
-    """Those below the rate never wait."""
+    """Transfers below the rate never wait."""
     bucket = TokenBucket(1000, 0.0)
     assert all(bucket.spend(100, now / 10) == 0 for now in range(100))
     assert bucket.spend(1000, 9.9) > 0
 
 
 async def test_only_the_thread_that_hashes_and_writes_stands_back(nats_url: str, tmp_path: Path) -> None:
-    """The event loop, which has tokens to pass on, keeps its priority."""
+    """Only the thread that hashes and writes lowers its priority.
+
+    The event loop keeps its priority, because it forwards tokens.
+    """
     source = write_folder(tmp_path / "source", a=1)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put_folder(nats, bucket, "p", source, max_bytes=BUCKET_BYTES)
