@@ -1,4 +1,4 @@
-"""Results that are taken whole come in fewer, larger chunks, and say the same."""
+"""Results that are not streamed arrive in fewer, larger chunks with the same content."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def request_of(wish: str) -> GenerateRequest:
-    """One request of each kind."""
+    """Return a request of this kind."""
     fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], **WISHES[wish]}
     sampling: dict[str, Any] = {"max_tokens": 150, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     sampling |= {name: fields.pop(name) for name in list(fields) if name in {*sampling, "seed"}}
@@ -37,7 +37,7 @@ def request_of(wish: str) -> GenerateRequest:
 
 
 def check_same(wish: str, whole: Generation, chunks: list[rollbus.Chunk]) -> None:
-    """The result says what the chunks say."""
+    """Check that the result equals its streamed chunks."""
     np.testing.assert_array_equal(whole.token_ids, np.concatenate([chunk.token_ids for chunk in chunks]), wish)
     logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     rows = [chunk.routed_experts.numpy() for chunk in chunks if chunk.routed_experts is not None]
@@ -52,7 +52,10 @@ def check_same(wish: str, whole: Generation, chunks: list[rollbus.Chunk]) -> Non
 @pytest.mark.proves("P62")
 @pytest.mark.slow
 async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Every kind of request at once, whole and streamed side by side, so that both share the engine's steps."""
+    """Requests of every kind return the same whole and streamed, while both share the engine's steps.
+
+    Whole results need fewer frames.
+    """
     async with (
         observing(nats_url, fleet) as observer,
         one_worker(config=SyntheticConfig(step_s=0.002)) as (rb, *_),
@@ -71,7 +74,7 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
 
 @pytest.mark.proves("P62")
 async def test_a_pause_lets_go_of_what_was_gathered(one_worker: StartServed) -> None:
-    """Nothing that was sampled before a pause waits for its end: the engine stands still with all of it delivered."""
+    """A pause flushes the token batches: all tokens from before the pause are delivered while the engine is paused."""
     async with one_worker(config=SyntheticConfig(step_s=patient(0.01))) as (rb, worker, _):
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(rb.complete(request_of("long")))

@@ -1,4 +1,4 @@
-"""Groups on a fleet without a free slot: each prompt is computed about once, whatever happens to workers meanwhile."""
+"""On a fleet without a free slot, the prompt of each group is computed about once, also if workers fail meanwhile."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ PROMPT_TOKENS = 1024
 
 
 def group(number: int, *, max_tokens: int = 16) -> GenerateRequest:
-    """Eight samples of a prompt that no other group has."""
+    """Return a request for eight samples of a prompt that no other group has."""
     prompt = [2 + number % 100, *([3 + number // 100] * (PROMPT_TOKENS - 1))]
     sampling = SamplingParams(n=GROUP, max_tokens=max_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=f"g{number}")
@@ -34,7 +34,7 @@ def group(number: int, *, max_tokens: int = 16) -> GenerateRequest:
 async def fleet_of(
     url: str, fleet: str, count: int
 ) -> AsyncIterator[tuple[rollbus.Client, list[tuple[Worker, SyntheticEngine]]]]:
-    """So many workers with four slots each, and a client that knows them."""
+    """Start this number of workers with four slots each, and a client that knows them."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [
             await stack.enter_async_context(synthetic_worker(url, fleet, config=CONFIG, worker_id=f"w{i}"))
@@ -47,17 +47,20 @@ async def fleet_of(
 
 
 def samples(results: Sequence[Generation]) -> list[Generation]:
-    """All samples of these calls."""
+    """Return all samples of these calls."""
     return [each for result in results for each in (result, *result.siblings)]
 
 
 def num_waiting(workers: Sequence[tuple[Worker, SyntheticEngine]]) -> int:
-    """Followers that wait at the workers."""
+    """Return the number of followers that wait at the workers."""
     return sum(len(worker._intake.followers) for worker, _ in workers)
 
 
 async def test_a_full_fleet_computes_each_prompt_about_once(nats_url: str, fleet: str) -> None:
-    """Thirty groups at once for twelve slots: in the queue alone, each prompt is computed by two or three workers."""
+    """Thirty concurrent groups for twelve slots compute each prompt about once.
+
+    With the queue alone, two or three workers would compute each prompt.
+    """
     async with fleet_of(nats_url, fleet, 3) as (rb, _), asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(rb.complete(group(number))) for number in range(30)]
         results = [await call for call in calls]
@@ -69,7 +72,7 @@ async def test_a_full_fleet_computes_each_prompt_about_once(nats_url: str, fleet
 
 @pytest.mark.parametrize("event", ["pause", "drain", "stop", "kill", "fence", "weights"])
 async def test_what_happens_to_a_worker_with_a_backlog_loses_nothing(nats_url: str, fleet: str, event: str) -> None:
-    """Followers wait at a worker, and then something stops it: each request has all its tokens, once."""
+    """If a worker with waiting followers stops, dies, pauses or changes weights, no request loses a token."""
     with contextlib.ExitStack() as dying:
         if event == "kill":
             dying.enter_context(pytest.raises(ExceptionGroup, match="unhandled errors"))
@@ -77,7 +80,7 @@ async def test_what_happens_to_a_worker_with_a_backlog_loses_nothing(nats_url: s
 
 
 async def have(event: str, url: str, fleet: str) -> None:
-    """Let something happen to a worker at which followers wait."""
+    """Let the event happen to a worker at which followers wait."""
     async with fleet_of(url, fleet, 2) as (rb, workers), asyncio.TaskGroup() as tasks:
         requests = [group(number, max_tokens=40) for number in range(10)]
         calls = [tasks.create_task(rb.complete(request)) for request in requests]
@@ -110,7 +113,7 @@ async def have(event: str, url: str, fleet: str) -> None:
 
 
 async def test_another_client_keeps_its_turns_beside_a_flood_of_groups(nats_url: str, fleet: str) -> None:
-    """Bob's single requests come in the queue's order: none waits until the flood is over."""
+    """Requests of another client are served in the order of the queue, while a flood of groups continues."""
     async with (
         fleet_of(nats_url, fleet, 2) as (flooder, workers),
         rollbus.connect(nats_url, fleet=fleet, client="bob") as bob,
@@ -134,7 +137,7 @@ async def test_another_client_keeps_its_turns_beside_a_flood_of_groups(nats_url:
 
 
 async def test_a_cancelled_call_leaves_no_follower_behind(nats_url: str, fleet: str) -> None:
-    """Its samples in the queue, at the client and in a backlog are all given up, and others get their slots."""
+    """A cancelled call leaves no sample in the queue, at the client or in a backlog, and frees the slots."""
     async with fleet_of(nats_url, fleet, 1) as (rb, workers), asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(rb.complete(group(number, max_tokens=2000))) for number in range(4)]
         await until_true(lambda: num_waiting(workers) > 0)

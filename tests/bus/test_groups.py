@@ -1,4 +1,4 @@
-"""`rb.groups`: steps that take the first groups to complete and continue the others, from their tokens."""
+"""`rb.groups`: each step returns the first groups that complete, and continues the other groups from their tokens."""
 
 import asyncio
 import itertools
@@ -21,17 +21,17 @@ ENDLESS = 1_000_000
 
 
 def prompts(*lengths: int) -> list[GroupPrompt]:
-    """Greedy prompts whose answers have these lengths; the key is the number of the prompt."""
+    """Return greedy prompts whose answers have these lengths. The key is the number of the prompt."""
     return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(lengths)]
 
 
 def keys(step: GroupStep) -> list[object]:
-    """Those of the groups that a step took."""
+    """Return the keys of the groups in a step."""
     return [group.key for group in step.groups]
 
 
 async def test_every_prompt_comes_once_and_as_if_undisturbed(one_worker: StartServed) -> None:
-    """Long groups are stopped again and again; over all steps each prompt comes once, equal to an undisturbed one."""
+    """Over all steps, each prompt completes once, and interrupted long groups equal undisturbed ones."""
     lengths = [5, 700, 3, 4, 900, 6, 2, 500, 3, 5, 4, 2]
     async with one_worker(config=SLOW) as (rb, _, engine):
         async with rb.groups(prompts(*lengths), n=2, need=2, over=2) as groups:
@@ -53,7 +53,7 @@ async def test_every_prompt_comes_once_and_as_if_undisturbed(one_worker: StartSe
     assert sorted(str(group.key) for group in taken) == sorted(map(str, range(len(lengths))))
     assert all(len(step.groups) == 2 for step in steps)
     assert not any(step.failed or step.dropped for step in steps)
-    # The long ones came late, in parts.
+    # The long groups completed late, in parts.
     assert steps[0].groups[0].key != 1
     longest = next(group for group in taken if group.key == 4)
     assert longest.steps > 1
@@ -64,7 +64,7 @@ async def test_every_prompt_comes_once_and_as_if_undisturbed(one_worker: StartSe
 
 
 async def test_a_step_is_fed_lazily_from_endless_prompts(one_worker: StartServed) -> None:
-    """No more prompts are taken than groups run; an async iterable that is slow holds up no group that runs."""
+    """A step reads no more prompts than groups run, and a slow async iterable delays no running group."""
     taken = itertools.count()
     resume = asyncio.Event()
 
@@ -83,12 +83,12 @@ async def test_a_step_is_fed_lazily_from_endless_prompts(one_worker: StartServed
             resume.set()
             second, third = await groups.step(), await groups.step()
             assert len(second.groups) == len(third.groups) == 2
-        # Three steps of two groups, at most two beyond them, and one prompt that was on its way.
+        # Three steps of two groups, at most two further groups, and one prompt that is being read.
         assert next(taken) <= 6 + 2 + 1
 
 
 async def test_the_iterables_error_is_the_steps_and_the_next_step_goes_on(one_worker: StartServed) -> None:
-    """What an iterable raises comes out of `step`; what runs goes on, and the next step has it."""
+    """An error of the iterable is raised by `step`. Running groups continue, and the next step returns them."""
 
     async def fails() -> AsyncIterator[GenerateRequest]:
         yield greedy(1, 5)
@@ -102,7 +102,7 @@ async def test_the_iterables_error_is_the_steps_and_the_next_step_goes_on(one_wo
 
 
 async def test_a_cancelled_step_loses_nothing(one_worker: StartServed) -> None:
-    """Cancelled in the midst, a step's groups run on, and the next step takes them."""
+    """The groups of a cancelled step continue, and the next step returns them."""
     async with (
         one_worker(config=SLOW) as (rb, *_),
         rb.groups(prompts(1000, 1000), n=1, need=2, over=1) as groups,
@@ -121,7 +121,7 @@ async def test_a_cancelled_step_loses_nothing(one_worker: StartServed) -> None:
 
 
 async def test_leaving_aborts_what_runs(one_worker: StartServed) -> None:
-    """After the block no engine works for the groups, and they take no more steps."""
+    """After the block, no engine computes for the groups, and `step` raises an error."""
     async with one_worker(config=SLOW) as (rb, _, engine):
         async with rb.groups(prompts(3, ENDLESS, ENDLESS), n=2, need=1, over=3) as groups:
             assert keys(await groups.step()) == [0]
@@ -132,7 +132,7 @@ async def test_leaving_aborts_what_runs(one_worker: StartServed) -> None:
 
 
 async def test_steps_follow_each_other(one_worker: StartServed) -> None:
-    """A second step beside one that runs is refused."""
+    """A step raises an error while another step of the same groups runs."""
     async with (
         one_worker(config=SLOW) as (rb, *_),
         rb.groups(prompts(300), n=1, need=1) as groups,
@@ -146,7 +146,7 @@ async def test_steps_follow_each_other(one_worker: StartServed) -> None:
 
 
 async def test_groups_that_fail_are_replaced_and_named(one_worker: StartServed) -> None:
-    """A prompt that no worker can serve comes as failed, with its error; another one takes its place."""
+    """A prompt that no worker can serve is returned as failed with its error, and another prompt replaces it."""
     too_long = GroupPrompt(GenerateRequest(prompt_token_ids=range(100)), key="long")
     config = SyntheticConfig(max_model_len=50)
     async with (
@@ -162,7 +162,7 @@ async def test_groups_that_fail_are_replaced_and_named(one_worker: StartServed) 
 
 
 async def test_endless_failures_end_a_step(one_worker: StartServed) -> None:
-    """If all prompts fail, a step returns without groups instead of using up the prompts."""
+    """If all prompts fail, a step returns without groups instead of reading all prompts."""
     taken = itertools.count()
 
     def bad() -> Iterator[GenerateRequest]:
@@ -181,7 +181,7 @@ async def test_endless_failures_end_a_step(one_worker: StartServed) -> None:
 
 
 async def test_without_workers_a_step_raises_and_keeps_its_groups(nats_url: str, fleet: str) -> None:
-    """`NoWorkers` comes out of `step`; the group that could not be sent waits for the next step."""
+    """Without workers, `step` raises `NoWorkers`, and the group that was not sent waits for the next step."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb,
         rb.groups(prompts(3), n=1, need=1) as groups,
@@ -193,7 +193,10 @@ async def test_without_workers_a_step_raises_and_keeps_its_groups(nats_url: str,
 
 
 async def test_old_groups_are_dropped_and_counted(one_worker: StartServed) -> None:
-    """`max_lag` counts from the oldest token; what is dropped comes back with its tokens, and another group starts."""
+    """`max_lag` counts from the oldest token.
+
+    A dropped group is returned with its tokens, and another group replaces it.
+    """
     async with (
         one_worker(config=SLOW) as (rb, *_),
         rb.groups(prompts(3, ENDLESS, 4, 4), n=1, need=1, over=2, max_lag=1) as groups,
@@ -215,7 +218,7 @@ async def test_old_groups_are_dropped_and_counted(one_worker: StartServed) -> No
 
 
 async def test_the_lag_counts_from_what_workers_announce(one_worker: StartServed) -> None:
-    """Without `version` the newest weights of any live worker count: here those of the tokens themselves."""
+    """Without `version`, the lag counts from the newest weights of any live worker."""
     async with (
         one_worker(config=SLOW, weight_version=7) as (rb, *_),
         rb.groups(prompts(3, 500), n=1, need=1, over=2, max_lag=0) as groups,
@@ -231,7 +234,7 @@ SEEDED = GenerateRequest(
 
 
 async def test_seeds_are_refused_unless_the_caller_chooses(one_worker: StartServed) -> None:
-    """A seed cannot be continued exactly: refused, continued and not `exact`, or dropped."""
+    """A seed cannot be continued exactly, so the caller chooses an error, an inexact result, or a dropped group."""
     async with one_worker(config=SLOW) as (rb, *_):
         async with rb.groups([SEEDED], n=1, need=1) as groups:
             with pytest.raises(InvalidRequest, match=r"sampling\.seed gives the sampler a state"):
@@ -267,14 +270,14 @@ async def test_seeds_are_refused_unless_the_caller_chooses(one_worker: StartServ
 async def test_bad_options_are_refused_by_name(
     nats_url: str, fleet: str, options: dict[str, object], problem: str
 ) -> None:
-    """Each bad value names its field before anything runs."""
+    """The error for each invalid option names its field before any request runs."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(InvalidRequest, match=problem):
             rb.groups(**{"prompts": [], "n": 1, "need": 1, **options})  # type: ignore[arg-type]
 
 
 async def test_a_prompt_of_other_samples_is_refused_and_the_step_goes_on(one_worker: StartServed) -> None:
-    """A request for another number of samples is a mistake; behind it the next step goes on."""
+    """A request with another number of samples raises an error, and the next step continues after it."""
     three = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(n=3))
     async with one_worker() as (rb, *_), rb.groups([three, *prompts(2)], n=2, need=1) as groups:
         with pytest.raises(InvalidRequest, match=r"sampling\.n is 3; allowed: 1, or n=2"):

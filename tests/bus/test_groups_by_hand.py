@@ -1,4 +1,4 @@
-"""What `rb.groups` asks workers for, message by message: what is continued, and how aborts and ends meet."""
+"""The messages of `rb.groups` to workers: which answers continue, and the order of aborts and ends."""
 
 import asyncio
 
@@ -12,25 +12,28 @@ from tests.support.hand_worker import HandWorker, Taken, chunk, hand_worker
 
 
 def group(first: int, n: int) -> GenerateRequest:
-    """A greedy request without logprobs, of nine tokens."""
+    """Return a greedy request for nine tokens without logprobs."""
     sampling = SamplingParams(max_tokens=9, min_tokens=4, temperature=0, logprobs=None, prompt_logprobs=None, n=n)
     return GenerateRequest(prompt_token_ids=[first, 2], sampling=sampling)
 
 
 async def take(worker: HandWorker, count: int) -> dict[tuple[int, int], Taken]:
-    """The next requests, by the first token of the prompt and the child."""
+    """Return the next requests, by the first token of the prompt and the child."""
     taken = [await worker.take() for _ in range(count)]
     return {(int(one.request.prompt_token_ids[0]), one.key.child): one for one in taken}
 
 
 def aborted(key: RequestKey, index: int, total: int) -> Chunk:
-    """The terminal chunk by which a worker confirms an abort."""
+    """Return the terminal chunk by which a worker confirms an abort."""
     end = End(finish_reason=FinishReason.ABORT, num_tokens=total, num_rows=0)
     return replace(chunk(key, index), end=end)
 
 
 async def test_only_open_answers_continue_and_those_without_a_token_begin_anew(nats_url: str, fleet: str) -> None:
-    """Of a group that is stopped, the ended answer is kept, one goes on from its tokens, and one is asked for anew."""
+    """An interrupted group keeps its ended answers and continues answers with tokens.
+
+    An answer without tokens restarts.
+    """
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         rb.groups([group(1, 3), group(7, 3)], n=3, need=1, over=2) as groups,
@@ -82,7 +85,7 @@ async def test_only_open_answers_continue_and_those_without_a_token_begin_anew(n
 
 
 async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_url: str, fleet: str) -> None:
-    """The step has returned; then the worker's own end arrives instead of the abort's: the next step has it at once."""
+    """If an answer ends before its abort arrives, it is complete, and the next step returns it immediately."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         rb.groups([group(1, 1), group(7, 1)], n=1, need=1, over=2) as groups,
@@ -93,7 +96,7 @@ async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_ur
         one, other = taken[1, 0].key, taken[7, 0].key
         await worker.frame(0, chunk(one, 0, 5, total=1), chunk(other, 0, 6), admitted=(one, other))
         assert len((await step).groups) == 1
-        # Not confirmed yet: the step did not wait for this.
+        # The step returned before the worker confirmed the abort.
         assert await worker.aborted() == [other]
         await worker.frame(1, chunk(other, 1, 8, total=2))
         second = await groups.step()
@@ -105,7 +108,7 @@ async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_ur
 
 
 async def test_completions_of_one_instant_are_the_next_steps(nats_url: str, fleet: str) -> None:
-    """Three groups end in one frame and one is needed: three steps have one each, and nothing is asked for again."""
+    """If three groups end in one frame and a step needs one, three steps return one each without more requests."""
     prompts = [group(1, 1), group(3, 1), group(5, 1)]
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
@@ -124,7 +127,7 @@ async def test_completions_of_one_instant_are_the_next_steps(nats_url: str, flee
 
 
 async def test_what_waits_for_a_worker_is_stopped_at_once(nats_url: str, fleet: str) -> None:
-    """A request that no worker has admitted ends locally; the next step asks for it anew, in a new request."""
+    """A request that no worker has accepted ends locally. The next step sends it again as a new request."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         rb.groups([group(1, 1), group(7, 2)], n=2, need=1, over=2) as groups,
@@ -146,7 +149,7 @@ async def test_what_waits_for_a_worker_is_stopped_at_once(nats_url: str, fleet: 
 
 @pytest.mark.slow
 async def test_a_worker_that_confirms_no_abort_holds_up_nothing(nats_url: str, fleet: str) -> None:
-    """Its request ends where it stands after a time limit, and goes on from there."""
+    """If a worker does not confirm an abort within a time limit, the request continues from the tokens so far."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         rb.groups([group(1, 1), group(7, 1)], n=1, need=1, over=2) as groups,
@@ -160,6 +163,6 @@ async def test_a_worker_that_confirms_no_abort_holds_up_nothing(nats_url: str, f
         step = tasks.create_task(groups.step())
         rest = await worker.take()
         assert rest.request.prompt_token_ids.tolist() == [7, 2, 6]  # type: ignore[union-attr]
-        # What the silent worker says of the first part now is not taken for anything.
+        # The client ignores a late chunk of the first part.
         await worker.frame(1, chunk(other, 1, 9, total=2), chunk(rest.key, 0, 8, total=1), admitted=(rest.key,))
         assert [answer.token_ids.tolist() for answer in (await step).groups[0].generations] == [[6, 8]]

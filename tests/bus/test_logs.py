@@ -15,7 +15,7 @@ METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 
 def line_of(message: object, *args: object, **more: Any) -> dict[str, Any]:
-    """What becomes of `logger.info(message, *args)`."""
+    """Return the JSON line of `logger.info(message, *args)`."""
     record = logging.LogRecord("some.logger", logging.INFO, "file.py", 1, message, args, more.get("exc_info"))
     line = JsonFormatter().format(record)
     assert "\n" not in line
@@ -24,7 +24,7 @@ def line_of(message: object, *args: object, **more: Any) -> dict[str, Any]:
 
 
 def test_an_event_and_its_fields_are_a_line() -> None:
-    """Time, level, logger, event and fields stand by themselves; the event may have a part that is filled in."""
+    """A log line has separate time, level, logger, event and fields. The event may contain a formatted part."""
     line = line_of("worker.%s worker=%s reason=%s", "paused", "w0", "it was told to")
 
     assert line.pop("time").endswith("Z")
@@ -33,7 +33,7 @@ def test_an_event_and_its_fields_are_a_line() -> None:
 
 
 def test_numbers_stay_numbers() -> None:
-    """Numbers, truth and nothing are what they are in JSON, rounded as the text is; all else is its text."""
+    """Numbers, booleans and None are JSON values, rounded as in the text. Other values become text."""
     values = (3, 1.23456, float("nan"), None, True, {"a": 1}, ValueError("no"), "x")
     line = line_of("an.event n=%d s=%.3f nan=%.1f none=%s yes=%s map=%s error=%s text=%r", *values)
 
@@ -50,7 +50,7 @@ def test_numbers_stay_numbers() -> None:
 
 
 def test_a_dict_alone_is_a_field() -> None:
-    """What logging takes for named arguments is the one field that it was given for."""
+    """A single dict argument, which logging treats as named arguments, becomes one field."""
     assert line_of("an.event map=%s", {"a": 1})["fields"] == {"map": "{'a': 1}"}
 
 
@@ -58,14 +58,14 @@ def test_a_dict_alone_is_a_field() -> None:
     ("message", "args"), [("Started server process [%d]", (7,)), ("100%", ()), ("see http://a.b", ())]
 )
 def test_what_others_log_is_a_message(message: str, args: tuple[object, ...]) -> None:
-    """A line that is no event of ours is one of the name `message`, with its text in the field of that name."""
+    """A line that is not an event of rollbus has the event `message`, with its text in the field `message`."""
     line = line_of(message, *args)
 
     assert (line["event"], line["fields"]) == ("message", {"message": message % args if args else message})
 
 
 def test_a_traceback_is_text_of_the_same_line() -> None:
-    """An exception does not break the line."""
+    """A traceback is a field of the same line."""
     try:
         raise ValueError("first\nsecond")
     except ValueError:
@@ -76,7 +76,7 @@ def test_a_traceback_is_text_of_the_same_line() -> None:
 
 
 def test_users_of_urls_are_left_out() -> None:
-    """A password in a URL is in no line: not in a field, a message, a traceback or another process's line."""
+    """User and password of a URL are absent from fields, messages, tracebacks and lines of other processes."""
     url = "nats://user:geheim@host:4222"
     try:
         raise ValueError(url)
@@ -89,7 +89,10 @@ def test_users_of_urls_are_left_out() -> None:
 
 
 def test_a_line_of_another_process_names_it() -> None:
-    """A JSON object stays and says whose it is; other output becomes a message, whatever it is."""
+    """A JSON line of another process keeps its fields and gets the name of its process.
+
+    Other output becomes a message.
+    """
     assert json.loads(adopted('{"event": "a.b", "fields": {"n": 1}}', "w0")) == {
         "event": "a.b",
         "fields": {"n": 1},
@@ -101,7 +104,7 @@ def test_a_line_of_another_process_names_it() -> None:
 
 
 def test_all_that_the_packages_log_are_events() -> None:
-    """Each call of a logger gives an event's name and named fields, and never text made beforehand."""
+    """Each logger call of the packages has a constant event name with named fields."""
     found, others = 0, []
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

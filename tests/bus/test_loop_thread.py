@@ -1,4 +1,4 @@
-"""The thread that a client's connection lives on."""
+"""The thread that runs a client's connection."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.support.patience import SOON_S
 
 @contextlib.asynccontextmanager
 async def resident(log: list[str]) -> AsyncIterator[list[str]]:
-    """Something that notes when it is entered and left."""
+    """Record when this context manager is entered and left."""
     log.append("entered")
     try:
         yield log
@@ -25,12 +25,12 @@ async def resident(log: list[str]) -> AsyncIterator[list[str]]:
 
 
 def threads() -> list[str]:
-    """The names of this module's threads that run."""
+    """Return the names of this module's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name == "t"]
 
 
 async def test_calls_and_coroutines_run_there_in_order() -> None:
-    """Posts and coroutines run on the thread in the order in which they were handed over."""
+    """Posted calls and coroutines run on the thread in the order in which they were submitted."""
     log: list[str] = []
 
     async def ask() -> tuple[list[str], str]:
@@ -52,7 +52,7 @@ async def test_calls_and_coroutines_run_there_in_order() -> None:
 
 
 async def test_many_posts_cost_one_wake_up() -> None:
-    """While the thread is busy, what is posted wakes it once."""
+    """Any number of posts to a busy thread wake it only once."""
     thread = LoopThread("t", resident([]))
     await thread.start()
     started, go = threading.Event(), threading.Event()
@@ -80,7 +80,7 @@ async def test_many_posts_cost_one_wake_up() -> None:
 
 
 async def test_it_goes_on_while_its_owner_is_blocked() -> None:
-    """A timer on the thread fires while the owner's loop does not turn."""
+    """A timer on the thread fires while the owner's loop is blocked."""
     fired = threading.Event()
 
     async def later() -> None:
@@ -94,7 +94,7 @@ async def test_it_goes_on_while_its_owner_is_blocked() -> None:
 
 
 async def test_what_entering_raises_leaves_no_thread() -> None:
-    """A resident that cannot be entered: `start` raises its error, and the thread is gone."""
+    """If the resident raises an error on entry, `start` raises it, and the thread ends."""
 
     @contextlib.asynccontextmanager
     async def broken(why: str) -> AsyncIterator[None]:
@@ -108,7 +108,7 @@ async def test_what_entering_raises_leaves_no_thread() -> None:
 
 
 async def test_a_cancelled_start_leaves_no_thread() -> None:
-    """Cancelled while the resident is being entered: that is cancelled too, and the thread is gone."""
+    """Cancelling `start` cancels the entry of the resident, and the thread ends."""
     entering, cancelled = threading.Event(), threading.Event()
 
     @contextlib.asynccontextmanager
@@ -133,7 +133,7 @@ async def test_a_cancelled_start_leaves_no_thread() -> None:
 
 
 async def test_a_start_cancelled_before_the_thread_runs_leaves_no_thread() -> None:
-    """Cancelled at once, before the thread has come up: it ends without having entered."""
+    """If `start` is cancelled before the thread runs, the thread ends and leaves the resident if it entered it."""
     log: list[str] = []
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(LoopThread("t", resident(log)).start())
@@ -144,7 +144,7 @@ async def test_a_start_cancelled_before_the_thread_runs_leaves_no_thread() -> No
 
 
 async def test_a_cancelled_call_is_cancelled_there() -> None:
-    """Cancelling the caller of `run` cancels the coroutine on the thread, which goes on otherwise."""
+    """Cancelling the caller of `run` cancels its coroutine on the thread, and the thread continues."""
     begun, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
@@ -169,7 +169,7 @@ async def test_a_cancelled_call_is_cancelled_there() -> None:
 
 
 async def test_what_a_coroutine_raises_reaches_its_caller_alone() -> None:
-    """The error of a coroutine is raised by `run`; the thread goes on."""
+    """The error of a coroutine is raised by `run`, and the thread continues."""
 
     async def fail() -> None:
         raise ValueError("no")
@@ -182,7 +182,7 @@ async def test_what_a_coroutine_raises_reaches_its_caller_alone() -> None:
 
 
 async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
-    """An error that nobody awaits ends the thread; later calls name it, `stop` raises it."""
+    """The error of a post ends the thread. Later calls name the error, and `stop` raises it."""
     log: list[str] = []
 
     def fail() -> None:
@@ -208,7 +208,10 @@ async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
 
 
 async def test_what_a_timer_raises_ends_the_thread_too() -> None:
-    """The error of a callback on the thread's loop is raised by `stop`, and its owner hears of it before."""
+    """The error of a timer on the thread's loop ends the thread.
+
+    The owner is notified first, and `stop` raises the error.
+    """
 
     async def fail_later() -> None:
         asyncio.get_running_loop().call_later(0.001, [].pop)
@@ -223,14 +226,14 @@ async def test_what_a_timer_raises_ends_the_thread_too() -> None:
 
 
 async def expect_broken(awaitable: Awaitable[object]) -> str:
-    """The message of the `BusBroken` that this must raise."""
+    """Return the message of the `BusBroken` that this awaitable must raise."""
     with pytest.raises(BusBroken) as caught:
         await awaitable
     return str(caught.value)
 
 
 async def test_stopping_ends_the_calls_under_way() -> None:
-    """A coroutine that still runs when the thread is stopped fails as closed; its caller is not cancelled."""
+    """When the thread stops, a running coroutine fails with `BusClosed`, and its caller is not cancelled."""
 
     async def wait() -> None:
         await asyncio.Event().wait()
@@ -251,14 +254,17 @@ async def test_stopping_ends_the_calls_under_way() -> None:
 
 
 async def expect_closed(awaitable: Awaitable[object]) -> None:
-    """It ends as the thread is stopped."""
+    """Check that the stop of the thread ends this awaitable."""
     with pytest.raises(BusClosed):
         await awaitable
 
 
 @pytest.mark.parametrize("is_cancelled_before", [True, False])
 async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancelled_before: bool) -> None:
-    """Cleaning up needs what the resident has, and is not cut short by the end that follows on Ctrl-C."""
+    """A cancelled coroutine finishes its cleanup before the resident is left, because the cleanup needs the resident.
+
+    The stop that follows on Ctrl-C does not interrupt the cleanup.
+    """
     log: list[str] = []
     waiting = threading.Event()
 
@@ -285,7 +291,7 @@ async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancel
 
 
 async def test_a_cancelled_stop_has_stopped() -> None:
-    """Cancelling `stop` is raised once the resident was left in order and the thread is gone."""
+    """A cancelled `stop` raises the cancellation after the resident was left and the thread has ended."""
     log: list[str] = []
     thread = LoopThread("t", resident(log))
     await thread.start()
@@ -305,7 +311,7 @@ async def test_a_cancelled_stop_has_stopped() -> None:
 
 
 def test_a_thread_whose_owner_is_gone_ends() -> None:
-    """An owner whose loop was closed without `stop` leaves no thread behind for long: it ends when it would report."""
+    """If the owner's loop was closed without `stop`, the thread ends at its next call into that loop."""
     log: list[str] = []
     thread = LoopThread("t", resident(log))
     asyncio.run(thread.start())

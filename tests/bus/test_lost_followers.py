@@ -1,4 +1,4 @@
-"""What becomes of requests that follow others of their group to a worker which dies."""
+"""How followers of a group continue when their worker dies."""
 
 import asyncio
 
@@ -8,7 +8,10 @@ from tests.support.hand_worker import chunk
 
 
 async def test_a_dead_worker_leaves_its_followers_to_the_queue(nats_url: str, fleet: str) -> None:
-    """The worker of a group dies: what ran there is resumed, and what it had not offered is sent anew."""
+    """If the worker of a group dies, its running requests resume.
+
+    The client publishes requests again that the worker had not offered.
+    """
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
@@ -28,7 +31,10 @@ async def test_a_dead_worker_leaves_its_followers_to_the_queue(nats_url: str, fl
 
 
 async def test_followers_that_only_waited_are_no_suspects(nats_url: str, fleet: str) -> None:
-    """An engine dies: of the samples without a token, those that it had are tried one at a time, and others at once."""
+    """If an engine dies, the client tries its samples without a token one at a time.
+
+    Samples that only waited follow immediately.
+    """
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(6, max_tokens=2)))
         [first] = await both.take_queued(1)

@@ -1,4 +1,4 @@
-"""A fleet of hundreds: every worker answers every command, and every question."""
+"""In a fleet of hundreds of workers, every worker answers every command and every query."""
 
 import pytest
 
@@ -14,7 +14,10 @@ COUNT = 200
 
 
 async def test_two_hundred_workers_acknowledge(nats_url: str, fleet: str) -> None:
-    """Pause and resume are applied by all 200, each in its own words, and so is a command to one of them."""
+    """All 200 workers apply pause and resume with separate acks.
+
+    Only the named worker applies a command for one worker.
+    """
     async with (
         observing(nats_url, fleet) as observer,
         many_workers(nats_url, fleet, "w", COUNT) as workers,

@@ -1,4 +1,4 @@
-"""Sampling masks from the engine to the caller, on a real server: whole, streamed, over a worker's death, refused."""
+"""Sampling masks from the engine to the caller on a real server: whole, streamed, after a loss, and rejected."""
 
 import asyncio
 import contextlib
@@ -24,20 +24,20 @@ MODEL = SyntheticModel(MASKING, None)
 
 
 def request(max_tokens: int = 20, *, top_k: int = TOP_K, n: int = 1, **fields: object) -> GenerateRequest:
-    """One that such an engine takes."""
+    """Return a request that an engine with masks accepts."""
     sampling = SamplingParams(max_tokens=max_tokens, top_k=top_k, ignore_eos=True, n=n)
     return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def check_masks(masks: TokenMasks | None, token_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
-    """They are those that the engine makes of these tokens."""
+    """Check that the masks are those that the engine produces for these tokens."""
     assert masks is not None
     expected = [MODEL.sampling_mask(int(token), TOP_K).token_ids.tolist() for token in token_ids]
     assert [ids.tolist() for ids in masks.split()] == expected
 
 
 async def test_each_token_has_its_mask(one_worker: StartServed) -> None:
-    """All samples of a whole result have them; a request that declined them has none."""
+    """All samples of a whole result have masks. A request that declines masks gets none."""
     async with one_worker(config=MASKING) as (rb, *_):
         generation = await rb.complete(request(n=3, return_sampling_mask=True))
         declined = await rb.complete(request(return_sampling_mask=False))
@@ -49,8 +49,8 @@ async def test_each_token_has_its_mask(one_worker: StartServed) -> None:
 
 @pytest.mark.slow
 async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
-    """What one worker sampled and what another did after its death: every token has its mask, once."""
-    # Of eight samples each worker runs at least three: so the stream's worker has some when it dies.
+    """Every token has its mask once, also if a second worker continues after the death of the first."""
+    # Each worker runs at least three of eight samples, so the stream's worker has some when it dies.
     config = structs.replace(MASKING, max_num_seqs=5)
     engines = {name: SyntheticEngine(config) for name in ("a", "b")}
     workers = [
@@ -97,7 +97,10 @@ async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
 
 
 async def test_masks_are_refused_where_none_are_made(one_worker: StartServed) -> None:
-    """Before the engine sees the request, with the field's name."""
+    """A worker without masks rejects a request that requires them before the engine receives it.
+
+    The error names the field.
+    """
     async with one_worker() as (rb, *_):
         assert (await rb.complete(request())).sampling_mask is None
         with pytest.raises(RequestRejected, match=r"return_sampling_mask is true, and .* no sampling masks") as caught:
@@ -107,7 +110,7 @@ async def test_masks_are_refused_where_none_are_made(one_worker: StartServed) ->
 
 
 async def test_masks_that_fit_no_message_are_refused(one_worker: StartServed) -> None:
-    """A `top_k` of a large vocabulary; without masks it is served."""
+    """A request fails if the masks of its `top_k` fit no message. Without masks, it is served."""
     config = SyntheticConfig(sampling_mask=True, vocab_size=150_000)
     async with one_worker(config=config) as (rb, *_):
         with pytest.raises(RequestRejected, match=r"set sampling\.top_k to at most 65536") as caught:

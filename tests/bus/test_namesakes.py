@@ -1,4 +1,4 @@
-"""Two clients of one name: workers can serve only one of them, and the other hears of it."""
+"""Two clients with one name: workers serve only the newer client, and the older client fails with the reason."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.support.requests import greedy
 
 @pytest.mark.proves("P68")
 async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> None:
-    """What the older one has open, or opens later, fails with the reason; the younger one is served."""
+    """Open and later requests of the older client fail with the reason, and the newer client is served."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with (
         synthetic_worker(nats_url, fleet, config=config) as (_, engine),

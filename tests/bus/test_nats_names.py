@@ -1,4 +1,4 @@
-"""nats-py's private names: those that this software uses stand in one list, and the installed release has them all."""
+"""The private names of nats-py that rollbus uses are in one list, and the installed release defines all of them."""
 
 import ast
 import importlib.metadata
@@ -19,7 +19,7 @@ from rollbus.bus.nats.patched_client import PatchedNatsClient
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "workers", "frontend", "trainer", "schemas")
 OWN = (PatchedNatsClient, Connection)
-"""Our classes that inherit nats-py's names."""
+"""Classes of rollbus that inherit nats-py's names."""
 
 PRIVATE_NAMES = {
     "_close": "(self, status: 'int', do_cbs: 'bool' = True) -> 'None'",
@@ -51,27 +51,28 @@ PRIVATE_NAMES = {
     "_subs": "",
     "_transport": "",
 }
-"""The contract with nats-py beyond its documentation. Attributes have no signature: an empty string.
+"""The contract with nats-py beyond its documentation. An attribute has no signature, so its value is an empty string.
 
-A new release of nats-py: install it, run this file, read what changed about the names that it reports, then raise the
-upper bound in pyproject.toml."""
+Procedure for a new release of nats-py: install it, run this file, read the changes of the reported names, then raise
+the upper bound in pyproject.toml.
+"""
 
 
 def names_of_nats() -> set[str]:
-    """Every private name that nats-py defines."""
+    """Return every private name that nats-py defines."""
     files = Path(inspect.getfile(nats)).parent.rglob("*.py")
     return {name for path in files for name in _defined_below(ast.parse(path.read_text()))}
 
 
 def names_of_client() -> set[str]:
-    """Those of its `Client`, which our classes inherit."""
+    """Return the private names of nats-py's `Client`, which the classes of rollbus inherit."""
     tree = ast.parse(Path(inspect.getfile(Client)).read_text())
     [client] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Client"]
     return _defined_below(client)
 
 
 def _defined_below(tree: ast.AST) -> set[str]:
-    """Private functions, and private attributes that are assigned."""
+    """Return private functions and assigned private attributes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -83,19 +84,19 @@ def _defined_below(tree: ast.AST) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """One underscore."""
+    """Return True if the name begins with exactly one underscore."""
     return name.startswith("_") and not name.startswith("__")
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
-    """The software's own code."""
+    """Yield the path and the syntax tree of each module of rollbus."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield path, ast.parse(path.read_text())
 
 
 def defined_in(tree: ast.Module) -> set[str]:
-    """Private names that a module defines or assigns to an object itself."""
+    """Return the names of functions, variables and own attributes that a module defines."""
     found: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -107,10 +108,11 @@ def defined_in(tree: ast.Module) -> set[str]:
 
 
 def used_names() -> set[str]:
-    """nats-py's private names in our code.
+    """Return the private names of nats-py that the code of rollbus uses.
 
-    In our classes that inherit from nats-py's, each private name of nats-py is a use of it, also one that is only
-    assigned: it would take the place of nats-py's. Elsewhere it is one where the module does not define the name.
+    In a class that inherits from nats-py, each private name of nats-py counts as used, even if it is only assigned,
+    because the assignment would replace nats-py's attribute. In other code, a name counts if its module does not define
+    it.
     """
     of_nats, of_client = names_of_nats(), names_of_client()
     own_classes = {own.__name__ for own in OWN}
@@ -134,14 +136,14 @@ def _names_in(node: ast.AST) -> Iterator[str]:
 
 
 def _imports_nats(tree: ast.Module) -> bool:
-    """True if a module can hold an object of nats-py: it imports it, or our connection."""
+    """Return True if a module can have an object of nats-py: it imports nats-py or the connection of rollbus."""
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = ("connection", "nats_client")
     return any(module.split(".")[0] == "nats" or module.split(".")[-1] in ours for module in modules)
 
 
 def signature_of(name: str) -> str:
-    """Of a method of nats-py; empty for an attribute, and for what it does not have."""
+    """Return the signature of a method of nats-py, or an empty string for an attribute or an unknown name."""
     method = getattr(Client, name, None) or getattr(Subscription, name, None)
     return str(inspect.signature(method)) if inspect.isfunction(method) else ""
 
@@ -152,13 +154,13 @@ def test_the_list_is_what_the_code_uses() -> None:
 
 
 def test_the_installed_release_has_every_name() -> None:
-    """With the arguments that it had."""
+    """The installed release defines every name with an unchanged signature."""
     assert set(PRIVATE_NAMES) <= names_of_nats()
     assert {name: signature_of(name) for name in PRIVATE_NAMES} == PRIVATE_NAMES
 
 
 def test_a_name_outside_the_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In our classes, and through a connection elsewhere."""
+    """A name outside the list is found in the inheriting classes, and elsewhere through a connection."""
     inside = ast.parse(
         "class Connection(PatchedNatsClient):\n    def f(self) -> None:\n        self._server_version_x\n"
     )
@@ -173,7 +175,10 @@ def test_a_name_outside_the_list_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_only_the_proven_release_is_installed_by_pip() -> None:
-    """The next minor one may move the names; the lock has one that is inside."""
+    """The dependency allows only the verified minor release, because the next one may change names.
+
+    The lock file is within it.
+    """
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [requirement] = [one for one in project["dependencies"] if one.startswith("nats-py")]
     major, minor, *_ = importlib.metadata.version("nats-py").split(".")

@@ -21,12 +21,12 @@ MEGABYTE = 1024 * 1024
 
 
 async def put(nats: Connection, bucket: str, prefix: str, folder: Path) -> str:
-    """Put a folder into a bucket of a size for tests."""
+    """Put a folder into a bucket of test size."""
     return await put_folder(nats, bucket, prefix, folder, max_bytes=BUCKET_BYTES)
 
 
 async def test_a_folder_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> None:
-    """Files of many parts, of one, and empty ones, also in folders, arrive as they were, and are fetched once."""
+    """A folder with files of many chunks, of one chunk, and without data is fetched unchanged and only once."""
     source = write_folder(tmp_path / "source", a=3 * MEGABYTE + 1, empty=0, deep__er__b=10)
     stages: list[str] = []
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -44,7 +44,10 @@ async def test_a_folder_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> N
 async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is there since before the machine has started is only used when it is whole."""
+    """A folder that was fetched before the machine started is used only if it is complete.
+
+    Otherwise it is fetched again.
+    """
     source = write_folder(tmp_path / "source", a=100, b=100, c=100)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         objects = await put(nats, bucket, "p", source)
@@ -66,7 +69,7 @@ async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
 
 @pytest.mark.slow
 async def test_other_clients_read_what_we_put(nats_url: str, tmp_path: Path) -> None:
-    """nats-py's object store finds our objects, with size and digest, and reads them."""
+    """The object store of nats-py finds and reads objects of rollbus, with size and digest."""
     source = write_folder(tmp_path / "source", a=2 * MEGABYTE + 1, b=10)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put(nats, bucket, "step-1", source)
@@ -81,7 +84,7 @@ async def test_other_clients_read_what_we_put(nats_url: str, tmp_path: Path) -> 
 
 
 async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> None:
-    """Objects that nats-py has put, replaced and deleted are fetched as they are now."""
+    """A fetch returns the current objects that nats-py has put, replaced or deleted."""
     contents = {"a": os.urandom(MEGABYTE + 1), "b": b"new", "empty": b""}
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
@@ -96,7 +99,10 @@ async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> 
 
 
 async def test_deleting_leaves_no_trace(nats_url: str, tmp_path: Path) -> None:
-    """A folder is deleted with all parts and descriptions; one whose name only begins like it stays."""
+    """Deleting a folder removes all its chunks and descriptions.
+
+    A folder whose name only has the same beginning stays.
+    """
     source = write_folder(tmp_path / "source", a=MEGABYTE, b=10)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put(nats, bucket, "step-10", source)
@@ -110,7 +116,7 @@ async def test_deleting_leaves_no_trace(nats_url: str, tmp_path: Path) -> None:
 
 
 async def test_what_is_stored_is_not_replaced(nats_url: str, tmp_path: Path) -> None:
-    """Putting below a prefix that has objects is refused, and changes nothing."""
+    """Putting a folder below a prefix that has objects fails and changes nothing."""
     source = write_folder(tmp_path / "source", a=10)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put(nats, bucket, "p", source)
@@ -124,7 +130,10 @@ async def test_what_is_stored_is_not_replaced(nats_url: str, tmp_path: Path) -> 
 
 
 async def test_hidden_files_are_left_out(nats_url: str, tmp_path: Path) -> None:
-    """What version control and editors leave in a folder is not uploaded; files behind symlinks are."""
+    """Hidden files are not uploaded, because version control and editors create them.
+
+    Files behind symlinks are uploaded.
+    """
     source = write_folder(tmp_path / "source", a=10, **{".git__x": 1, ".swp": 1})
     (source / "link").symlink_to(source / "a")
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -146,7 +155,10 @@ async def test_hidden_files_are_left_out(nats_url: str, tmp_path: Path) -> None:
 async def test_a_folder_that_cannot_be_read_leaves_nothing(
     nats_url: str, tmp_path: Path, spoil: Callable[[Path], object], said: str
 ) -> None:
-    """A file that is none, or has a name that no folder should have, is named; what was stored before is taken back."""
+    """The error names a file that cannot be read or has a forbidden name.
+
+    The chunks that were stored before are removed.
+    """
     spoil(write_folder(tmp_path / "source", a=MEGABYTE))
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
@@ -160,7 +172,7 @@ async def test_a_folder_that_cannot_be_read_leaves_nothing(
 
 
 async def test_a_full_bucket_is_an_error_and_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
-    """A put that does not fit takes back what did, and says why; what was there before stays."""
+    """A put that does not fit fails with the reason and removes its chunks. Earlier objects stay."""
     source = write_folder(tmp_path / "source", a=3 * MEGABYTE)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put_folder(nats, bucket, "small", write_folder(tmp_path / "small", a=10), max_bytes=2 * MEGABYTE)
@@ -174,7 +186,7 @@ async def test_a_full_bucket_is_an_error_and_leaves_nothing(nats_url: str, tmp_p
 
 
 async def test_a_cancelled_put_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
-    """Wherever it was, what was stored is taken back."""
+    """A put that is cancelled at any moment removes the chunks and descriptions that it stored."""
     source = write_folder(tmp_path / "source", a=30 * MEGABYTE)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
@@ -198,7 +210,7 @@ async def test_a_cancelled_put_leaves_nothing(nats_url: str, tmp_path: Path) -> 
     "objects", ["bucket", "bucket/", "/p", "b.b/p", "bucket/../p", "bucket//p", "bucket/p/", "*/p"]
 )
 async def test_a_source_must_be_bucket_and_prefix(objects: str) -> None:
-    """Anything else is refused before the server is asked."""
+    """A source that is not a bucket and a prefix is rejected before the server is contacted."""
     with pytest.raises(ControlError) as raised:
         async with ObjectReader("nats://127.0.0.1:1", name="test").open_folder(objects):
             pytest.fail("it is open")
@@ -207,7 +219,7 @@ async def test_a_source_must_be_bucket_and_prefix(objects: str) -> None:
 
 
 async def test_a_source_without_objects_is_refused(nats_url: str, tmp_path: Path) -> None:
-    """A bucket that is not there, and a prefix with nothing below it, are named."""
+    """The error for a missing bucket or an empty prefix names both."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         for _ in range(2):
             with pytest.raises(ControlError, match=f"the bucket '{bucket}' has no objects below 'p'") as raised:
@@ -218,7 +230,7 @@ async def test_a_source_without_objects_is_refused(nats_url: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../evil", "a//b", "a\\..\\b", "a/."])
 async def test_a_name_that_leads_out_of_the_folder_is_refused(nats_url: str, tmp_path: Path, name: str) -> None:
-    """An object is never written elsewhere, whatever it is called; nothing of the folder is written."""
+    """An object name that leads out of the folder is rejected, and nothing of the folder is written."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await ensure_bucket(nats, bucket, max_bytes=BUCKET_BYTES)
         store = await nats.jetstream().object_store(bucket)
@@ -233,7 +245,7 @@ async def test_a_name_that_leads_out_of_the_folder_is_refused(nats_url: str, tmp
 
 
 async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object]) -> str:
-    """What is said about an object whose parts or description were replaced; nothing may be left of it."""
+    """Return the error of an object whose chunks or description were replaced, and check that nothing remains."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put(nats, bucket, "p", write_folder(tmp_path / "source", a=100))
         (stored,) = await list_objects(nats, bucket)
@@ -276,12 +288,12 @@ async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[
 async def test_a_spoilt_object_is_refused(
     nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object], said: str
 ) -> None:
-    """Content that is not what the description says, and descriptions that are none, are named; nothing is left."""
+    """The error names content that does not match its description and an invalid description, and nothing remains."""
     assert said in await spoilt(nats_url, tmp_path, parts, info)
 
 
 async def test_a_bucket_gets_another_size_but_none_below_what_it_holds(nats_url: str, tmp_path: Path) -> None:
-    """It is made where it is missing; what lies in it stays, and can be added to up to the new size."""
+    """`set_bucket_bytes` creates a missing bucket and keeps its objects. It rejects a size below the stored bytes."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await set_bucket_bytes(nats, bucket, 2 * MEGABYTE)
         await put(nats, bucket, "p", write_folder(tmp_path / "p", a=MEGABYTE))

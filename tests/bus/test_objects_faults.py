@@ -1,4 +1,4 @@
-"""The object store when the disk is full, the server or this process ends, and messages are lost."""
+"""The object store with a full disk, lost messages, and a server or a process that dies."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ MEGABYTE = 1024 * 1024
 
 @contextlib.asynccontextmanager
 async def stored(size: int, tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, TcpProxy, Path]]:
-    """A server of the test's own with the folder `bucket/p`, one file of `size` bytes, and a proxy before it."""
+    """Start a separate server with the folder `bucket/p`, one file of `size` bytes, and a proxy in front of it."""
     require_binary()
     source = write_folder(tmp_path / "source", a=size)
     async with EmbeddedServer() as server, tcp_proxy(server.url) as proxy:
@@ -46,7 +46,7 @@ async def stored(size: int, tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServe
 
 
 def after(proxy: TcpProxy, size: int, event: asyncio.Event) -> None:
-    """Set `event` when clients have been sent so much; at 40 MB/s, so that there is a rest."""
+    """Set `event` when clients have received `size` bytes. The proxy sends 40 MB/s, so that more bytes remain."""
 
     def watch() -> Callable[[bytes], bytes]:
         passed = 0
@@ -65,7 +65,7 @@ def after(proxy: TcpProxy, size: int, event: asyncio.Event) -> None:
 
 
 async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) -> None:
-    """A fetch goes on where it was when the server is back, and what it fetched is whole."""
+    """After the server was killed and restarted, a fetch continues at its position and completes."""
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source), asyncio.TaskGroup() as tasks:
         after(proxy, 8 * MEGABYTE, event)
@@ -80,7 +80,10 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
 
 
 async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while without a part the fetch fails and says how far it was; nothing looks whole, no lock is held."""
+    """Without data for a while, a fetch fails and states its progress.
+
+    No folder counts as complete, and no lock is held.
+    """
     monkeypatch.setattr(object_chunks, "STALL_S", 0.1)
     monkeypatch.setattr(jetstream, "API_TIMEOUT_S", 1.0)
     event = asyncio.Event()
@@ -104,7 +107,7 @@ async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch:
 
 
 async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
-    """The address that does not answer is named."""
+    """The error names the address of a server that does not answer."""
     with pytest.raises(ControlError, match="objects:bucket/p cannot be fetched: no NATS server") as raised:
         await fetch_folder("nats://127.0.0.1:1", "bucket/p", tmp_path / "cache")
 
@@ -112,7 +115,7 @@ async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
 
 
 async def test_lost_messages_are_fetched_again(nats_url: str, tmp_path: Path) -> None:
-    """Messages that are lost, doubled or late on the way change nothing of what arrives."""
+    """Messages that are lost, duplicate or late do not change the fetched content."""
     content = os.urandom(2 * MEGABYTE)
     noise = NatsNoise(r"^_INBOX\.[^.]+$", seed=1, drop=0.02, double=0.01, delay=0.01)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket, tcp_proxy(nats_url) as proxy:
@@ -131,12 +134,12 @@ async def test_lost_messages_are_fetched_again(nats_url: str, tmp_path: Path) ->
 
 
 def small_parts(name: str) -> ObjectMeta:
-    """How nats-py is told to cut an object into parts of 8 KB."""
+    """Return the options by which nats-py splits an object into chunks of 8 KB."""
     return ObjectMeta(name=name, options=ObjectMetaOptions(max_chunk_size=8192))
 
 
 async def test_a_cancelled_fetch_ends(tmp_path: Path) -> None:
-    """Nothing looks whole, no file is open, no lock held, and no consumer at the server; the next try is whole."""
+    """A cancelled fetch leaves no complete folder, open file, lock or consumer, and the next fetch completes."""
     event = asyncio.Event()
     cache = tmp_path / "cache"
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source):
@@ -155,7 +158,7 @@ async def test_a_cancelled_fetch_ends(tmp_path: Path) -> None:
 
 
 async def test_a_fetch_or_put_that_is_cancelled_anywhere_ends(nats_url: str, tmp_path: Path) -> None:
-    """Wherever a cancellation falls, no file is open, what looks whole is, and no task and no message stays."""
+    """A fetch or put that is cancelled at any moment leaves no open file, incomplete folder, task or message."""
     cache = tmp_path / "cache"
     source = write_folder(tmp_path / "source", a=MEGABYTE + 1, b=10)
 
@@ -187,7 +190,7 @@ async def test_a_fetch_or_put_that_is_cancelled_anywhere_ends(nats_url: str, tmp
 
 
 async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
-    """What a killed fetch leaves is hidden and not locked, and the next fetch is whole."""
+    """A killed fetch leaves a hidden and unlocked folder, and the next fetch completes."""
     program = (
         "import asyncio, sys; from pathlib import Path; from tests.support.fetching import fetch_folder\n"
         "asyncio.run(fetch_folder(sys.argv[1], 'bucket/p', Path(sys.argv[2])))"
@@ -211,7 +214,7 @@ async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_pa
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
+    """Mount a file system of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -225,7 +228,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_full_disk_is_an_error_and_leaves_nothing(
     nats_url: str, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, *, is_room_known: bool
 ) -> None:
-    """Where a folder does not fit is said before anything is fetched; and when others fill the disk meanwhile."""
+    """A folder that does not fit on the disk fails before the fetch.
+
+    If other data fill the disk meanwhile, the fetch fails.
+    """
     cache = small_disk / "cache"
     said = f"{3 * MEGABYTE} bytes do not fit on the disk of {cache}: it has "
     if not is_room_known:
@@ -247,7 +253,7 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing(
 async def test_a_failing_write_is_an_error(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, *, is_kept: bool
 ) -> None:
-    """Whatever the disk says is passed on, and the next try is whole. What came does not stay on a full disk."""
+    """A write error is passed on, and the next fetch completes. On a full disk, the partial data are removed."""
 
     def fail(file: object, data: list[bytes]) -> None:
         raise OSError(error, os.strerror(error))
@@ -269,7 +275,7 @@ async def test_a_failing_write_is_an_error(
 
 
 async def test_a_cache_that_cannot_be_made_is_an_error(nats_url: str, tmp_path: Path) -> None:
-    """The folder that cannot be made is named."""
+    """The error names the folder that cannot be created."""
     (tmp_path / "file").touch()
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         source = write_folder(tmp_path / "source", a=10)
@@ -284,7 +290,7 @@ async def test_a_cache_that_cannot_be_made_is_an_error(nats_url: str, tmp_path: 
 async def test_a_put_into_a_server_that_is_killed_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The put fails, and takes back what was stored when the server is back."""
+    """A put fails if its server is killed, and removes what it stored when the server is back."""
     require_binary()
     monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
     event = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Where the client puts requests: at the worker that has their prefix or their group, or into the queue."""
+"""Where the client sends requests: to the worker that has their prefix or their group, or to the queue."""
 
 import asyncio
 import contextlib
@@ -17,17 +17,17 @@ from tests.support.patience import SOON_S
 from tests.support.waits import until_true
 
 PROMPT = tuple(range(600))
-"""Two pieces, and a part of a third one."""
+"""Two blocks and a part of a third block."""
 
 
 def long(n: int = 1, *, max_tokens: int = 1, seed: int | None = None, **fields: Any) -> GenerateRequest:
-    """A request whose prompt is worth a placement."""
+    """Return a request whose prompt is long enough for placement."""
     sampling = SamplingParams(n=n, max_tokens=max_tokens, temperature=0, seed=seed, logprobs=None)
     return GenerateRequest(**{"prompt_token_ids": PROMPT, "sampling": sampling, **fields})
 
 
 class Hands:
-    """Workers by hand `a` and `b`, of which `a` pulls, and the client `me`."""
+    """The scripted workers `a` and `b`, of which only `a` pulls, and the client `me`."""
 
     def __init__(self, a: HandWorker, b: HandWorker, rb: rollbus.Client) -> None:
         self.a, self.b, self.rb = a, b, rb
@@ -42,41 +42,44 @@ class Hands:
         await worker.frame(number, *chunks, admitted=tuple(admitted))
 
     async def answer(self, worker: HandWorker, taken: Taken) -> None:
-        """Admit all samples of a message, and end each with one token."""
+        """Accept all samples of a message, and end each with one token."""
         await self.frame(worker, *(chunk(key, 0, 7, total=1) for key in taken.keys), admitted=taken.keys)
 
     async def admit(self, worker: HandWorker, taken: Taken) -> None:
-        """Admit a request of the queue, and wait until the client knows: announcements come by another way."""
+        """Accept a queued request, and wait until the client has processed the frame.
+
+        The wait is necessary because presence uses another subject.
+        """
         await self.frame(worker, admitted=[taken.key])
         await until_true(lambda: "held=1" in num_tables(self.rb))
 
     async def take_direct(self) -> tuple[HandWorker, Taken]:
-        """The next request that comes, which comes directly, and its worker."""
+        """Return the next request, which must be sent directly, and its worker."""
         worker, taken = await self.take()
         assert taken.queued is None
         return worker, taken
 
     async def take(self) -> tuple[HandWorker, Taken]:
-        """The next request that comes to either worker."""
+        """Return the next request that reaches either worker."""
         await until_true(lambda: self.a.requests.qsize() + self.b.requests.qsize())
         worker = self.a if self.a.requests.qsize() else self.b
         return worker, await worker.take()
 
     async def take_queued(self, count: int) -> list[Taken]:
-        """The next requests, which come from the queue."""
+        """Return the next requests, which must arrive through the queue."""
         taken = [await self.a.take() for _ in range(count)]
         assert all(each.queued is not None for each in taken)
         return taken
 
     async def announce(self, worker: HandWorker, **fields: Any) -> None:
-        """Announce a worker with these changes, and wait until the client has heard it."""
+        """Publish presence of a worker with these changes, and wait until the client has received it."""
         for name, value in fields.items():
             setattr(worker, name, value)
         await worker.announce()
         await self.rb.fleet.state()
 
     def placed(self) -> dict[str, int]:
-        """How many requests went where, without zeros."""
+        """Return the number of requests by placement reason, without zeros."""
         return {reason: count for reason, count in self.stats().placed.items() if count}
 
 
@@ -84,7 +87,7 @@ class Hands:
 async def hands(
     nats_url: str, fleet: str, *, free_slots: int = 8, has_backlog: bool = True, **options: Any
 ) -> AsyncIterator[Hands]:
-    """Two workers by hand that read siblings, and a client of these options that knows them."""
+    """Start two scripted workers that accept siblings, and a client with these options that knows them."""
     async with (
         worker_by_hand(nats_url, fleet, "a") as a,
         worker_by_hand(nats_url, fleet, "b", pulls=False) as b,
@@ -100,7 +103,7 @@ async def hands(
 
 
 def num_tables(rb: rollbus.Client) -> str:
-    """What the client's placement still holds."""
+    """Return the state of the client's placement."""
     return repr(rb._registry._runtime.dispatcher.placement)
 
 
@@ -108,7 +111,7 @@ EMPTY = "<RequestPlacement held=0 waiting=0>"
 
 
 async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str) -> None:
-    """Eight free slots, four samples: one message with the seeds of all."""
+    """With enough free slots, all samples of a request are sent to one worker in one message with the seeds of all."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(4, seed=5)))
         worker, taken = await both.take_direct()
@@ -125,7 +128,7 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
 
 
 async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url: str, fleet: str) -> None:
-    """Those of an earlier release: the same worker, as many messages as samples."""
+    """Workers of an earlier release, which accept no siblings, get one message for each sample at the same worker."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         await both.announce(both.a, reads_siblings=False)
         await both.announce(both.b, reads_siblings=False)
@@ -141,7 +144,7 @@ async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url:
 
 
 async def test_of_refused_samples_the_first_goes_to_the_queue(nats_url: str, fleet: str) -> None:
-    """A worker that has become full refuses some: the others follow the first of these, and are not placed again."""
+    """If a worker rejects some samples, the first of them goes to the queue as the leader, and the others follow it."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         worker, taken = await both.take_direct()
@@ -161,7 +164,10 @@ async def test_of_refused_samples_the_first_goes_to_the_queue(nats_url: str, fle
 
 
 async def test_a_prefix_is_found_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
-    """The second turn goes to the worker of the first; after new weights there, the third is anybody's."""
+    """The second turn goes to the worker of the first turn.
+
+    After that worker has emptied its cache, the third goes to the queue.
+    """
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         turns = [PROMPT, (*PROMPT, *range(300)), (*PROMPT, *range(500))]
         requests = [long(prompt_token_ids=turn) for turn in turns]
@@ -184,7 +190,7 @@ async def test_a_prefix_is_found_until_its_cache_is_emptied(nats_url: str, fleet
 
 
 async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) -> None:
-    """Separate requests that share a prompt, the second before anybody has answered the first."""
+    """Separate requests of one group go to one worker, also before any of them has an answer."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(both.rb.complete(long(group_id="g"))) for _ in range(3)]
         worker, first = await both.take_direct()
@@ -198,7 +204,10 @@ async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) ->
 
 @pytest.mark.parametrize("group_id", [None, "g"])
 async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: str, group_id: str | None) -> None:
-    """Only the first is in the queue; the worker that takes it gets the others at once, and they may wait there."""
+    """Without free slots, only the first request is in the queue.
+
+    The worker that accepts it gets the others, which may wait there.
+    """
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
@@ -220,14 +229,14 @@ async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: st
 
 
 def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) -> list[asyncio.Task[Generation]]:
-    """Three requests of one group: samples of one call, or separate calls of this id."""
+    """Start three requests of one group: samples of one call, or separate calls with this group id."""
     if group_id is None:
         return [tasks.create_task(rb.complete(long(3, max_tokens=2)))]
     return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
 
 
 async def test_followers_go_where_room_is_announced(nats_url: str, fleet: str) -> None:
-    """Nothing of this client waits in the queue, and another worker has room for all: they wait for no slot."""
+    """If another worker announces slots for all followers, and no leader waits in the queue, the followers go there."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
@@ -241,7 +250,10 @@ async def test_followers_go_where_room_is_announced(nats_url: str, fleet: str) -
 
 
 async def test_a_worker_without_a_backlog_gets_no_more_than_it_has_room_for(nats_url: str, fleet: str) -> None:
-    """Those of an earlier release: followers for which they have no room go to the queue."""
+    """Workers of an earlier release, without a backlog, get no followers beyond their free slots.
+
+    Those go to the queue.
+    """
     async with hands(nats_url, fleet, free_slots=0, has_backlog=False) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
@@ -257,7 +269,7 @@ async def test_a_worker_without_a_backlog_gets_no_more_than_it_has_room_for(nats
 async def test_refused_followers_find_another_leader_and_then_the_queue(
     nats_url: str, fleet: str, is_offered: bool
 ) -> None:
-    """Before or after a wait: once more the first of them goes ahead, and what is refused again is in the queue."""
+    """Rejected followers get another leader, before or after a wait. After a second rejection, they go to the queue."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(4)))
         [first] = await both.take_queued(1)
@@ -282,7 +294,7 @@ async def test_refused_followers_find_another_leader_and_then_the_queue(
 
 
 async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_url: str, fleet: str) -> None:
-    """The caller of the first gives it up before a worker has it: the next of the group goes ahead."""
+    """If the caller cancels a leader before a worker accepts it, the next request of the group becomes the leader."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         first, *others = start(tasks, both.rb, "g")
         await both.take_queued(1)
@@ -298,7 +310,7 @@ async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_ur
 
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
 async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
-    """Aborted, left by their caller, or too late: nothing of them is published, and nothing stays."""
+    """Waiting followers that are aborted, abandoned or timed out are never published, and the client removes them."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         timeout_s = 0.5 if ending == "timeout" else None
         first = tasks.create_task(both.rb.complete(long(group_id="g")))
@@ -322,7 +334,7 @@ async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, 
 
 
 async def test_a_silent_worker_is_left_alone(nats_url: str, fleet: str) -> None:
-    """It costs one wait; after that, what it should have in its cache goes to the queue."""
+    """A worker that does not answer costs one wait. After that, requests with its prefix go to the queue."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(both.rb.complete(long()))
         await both.answer(both.a, (await both.take_queued(1))[0])
@@ -341,7 +353,7 @@ async def test_a_silent_worker_is_left_alone(nats_url: str, fleet: str) -> None:
 
 
 async def test_without_placement_all_goes_through_the_queue(nats_url: str, fleet: str) -> None:
-    """Samples, sessions and known prefixes alike."""
+    """With placement disabled, samples, sessions and known prefixes all go through the queue."""
     async with hands(nats_url, fleet, placement=False) as both, asyncio.TaskGroup() as tasks:
         for request, count in ((long(3), 3), (long(session_id="s"), 1), (long(session_id="s"), 1)):
             completing = tasks.create_task(both.rb.complete(request))
@@ -352,7 +364,7 @@ async def test_without_placement_all_goes_through_the_queue(nats_url: str, fleet
 
 
 async def test_a_resumed_attempt_takes_the_queue_unless_it_has_a_session(nats_url: str, fleet: str) -> None:
-    """The lost worker's prefix is elsewhere too: only the session's next attempt is placed there."""
+    """After a loss, only the next attempt of a session is placed. Other attempts use the queue."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         for session_id in (None, "s"):
             warm = tasks.create_task(both.rb.complete(long(session_id=session_id)))
@@ -369,6 +381,6 @@ async def test_a_resumed_attempt_takes_the_queue_unless_it_has_a_session(nats_ur
 
 
 async def outcome(awaitable: Awaitable[Generation]) -> None:
-    """Wait for the end, whatever it is."""
+    """Wait for the end of a request, and ignore its error."""
     with contextlib.suppress(rollbus.RequestError):
         await awaitable

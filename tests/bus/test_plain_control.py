@@ -1,4 +1,4 @@
-"""Commands by programs without this library: the example, and what docs/protocol.md says to type."""
+"""Commands of programs without this library: the example program, and the shell commands of docs/protocol.md."""
 
 import ast
 import asyncio
@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_control.py"
 
 @pytest.mark.slow
 async def test_the_example_works(nats_url: str, fleet: str) -> None:
-    """The program pauses and resumes every worker, of whichever model, and prints what each says."""
+    """The example program pauses and resumes every worker of any model, and prints each ack."""
     async with (
         observing(nats_url, fleet) as observer,
         hand_client(nats_url, fleet) as client,
@@ -50,7 +50,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
 
 
 def test_the_example_is_short_and_stands_alone() -> None:
-    """At most 40 lines, and nothing of ours."""
+    """The example has at most 40 lines and imports nothing of rollbus."""
     source = EXAMPLE.read_text()
     modules = {
         alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names
@@ -63,7 +63,7 @@ def test_the_example_is_short_and_stands_alone() -> None:
 
 @pytest.mark.slow
 async def test_what_the_documentation_says_to_type_works(nats_url: str, fleet: str) -> None:
-    """Each `nats pub` of docs/protocol.md is applied, and answered on the subject of its `nats sub`."""
+    """Each `nats pub` of docs/protocol.md is applied and answered on the subject of its `nats sub`."""
     typed = DOC.read_text().replace(".default.", f".{fleet}.")
     commands = re.findall(r"^nats pub (\S+) '(.*)'$", typed, re.MULTILINE)
     [listening] = re.findall(r"^nats sub '(\S+)'$", typed, re.MULTILINE)

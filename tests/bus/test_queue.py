@@ -1,4 +1,4 @@
-"""The queue of a model in JetStream: its names, its bounds, what it tells."""
+"""The queue of a model in JetStream: its names, limits and depths."""
 
 import asyncio
 import re
@@ -39,9 +39,9 @@ def test_no_two_models_share_a_stream() -> None:
 
 @pytest.mark.parametrize("model", AWKWARD)
 async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str) -> None:
-    """Requests reach the workers of a model whatever it is called, and its stream says in plain words whose it is."""
+    """Requests reach the workers of any model name, and the metadata of the stream contain fleet and model."""
     async with pulling(nats_url, fleet, model=model) as worker, publishing(nats_url, fleet) as client:
-        while not (result := await client.publish(model=model)).ok:  # until the worker has made the queue
+        while not (result := await client.publish(model=model)).ok:  # until the worker has created the queue
             assert result.code == "no_workers"
         request = await worker.take()
         info = await ask(client.nats, f"STREAM.INFO.{stream_name(Subjects(fleet), model, 'normal')}")
@@ -51,7 +51,7 @@ async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str)
 
 
 async def test_making_a_queue_again_changes_nothing(nats_url: str, fleet: str) -> None:
-    """What waits survives workers that make the queue again, and so do its limits and an operator's settings."""
+    """Creating an existing queue keeps its requests, its limits and an operator's settings."""
     subjects = Subjects(fleet)
     name = stream_name(subjects, MODEL, "low")
     async with publishing(nats_url, fleet) as client:
@@ -72,7 +72,10 @@ async def test_making_a_queue_again_changes_nothing(nats_url: str, fleet: str) -
 
 
 async def test_limits_are_set_on_what_exists_and_never_below_what_is_held(nats_url: str, fleet: str) -> None:
-    """A bound below what waits would delete requests: it is refused, with what is held; other settings stay."""
+    """A limit below the stored amount would delete requests, so it is rejected with that amount.
+
+    Other settings stay.
+    """
     subjects = Subjects(fleet)
     name = stream_name(subjects, MODEL, "low")
     async with publishing(nats_url, fleet) as client:
@@ -93,7 +96,7 @@ async def test_limits_are_set_on_what_exists_and_never_below_what_is_held(nats_u
 
 
 async def test_depths_count_what_waits_and_what_is_in_hand(nats_url: str, fleet: str) -> None:
-    """Each lane tells how many requests wait and how many a worker has; a model without a queue has no rows."""
+    """Each lane reports the numbers of waiting and pulled requests. A model without a queue has no rows."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as client:
         assert await queue_depths(client.nats, subjects, (MODEL,)) == ()
@@ -121,7 +124,7 @@ async def test_depths_count_what_waits_and_what_is_in_hand(nats_url: str, fleet:
 
 
 async def test_a_request_is_stored_until_it_is_acked(nats_url: str, fleet: str) -> None:
-    """A request is found by its number while it waits or is in hand, also a large one, and not after that."""
+    """A request, even a large one, can be found by its number until it is acked."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as client:
         assert not await client.may_be_stored(1)
@@ -139,7 +142,7 @@ async def test_a_request_is_stored_until_it_is_acked(nats_url: str, fleet: str) 
 
 
 async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no JetStream the error says so; publishing finds no workers."""
+    """Without JetStream, the error states this, and a publication finds no workers."""
     require_binary()
     change_config(monkeypatch)
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
@@ -152,7 +155,10 @@ async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypat
 
 
 async def test_queues_need_no_large_disk(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the server cannot set the bytes aside the queue is made without, and is full when the server is."""
+    """If the server cannot reserve the bytes, the queue is created without a reservation.
+
+    It is full when the server is full.
+    """
     require_binary()
     change_config(monkeypatch, max_file_store=4 * 1024 * 1024)
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:

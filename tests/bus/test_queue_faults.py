@@ -1,4 +1,4 @@
-"""The queue while servers and connections break: no request is lost, and all of them are worked off in the end."""
+"""While servers and connections fail, the queue loses no request, and all requests are acked in the end."""
 
 import asyncio
 
@@ -17,22 +17,22 @@ from tests.support.waits import until
 pytestmark = pytest.mark.slow
 
 QUICK = QueueLimits(ack_wait_s=1.0)
-"""So that what a broken connection took along comes again soon."""
+"""A short `ack_wait`, so that the queue soon delivers lost requests again."""
 
 
 async def counts(client: Publishing, fleet: str) -> tuple[int, int]:
-    """Requests that wait, and that are in hand, in all lanes."""
+    """Return the numbers of waiting and pulled requests in all lanes."""
     depths = await queue_depths(client.nats, Subjects(fleet), (MODEL,))
     return sum(depth.waiting for depth in depths), sum(depth.in_hand for depth in depths)
 
 
 async def num_lanes(client: Publishing, fleet: str) -> int:
-    """Lanes that a worker has made."""
+    """Return the number of lanes that workers have created."""
     return len(await queue_depths(client.nats, Subjects(fleet), (MODEL,)))
 
 
 async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
-    """Ack all that comes, and count it, until cancelled."""
+    """Ack and count all requests until cancelled."""
     while True:
         data = await worker.finish(await worker.take())
         done[data] = done.get(data, 0) + 1
@@ -40,7 +40,7 @@ async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
 
 @pytest.mark.proves("P5")
 async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) -> None:
-    """After a crash what waits comes in order, and what was in hand and not acked comes again."""
+    """After a crash of the server, waiting requests arrive in order, and requests without an ack arrive again."""
     require_binary()
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL, QUICK)
@@ -58,13 +58,13 @@ async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) 
             working.cancel()
 
     numbers = [int(data) for data in done]
-    # The crash may take along what the server knew of deliveries and acks.
+    # The crash may lose the server's record of deliveries and acks.
     assert set(range(2, 20)) <= set(numbers) <= set(range(20))
     assert [number for number in numbers if number >= 5] == list(range(5, 20))
 
 
 async def test_pulls_outlive_the_server(fleet: str) -> None:
-    """A worker whose pulls stood when the server was killed is handed requests again as soon as it is back."""
+    """A worker whose pulls were open when the server was killed receives requests again after the restart."""
     require_binary()
     async with (
         EmbeddedServer() as server,
@@ -76,7 +76,7 @@ async def test_pulls_outlive_the_server(fleet: str) -> None:
             await client.publish_all(str(i).encode())
 
             assert await worker.take_all(1) == [str(i).encode()]
-            await until(lambda: counts(client, fleet), (0, 0))  # the ack too has arrived
+            await until(lambda: counts(client, fleet), (0, 0))  # The ack must have arrived too.
             await server.kill()
             await server.restart()
 
@@ -85,7 +85,7 @@ async def test_pulls_outlive_the_server(fleet: str) -> None:
 
 @pytest.mark.proves("P5")
 async def test_requests_outlive_servers_under_load(fleet: str) -> None:
-    """With the server killed again and again, every request is worked off, and the queue is empty in the end."""
+    """If the server is killed repeatedly, every request is still acked, and the queue is empty in the end."""
     require_binary()
     num_requests = 3000
     done: dict[bytes, int] = {}
@@ -113,13 +113,13 @@ async def test_requests_outlive_servers_under_load(fleet: str) -> None:
     assert all(result.ok for result in results)
     assert {len(given) for given in client.results.values()} == {1}
     assert sorted(map(int, done)) == list(range(num_requests))
-    # The crash takes along acks that the server had, and ids of what they removed.
+    # The crash loses acks that the server had received, and ids of requests that they removed.
     assert sum(done.values()) < 1.2 * num_requests
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
 async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fleet: str, is_cut: bool) -> None:
-    """Requests on their way to a worker whose connection breaks, loudly or silently, are handed to another."""
+    """Requests on their way to a worker whose connection breaks or freezes are delivered to another worker."""
     async with (
         tcp_proxy(nats_url) as proxy,
         publishing(nats_url, fleet) as client,
@@ -140,7 +140,7 @@ async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fl
 
         assert taken == [b"a", b"b", b"c", b"d"]
         for request in first:
-            await request.ack()  # too late, or never sent: of no effect on others' requests
+            await request.ack()  # too late, or never sent: no effect on the other worker's requests
         if is_cut:
             await proxy.restore()
         else:
@@ -148,11 +148,11 @@ async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fl
         other.capacity = -1
         await client.publish_all(b"e")
         while (request := await parted.take()).data != b"e":
-            assert request.data in {b"c", b"d"}  # what was in the line as it froze
+            assert request.data in {b"c", b"d"}  # data in the connection when it froze
 
 
 async def test_what_jetstream_was_asked_is_asked_again_over_the_next_connection(nats_url: str, fleet: str) -> None:
-    """A question whose answer is lost with the connection is answered all the same."""
+    """A JetStream request whose answer is lost with the connection is repeated on the next connection."""
     async with (
         tcp_proxy(nats_url) as proxy,
         publishing(nats_url, fleet) as client,
@@ -171,7 +171,7 @@ async def test_what_jetstream_was_asked_is_asked_again_over_the_next_connection(
 
 
 async def test_a_store_that_is_lost_is_made_anew(fleet: str) -> None:
-    """When the server comes back without its streams, workers make them, and requests flow again."""
+    """If the server returns without its streams, workers create them again, and requests are delivered."""
     require_binary()
     async with (
         EmbeddedServer() as server,

@@ -1,4 +1,4 @@
-"""Publishing to the queue: one result for each request, whatever happens to it, and no request stored twice."""
+"""Each publication to the queue has one result, under any failure, and no request is stored twice."""
 
 import json
 from typing import cast
@@ -23,12 +23,12 @@ from tests.support.waits import until, until_true
 
 
 async def waiting(client: Publishing, fleet: str) -> dict[Lane, int]:
-    """How many requests wait in each lane."""
+    """Return the number of waiting requests in each lane."""
     return {depth.lane: depth.waiting for depth in await queue_depths(client.nats, Subjects(fleet), (MODEL,))}
 
 
 async def test_a_stored_request_has_a_number(nats_url: str, fleet: str) -> None:
-    """The result of a publish says where the request is stored; numbers count up in each stream."""
+    """The result of a publication contains the sequence number of the request, which increases in each stream."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         results = [await client.publish(lane=lane) for lane in ("normal", "low", "resume", "high")]
@@ -40,7 +40,7 @@ async def test_a_stored_request_has_a_number(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P41")
 async def test_a_repeated_id_is_stored_once(nats_url: str, fleet: str) -> None:
-    """A second publish with the same id is told the first one's number, also after that one was acked."""
+    """A second publication with the same id gets the number of the first, also after the first was acked."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=0) as worker:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         first = await client.publish(msg_id="alice.1.r.0.0")
@@ -60,7 +60,10 @@ async def test_a_repeated_id_is_stored_once(nats_url: str, fleet: str) -> None:
 
 
 def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
-    """The first one is on its way through the servers: what became of it is known a little later."""
+    """If a cluster is still storing the first publication, the client repeats it.
+
+    The result of the first publication is known a little later.
+    """
     answer = {"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}
     message = Msg(cast(Client, None), data=json.dumps(answer).encode())
 
@@ -72,7 +75,10 @@ def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
 async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
     nats_url: str, fleet: str, limits: QueueLimits
 ) -> None:
-    """New requests beyond the bound are refused at once and may come again; the lane of resumed ones has its own."""
+    """New requests beyond the limit are rejected immediately and can be published again.
+
+    The lane `resume` has its own limit.
+    """
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL, limits)
         results = [await client.publish(bytes(1000), lane=lane) for lane in ("normal", "high", "low", "normal")]
@@ -86,12 +92,12 @@ async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
         async with pulling(nats_url, fleet, capacity=100, limits=limits) as worker:
             await worker.take_all(12)
             while not (result := await client.publish(bytes(1000), msg_id="again")).ok:
-                assert result.code is ErrorCode.QUEUE_FULL  # the server takes acks in its own time
+                assert result.code is ErrorCode.QUEUE_FULL  # the server processes acks asynchronously
             assert not result.is_duplicate
 
 
 async def test_without_a_queue_there_are_no_workers(nats_url: str, fleet: str) -> None:
-    """Where no worker ever made a queue for the model the result comes at once and says so."""
+    """If no worker has created a queue for the model, the result is `no_workers`, without delay."""
     async with publishing(nats_url, fleet) as client:
         result = await client.publish()
 
@@ -105,7 +111,7 @@ async def test_without_a_queue_there_are_no_workers(nats_url: str, fleet: str) -
 async def test_other_refusals_quote_the_server(
     nats_url: str, fleet: str, change: dict[str, object], code: ErrorCode, words: str
 ) -> None:
-    """What the server refuses for a reason of its own ends as a result with its words."""
+    """The result of any other rejection quotes the server's message."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         name = stream_name(Subjects(fleet), MODEL, "normal")
@@ -118,7 +124,7 @@ async def test_other_refusals_quote_the_server(
 
 
 async def test_the_largest_request_is_known_before_it_is_sent(nats_url: str, fleet: str) -> None:
-    """A request that exceeds the server's bound with its headers is refused here; the connection is none the worse."""
+    """A request that exceeds the server's limit with its headers fails locally, and the connection stays usable."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         fits = client.nats.max_payload - 100
@@ -135,7 +141,7 @@ async def test_the_largest_request_is_known_before_it_is_sent(nats_url: str, fle
 @pytest.mark.slow
 @pytest.mark.parametrize("in_hand", [False, True])
 async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: str, in_hand: bool) -> None:
-    """After its time to live a request is gone, whether it waits or a worker has it; others stay."""
+    """After its time to live, a request leaves the queue, whether it waits or was pulled. Other requests stay."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=int(in_hand)) as worker:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         short = await client.publish(ttl_s=0.001)
@@ -149,7 +155,7 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
 
         await until(held, 1)
 
-        # Clients may not read how far a stream has come: while others wait, an expired request may be among them.
+        # Clients may not read the position of a stream, so an expired request may count as stored while others wait.
         assert await client.may_be_stored(long.seq)
         if request is None:
             worker.capacity = 1
@@ -163,7 +169,10 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
 async def test_what_is_not_answered_is_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When answers do not come the request is repeated under its id until one does: one result, one request stored."""
+    """Without an answer, the client repeats a publication under its id.
+
+    The request has one result and is stored once.
+    """
     monkeypatch.setattr(rollbus.bus.queue.publisher, "REPEAT_S", 0.5)
     async with (
         tcp_proxy(nats_url) as proxy,
@@ -178,7 +187,7 @@ async def test_what_is_not_answered_is_published_again(
         await until_true(lambda: client.publisher.stats.repeats >= 2)
         proxy.thaw()
         result = await client.result(token)
-        await client.publish()  # answered after all that was sent before
+        await client.publish()  # The server answers this after all earlier publications.
 
         assert result.ok
         assert list(map(len, client.results.values())) == [1, 1]
@@ -189,7 +198,7 @@ async def test_what_is_not_answered_is_published_again(
 
 @pytest.mark.slow
 async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that come faster than the server can store them are stored in the end, each once."""
+    """Requests that arrive faster than the server can store them are all stored in the end, once."""
     require_binary()
     change_config(monkeypatch, max_buffered_msgs=50)
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
@@ -205,7 +214,7 @@ async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatc
 async def test_what_has_become_too_large_is_not_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unanswered request that is too large for the server which the connection has come back to ends as such."""
+    """After a reconnect to a server with a lower limit, a request above the limit fails and is not repeated."""
     async with tcp_proxy(nats_url) as proxy, publishing(proxy.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         proxy.freeze(Direction.TO_CLIENT)
@@ -219,7 +228,7 @@ async def test_what_has_become_too_large_is_not_repeated(
 
 @pytest.mark.slow
 async def test_a_lost_connection_loses_no_request(fleet: str) -> None:
-    """Requests published before, during and after an outage of the server are each stored once."""
+    """Requests that are published before, during and after an outage of the server are stored once."""
     require_binary()
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -239,7 +248,7 @@ async def test_a_lost_connection_loses_no_request(fleet: str) -> None:
 async def test_publishes_without_an_answer_are_bounded(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond as many unanswered requests as may be, further ones are refused as from a full queue."""
+    """Beyond the limit of unconfirmed publications, further ones fail with `queue_full`."""
     monkeypatch.setattr(rollbus.bus.queue.publisher, "MAX_UNANSWERED", 2)
     async with tcp_proxy(nats_url) as proxy, publishing(proxy.url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -254,7 +263,7 @@ async def test_publishes_without_an_answer_are_bounded(
 
 
 async def test_a_token_may_be_used_again(nats_url: str, fleet: str) -> None:
-    """A publish with a token that still waits takes its place: one result, the second one's."""
+    """A publication with a token that still waits replaces the earlier one: only the second has a result."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         for lane in ("normal", "resume"):
