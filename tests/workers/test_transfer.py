@@ -113,7 +113,7 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(start_transfer=True)
-        with pytest.raises(ControlError, match="refused to take weights"):
+        with pytest.raises(ControlError, match="rejected the weight transfer"):
             await worker.transfer.start(StartWeightUpdate())
         assert (*worker.standing, is_open(worker)) == (1, False, False)
         await worker.flow.resume()
@@ -121,7 +121,7 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
         worker.engine.faults = SyntheticFaults()
         await worker.transfer.start(StartWeightUpdate())
         worker.engine.faults = SyntheticFaults(start_transfer=True)
-        with pytest.raises(ControlError, match="refused to take weights"):
+        with pytest.raises(ControlError, match="rejected the weight transfer"):
             await worker.transfer.start(StartWeightUpdate())
         assert (*worker.standing, is_open(worker)) == (1, True, False)
 
