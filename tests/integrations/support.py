@@ -1,4 +1,4 @@
-"""Programs of trainers, run by the Python of an environment that has them, and the client alone."""
+"""Runs the programs of trainers with the Python of an environment that has the trainers and only the client."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 PROGRAMS = Path(__file__).parent / "programs"
 
-# `make test-trainers` has made it, and CI calls that: there a test that cannot run fails.
+# `make test-trainers` creates the environment. CI calls it, so in CI a test that cannot run must fail.
 needs_trainers = pytest.mark.skipif(
     not PYTHON.exists() and "ROLLBUS_TEST_TRAINERS" not in os.environ,
     reason="no .venv-trainers: `make test-trainers` makes it",
@@ -25,7 +25,7 @@ needs_trainers = pytest.mark.skipif(
 
 @asynccontextmanager
 async def started(program: str, *arguments: object) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start a program of this folder; it is killed on leaving."""
+    """Start a program of this folder, and kill it on exit from the context."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     process = await asyncio.create_subprocess_exec(
         PYTHON, "-W", "ignore", "-P", PROGRAMS / program, *map(str, arguments),
@@ -40,7 +40,7 @@ async def started(program: str, *arguments: object) -> AsyncIterator[asyncio.sub
 
 
 async def until_line(process: asyncio.subprocess.Process, wanted: str) -> None:
-    """Read what a program says until it says this line."""
+    """Read the output of a program until it prints this line."""
     said = []
     if process.stdout is not None:
         async for raw in process.stdout:
@@ -51,7 +51,7 @@ async def until_line(process: asyncio.subprocess.Process, wanted: str) -> None:
 
 
 async def run_program(program: str, *arguments: object, on_line: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Run a program to its end; returns what it has seen, the JSON behind the word `seen`."""
+    """Run a program until it exits. Return its results, the JSON after the word `seen`."""
     seen, said = None, []
     async with started(program, *arguments) as process:
         stdout = process.stdout

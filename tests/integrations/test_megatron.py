@@ -1,4 +1,4 @@
-"""Megatron-Core's own router replay, fed with the rows of a micro-batch, on a CPU."""
+"""Megatron-Core's own router replay on a CPU, fed with the rows of a micro-batch."""
 
 import asyncio
 
@@ -11,7 +11,10 @@ pytestmark = [pytest.mark.slow, needs_trainers]
 
 
 async def test_replayed_choices_are_those_of_the_rows() -> None:
-    """Also when layers are recomputed, for a part of the layers and tokens; gradients reach the router."""
+    """Megatron-Core replays the experts of the rows, also for recomputed layers and for some layers or tokens.
+
+    Gradients reach the router.
+    """
     async with asyncio.timeout(ENGINE_STARTS_S), started("megatron_replay.py") as process:
         said = (await process.communicate())[0].decode()
     assert process.returncode == 0, said

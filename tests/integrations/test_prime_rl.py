@@ -1,10 +1,10 @@
-"""The calls of prime-rl's client, replayed as that sends them, on the HTTP service and real vLLM workers.
+"""The calls of prime-rl's client, replayed in its format on the HTTP service with real vLLM workers.
 
-Read at commit 559b44772e47 of PrimeIntellect-ai/prime-rl (0.8): `utils/client.py` (admin calls, scores),
-`orchestrator/watcher.py` (their order), `orchestrator/inference_metrics.py` (what is read of `/metrics`),
+Source: commit 559b44772e47 of PrimeIntellect-ai/prime-rl (0.8): `utils/client.py` (admin calls, scores),
+`orchestrator/watcher.py` (their order), `orchestrator/inference_metrics.py` (the metrics that it reads),
 `transports/weights/filesystem.py` and `utils/weights.py` (the folder of a broadcast), `inference/vllm/server.py` (the
-answers of its own server); requests for tokens are those of `renderers` 0.1.12 and `verifiers` 0.4. It finds no servers
-by itself: its configuration names them, here one service for all workers.
+answers of its own server). Requests for tokens are those of `renderers` 0.1.12 and `verifiers` 0.4. prime-rl does not
+discover servers: its configuration names them, here one service for all workers.
 """
 
 import asyncio
@@ -33,13 +33,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_LAYERS, TOP_K = 4, 4
 LONG = 4000
-"""Tokens of a request that runs on while weights are replaced."""
+"""Number of tokens of a request that runs while weights are replaced."""
 READY, STABLE = "NCCL_READY", "STABLE"
-"""Empty files in the folder of a broadcast: the client makes the first with any transport, the trainer the second."""
+"""Empty files in the folder of a broadcast.
+
+With every transport the client creates the first file and the trainer the second.
+"""
 
 
 class Admin:
-    """Its admin client: at the root of the service, with a timeout for each call, and errors that it would report."""
+    """prime-rl's admin client at the root of the service, with a timeout for each call and its errors."""
 
     def __init__(self, url: str) -> None:
         self.client = httpx.AsyncClient(
@@ -49,14 +52,14 @@ class Admin:
         )
 
     async def post(self, path: str, *, read_s: float = 300.0, **body: Any) -> dict[str, Any]:
-        """What it is answered, if that is a success."""
+        """Send a call and return its answer. Raise an error if it fails."""
         timeout = httpx.Timeout(connect=patient(10.0), read=read_s, write=60.0, pool=10.0)
         answer = await self.client.post(path, timeout=timeout, **body)
         answer.raise_for_status()
         return dict(answer.json())
 
     async def update(self, weight_dir: Path | None) -> dict[str, Any]:
-        """Its whole update: pause, the new weights, and resume, also after an error."""
+        """Run the client's whole update: pause, new weights, and resume, also after an error."""
         await self.post("/pause", params={"mode": "keep", "clear_cache": "false"})
         try:
             if weight_dir is not None:
@@ -67,13 +70,13 @@ class Admin:
             await self.post("/resume")
 
     async def is_ready(self, model: str) -> bool:
-        """What it waits for at its start: health, and the model's name."""
+        """Return True if the service is healthy and lists the model. The client waits for this when it starts."""
         (await self.client.get("/health")).raise_for_status()
         cards = (await self.client.get("/v1/models")).json()["data"]
         return any(card["id"] == model for card in cards)
 
     async def engines(self) -> dict[str, dict[str, float | str]]:
-        """What it reads of `/metrics`: the values of each engine by vLLM's names, and the labels of its cache."""
+        """Return the client's values from `/metrics`: those of each engine by vLLM's names, and its cache's labels."""
         answer = await self.client.get("/metrics", timeout=patient(5.0))
         answer.raise_for_status()
         found: dict[str, dict[str, float | str]] = {}
@@ -91,7 +94,7 @@ class Admin:
 
 @asynccontextmanager
 async def trainer(nats_url: str, fleet: str, count: int) -> AsyncIterator[tuple[Admin, Http, str]]:
-    """An admin client of a service before a fleet of so many workers, and the name of their model."""
+    """Run a service for a fleet with so many workers, and yield an admin client and the name of the model."""
     async with http_before(nats_url, fleet) as http:
         for rb in (http.own, http.rb):
             await rb.fleet.wait_for_workers(count)
@@ -110,11 +113,11 @@ async def turn(  # noqa: PLR0913 - the fields of its body
     min_tokens: int = 0,
     start: int | None = None,
 ) -> dict[str, Any]:
-    """One turn of a rollout: the request of its renderer, and the checks that this makes of the answer's one choice.
+    """Run one turn of a rollout: send the renderer's request, and check the answer's only choice as the client does.
 
     Args:
-        salt: the version of the policy when the rollout's group was begun.
-        start: from the second turn on.
+        salt: the version of the policy at the start of the rollout's group.
+        start: first position whose routed experts are requested; set from the second turn on.
     """
     sampling: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "max_tokens": max_tokens, "ignore_eos": True}
     sampling |= {"min_tokens": min_tokens, "stop_token_ids": [1], "logprobs": 1, "skip_special_tokens": False}
@@ -131,7 +134,7 @@ async def turn(  # noqa: PLR0913 - the fields of its body
     assert all(math.isfinite(entry["logprob"]) and entry["logprob"] != -9999.0 for entry in content)
     routed = choice["routed_experts"]
     if routed is not None:
-        # The client cuts the data out of the bytes, where they begin so.
+        # The client cuts the data out of the answer's bytes at this prefix.
         assert b'"routed_experts":{"data":"' in answer.content
         assert routed["start"] == (start or 0)
         assert rows_of(routed).shape == (len(token_ids) + len(ids) - 1 - routed["start"], NUM_LAYERS, TOP_K)
@@ -140,13 +143,13 @@ async def turn(  # noqa: PLR0913 - the fields of its body
 
 
 def make_ready(folder: Path) -> None:
-    """What its client does to the folder of a broadcast before an update."""
+    """Prepare the folder of a broadcast before an update, as the client does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / READY).touch()
 
 
 def broadcast(checkpoint: Path, step: int) -> Path:
-    """The folder that its trainer makes of a step: the tensors, no configuration, and at last an empty file."""
+    """Write the folder that the trainer writes for a step: the tensors, no configuration, and finally an empty file."""
     folder = checkpoint.parent / "broadcasts" / f"step_{step}"
     folder.mkdir(parents=True, exist_ok=True)
     for file in checkpoint.glob("*.safetensors*"):
@@ -157,7 +160,7 @@ def broadcast(checkpoint: Path, step: int) -> Path:
 
 @pytest.fixture
 def old(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path: Path) -> Iterator[RealWorkers]:
-    """Workers that start as an orchestrator expects them: version 0 of a policy."""
+    """Workers with version 0 of a policy, as an orchestrator expects them at its start."""
     workers = RealWorkers(nats_url, tiny_moes[1], version=0, cache=tmp_path / "cache")
     yield workers
     workers.stop()
@@ -167,7 +170,10 @@ def old(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path: Path) -> Iterator
 async def test_a_step_of_its_orchestrator(
     nats_url: str, old: RealWorkers, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
-    """From its start to the turn after an update: each answer is one that its client takes, and the weights are new."""
+    """From its start to the turn after an update, prime-rl's client accepts each answer.
+
+    The answers after the update come from the new weights.
+    """
     names = await old.have(2)
     prompts = [prompt(20 + seed, seed).tolist() for seed in range(6)]
     async with trainer(nats_url, old.fleet, 2) as (admin, http, model):
@@ -182,7 +188,7 @@ async def test_a_step_of_its_orchestrator(
             tagged = tasks.create_task(http.rb.complete(greedy(30, LONG)))
             await until_state(http.own, lambda state: sum(worker.in_flight for worker in state.workers) == 2)
             updated = await admin.update(broadcast(tiny_moe_float32, 1))
-        # After a timeout its client repeats what was done already.
+        # After a timeout, the client repeats a call that may have succeeded.
         repeated = await admin.update(broadcast(tiny_moe_float32, 1))
 
         after = [await turn(admin, model, one, salt=1) for one in prompts]
@@ -192,14 +198,14 @@ async def test_a_step_of_its_orchestrator(
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         fresh = [await rb.complete(greedy(20 + seed, 16, seed)) for seed in range(6)]
 
-    # What waits for any worker stands beside them, so that it asks for no more work then.
+    # The queue has its own entry, so that the client sends no more work while requests wait for a worker.
     assert engines.keys() == {*names, "queue."}
     assert engines["queue."].keys() == {"num_requests_waiting"}
     for name in names:
         values = engines[name]
         assert {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"} <= values.keys()
         assert {"num_preemptions_total", "prefix_cache_hits_total", "prefix_cache_queries_total"} <= values.keys()
-        # Its concurrency begins with this, by `max_model_len`.
+        # The client's initial concurrency is this value divided by `max_model_len`.
         assert int(values["kv_cache_size_tokens"]) >= 8192
     assert (updated["status"], updated["weight_version"], repeated["weight_version"]) == ("ok", 1, 2)
     assert len(rollout.result()["token_ids"]) == LONG
@@ -222,7 +228,7 @@ async def test_a_step_of_its_orchestrator(
 
 
 async def scores(admin: Admin, model: str, token_ids: list[int]) -> list[float]:
-    """The logprob of each token of a prompt, read as a reference policy's are; 0.0 for the first."""
+    """Return the log probability of each token of a prompt, as for a reference policy; 0.0 for the first token."""
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     body = {"model": model, "token_ids": token_ids, "sampling_params": sampling}
     answer = await admin.post("/inference/v1/generate", json=body)
@@ -230,7 +236,7 @@ async def scores(admin: Admin, model: str, token_ids: list[int]) -> list[float]:
 
 
 async def test_what_it_cannot_have_is_refused_by_name(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
-    """Its broadcasts by NCCL and NIXL, and a folder that is gone; the workers then go on with the weights they have."""
+    """Broadcasts by NCCL and NIXL and a missing folder are rejected by name, and the workers keep their weights."""
     async with trainer(nats_url, real_fleet, 1) as (admin, http, model):
         (worker,) = http.own.fleet.workers
         known = await turn(admin, model, prompt(20, 0).tolist(), salt=0)
@@ -244,14 +250,14 @@ async def test_what_it_cannot_have_is_refused_by_name(nats_url: str, real_fleet:
                 await admin.post("/init_broadcaster", json=body)
             errors.append(error.value.response)
         for folder in (None, tiny_moe_float32.parent / "broadcasts" / "step_9"):
-            # With NCCL the folder has no tensors.
+            # With NCCL, the folder has no tensors.
             with pytest.raises(httpx.HTTPStatusError) as error:
                 await admin.update(folder)
             errors.append(error.value.response)
         again = await turn(admin, model, prompt(20, 0).tolist(), salt=0)
         told = (await admin.client.get("/weight_info")).json()
 
-    # Not 404, which its client takes for a server that needs no broadcaster.
+    # The client interprets 404 as a server that needs no broadcaster, so the status must not be 404.
     assert [error.status_code for error in errors] == [501, 501, 400, 502]
     messages = [error.json()["error"]["message"] for error in errors]
     assert all("NCCL" in message and "filesystem" in message for message in messages[:2])
@@ -262,7 +268,10 @@ async def test_what_it_cannot_have_is_refused_by_name(nats_url: str, real_fleet:
 
 
 async def test_its_adapter_is_replaced_under_one_name(nats_url: str, policy: Path, tmp_path: Path) -> None:
-    """Without a pause, the same name for each version; a folder that is not there yet is 404, which it tries again."""
+    """prime-rl can replace an adapter under the same name without a pause.
+
+    A missing folder is 404, after which its client retries.
+    """
     first, second = (make_tiny_lora(policy.parent / f"broadcasts-{seed}", policy, seed=seed) for seed in (1, 2))
     arguments = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     workers = RealWorkers(nats_url, policy, version=0, cache=tmp_path / "cache", engine_args=arguments)
@@ -292,7 +301,7 @@ async def test_its_adapter_is_replaced_under_one_name(nats_url: str, policy: Pat
 
 
 async def load_adapter(admin: Admin, folder: Path) -> None:
-    """Its load of one version."""
+    """Load one version of the adapter as the client does."""
     body = {"lora_name": "r4", "lora_path": folder.as_posix()}
     answer = await admin.post("/load_lora_adapter", json=body, read_s=patient(30.0))
     assert answer["status"] == "ok"

@@ -1,4 +1,4 @@
-"""TRL's published `GRPOTrainer`, unchanged, with a fleet's completions and new weights after each step."""
+"""TRL's published, unchanged `GRPOTrainer` with a fleet's completions and new weights after each step."""
 
 from pathlib import Path
 
@@ -17,7 +17,10 @@ KILL_AFTER = 4
 async def test_it_learns_and_a_killed_worker_costs_nothing(
     nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
 ) -> None:
-    """The reward rises by far; sampler's and trainer's logprobs are equal; each step has the weights before it."""
+    """The reward rises although a worker is killed.
+
+    Sampler and trainer compute equal log probabilities, and each step has the weights of the step before it.
+    """
     workers = await policy_workers.have(2)
     first = next(iter(workers.values()))
 
@@ -42,7 +45,7 @@ async def test_it_learns_and_a_killed_worker_costs_nothing(
 async def test_the_fleet_computes_with_the_adapter_that_is_trained(
     nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
 ) -> None:
-    """A LoRA adapter of PEFT is added to the weights that are published: logprobs are those of the trainer."""
+    """The published weights include a LoRA adapter of PEFT, so the fleet's log probabilities equal the trainer's."""
     await policy_workers.have(1)
 
     seen = await run_program("trl_grpo.py", nats_url, policy_workers.fleet, policy, 6, tmp_path / "out", "lora")
@@ -55,7 +58,10 @@ async def test_the_fleet_computes_with_the_adapter_that_is_trained(
 async def test_a_killed_trainer_goes_on_from_its_checkpoint(
     nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
 ) -> None:
-    """Conversations, accumulated batches used twice, evaluations: all are of the trainer's present weights."""
+    """After a trainer resumes from its checkpoint, each batch has its current weights.
+
+    This holds for conversations, accumulated batches that it uses twice, and evaluations.
+    """
     workers = await policy_workers.have(2)
     first = next(iter(workers.values()))
     arguments = (nats_url, policy_workers.fleet, policy, 8, tmp_path / "out")
@@ -81,7 +87,10 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(
 async def test_what_the_asynchronous_trainer_calls_works_on_a_fleet(
     nats_url: str, policy: Path, policy_workers: RealWorkers
 ) -> None:
-    """Its protocols, in its order, with its own queue: samples are whole and fresh, and only changes travel."""
+    """The asynchronous trainer's calls work in its order and with its queue.
+
+    Samples are complete and fresh, and later versions store only changes.
+    """
     await policy_workers.have(2)
 
     seen = await run_program("trl_async.py", nats_url, policy_workers.fleet, policy, 4)

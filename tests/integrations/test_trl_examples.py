@@ -1,4 +1,4 @@
-"""The examples for TRL as a user runs them: from a folder of strange modules, in an environment without an engine."""
+"""The examples for TRL, run as by a user: beside modules with misleading names and without an engine."""
 
 import os
 import re
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     nats: str
 
     def run(self, name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run an example to its end."""
+        """Run an example until it exits."""
         return subprocess.run(
             [PYTHON, name, "--nats", self.nats, *arguments], cwd=self.folder, env=ENVIRONMENT,
             capture_output=True, text=True, check=False, timeout=ENGINE_HANGS_AFTER_S,
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def running_place(folder: Path) -> Iterator[Place]:
-    """Copy the examples beside modules that must not be taken for ours, and start the fleet."""
+    """Copy the examples beside modules with the names of our packages, and start the fleet."""
     for example in (ROOT / "examples").glob("trl_*.py"):
         shutil.copy(example, folder)
     for name in FOLDERS:
@@ -52,7 +52,7 @@ def running_place(folder: Path) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Place]]:
-    """One for all tests, as long as its worker serves."""
+    """A place that all tests share as long as its worker serves."""
     with Shared(
         lambda: running_place(tmp_path_factory.mktemp("place")), is_sound=lambda place: serves(place.nats)
     ) as shared:
@@ -61,12 +61,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Place]]:
 
 @pytest.fixture
 def place(places: Shared[Place]) -> Place:
-    """Where examples are run."""
+    """The place where the examples run."""
     return places.get()
 
 
 def test_the_trainer_of_trl_raises_the_reward(place: Place) -> None:
-    """With its own lines for each step, and a version for each, and one before the first."""
+    """The example with TRL's trainer raises the reward and prints a line for each step and the last version."""
     done = place.run("trl_grpo.py", "--steps", "10")
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_the_trainer_of_trl_raises_the_reward(place: Place) -> None:
 
 
 def test_the_parts_of_its_asynchronous_sister_work(place: Place) -> None:
-    """Each step brings a version."""
+    """Each step of the asynchronous example publishes a version."""
     done = place.run("trl_async.py", "--steps", "3")
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,7 +89,7 @@ def test_the_parts_of_its_asynchronous_sister_work(place: Place) -> None:
 
 @pytest.mark.parametrize("name", ["trl_grpo.py", "trl_async.py"])
 def test_a_number_of_steps_below_one_is_refused(place: Place, name: str) -> None:
-    """In one line, with exit code 2."""
+    """Fewer than one step is a usage error with exit code 2 and one line."""
     done = place.run(name, "--steps", "0")
 
     assert done.returncode == 2

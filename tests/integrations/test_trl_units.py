@@ -1,4 +1,4 @@
-"""What the integration of TRL makes of TRL's own types, without a fleet."""
+"""The integration with TRL's own types, without a fleet."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.slow, needs_trainers]
 
 
 async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) -> None:
-    """Groups are, too. Seeds differ within a group, stopped answers go on, workers without new weights are named."""
+    """Prompts, sampling, advantages and groups equal TRL's.
+
+    Seeds differ within a group, aborted answers resume, and workers without new weights are named.
+    """
     async with asyncio.timeout(ENGINE_STARTS_S), started("trl_units.py", policy) as process:
         said = (await process.communicate())[0].decode()
     assert process.returncode == 0, said
@@ -20,9 +23,9 @@ async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) ->
 
 
 async def test_all_ranks_end_where_rank_0_cannot_publish() -> None:
-    """Else the others would wait for it until their time limit."""
+    """If rank 0 cannot publish, all ranks end. Without this, the other ranks would wait until their time limit."""
     async with asyncio.timeout(ENGINE_STARTS_S), started("trl_ranks.py") as process:
         said = (await process.communicate())[0].decode()
-    # Both ranks write to one pipe: the ends of their lines may stand anywhere.
+    # Both ranks write to one pipe, so the ends of their lines may be interleaved.
     assert "rank 0 of 2: the lease is lost" in said, said
     assert "rank 1 of 2: rank 0 has not published the policy; see the error of rank 0" in said

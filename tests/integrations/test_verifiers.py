@@ -22,22 +22,25 @@ from tests.support.real_fleet import RealWorkers
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.routing, needs_trainers]
 
 MARBLE = "marble-v1"
-"""A package on PyPI, of a single turn."""
+"""An environment with a single turn, a package on PyPI."""
 TOOLS = "echo-tool-v1"
-"""Of the source of verifiers' release on PyPI: several turns with a tool, which is a program of its own."""
+"""An environment in the source of verifiers' release on PyPI.
+
+It has several turns with a tool, which is a separate program.
+"""
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": True, "return_token_ids": True}
-"""As prime-rl's orchestrator gives them to verifiers."""
+"""The sampling parameters that prime-rl's orchestrator passes to verifiers."""
 STOPS = [2, 0]
-"""What ends an answer, as verifiers' client tells it: the tiny model's <|im_end|> and <|endoftext|>."""
+"""Stop token ids that verifiers' client sends: the tiny model's <|im_end|> and <|endoftext|>."""
 TOLERANCE = 1e-4
-"""Of logprobs in float32, computed in other batches."""
+"""Maximum difference of float32 log probabilities that were computed in different batches."""
 LAYERS_AND_TOP_K = (4, 4)
 
 
 async def play(
     http: Http, checkpoint: Path, taskset: str, on_line: Callable[[str], None] | None = None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Play an environment, and return its traces: all are whole."""
+    """Play an environment and return its traces. Assert that all traces are complete."""
     rest = {"turns": 1, "folders": [], "gate": "/", **settings}
     seen = await run_program(
         *("verifiers_env.py", http.url, "caller-0", checkpoint, taskset), json.dumps(rest), on_line=on_line
@@ -48,7 +51,7 @@ async def play(
 
 
 def at_first_trace(action: Callable[[], object]) -> Callable[[str], None]:
-    """Do something when the first episode is over, and others are under way."""
+    """Return a callback that runs an action when the first episode has ended and others still run."""
 
     def on_line(line: str) -> None:
         if line == "traces 1":
@@ -58,21 +61,24 @@ def at_first_trace(action: Callable[[], object]) -> Callable[[str], None]:
 
 
 def rows_of(sample: dict[str, Any]) -> np.ndarray:
-    """The routing that a trainer gets: a row for each token but the last."""
+    """Return the routed experts that a trainer receives: a row for each token but the last."""
     assert sample["shape"] == [len(sample["token_ids"]) - 1, *LAYERS_AND_TOP_K]
     shape: tuple[int, ...] = tuple(sample["shape"])
     return np.frombuffer(base64.b64decode(sample["rows"]), np.uint8).reshape(shape)
 
 
 def versions_of(sample: dict[str, Any]) -> np.ndarray:
-    """The versions of the tokens that were sampled."""
+    """Return the weight versions of the sampled tokens."""
     versions, sampled = np.array(sample["weight_versions"], np.int32), np.array(sample["loss_mask"], np.bool_)
     assert np.all(versions[~sampled] == NOT_SAMPLED)
     return versions[sampled]
 
 
 async def check_scores(rb: rollbus.Client, samples: list[dict[str, Any]]) -> None:
-    """Tokens that were sampled at temperature 1 have the same logprobs and experts in a prompt of the fleet."""
+    """Assert that the fleet computes equal values for prompts of sampled tokens.
+
+    The tokens were sampled at temperature 1. Compared are log probabilities and experts.
+    """
     assert samples
     for sample in samples:
         scored = await rb.complete(
@@ -90,7 +96,10 @@ async def check_scores(rb: rollbus.Client, samples: list[dict[str, Any]]) -> Non
 
 
 async def check_turns(rb: rollbus.Client, trace: dict[str, Any], **sampling: Any) -> None:
-    """A client of the bus that repeats each turn of a greedy trace gets its tokens, logprobs, versions and experts."""
+    """Assert that a bus client which repeats each turn of a greedy trace receives equal results.
+
+    Equal results are tokens, log probabilities, weight versions and routed experts.
+    """
     (sample,) = trace["samples"]
     at, rows = 0, rows_of(sample)
     for size, num_sampled in trace["sizes"]:
@@ -115,7 +124,10 @@ async def check_turns(rb: rollbus.Client, trace: dict[str, Any], **sampling: Any
 async def test_a_worker_killed_in_the_midst_costs_nothing(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers
 ) -> None:
-    """A single turn: answers that were under way at the worker are whole, and those that another client gets."""
+    """If a worker is killed during a single turn, the answers that it generated are complete.
+
+    Another client receives the same answers.
+    """
     long = {"max_tokens": 500, "min_tokens": 500}
     workers = await caller_workers.have(2)
     async with http_before(nats_url, caller_workers.fleet) as http:
@@ -140,10 +152,11 @@ async def test_a_worker_killed_in_the_midst_costs_nothing(
 async def test_several_turns_with_tools(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tool_environments: Path
 ) -> None:
-    """Tools run, and turns are one conversation, also when its worker is killed between them.
+    """Tools run, and all turns form one conversation, also if its worker is killed between them.
 
-    The tiny model writes noise. So a grammar holds its answers to calls of the environment's tool, with a message of
-    the model's choice, and a bias makes it write each mark of a call as the one token that the client looks for.
+    The tiny model writes noise. A grammar therefore restricts its answers to calls of the environment's tool, with a
+    message that the model chooses. A bias makes the model write each mark of a call as the one token that the client
+    expects.
     """
     turns = 3
     call = r'<tool_call>\n\{"name": "echo_back", "arguments": \{"message": "[a-z ]{2,9}"\}\}\n</tool_call>'
@@ -170,7 +183,10 @@ async def test_several_turns_with_tools(
 async def test_new_weights_while_environments_play(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tmp_path: Path
 ) -> None:
-    """Each token has the version that sampled it. At temperature 1, the fleet itself agrees with what is new."""
+    """Each token has the version that sampled it.
+
+    The fleet computes equal scores for samples of the new weights at temperature 1.
+    """
     gate = tmp_path / "gate"
     await caller_workers.have(2)
     async with http_before(nats_url, caller_workers.fleet) as http:
@@ -197,7 +213,7 @@ async def test_new_weights_while_environments_play(
 
 
 async def test_the_example(nats_url: str, caller_workers: RealWorkers) -> None:
-    """As its header says, on a model whose chat template is all that renderers know of it."""
+    """The example runs with the command in its header, on a model of which renderers know only the chat template."""
     await caller_workers.have(1)
     async with http_before(nats_url, caller_workers.fleet) as http:
         await http.own.fleet.wait_for_workers()

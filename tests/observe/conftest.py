@@ -1,4 +1,4 @@
-"""The exposition that queries are checked against."""
+"""The exposition against which queries are checked."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.observe.exposed import worked_metrics
 
 @pytest.fixture(scope="session")
 def exposition(nats_url: str) -> str:
-    """What `/metrics` of a service with a worker has after some requests."""
+    """The `/metrics` text of a service with a worker after some requests."""
 
     async def scraped() -> str:
         config = SyntheticConfig(prefix_cache=True)

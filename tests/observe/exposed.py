@@ -1,4 +1,4 @@
-"""What `/metrics` of a service with synthetic workers has: the text, and the labels of each metric."""
+"""The `/metrics` text of a service with synthetic workers, and the labels of each metric."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ __all__ = ["catalogue", "worked_metrics"]
 SUFFIXES = {"histogram": {"_bucket": frozenset({"le"}), "_sum": frozenset(), "_count": frozenset()}}
 SUFFIXES |= {"summary": {"_sum": frozenset(), "_count": frozenset()}}
 OWN = {"up": frozenset[str](), "ALERTS": frozenset({"alertname", "alertstate", "severity", "model", "worker"})}
-"""What Prometheus adds."""
+"""Metrics that Prometheus adds."""
 
 
 async def worked_metrics(http: Http) -> str:
-    """The exposition after requests that were answered, refused, and sent twice."""
+    """Return the exposition after requests that succeeded, failed, and were sent twice."""
     prompt: dict[str, Any] = {"model": "synthetic", "token_ids": [*range(3, 103)], "sampling_params": {"max_tokens": 3}}
     for _ in range(2):
         (await http.client.post("/inference/v1/generate", json=prompt)).raise_for_status()
@@ -28,7 +28,7 @@ async def worked_metrics(http: Http) -> str:
 
 
 def catalogue(text: str) -> Catalogue:
-    """The labels of each metric that was scraped: those of its samples; where it has none, those in docs/metrics.md."""
+    """Return the labels of each metric: those of its samples, or those in docs/metrics.md if it has no samples."""
     written = {name: frozenset(labels.replace("`", "").split(", ")) - {""} for name, _, labels, *_ in rows()}
     found: dict[str, frozenset[str]] = dict(OWN)
     for family in text_string_to_metric_families(text):

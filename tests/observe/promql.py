@@ -1,4 +1,4 @@
-"""Reads PromQL far enough to know which metrics a query asks for, and which labels its result has."""
+"""A parser for a part of PromQL: it finds the metrics that a query reads, and the labels of the query's result."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Final, NoReturn, TypeVar
 __all__ = ["TARGET_LABELS", "Catalogue", "Query", "QueryError", "read"]
 
 TARGET_LABELS: Final = frozenset({"fleet", "job", "instance"})
-"""Labels that Prometheus adds to whatever it scrapes: deploy/prometheus/prometheus.yml."""
+"""Labels that Prometheus adds to every target, see deploy/prometheus/prometheus.yml."""
 TOKEN: Final = re.compile(
     r"""\s*(?:
     (?P<duration>(?:\d+(?:ms|[smhdwy]))+)|(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
@@ -30,30 +30,30 @@ FUNCTIONS: Final = frozenset({
 
 T = TypeVar("T")
 Catalogue = Mapping[str, frozenset[str]]
-"""The labels of each metric, those of the target among them."""
+"""The labels of each metric, including those of the target."""
 Labels = frozenset[str] | None
-"""Of a value; None: a number or a string, which has none."""
+"""The labels of a value. None stands for a number or a string, which has no labels."""
 
 
 class QueryError(ValueError):
-    """A query that is no PromQL, or that asks for what is not there."""
+    """A query that is invalid PromQL or uses a metric or label that does not exist."""
 
 
 @dataclass
 class Query:
-    """What a query asks for."""
+    """The labels and selectors of a query."""
 
     labels: Labels = None
-    """Of its result."""
+    """Labels of the query's result."""
     selectors: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    """Each metric, and by label the values that it is asked for, without the operator."""
+    """Each metric with the requested value of each label, without the operator."""
 
 
 def read(text: str, catalogue: Catalogue) -> Query:
-    """Parse a query against the metrics that there are.
+    """Parse a query against the existing metrics.
 
     Raises:
-        QueryError: it does not parse, or names a metric or a label that is not there; the message says which.
+        QueryError: the query is invalid, or uses a metric or label that does not exist; the message names it.
     """
     reader = _Reader(text, catalogue)
     reader.query.labels = reader.expression(0)
@@ -62,7 +62,7 @@ def read(text: str, catalogue: Catalogue) -> Query:
 
 
 class _Reader:
-    """Recursive descent: each method reads one form and returns the labels of its value."""
+    """A recursive descent parser: each method parses one form and returns the labels of its value."""
 
     def __init__(self, text: str, catalogue: Catalogue) -> None:
         self._text, self._catalogue = text, catalogue
@@ -80,7 +80,7 @@ class _Reader:
         raise QueryError(f"{why} in {self._text!r}")
 
     def take(self, token: str) -> None:
-        """Go past this token; "" is the end."""
+        """Consume this token; "" is the end."""
         if self._token != token:
             self._fail(f"{self._token!r} where {token or 'the end'!r} is expected")
         if token:
@@ -104,7 +104,7 @@ class _Reader:
         return items
 
     def expression(self, at_least: int) -> Labels:
-        """Operands, and the operators between them that bind at least so strongly."""
+        """Parse operands and the operators between them whose precedence is at least `at_least`."""
         if self._token == "-":
             self._next()
         left = self._operand()
@@ -132,7 +132,7 @@ class _Reader:
         if left is None or right is None:
             return right if left is None else left
         if matching == "on":
-            # The right side of `or` may have more; nothing may be matched by a label that one side lacks.
+            # The right side of `or` may have more labels, but both sides need each label of `on`.
             self._known(names, left, "on")
             self._known(names, right, "on")
         else:

@@ -1,4 +1,4 @@
-"""What deploy/ ships for Prometheus and Grafana, and the queries in it."""
+"""The files in deploy/ for Prometheus and Grafana, and their queries."""
 
 import json
 import re
@@ -19,28 +19,28 @@ VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?")
 
 
 def rules() -> list[dict[str, Any]]:
-    """All rules, in the order in which Prometheus evaluates a group."""
+    """Return all rules in the order in which Prometheus evaluates a group."""
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana reads it."""
+    """Return the decoded dashboard."""
     loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
     return loaded
 
 
 def panels() -> list[dict[str, Any]]:
-    """Its panels, rows among them."""
+    """Return the dashboard's panels, including rows."""
     return [*dashboard()["panels"]]
 
 
 def variables() -> dict[str, dict[str, Any]]:
-    """Its variables by name."""
+    """Return the dashboard's variables by name."""
     return {variable["name"]: variable for variable in dashboard()["templating"]["list"]}
 
 
 def queries() -> Iterator[tuple[str, str, str]]:
-    """Where each query is, the query for all models and workers of the fleet `default`, and the legend."""
+    """Yield the place of each query, the query for all of the fleet `default`, and the legend."""
     for panel in panels():
         for target in panel.get("targets", ()):
             yield f"{panel['title']} {target['refId']}", _filled(target["expr"]), target.get("legendFormat", "")

@@ -1,4 +1,4 @@
-"""Each alert of deploy/prometheus fires, and does not; `promtool` is asked where it is installed."""
+"""Each alert of deploy/prometheus fires under its condition only; the tests use `promtool` if it is installed."""
 
 import re
 import shutil
@@ -19,7 +19,10 @@ NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
 
 @needs_promtool
 def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
-    """Prometheus would start with them; the token's file is that of the container."""
+    """The configuration and rules pass promtool's check, so Prometheus starts with them.
+
+    Only the path of the token's file differs from the container's.
+    """
     (tmp_path / "token").write_text("data")
     (tmp_path / "prometheus.yml").write_text(PROMETHEUS.read_text().replace("/run/secrets/http-token", "token"))
     shutil.copy(ALERTS, tmp_path)
@@ -30,13 +33,16 @@ def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
 
 @needs_promtool
 def test_promtool_finds_nothing_else_to_say_of_the_metrics(exposition: str) -> None:
-    """Names with a colon are vLLM's own, which programs read; all other names and texts are as Prometheus advises."""
+    """The check of the metrics reports only the colon in vLLM's own names, which programs read.
+
+    All other names and texts follow Prometheus's advice.
+    """
     assert promtool_check_metrics(exposition) == []
 
 
 @needs_promtool
 def test_each_alert_fires_and_stays_silent(tmp_path: Path) -> None:
-    """As alerts_test.yml says: before its wait nothing fires, after it this alert and no other."""
+    """In alerts_test.yml, no alert fires before the wait of an alert, and only that alert fires after it."""
     shutil.copy(UNIT_TESTS, tmp_path)
     shutil.copy(ALERTS, tmp_path)
 
@@ -44,7 +50,7 @@ def test_each_alert_fires_and_stays_silent(tmp_path: Path) -> None:
 
 
 def test_each_alert_has_a_unit_test() -> None:
-    """A block for each: at one time nothing fires, at another this alert does."""
+    """Each alert has a test with a time at which no alert fires, and a time at which this alert fires."""
     blocks = {block["name"]: block["promql_expr_test"] for block in yaml.safe_load(UNIT_TESTS.read_text())["tests"]}
 
     assert list(blocks) == NAMES
@@ -55,7 +61,10 @@ def test_each_alert_has_a_unit_test() -> None:
 
 
 def test_each_alert_says_what_to_do() -> None:
-    """Summary, action and page, a severity, and a wait; the table of the page has all alerts with severity and wait."""
+    """Each alert has a summary, an action, a page, a severity and a wait.
+
+    The table of the page lists all alerts with severity and wait.
+    """
     written = re.findall(r"^\| `(Rollbus\w+)` \| (\w+), (\w+) \|", PAGE.read_text(), re.M)
     alerts = [rule for rule in rules() if "alert" in rule]
 
@@ -69,7 +78,7 @@ def test_each_alert_says_what_to_do() -> None:
 
 
 def test_rules_ask_for_metrics_that_there_are(exposition: str) -> None:
-    """Every metric and label of a rule is in the exposition; so are the labels of the texts in the alert."""
+    """Each metric and label of a rule is in the exposition, and so are the labels in the alert's texts."""
     known = dict(catalogue(exposition))
     states: set[str] = set()
     for rule in rules():

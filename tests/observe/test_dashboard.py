@@ -1,4 +1,4 @@
-"""The dashboard of deploy/grafana is whole, and asks for what there is. Grafana itself does not run here."""
+"""The dashboard of deploy/grafana is complete and uses only existing metrics. These tests do not run Grafana."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from tests.observe.shipped import DASHBOARD, PROMETHEUS, PROVISIONING, dashboard
 
 COMPOSE = yaml.safe_load((PROMETHEUS.parents[2] / "compose.yaml").read_text())
 BUILT_IN = {"__rate_interval", "__interval", "__range"}
-"""Variables that Grafana has itself."""
+"""Variables that Grafana defines."""
 UNITS = {
     "short", "none", "s", "bytes", "Bps", "percentunit", "reqps", "ops",
 }  # fmt: skip
-"""Of Grafana's catalogue; another word would be shown behind the number as it is."""
+"""Units of Grafana's catalogue. Grafana would show any other text unchanged after the number."""
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
-    """Whether two rectangles of the grid have a cell in common."""
+    """Return True if two rectangles of the grid have a common cell."""
     return (
         one["x"] < other["x"] + other["w"]
         and other["x"] < one["x"] + one["w"]
@@ -32,7 +32,10 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 def test_every_query_asks_for_what_there_is(exposition: str) -> None:
-    """Panels, variables, annotations: metrics and labels are in the exposition; legends name labels of the result."""
+    """Queries of panels, variables and annotations use existing metrics and labels.
+
+    Legends use labels of the result.
+    """
     known = catalogue(exposition)
     for where, text, legend in queries():
         query = read(text, known)
@@ -56,13 +59,13 @@ def test_every_query_asks_for_what_there_is(exposition: str) -> None:
     ],
 )
 def test_a_wrong_query_is_found(exposition: str, query: str) -> None:
-    """What Prometheus would refuse, or answer with nothing for ever."""
+    """The parser rejects queries that Prometheus would reject, or that would never have a result."""
     with pytest.raises(QueryError):
         read(query, catalogue(exposition))
 
 
 def test_panels_have_places_and_names_of_their_own() -> None:
-    """Ids are unique, no panel lies on another or beyond 24 columns, and each says what it shows, and in which unit."""
+    """Ids are unique, and no panel overlaps another or exceeds 24 columns. Each panel has a description and a unit."""
     found = panels()
     assert len({panel["id"] for panel in found}) == len(found)
     titled = [panel for panel in found if panel["type"] != "row"]
@@ -79,7 +82,7 @@ def test_panels_have_places_and_names_of_their_own() -> None:
 
 
 def test_every_variable_is_there_and_used() -> None:
-    """`$name` in a query is a variable of the dashboard, or Grafana's own; no variable is in vain."""
+    """Each `$name` in a query is a variable of the dashboard or of Grafana, and each variable is used."""
     text = json.dumps([dashboard()["panels"], dashboard()["annotations"], [*variables().values()]])
     used = set(re.findall(r"\$\{?([a-z_]\w*)\}?", text)) - {"__all"}
 
@@ -87,7 +90,7 @@ def test_every_variable_is_there_and_used() -> None:
 
 
 def data_sources(value: Any) -> set[str]:
-    """The uid of each data source below this."""
+    """Return the uid of each data source in this value."""
     if isinstance(value, list):
         return set().union(*map(data_sources, value))
     if not isinstance(value, dict):
@@ -97,13 +100,13 @@ def data_sources(value: Any) -> set[str]:
 
 
 def test_the_data_source_is_the_readers_choice() -> None:
-    """Nothing names the data source of compose.yaml: the dashboard can be loaded elsewhere."""
+    """The dashboard does not name the data source of compose.yaml, so it can be loaded elsewhere."""
     assert data_sources(dashboard()) == {"${datasource}", "-- Grafana --"}
     assert (dashboard()["id"], dashboard()["uid"]) == (None, "rollbus-fleet")
 
 
 def test_provisioning_agrees_with_compose() -> None:
-    """Grafana finds Prometheus by its service's name and port, and the dashboard where compose.yaml mounts it."""
+    """Grafana finds Prometheus by the name and port of its service, and the dashboard at its mount in compose.yaml."""
     [source] = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yml").read_text())["datasources"]
     [provider] = yaml.safe_load((PROVISIONING / "dashboards" / "fleet.yml").read_text())["providers"]
     grafana, scraped = COMPOSE["services"]["grafana"], yaml.safe_load(PROMETHEUS.read_text())
@@ -119,7 +122,7 @@ def test_provisioning_agrees_with_compose() -> None:
 
 
 def test_prometheus_scrapes_the_service_of_compose() -> None:
-    """The target is the HTTP service; the token is in a file that is made of the service's own setting, set or not."""
+    """The target is the HTTP service. The token's file has the service's own setting, also if it is not set."""
     [job] = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
     [mounted] = COMPOSE["services"]["prometheus"]["configs"]
     token = COMPOSE["services"]["frontend"]["environment"]["ROLLBUS_HTTP_TOKEN"]
@@ -130,7 +133,7 @@ def test_prometheus_scrapes_the_service_of_compose() -> None:
 
 
 def test_grafana_lets_nobody_change_anything() -> None:
-    """Everybody reads, nobody logs in; so there is no password that somebody could leave as it is."""
+    """Every user can read and no user can log in, so no default password remains."""
     settings = COMPOSE["services"]["grafana"]["environment"]
 
     assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"

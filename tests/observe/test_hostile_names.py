@@ -1,4 +1,4 @@
-"""Whatever a worker calls its model, the name is one label of one series, to every reader of the format."""
+"""A model name is one label of one series for every reader of the format, whatever the name contains."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ WORKERS = tuple(presence(worker=f"w{number}", model=name) for number, name in en
 
 
 def by_service() -> str:
-    """The exposition of a service of such a fleet."""
+    """Return the exposition of a service of a fleet with these workers."""
     collector = FleetCollector(NoClient())  # type: ignore[arg-type]
     collector.latest = rollbus.FleetState(fleet="f", workers=WORKERS)
     registry = CollectorRegistry()
@@ -31,13 +31,13 @@ def by_service() -> str:
 
 
 def by_probe() -> str:
-    """The same by the writer of workers' probes."""
+    """Return the exposition of these workers from the writer of the workers' probes."""
     return exposition(WORKERS)
 
 
 @pytest.mark.parametrize("write", [by_service, by_probe])
 def test_a_name_is_one_label(write: Callable[[], str]) -> None:
-    """Quotes, backslashes and what looks like a line of the format stay inside of the label."""
+    """Quotes, backslashes and text that looks like a line of the format stay inside the label."""
     samples = [sample for family in text_string_to_metric_families(write()) for sample in family.samples]
     flying = [sample for sample in samples if sample.name == "rollbus_worker_in_flight"]
 
@@ -51,12 +51,12 @@ def test_a_name_is_one_label(write: Callable[[], str]) -> None:
 @needs_promtool
 @pytest.mark.parametrize("write", [by_service, by_probe])
 def test_prometheus_reads_it(write: Callable[[], str]) -> None:
-    """Its own parser takes the text, and finds nothing but the colon in vLLM's names."""
+    """Prometheus's own parser accepts the text and reports only the colon in vLLM's names."""
     assert promtool_check_metrics(write()) == []
 
 
 @pytest.mark.parametrize("name", ["m\n", "m\rx", "\0", "\x85", "\x7f", "", "x" * 257])
 def test_control_characters_are_no_names(name: str) -> None:
-    """A presence with such a model is refused before it gets anywhere."""
+    """A presence whose model name is empty, too long or has control characters is rejected."""
     with pytest.raises(RollbusError):
         presence(model=name)

@@ -1,4 +1,4 @@
-"""A real Prometheus with what deploy/prometheus ships: it scrapes a service, and answers the dashboard's queries."""
+"""A real Prometheus with the files of deploy/prometheus scrapes a service and answers the dashboard's queries."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.observe.shipped import ALERTS, PROMETHEUS, queries, rules
 from tests.support.patience import HANGS_AFTER_S, SOON_S
 
 PERIOD_S = 0.2
-"""Between two looks at what Prometheus has."""
+"""Seconds between two queries to Prometheus."""
 WITHOUT_DATA = {
     "Alerts that fire A": "none fires",
     "Progress of staging A": "nothing is staged",
@@ -39,7 +39,7 @@ WITHOUT_DATA = {
     "Connections cut a second A": "none was cut",
     "annotation New weights": "no update",
 }
-"""Queries without an answer in a fleet in which nothing but requests happens, and why."""
+"""Queries without a result in a fleet that only serves requests, with the reason."""
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed: Debian's package prometheus has it"
 )
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.asynccontextmanager
 async def prometheus(folder: Path, target: str, token: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Start one with the shipped files; only target, token's place and period are other ones."""
+    """Start Prometheus with the shipped files. Only target, path of the token and scrape period differ."""
     (folder / "token").write_text(token)
     shutil.copy(ALERTS, folder)
     shipped = PROMETHEUS.read_text()
@@ -75,7 +75,7 @@ async def prometheus(folder: Path, target: str, token: str) -> AsyncIterator[htt
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
-    """Whether it serves yet."""
+    """Return True if Prometheus serves."""
     try:
         return (await client.get("/-/ready")).status_code == 200
     except httpx.TransportError:
@@ -83,7 +83,7 @@ async def is_ready(client: httpx.AsyncClient) -> bool:
 
 
 async def ask(client: httpx.AsyncClient, query: str) -> list[dict[str, Any]]:
-    """The series that answer a query now."""
+    """Return the series that answer a query now."""
     answer = (await client.post("/api/v1/query", data={"query": query})).json()
     assert answer["status"] == "success", json.dumps(answer)
     found: list[dict[str, Any]] = answer["data"]["result"]
@@ -91,7 +91,7 @@ async def ask(client: httpx.AsyncClient, query: str) -> list[dict[str, Any]]:
 
 
 async def test_a_prometheus_answers_every_query(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """It takes the files, is let in by the token, has healthy rules, and data for what happens in this fleet."""
+    """Prometheus loads the files, scrapes with the token, has healthy rules, and has data for this fleet's queries."""
     settings = Settings(token="data")
     async with http_service(
         nats_url, fleet, settings, worker_id="w", config=SyntheticConfig(prefix_cache=True)
@@ -116,7 +116,7 @@ async def test_a_prometheus_answers_every_query(nats_url: str, fleet: str, tmp_p
 
 
 async def test_a_wrong_token_is_seen(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`up` is 0, on which RollbusServiceDown waits."""
+    """With a wrong token, `up` is 0, which makes RollbusServiceDown fire."""
     async with (
         http_before(nats_url, fleet, Settings(token="data")) as http,
         prometheus(tmp_path, http.url.removeprefix("http://"), "another") as client,

@@ -1,8 +1,8 @@
-"""Run by the Python of trainers: what `AsyncGRPOTrainer` calls, in its order, with its own queue and samples.
+"""Program for the trainers' Python: the calls of `AsyncGRPOTrainer` in its order, with its queue and samples.
 
-Its trainer itself needs CUDA: its constructor asks for the name of the GPU.
+The program does not use that trainer itself, because its constructor needs CUDA: it queries the name of the GPU.
 
-    python trl_async.py URL FLEET MODEL_FOLDER ROUNDS
+python trl_async.py URL FLEET MODEL_FOLDER ROUNDS
 """
 
 import json
@@ -22,19 +22,19 @@ WANTED = 200
 
 
 def share_of_wanted(completion_ids, level, **_):
-    """Return how many of a completion's tokens are wanted ones."""
+    """Return the share of a completion's tokens that are rewarded."""
     assert level == ["easy"] * GROUP
     return [sum(token < WANTED for token in ids) / len(ids) for ids in completion_ids]
 
 
 async def always_none(completions, **_):
-    """No reward of this function counts."""
+    """Return no rewards, so that this function does not count."""
     assert all(completion[0]["role"] == "assistant" for completion in completions)
     return [None] * len(completions)
 
 
 def logprobs_of(model, ids):
-    """f32[T - 1]."""
+    """Return f32[T - 1], the model's log probability of each token but the first."""
     logits = model(ids[None]).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
@@ -63,7 +63,7 @@ seen = {"version": 0, "stored": [], "staleness": [], "rewards": [], "difference"
 
 
 def sync_weights():
-    """As the trainer does."""
+    """Publish the weights as the trainer does."""
     transfer.pause()
     transfer.send_weights(iter(list(model.named_parameters())))
     transfer.resume()

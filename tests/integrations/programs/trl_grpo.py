@@ -1,4 +1,4 @@
-"""Run by the Python of trainers: `GRPOTrainer`, unchanged, with a fleet's completions; prints what it saw as JSON.
+"""Program for the trainers' Python: an unchanged `GRPOTrainer` with a fleet's completions; prints JSON results.
 
 python trl_grpo.py URL FLEET MODEL_FOLDER STEPS OUTPUT [lora]
 """
@@ -18,20 +18,20 @@ from rollbus.integrations.trl import PublishPolicy, Rollouts
 GROUP = 8
 PROMPTS = ["one", "two and two", "a longer prompt of several words", "0 1 2 3"]
 WANTED = 200
-"""Rewarded are tokens below it."""
+"""Tokens below this id are rewarded."""
 
 
 def share_of_wanted(completion_ids, weight_versions, **_):
-    """Return how many of a completion's tokens are wanted ones."""
+    """Return the share of a completion's tokens that are rewarded."""
     seen["versions"].append([min(map(min, weight_versions)), max(map(max, weight_versions))])
     return [sum(token < WANTED for token in ids) / len(ids) for ids in completion_ids]
 
 
 class Compared(Rollouts):
-    """Compares the sampler's logprobs with those that the trainer's own code computes."""
+    """Compares the sampler's log probabilities with those that the trainer's own code computes."""
 
     def __call__(self, prompts, trainer):
-        """Answer, and compare."""
+        """Return the completions, and compare their log probabilities."""
         answer = super().__call__(prompts, trainer)
         with torch.no_grad():
             for prompt, tokens, logprobs in zip(
@@ -48,10 +48,10 @@ class Compared(Rollouts):
 
 
 class Told(TrainerCallback):
-    """Says on stdout which step has ended: the test kills a worker then."""
+    """Prints each finished step to stdout, so that the test can kill a worker then."""
 
     def on_step_end(self, args, state, control, **_):
-        """A line for each step."""
+        """Print a line for each step."""
         print(f"step {state.global_step}", flush=True)
 
 

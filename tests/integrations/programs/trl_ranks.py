@@ -1,4 +1,4 @@
-"""Run by the Python of trainers: the ranks of a trainer learn whether rank 0 has published; each prints what it saw.
+"""Program for the trainers' Python: all ranks learn whether rank 0 has published; each prints its error.
 
 python trl_ranks.py
 """
@@ -17,7 +17,7 @@ from rollbus.integrations.trl import PublishPolicy
 
 
 class OfNoFleet(PublishPolicy):
-    """Publishes nothing; fails where it is told to."""
+    """A callback that publishes nothing and raises an error if `fails` is set."""
 
     fails = False
 

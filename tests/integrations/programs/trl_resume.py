@@ -1,8 +1,8 @@
-"""Run by the Python of trainers: `GRPOTrainer` with conversations, accumulation, evaluation and checkpoints.
+"""Program for the trainers' Python: `GRPOTrainer` with conversations, accumulation, evaluation and checkpoints.
 
-It goes on from its last checkpoint where there is one. Prints what it saw as JSON.
+The trainer resumes from its last checkpoint if one exists. The program prints its results as JSON.
 
-    python trl_resume.py URL FLEET MODEL_FOLDER STEPS OUTPUT
+python trl_resume.py URL FLEET MODEL_FOLDER STEPS OUTPUT
 """
 
 import asyncio
@@ -22,7 +22,7 @@ GROUP, LENGTH, SAVE_EVERY = 6, 16, 3
 
 
 def conversation(i):
-    """Of one to four messages, of different lengths."""
+    """Return a conversation of one to four messages of different lengths."""
     messages = [{"role": "user", "content": "count " * (1 + 3 * i) + str(i)}]
     if i % 2:
         messages.insert(0, {"role": "system", "content": "be brief"})
@@ -32,24 +32,24 @@ def conversation(i):
 
 
 async def short(completion_ids, level, **_):
-    """Answers of few tokens, by a coroutine."""
+    """Reward short completions, as a coroutine."""
     await asyncio.sleep(0)
     assert len(level) == len(completion_ids)
     return [-len(ids) / LENGTH for ids in completion_ids]
 
 
 def low(completions, completion_ids, weight_versions, **_):
-    """Many low tokens; some answers have no reward of this function."""
+    """Reward low token ids, and return None for some completions."""
     assert all(completion[0]["role"] == "assistant" for completion in completions)
     assert list(map(len, weight_versions)) == list(map(len, completion_ids))
     return [None if i % 5 == 0 else sum(t < 200 for t in ids) / LENGTH for i, ids in enumerate(completion_ids)]
 
 
 class Compared(Rollouts):
-    """Notes, for each batch, its kind, the trainer's step, the versions, and how far the logprobs are apart."""
+    """Records for each batch its kind, step, weight versions and difference in log probabilities."""
 
     def __call__(self, prompts, trainer):
-        """Answer, and compare."""
+        """Return the completions, and compare their log probabilities."""
         answer = super().__call__(prompts, trainer)
         difference = 0.0
         with torch.no_grad():
@@ -69,10 +69,10 @@ class Compared(Rollouts):
 
 
 class Told(TrainerCallback):
-    """Says on stdout which step has ended: the test kills then."""
+    """Prints each finished step to stdout, so that the test can kill a process then."""
 
     def on_step_end(self, args, state, control, **_):
-        """A line for each step."""
+        """Print a line for each step."""
         print(f"step {state.global_step}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Run by the Python of trainers: what the integration makes of TRL's own types, without a fleet; prints `ok`.
+"""Program for the trainers' Python: the integration with TRL's own types, without a fleet; prints `ok`.
 
 python trl_units.py MODEL_FOLDER
 """
@@ -36,7 +36,7 @@ CONVERSATIONS = [
 
 
 def refused(field, function, *args, **kwargs):
-    """Call what must refuse this field."""
+    """Assert that this call rejects this field."""
     try:
         function(*args, **kwargs)
     except InvalidRequest as error:
@@ -46,7 +46,7 @@ def refused(field, function, *args, **kwargs):
 
 
 def trainer_with(prompts, **settings):
-    """As much of a trainer as prompts and sampling need, with TRL's own configuration."""
+    """Return the attributes of a trainer that prompts and sampling need, with TRL's own configuration."""
     args = GRPOConfig(output_dir="none", use_cpu=True, bf16=False, report_to=[], **settings)
     return SimpleNamespace(
         args=args, processing_class=TOKENIZER, chat_template=None, chat_template_kwargs={}, tools=None,
@@ -102,7 +102,7 @@ def only_workers_that_were_asked_are_behind():
 
 
 class StoppedFleet:
-    """Answers the first request of each call with a token, and stops it; the others are whole."""
+    """Aborts the first request of the first two calls after one token, and completes all other requests."""
 
     def __init__(self):
         self.asked = []
@@ -121,7 +121,7 @@ class StoppedFleet:
 
 
 class OfStoppedFleet(Rollouts):
-    """Asks a `StoppedFleet`."""
+    """Rollouts whose client is a `StoppedFleet`."""
 
     def _connected(self):
         return fleet

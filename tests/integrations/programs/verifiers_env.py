@@ -1,4 +1,4 @@
-"""Run by the Python of trainers: a published environment of verifiers, unchanged; prints its traces as JSON.
+"""Program for the trainers' Python: a published, unchanged environment of verifiers; prints its traces as JSON.
 
 python verifiers_env.py URL MODEL TOKENIZER TASKSET SETTINGS
 """
@@ -21,14 +21,14 @@ from rollbus.integrations.verifiers import samples, weight_versions
 
 
 def seen_of(trace):
-    """What the environment made, and what a trainer gets of it."""
+    """Return the result of the environment, and the samples that a trainer makes of it."""
     return {
         "errors": [f"{error.type}: {error.message}" for error in trace.errors],
         "roles": [node.message.role for node in trace.nodes],
         "results": [str(message.content) for message in trace.tool_messages],
         "rewards": {name: reward and reward.score for name, reward in trace.rewards.items()},
         "finish_reasons": [call.finish_reason for call in trace.calls],
-        # What each message adds to the sequence, and how much of that was sampled.
+        # The tokens that each message adds to the sequence, and how many of them were sampled.
         "sizes": [[len(node.token_ids), sum(node.mask)] for node in trace.nodes],
         "samples": [
             {
@@ -45,14 +45,14 @@ def seen_of(trace):
 
 
 def wait_for(path):
-    """Until the test makes it."""
+    """Wait until the test creates this file."""
     while not path.exists():
         time.sleep(0.1)
 
 
 async def main(url, model, tokenizer, taskset, settings):
-    """Play `rollouts` episodes of each of `tasks` tasks; those of the last one once the file `gate` exists."""
-    # Its tool servers are programs of this Python, and its harnesses are made by this Python's uv.
+    """Play `rollouts` episodes of each of `tasks` tasks. The last task starts when the file `gate` exists."""
+    # The environment starts its tool servers with this Python and its harnesses with this Python's uv.
     sys.path[:0] = settings["folders"]
     os.environ["PYTHONPATH"] = os.pathsep.join(settings["folders"])
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

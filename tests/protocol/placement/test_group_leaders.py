@@ -1,4 +1,4 @@
-"""Who leads a group of requests, who follows, who waits, and what is left when one of them goes."""
+"""Which requests of a group lead, follow or wait, and what happens when one of them ends."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from rollbus.bus.protocol.placement.group_leaders import GroupLeaders
 
 
 def led(*followers: str) -> GroupLeaders[str]:
-    """Group 1, which `a` leads."""
+    """Return a table in which `a` leads group 1."""
     leaders: GroupLeaders[str] = GroupLeaders()
     leaders.add_leader(1, "a", "normal")
     for follower in followers:
@@ -16,7 +16,10 @@ def led(*followers: str) -> GroupLeaders[str]:
 
 
 def test_a_leader_returns_its_followers_in_order_once() -> None:
-    """When a worker has admitted it, or when it has ended."""
+    """A removed leader returns its followers once and in order.
+
+    A leader is removed when a worker has accepted it or when it has ended.
+    """
     leaders = led("b", "c")
     assert ("b" in leaders, "a" in leaders, leaders.leads("a"), len(leaders)) == (True, False, True, 2)
     assert leaders.remove("a") == ["b", "c"]
@@ -25,14 +28,17 @@ def test_a_leader_returns_its_followers_in_order_once() -> None:
 
 
 def test_a_follower_that_ends_is_forgotten() -> None:
-    """The others still follow."""
+    """A follower that ends is removed, and the other followers stay."""
     leaders = led("b", "c")
     assert leaders.remove("b") == []
     assert leaders.remove("a") == ["c"]
 
 
 def test_a_leader_with_enough_followers_takes_no_more() -> None:
-    """The next one leads those that come later; each leader keeps its own."""
+    """If a leader has its maximum of followers, the next request leads later requests.
+
+    Each leader keeps its own followers.
+    """
     leaders = led("b", "c")
     assert leaders.add(1, "d", "normal", 2)
     assert not leaders.add(1, "e", "normal", 2)
@@ -42,12 +48,15 @@ def test_a_leader_with_enough_followers_takes_no_more() -> None:
 
 
 def test_other_groups_do_not_follow() -> None:
-    """Each group has a leader of its own."""
+    """Each group has its own leader."""
     assert led().add(2, "x", "normal", 8)
 
 
 def test_followers_count_for_what_may_stand_in_the_queue() -> None:
-    """The groups beyond it wait in order, those of other lanes do not wait for them, and what is removed gives room."""
+    """Followers count towards the limit of requests ahead in a lane.
+
+    Groups beyond the limit wait in order until requests are removed. Other lanes are not affected.
+    """
     leaders: GroupLeaders[str] = GroupLeaders(max_ahead=3)
     assert [leaders.add(1, key, "normal", 8) for key in ("a1", "a2", "a3", "a4")] == [True, False, False, False]
     assert [leaders.add(2, key, "normal", 8) for key in ("b1", "b2")] == [False, False]
@@ -68,7 +77,7 @@ Steps = st.lists(
 
 @given(Steps, st.integers(1, 6))
 def test_everybody_leads_follows_or_waits_and_nobody_is_left(steps: list[tuple[str, int, int]], most: int) -> None:
-    """Whatever happens: of each lane at most so many leaders begin, and all of them go at last, each once."""
+    """After any steps, a lane has at most `most` leaders. Finally every request is returned exactly once."""
     leaders: GroupLeaders[int] = GroupLeaders(most)
     leading: set[int] = set()
     others: set[int] = set()
