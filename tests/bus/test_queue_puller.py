@@ -1,4 +1,4 @@
-"""Pulling from the queue: lanes in order, as much as there is room for, and nothing lost that was handed out."""
+"""Pulls from the queue: lanes in order, no more requests than free slots, and no lost deliveries."""
 
 import asyncio
 
@@ -16,27 +16,27 @@ from tests.support.queues import MODEL, Publishing, publishing, pulling
 from tests.support.waits import until, until_true
 
 QUICK = QueueLimits(ack_wait_s=0.5)
-"""For tests of what happens when a worker says nothing more."""
+"""For tests in which a worker sends no further acks."""
 
 
 def numbered(count: int) -> list[bytes]:
-    """The contents of as many requests."""
+    """Return the contents of this number of requests."""
     return [str(i).encode() for i in range(count)]
 
 
 async def is_empty(client: Publishing, fleet: str) -> bool:
-    """Nothing waits and nothing is in hand."""
+    """Return True if no request waits and none is pulled without an ack."""
     depths = await queue_depths(client.nats, Subjects(fleet), (MODEL,))
     return not any(depth.waiting or depth.in_hand for depth in depths)
 
 
 async def exists_queue(client: Publishing, fleet: str) -> bool:
-    """A worker has made the queue."""
+    """Return True if a worker has created the queue."""
     return bool(await queue_depths(client.nats, Subjects(fleet), (MODEL,)))
 
 
 async def num_pulls(client: Publishing, fleet: str) -> int:
-    """How many pulls wait on the lane `normal`; none as long as no worker has made it."""
+    """Return the number of waiting pulls on the lane `normal`, or 0 if no worker has created the queue."""
     name = stream_name(Subjects(fleet), MODEL, "normal")
     try:
         return int((await ask(client.nats, f"CONSUMER.INFO.{name}.normal")).get("num_waiting", 0))
@@ -46,7 +46,7 @@ async def num_pulls(client: Publishing, fleet: str) -> int:
 
 @pytest.mark.proves("P40")
 async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
-    """What waits in a lane is handed over in the order in which it was published, each request once."""
+    """Requests of a lane are delivered in the order of their publication, each once."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         await client.publish_all(*numbered(1000))
@@ -59,7 +59,7 @@ async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P40")
 async def test_lanes_are_emptied_in_their_order(nats_url: str, fleet: str) -> None:
-    """Of what waits, resumed requests go first, then high, normal and low, whatever was published first."""
+    """A worker pulls lanes in the order resumed, high, normal and low, in any order of publication."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         for lane in reversed(LANES):
@@ -71,7 +71,7 @@ async def test_lanes_are_emptied_in_their_order(nats_url: str, fleet: str) -> No
 
 
 async def test_an_idle_worker_is_handed_each_request_as_it_comes(nats_url: str, fleet: str) -> None:
-    """A worker that waits is handed requests of any lane, one pull for each, with what it must know of them."""
+    """An idle worker receives requests of any lane, one for each pull, with their client, lane, subject and counts."""
     async with pulling(nats_url, fleet, capacity=5) as worker, publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         for lane in LANES:
@@ -86,7 +86,7 @@ async def test_an_idle_worker_is_handed_each_request_as_it_comes(nats_url: str, 
 
 
 async def test_a_worker_is_handed_little_more_than_it_has_room_for(nats_url: str, fleet: str) -> None:
-    """However much waits, and wherever, what a worker holds exceeds its room by at most three."""
+    """With any number of waiting requests, a worker receives at most three more requests than it has free slots."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2) as worker:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         for lane in LANES:
@@ -103,7 +103,7 @@ async def test_a_worker_is_handed_little_more_than_it_has_room_for(nats_url: str
 
 
 async def test_two_workers_share_a_queue(nats_url: str, fleet: str) -> None:
-    """Each request goes to one worker; one that is full leaves the rest to the other."""
+    """Each request goes to one worker. A full worker leaves the other requests to the second worker."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         await client.publish_all(*numbered(10))
@@ -117,7 +117,7 @@ async def test_two_workers_share_a_queue(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_what_a_silent_worker_holds_goes_to_another(nats_url: str, fleet: str) -> None:
-    """A request that nobody speaks for is handed out again; one whose worker says in_progress is not."""
+    """A request without an ack is delivered to another worker, unless its worker sends in-progress acks."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2, limits=QUICK) as silent:
         await until(lambda: exists_queue(client, fleet), True)
         await client.publish_all(b"kept", b"lost")
@@ -131,19 +131,19 @@ async def test_what_a_silent_worker_holds_goes_to_another(nats_url: str, fleet: 
 
             keeping = tasks.create_task(keep())
             again = await other.take()
-            # Longer than the request would have waited for a silent worker.
+            # Longer than the queue waits for an ack.
             await asyncio.sleep(2 * QUICK.ack_wait_s)
             keeping.cancel()
             await kept.ack()
 
             assert (again.data, again.num_delivered) == (lost.data, 2)
-            assert other.num_unseen == 1  # the same again, as `other` is as silent about it
+            assert other.num_unseen == 1  # `other` got the request again, because it has not acked it either
             await other.finish(again)
             await until(lambda: is_empty(client, fleet), True)
 
 
 async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, fleet: str) -> None:
-    """After nak a request goes to the next worker with room at once, after ack to none."""
+    """After a nak, the queue delivers a request to the next worker with free slots. After an ack, it does not."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet) as worker:
         await until(lambda: exists_queue(client, fleet), True)
         await client.publish(b"x")
@@ -167,7 +167,7 @@ async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, f
 
 
 async def test_a_paused_worker_leaves_requests_to_others(nats_url: str, fleet: str) -> None:
-    """What is published after a pause is handed to nobody in vain: the first delivery is to a worker that serves."""
+    """A request that is published after a pause is first delivered to a worker that serves."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=9) as worker:
         await until(lambda: exists_queue(client, fleet), True)
         await until(lambda: num_pulls(client, fleet), 1)
@@ -187,7 +187,7 @@ async def test_a_paused_worker_leaves_requests_to_others(nats_url: str, fleet: s
 
 
 async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: str) -> None:
-    """Requests on their way to a worker as it pauses are not handed over, and go to another."""
+    """If a request is on its way to a worker that pauses, the worker returns it, and another worker receives it."""
     async with (
         publishing(nats_url, fleet) as client,
         pulling(nats_url, fleet) as worker,
@@ -196,7 +196,7 @@ async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: st
         given_back: list[bytes] = []
         worker.puller.on_given_back = lambda request: given_back.append(request.data)
         await until(lambda: num_pulls(client, fleet), 1)
-        worker.puller._is_paused = True  # as pause() does, before the pull could be withdrawn
+        worker.puller._is_paused = True  # the state in `pause()` before the pull is withdrawn
         assert (await client.publish(b"x")).ok
         other.capacity = 1
         other.puller.wake()
@@ -210,7 +210,7 @@ async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: st
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["STREAM.DELETE.{name}", "CONSUMER.DELETE.{name}.normal"])
 async def test_a_queue_that_disappears_is_made_anew(nats_url: str, fleet: str, what: str) -> None:
-    """When somebody deletes a stream or consumer under a worker, new requests reach it nevertheless."""
+    """If a stream or a consumer is deleted, the worker creates it again, and new requests arrive."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=100) as worker:
         await until(lambda: exists_queue(client, fleet), True)
         await client.publish(b"before")
@@ -227,7 +227,7 @@ async def test_a_queue_that_disappears_is_made_anew(nats_url: str, fleet: str, w
 
 @pytest.mark.slow
 async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
-    """A backlog of more bytes than a server keeps for a connection is handed over whole, each request once."""
+    """A backlog with more bytes than the server buffers for a connection is delivered completely, each request once."""
     data = bytes(range(256)) * (7 * 4096)
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -242,7 +242,7 @@ async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_large_requests_among_small_ones_pass(nats_url: str, fleet: str) -> None:
-    """Pulls of many small requests leave out the larger ones, which come by the next pulls, in their order."""
+    """Pulls for many small requests skip larger ones. The next pulls deliver the larger ones in their order."""
     requests = [b"%d" % i + b"x" * (200_000 if i % 40 == 20 else 0) for i in range(120)]
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -256,7 +256,7 @@ async def test_large_requests_among_small_ones_pass(nats_url: str, fleet: str) -
 async def test_a_connection_that_ended_ends_the_pulling(
     nats_url: str, fleet: str, is_closed_here: bool, expected: type[Exception]
 ) -> None:
-    """Where the connection was closed, here or by the server for good, `run` raises what happened."""
+    """If the client or the server closes the connection, `run` raises the matching error."""
     async with opened(nats_url) as nats:
         puller = QueuePuller(nats, Subjects(fleet), MODEL, room=lambda: 1, on_request=lambda _: None)
 
@@ -282,9 +282,9 @@ async def test_a_connection_that_ended_ends_the_pulling(
 
 
 async def test_nothing_is_left_behind(nats_url: str, fleet: str) -> None:
-    """A puller that was cancelled, pulling or paused, leaves no task, no subscription and no pull."""
+    """A puller that is cancelled while it pulls or is paused leaves no task, subscription or pull."""
     async with publishing(nats_url, fleet) as client:
-        await exists_queue(client, fleet)  # nats-py keeps a task for answers to requests
+        await exists_queue(client, fleet)  # nats-py starts a permanent task for answers with the first request
         num_tasks = await count_tasks()
         for is_paused in (False, True):
             async with pulling(nats_url, fleet) as worker:

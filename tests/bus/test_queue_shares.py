@@ -1,4 +1,4 @@
-"""Each client has a share of a lane: one that floods it makes no other wait for all that it has."""
+"""Each client has a share of a lane, so that other clients do not wait for all requests of a flooding client."""
 
 import asyncio
 import itertools
@@ -21,7 +21,10 @@ LIMITS = QueueLimits(max_per_client=SHARE)
 
 @pytest.mark.proves("P44")
 async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: str) -> None:
-    """Alice publishes 200 requests, bob one: his comes behind a share of hers, and all are taken, hers in order."""
+    """Bob's single request waits for at most one share of Alice's 200 requests.
+
+    All requests are delivered, Alice's in order.
+    """
     async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
         tokens = [await alice.send(b"%d" % number) for number in range(200)]
@@ -38,7 +41,7 @@ async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: s
 
 
 async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
-    """What is kept back of one lane or model says nothing about the others; resumed requests have a larger share."""
+    """A full share delays only its own lane and model, and the lane of resumed requests has a larger share."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as alice:
         for model in (MODEL, "other"):
@@ -59,7 +62,7 @@ async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> None:
-    """A request that nobody wants any more is not published when there is room, and those behind it are."""
+    """A kept request that is removed is not published later, and the requests behind it are."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
         tokens = [await alice.send(b"%d" % number) for number in range(20)]
@@ -74,7 +77,7 @@ async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> 
 
 
 async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> None:
-    """Where the client hears of no worker that took its requests, a probe finds the room."""
+    """If the client learns of no worker that accepted its requests, a probe finds the free share."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_per_client=1))
         tokens = [await alice.send() for _ in range(3)]
@@ -85,7 +88,10 @@ async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> 
 
 
 async def test_a_full_stream_is_still_queue_full(nats_url: str, fleet: str) -> None:
-    """Where all clients together have filled it, a request is refused at once; the code of the server is the same."""
+    """If all clients together have filled a stream, a request fails immediately with `queue_full`.
+
+    The server's error code is the same as for a full share.
+    """
     async with publishing(nats_url, fleet) as alice, publishing(nats_url, fleet, "bob") as bob:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_msgs=2, max_per_client=2))
         await alice.publish_all(b"1", b"2")
@@ -96,7 +102,7 @@ async def test_a_full_stream_is_still_queue_full(nats_url: str, fleet: str) -> N
 
 @pytest.mark.proves("P44")
 async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: str) -> None:
-    """Two clients, one with fifty times the share: every request of both is answered."""
+    """If one of two clients sends fifty times its share, every request of both clients still gets its result."""
     async with (
         synthetic_worker(nats_url, fleet, model="m") as _worker,
         rollbus.connect(nats_url, fleet=fleet, client="alice") as alice,
@@ -113,7 +119,7 @@ async def test_a_client_that_floods_gets_all_its_results(nats_url: str, fleet: s
 
 @pytest.mark.proves("P44")
 def test_every_lane_of_a_stream_has_a_bound_for_each_client() -> None:
-    """Lanes of resumed requests have four times the share of new ones."""
+    """Every lane has a limit for each client. The lane of resumed requests has four times the share of other lanes."""
     bounds = {lane: LIMITS.of_stream(lane) for lane in LANES}
 
     assert {lane: bound["max_msgs_per_subject"] for lane, bound in bounds.items()} == {

@@ -1,4 +1,4 @@
-"""How long requests wait for a worker's offer, as their client counts it."""
+"""How long requests wait for a worker's offer, as their client measures it."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from tests.support.hand_worker import chunk, failure, hand_worker, request
 
 
 def test_a_bucket_holds_its_upper_end() -> None:
-    """As Prometheus has it: up to and with the bound; what is above all of them is in the last."""
+    """A bucket includes its upper bound, as in Prometheus. The last bucket has all values above the highest bound."""
     waits = DurationsByModel()
     for seconds in (BOUNDS_S[0], BOUNDS_S[0] * 1.01, BOUNDS_S[-1], BOUNDS_S[-1] + 1):
         waits.add("m", seconds)
@@ -31,7 +31,7 @@ def test_a_bucket_holds_its_upper_end() -> None:
 
 
 def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more models than a fleet has, the first are counted; a copy does not change."""
+    """Beyond the maximum number of models, only the first models are counted. A copy does not change later."""
     monkeypatch.setattr(durations, "MAX_MODELS", 2)
     waits = DurationsByModel()
     for model in "abc":
@@ -44,7 +44,10 @@ def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_every_attempt_waits_once(nats_url: str, fleet: str) -> None:
-    """From its publishing to its offer; what nobody offers is not counted, what is published again waits on."""
+    """Each attempt counts its wait from publication to offer.
+
+    A request without an offer does not count, and each republished attempt counts again.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         refused = tasks.create_task(rb.complete_many([request(1)]).__anext__())
         key = await worker.next_key()

@@ -1,4 +1,4 @@
-"""What `complete_many` draws its requests from: lists, iterators and async iterables."""
+"""The kinds of iterables from which `complete_many` reads its requests: lists, iterators and async iterables."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,20 @@ REQUESTS = [short(f"r{index}") for index in range(20)]
 
 
 async def later(*requests: Any) -> AsyncIterator[Any]:
-    """The requests, each after the loop has turned."""
+    """Yield the requests, each after one turn of the loop."""
     for request in requests:
         await asyncio.sleep(0)
         yield request
 
 
 def ids_of(results: list[rollbus.Generation]) -> list[str]:
-    """The ids of results, sorted."""
+    """Return the sorted request ids of these results."""
     return sorted(result.request_id for result in results)
 
 
 @pytest.mark.parametrize("source", ["list", "iterator", "async"])
 async def test_every_kind_of_source(one_worker: StartServed, source: str) -> None:
-    """All requests of a source have a result, whatever kind of iterable it is."""
+    """Every request of a list, an iterator and an async iterable gets a result."""
     async with one_worker() as (rb, *_):
         sources: dict[str, Any] = {"list": REQUESTS, "iterator": iter(REQUESTS), "async": later(*REQUESTS)}
         results = [result async for result in rb.complete_many(sources[source], max_in_flight=3)]
@@ -40,7 +40,7 @@ async def test_every_kind_of_source(one_worker: StartServed, source: str) -> Non
 
 
 async def test_an_async_source_may_wait_for_results(one_worker: StartServed) -> None:
-    """A source that gives the next request only after the result of the one before does not block the batch."""
+    """A source may wait for the result of one request before it yields the next request."""
     returned = asyncio.Event()
 
     async def one_by_one() -> AsyncIterator[rollbus.GenerateRequest]:
@@ -59,7 +59,7 @@ async def test_an_async_source_may_wait_for_results(one_worker: StartServed) -> 
 
 
 async def test_requests_are_drawn_as_there_is_room(one_worker: StartServed) -> None:
-    """Of an endless source no more is drawn than what was opened."""
+    """`complete_many` reads no more of an endless source than it opens."""
     drawn = []
 
     async def endless_source() -> AsyncIterator[rollbus.GenerateRequest]:
@@ -78,7 +78,7 @@ async def test_requests_are_drawn_as_there_is_room(one_worker: StartServed) -> N
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_what_a_source_raises_ends_the_batch(one_worker: StartServed, is_async: bool) -> None:
-    """The error comes out of the loop, and what is open is aborted."""
+    """The error of a source ends the batch and is raised, and open requests are aborted."""
 
     def fails() -> Iterator[rollbus.GenerateRequest]:
         yield endless()
@@ -95,7 +95,7 @@ async def test_what_a_source_raises_ends_the_batch(one_worker: StartServed, is_a
 
 
 async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
-    """A loop that is left while an async source waits: the source is cancelled and has cleaned up."""
+    """If the caller leaves the loop while an async source waits, the source is cancelled and finishes its cleanup."""
     seen = []
 
     async def waits() -> AsyncIterator[rollbus.GenerateRequest]:
@@ -121,7 +121,7 @@ async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
     ],
 )
 async def test_what_is_no_source_is_refused(one_worker: StartServed, requests: Any, message: str) -> None:
-    """By the argument's name; a hole in a list does not end the batch early without a word."""
+    """Values that are no requests are rejected with the name of the argument. None in a list raises an error too."""
     async with one_worker() as (rb, *_):
         with pytest.raises(InvalidRequest) as caught:
             await all_of(rb.complete_many(requests))

@@ -1,4 +1,4 @@
-"""What a client held of a request is free once its caller has the result: it may be megabytes of routing."""
+"""The client frees the data of a request, which may be megabytes of routed experts, when its caller has the result."""
 
 import gc
 
@@ -11,13 +11,13 @@ SAMPLED = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_t
 
 
 async def num_streams() -> int:
-    """Streams that are there, garbage or not; each holds the chunks that came."""
-    # By type: `isinstance` asks the things themselves, and some of other libraries answer with a warning.
+    """Return the number of existing response streams, including garbage. Each stream holds its received chunks."""
+    # Compare types: `isinstance` accesses the objects, and objects of some libraries then emit a warning.
     return sum(type(thing) is ResponseStream for thing in gc.get_objects())
 
 
 async def test_nothing_waits_for_the_garbage_collector(one_worker: StartServed) -> None:
-    """Completed, streamed, left in the middle: without a single collection nothing stays."""
+    """Completed, streamed and abandoned requests leave no response stream, without the garbage collector."""
     gc.collect()
     gc.disable()
     try:

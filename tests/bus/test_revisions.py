@@ -1,4 +1,4 @@
-"""Which revisions of a signed state count, where the bucket is one that the test makes up."""
+"""Which revisions of a signed state are valid. The bucket is simulated."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ SUBJECT = "$KV.rollbus.F.m"
 
 
 class Bucket:
-    """Answers like JetStream's API; a connection, as far as `Revisions` sees."""
+    """A simulated JetStream API that serves as the connection of `Revisions`."""
 
     def __init__(self, folder: Path) -> None:
         boss, worker = ensure_users(folder, [("F", Role.ADMIN, "boss"), ("F", Role.WORKER, "w")])
@@ -46,7 +46,7 @@ class Bucket:
         }
 
     async def request(self, subject: str, payload: bytes, **_: object) -> Msg:
-        """Answer."""
+        """Answer a JetStream request."""
         self.num_asked += 1
         answer: dict[str, Any] = {"created": self.created}
         if ".MSG.GET." in subject:
@@ -57,14 +57,14 @@ class Bucket:
         return Msg(cast(Connection, self), data=json.dumps(answer).encode())
 
     async def epochs(self, revisions: Revisions) -> tuple[int | None, int]:
-        """The epoch that is found, and the number over which to write."""
+        """Return the epoch that is found and the sequence number for the next write."""
         found = await revisions.find(MODEL)
         return None if found.state is None else found.state.epoch, found.sequence
 
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Bucket:
-    """One with the epochs 1 and 2."""
+    """Return a bucket with the epochs 1 and 2."""
     bucket = Bucket(tmp_path)
     bucket.write(10, 1)
     bucket.write(50, 2)
@@ -72,12 +72,12 @@ def bucket(tmp_path: Path) -> Bucket:
 
 
 def reader(bucket: Bucket) -> Revisions:
-    """A program that has not read yet."""
+    """Return a new `Revisions` that has not read anything."""
     return Revisions(cast(Connection, bucket), Subjects("F"))
 
 
 async def test_an_older_epoch_does_not_count_again(bucket: Bucket) -> None:
-    """For who has read the later one, and for who begins with the history."""
+    """An older epoch that is written again does not count, neither for a known reader nor for a new one."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
     bucket.write(60, 1)
@@ -87,7 +87,7 @@ async def test_an_older_epoch_does_not_count_again(bucket: Bucket) -> None:
 
 
 async def test_a_bucket_that_was_made_anew_is_believed(bucket: Bucket) -> None:
-    """It has later numbers and older epochs: the server says that it is another one."""
+    """A reader accepts older epochs if the server states that the bucket was created again."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
     bucket.messages.clear()
@@ -98,7 +98,7 @@ async def test_a_bucket_that_was_made_anew_is_believed(bucket: Bucket) -> None:
 
 
 async def test_a_server_that_is_behind_is_seen(bucket: Bucket) -> None:
-    """An earlier number is what it has: `ReadOrder` says what to make of that."""
+    """If the server is behind, the reader returns the server's older state. `ReadOrder` handles this case."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
     del bucket.messages[50]
@@ -107,7 +107,7 @@ async def test_a_server_that_is_behind_is_seen(bucket: Bucket) -> None:
 
 
 async def test_what_is_known_stands_where_nothing_counts(bucket: Bucket) -> None:
-    """All that was signed has left the history; who begins there finds nothing."""
+    """If all signed states have left the history, a reader keeps the state that it knows. A new reader finds none."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
     bucket.messages.clear()
@@ -119,7 +119,7 @@ async def test_what_is_known_stands_where_nothing_counts(bucket: Bucket) -> None
 
 
 async def test_who_has_read_asks_little(bucket: Bucket) -> None:
-    """A read of what is known costs one question, of a next revision two, of one that does not count three."""
+    """A read takes one call for a known state, two for a new revision, and three for one that does not count."""
     early = reader(bucket)
 
     async def cost() -> int:

@@ -1,4 +1,4 @@
-"""Subjects: every name becomes one subject token and back, and nothing reaches another's subject."""
+"""Every name becomes one subject token and back, and no name reaches another name's subject."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SUBJECTS = Subjects("default")
 @example("a.b*c>d e=2E")
 @example("\x00\r\n\t")
 def test_any_name_becomes_one_subject_token_and_back(name: str) -> None:
-    """Whatever the name, its token has no dot, wildcard or space, and decodes to the name."""
+    """The token of any name has no dot, wildcard or space, and decodes to the name."""
     token = encode_token(name)
 
     assert LEGAL.fullmatch(token)
@@ -28,13 +28,13 @@ def test_any_name_becomes_one_subject_token_and_back(name: str) -> None:
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1), st.text(st.characters(codec="utf-8"), min_size=1))
 def test_two_names_never_share_a_token(one: str, other: str) -> None:
-    """Models whose names differ in anything have queues of their own."""
+    """Two different model names have different tokens and therefore separate queues."""
     assert (encode_token(one) == encode_token(other)) == (one == other)
 
 
 @given(st.text(alphabet="ab=2Ef3.Éé*\ud800", min_size=1))
 def test_tokens_that_encode_nothing_are_refused(token: str) -> None:
-    """A token decodes exactly when encoding gives it back: there is one spelling of each name."""
+    """A token decodes exactly if encoding its name returns it, so each name has one token."""
     try:
         name = decode_token(token)
     except ValueError:
@@ -44,26 +44,26 @@ def test_tokens_that_encode_nothing_are_refused(token: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "a.b", "=2", "=2e", "=41", "=FF", "a b", "é", "*"])
 def test_other_spellings_are_refused(token: str) -> None:
-    """Lower-case or needless escapes, bytes that are no UTF-8 and raw characters are no encoded names."""
+    """Lower-case or unnecessary escapes, bytes that are not UTF-8, and raw characters are rejected."""
     with pytest.raises(ValueError, match=r"."):
         decode_token(token)
 
 
 @pytest.mark.parametrize("name", ["", "\ud800"])
 def test_names_without_a_token_are_refused(name: str) -> None:
-    """No subject token is empty, and none stands for what is not Unicode."""
+    """An empty name and a name that is not valid Unicode have no token."""
     with pytest.raises(ValueError, match=r"."):
         encode_token(name)
 
 
 def test_names_that_are_safe_stay_readable() -> None:
-    """Letters, digits, _ and - stand for themselves, anything else for its bytes."""
+    """Letters, digits, _ and - encode to themselves, and other characters to their bytes."""
     assert encode_token("my-model_7") == "my-model_7"
     assert encode_token("Qwen/Qwen3.5") == "Qwen=2FQwen3=2E5"
 
 
 def test_the_subjects_are_those_of_the_table() -> None:
-    """The frozen names, as programs without this library write them."""
+    """The subjects equal the fixed names that programs without this library use."""
     assert [
         SUBJECTS.request("c", "a/b", "normal"),
         SUBJECTS.requests_in("a/b", "resume"),
@@ -123,7 +123,7 @@ BAD_TOKENS = ["", ".", "a.b", "*", ">", "a b", "a\n", "a=b", "ü", "x" * 65]
 def test_names_that_would_reach_other_subjects_are_refused(
     field: str, make: Callable[[str], object], name: str
 ) -> None:
-    """A dot, wildcard or space in a fleet, client or worker gives an error that names it."""
+    """A dot, wildcard or space in a fleet, client or worker name raises an error that names the field."""
     with pytest.raises(InvalidRequest) as caught:
         make(name)
 

@@ -1,4 +1,4 @@
-"""The client without asyncio: the same names, arguments, results and errors, from any thread."""
+"""The client without asyncio has the same names, arguments, results and errors, from any thread."""
 
 import asyncio
 import contextlib
@@ -29,12 +29,12 @@ async def in_thread(program: Callable[[], None]) -> None:
 
 
 def names_of(kind: type) -> set[str]:
-    """What a class offers to its callers."""
+    """Return the public names of a class."""
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults of its arguments."""
+    """Return names, kinds and defaults of a function's arguments."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
@@ -43,7 +43,10 @@ def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
     [(BlockingClient, rollbus.Client), (BlockingFleet, rollbus.Fleet), (BlockingGroups, GroupSampler)],
 )
 def test_both_have_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
-    """Nothing that one has is missing in the other, nothing blocking is to be awaited, and each says what it does."""
+    """Both clients have the same names and arguments.
+
+    No method of the blocking client is awaitable, and each has a docstring.
+    """
     shared = names_of(awaited)
     assert names_of(blocking) - {"with_asyncio"} == shared
     for name in shared:
@@ -57,14 +60,14 @@ def test_both_have_the_same_names_and_arguments(blocking: type, awaited: type) -
 
 
 def test_connect_has_the_same_arguments() -> None:
-    """It is found without an import of its own."""
+    """`sync.connect` has the arguments of `connect`, and needs no separate import."""
     assert parameters_of(rollbus.sync.connect) == parameters_of(rollbus.connect)
     assert "`async with`" not in (rollbus.sync.connect.__doc__ or "")
     assert "sync" in dir(rollbus)
 
 
 async def test_results_are_those_of_the_client_with_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Whole, streamed, many at once, and commands: the same tokens, rows and answers."""
+    """Whole and streamed results, batches and commands return the same values as the client with asyncio."""
     async with one_worker() as (rb, *_):
         expected = {each.request_id: each async for each in rb.complete_many(REQUESTS)}
 
@@ -94,7 +97,7 @@ async def test_results_are_those_of_the_client_with_asyncio(nats_url: str, fleet
 
 
 async def test_several_threads_share_a_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Each gets its own answers; requests are drawn on the thread that reads their results."""
+    """Each thread gets its own results, and reads its requests on the thread that reads the results."""
     results: dict[int, list[str]] = {}
     drawn_on: dict[int, set[int]] = {}
 
@@ -125,7 +128,7 @@ async def test_several_threads_share_a_client(nats_url: str, fleet: str, one_wor
 
 
 async def test_errors_are_the_same(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Of requests, commands, arguments and the state of the client."""
+    """Requests, commands, arguments and the state of the client raise the same errors."""
 
     def program() -> None:
         rb = rollbus.sync.connect(nats_url, fleet=fleet)
@@ -162,12 +165,12 @@ async def test_errors_are_the_same(nats_url: str, fleet: str, one_worker: StartS
 
 
 async def _nothing() -> Any:
-    """An async iterable."""
+    """Yield once, as an async iterable."""
     yield
 
 
 def test_no_server_is_an_error_and_leaves_no_thread(fleet: str) -> None:
-    """As with asyncio; entering may be tried again."""
+    """Without a server, entering raises an error and leaves no thread, and the client can be entered again."""
     before = threading.active_count()
     rb = rollbus.sync.connect("nats://127.0.0.1:1", fleet=fleet)
     for _ in range(2):
@@ -177,7 +180,7 @@ def test_no_server_is_an_error_and_leaves_no_thread(fleet: str) -> None:
 
 
 def test_without_workers(nats_url: str, fleet: str) -> None:
-    """Every way of asking says so."""
+    """Without workers, every request method raises `NoWorkers`."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
         for call in (
             lambda: rb.complete(short("a")), lambda: list(rb.generate(short("a"))),
@@ -188,7 +191,10 @@ def test_without_workers(nats_url: str, fleet: str) -> None:
 
 
 async def test_leaving_a_loop_aborts(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Of a stream and of many requests: their ids are free for the next requests, and the engine for its next work."""
+    """A caller that leaves a stream or a batch aborts its requests.
+
+    Their ids and slots are free for the next requests.
+    """
 
     def program() -> None:
         with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
@@ -204,7 +210,7 @@ async def test_leaving_a_loop_aborts(nats_url: str, fleet: str, one_worker: Star
 
 
 async def test_closing_ends_the_calls_of_other_threads(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """They end as `client_closed`, or as calls of a client that was closed before; none hangs."""
+    """If the client closes, calls of other threads end with `client_closed` or `BusClosed`, and none hangs."""
     errors: dict[str, BusClosed | RequestError] = {}
 
     def note(name: str, call: Callable[[], object]) -> None:
@@ -238,7 +244,7 @@ async def test_closing_ends_the_calls_of_other_threads(nats_url: str, fleet: str
 
 
 async def test_callbacks_may_not_call_the_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """On either of its threads that would wait for itself, and is an error at once."""
+    """A call of the client in its own callback would deadlock, so it raises an error immediately."""
     caught: list[str] = []
 
     def program() -> None:
@@ -259,13 +265,13 @@ async def test_callbacks_may_not_call_the_client(nats_url: str, fleet: str, one_
 
 
 async def test_it_works_inside_of_a_running_loop(nats_url: str, fleet: str) -> None:
-    """As in a notebook's cell: the loop stands still meanwhile."""
+    """The blocking client works inside a running loop, as in a notebook, and blocks that loop."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
         assert rb.fleet.state().workers == ()
 
 
 def test_a_publisher_shares_a_blocking_client(nats_url: str, fleet: str) -> None:
-    """With `with`; `async with` has no loop there, and says so."""
+    """A `WeightPublisher` with `with` shares a blocking client. `async with` has no loop there and raises an error."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
         tensors = {"weight": np.ones(8, np.float32)}
         with rollbus.WeightPublisher(rb, model="policy") as publisher:

@@ -1,4 +1,4 @@
-"""`rb.groups` without asyncio: the same steps, from any thread, with prompts drawn where the step is waited for."""
+"""`rb.groups` without asyncio: the same steps from any thread. The thread that waits for a step reads the prompts."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,17 +20,17 @@ ENDLESS = 1_000_000
 
 
 def prompts(*lengths: int) -> list[GroupPrompt]:
-    """Greedy prompts whose answers have these lengths; the key is the number of the prompt."""
+    """Return greedy prompts whose answers have these lengths. The key is the number of the prompt."""
     return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(lengths)]
 
 
 def keys(*steps: GroupStep) -> list[object]:
-    """Those of the groups that steps took."""
+    """Return the keys of the groups in these steps."""
     return [group.key for step in steps for group in step.groups]
 
 
 def tokens_of(steps: list[GroupStep]) -> dict[object, list[list[int]]]:
-    """The tokens of each answer, by the key of its group."""
+    """Return the tokens of each answer, by the key of its group."""
     return {
         group.key: [answer.token_ids.tolist() for answer in group.generations]
         for step in steps
@@ -39,7 +39,7 @@ def tokens_of(steps: list[GroupStep]) -> dict[object, list[list[int]]]:
 
 
 async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Each prompt comes once, stopped groups go on from their tokens, and the tokens are those of undisturbed ones."""
+    """Each prompt completes once, interrupted groups continue from their tokens, and all equal undisturbed ones."""
     lengths = [5, 700, 3, 4, 900, 6, 2, 500]
     steps: list[GroupStep] = []
 
@@ -64,9 +64,9 @@ async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: 
 async def test_prompts_are_drawn_where_the_step_is_waited_for(
     nats_url: str, fleet: str, one_worker: StartServed
 ) -> None:
-    """One at a time, on the thread that calls `step`, also one that uses the client meanwhile; its error is the step's.
+    """`step` reads prompts one at a time on its own thread, and the source may use the client.
 
-    What was drawn before the error is in the next step.
+    An error of the source is raised by `step`. The next step contains the prompts from before the error.
     """
     drawn_on: list[int] = []
 
@@ -75,7 +75,7 @@ async def test_prompts_are_drawn_where_the_step_is_waited_for(
             rb.fleet.wait_for_workers()
 
             class Source:
-                """Answers of the fleet, and one error."""
+                """A source that yields answers of the fleet and raises one error."""
 
                 def __iter__(self) -> Iterator[list[int]]:
                     return self
@@ -99,7 +99,7 @@ async def test_prompts_are_drawn_where_the_step_is_waited_for(
 
 
 def is_refused(problem: str, prompts: object, need: int = 1) -> Callable[[rollbus.sync.BlockingClient], None]:
-    """A use of groups that are refused before they are entered."""
+    """Return a function that checks the rejection of these arguments."""
 
     def use(rb: rollbus.sync.BlockingClient) -> None:
         with pytest.raises(InvalidRequest, match=problem):
@@ -109,12 +109,12 @@ def is_refused(problem: str, prompts: object, need: int = 1) -> Callable[[rollbu
 
 
 async def no_prompts() -> AsyncIterator[list[int]]:
-    """An async iterable."""
+    """Yield one prompt, as an async iterable."""
     yield [1]
 
 
 def needs_workers(rb: rollbus.sync.BlockingClient) -> None:
-    """The error comes from each step, and the group waits."""
+    """Check that each step raises `NoWorkers` and that the group waits."""
     with rb.groups(prompts(3), n=1, need=1) as groups:
         for _ in range(2):
             with pytest.raises(NoWorkers):
@@ -123,7 +123,7 @@ def needs_workers(rb: rollbus.sync.BlockingClient) -> None:
 
 
 def needs_entering(rb: rollbus.sync.BlockingClient) -> None:
-    """Before `with`, and after it."""
+    """Check that a step before and after `with` raises an error."""
     groups = rb.groups(prompts(3), n=1, need=1)
     with pytest.raises(BusClosed, match="these groups are not open"):
         groups.step()
@@ -144,7 +144,7 @@ def needs_entering(rb: rollbus.sync.BlockingClient) -> None:
     ],
 )
 def test_errors_are_the_same(nats_url: str, fleet: str, use: Callable[[rollbus.sync.BlockingClient], None]) -> None:
-    """Of arguments, of an empty fleet, and of groups that are not entered."""
+    """Invalid arguments, an empty fleet and groups that are not entered raise the same errors."""
     with rollbus.sync.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb:
         use(rb)
     with pytest.raises(BusClosed, match="not connected"):
@@ -155,7 +155,10 @@ def test_errors_are_the_same(nats_url: str, fleet: str, use: Callable[[rollbus.s
 async def test_leaving_ends_a_step_of_another_thread(
     nats_url: str, fleet: str, one_worker: StartServed, left: str
 ) -> None:
-    """The step ends with `BusClosed`, and the engines are idle; a second step beside it was refused."""
+    """If the groups or the client are left, a step of another thread ends with `BusClosed`, and the engines are idle.
+
+    A second step beside it raises an error.
+    """
     errors: list[BaseException] = []
 
     def program() -> None:
@@ -187,7 +190,7 @@ async def test_leaving_ends_a_step_of_another_thread(
 
 
 async def test_weights_may_come_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Between steps no request of the groups is in flight, and lengths are counted."""
+    """Between steps, no request of the groups is in flight, so weights can change. The statistics count all lengths."""
 
     def program() -> None:
         with rollbus.sync.connect(nats_url, fleet=fleet) as rb:

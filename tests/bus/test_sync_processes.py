@@ -1,4 +1,4 @@
-"""The client without asyncio in processes that are interrupted, that fork, and that end without leaving it."""
+"""The client without asyncio in processes that are interrupted, that fork, and that exit without leaving the client."""
 
 import asyncio
 import json
@@ -18,7 +18,10 @@ pytestmark = pytest.mark.slow
 
 
 async def run(program: str, url: str, fleet: str) -> list[Any]:
-    """What a program of `tests/support/sync_program.py` says, by line; it ends well, in time, and silent besides."""
+    """Run a program of `tests/support/sync_program.py` and return its output by line.
+
+    The program must exit with 0 in time, without stderr output.
+    """
     command = sys.executable, "-m", "tests.support.sync_program", program, url, fleet
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     try:
@@ -33,7 +36,7 @@ async def run(program: str, url: str, fleet: str) -> list[Any]:
 
 
 async def test_a_program_that_exits_leaves_its_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """It ends, and the workers hear at once that its requests are nobody's."""
+    """If a program exits without leaving its client, the workers learn immediately that its requests are abandoned."""
     async with one_worker() as (rb, _, engine), opened(nats_url) as connection:
         heard = await connection.subscribe(Subjects(fleet).client("program"))
         assert await run("leave_open", nats_url, fleet) == [1]
@@ -44,7 +47,7 @@ async def test_a_program_that_exits_leaves_its_client(nats_url: str, fleet: str,
 
 
 async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Each kind of call raises `KeyboardInterrupt`, its request is gone, and the client goes on with the same ids."""
+    """Ctrl-C raises `KeyboardInterrupt` in each kind of call and ends its request. The client can use the ids again."""
     async with one_worker() as (rb, _, engine):
         [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
         await until_idle(engine, rb)
@@ -53,7 +56,7 @@ async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker:
 
 
 async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """The child gets typed errors, holds no connection, works with a client of its own and ends; the parent goes on."""
+    """A forked child gets typed errors, has no connection, and can use its own client. The parent continues."""
     async with one_worker():
         child, parent = await run("fork", nats_url, fleet)
     assert child == {"errors": ["BusClosed"] * 9, "connections": 0, "own": 3}
@@ -61,7 +64,7 @@ async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: 
 
 
 async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """The same holds for the client with asyncio; a stream that the child goes on reading ends as `client_closed`."""
+    """A fork has the same effect on a client with asyncio. A stream that the child reads ends with `client_closed`."""
     async with one_worker():
         child, parent = await run("fork_with_asyncio", nats_url, fleet)
     assert child == {"errors": ["BusClosed", "BusClosed", "RequestFailed"], "connections": 0}
@@ -69,7 +72,7 @@ async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: Star
 
 
 async def test_a_data_loader_forks(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Two processes of a torch DataLoader bring prompts, in the midst of requests, and cannot use the client."""
+    """Two processes of a torch DataLoader supply prompts during requests, and cannot use the parent's client."""
     async with one_worker():
         [said] = await run("load_data", nats_url, fleet)
     assert said == {"errors": ["BusClosed"], "processes": 2, "results": 64}

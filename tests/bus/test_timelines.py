@@ -1,4 +1,4 @@
-"""`rb.fleet.timelines`: what workers tell of a request, whatever happened to it, and to whom they tell it."""
+"""`rb.fleet.timelines`: the events that workers report about a request, and the users that may read them."""
 
 import asyncio
 from pathlib import Path
@@ -32,24 +32,24 @@ PLAIN_LIFE = ["published", "offered", "started", "prefilled", "first_token", "en
 
 
 def names(timeline: WorkerTimeline) -> list[str]:
-    """Of its events."""
+    """Return the names of a timeline's events."""
     return [event.event for event in timeline.events]
 
 
 def only(trace: RequestTrace) -> WorkerTimeline:
-    """The one timeline that a fleet tells of."""
+    """Return the only timeline of a trace."""
     [timeline] = trace.timelines
     return timeline
 
 
 def find(timeline: WorkerTimeline, name: str) -> TimelineEvent:
-    """The one event of this name."""
+    """Return the only event with this name."""
     [event] = [event for event in timeline.events if event.event == name]
     return event
 
 
 async def test_a_request_from_the_queue(one_worker: StartServed) -> None:
-    """Its worker tells all of it: lane and queue, prompt and cache, tokens and end, in order of time."""
+    """The worker reports lane, queue, prompt, cache, tokens and end of a queued request, in order of time."""
     async with one_worker(options={"client": "alice", **QUEUE}, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         request = sized(64, 5, request_id="r", priority=3, traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
         await rb.complete(sized(64, 5))
@@ -70,9 +70,9 @@ async def test_a_request_from_the_queue(one_worker: StartServed) -> None:
 
 
 async def test_samples_that_wait_for_a_slot_show_it(nats_url: str, fleet: str) -> None:
-    """Eight samples are placed at a worker of four slots: the later ones are offered at once, and started much later.
+    """Samples that wait at a worker of four slots are offered immediately and started later.
 
-    On a machine that stands still for long, some go to the queue: these have a timeline of either way.
+    On a slow machine, some samples go to the queue. These have a timeline for each path.
     """
     async with fleet_of(nats_url, fleet, 1) as (rb, _):
         await rb.complete(group(1, max_tokens=40))
@@ -83,13 +83,13 @@ async def test_samples_that_wait_for_a_slot_show_it(nats_url: str, fleet: str) -
     starts = sorted(find(timeline, "started").at for timeline in served)
     assert [timeline.child for timeline in served] == list(range(8))
     assert {find(timeline, "ended").tokens for timeline in served} == {40}
-    # What comes from the queue is started at once: the engine then has more requests than slots.
+    # The engine starts queued requests immediately, and then has more requests than slots.
     assert sent_away or starts[4] >= min(find(timeline, "ended").at for timeline in served)
     assert {find(timeline, "ended").reason for timeline in sent_away} <= {"queue_full"}
 
 
 async def test_a_pause_that_keeps_is_told(one_worker: StartServed) -> None:
-    """A request that stands still says since when and after how many tokens; it goes on, and is aborted at last."""
+    """The timeline of a paused request shows the time and token count of the pause, then its resume and abort."""
     async with one_worker(options=QUEUE, config=SyntheticConfig.from_args(SLOW)) as (rb, *_), asyncio.TaskGroup() as go:
         stream = await start_stream(go, rb, endless("r"))
         await rb.fleet.pause()
@@ -111,7 +111,7 @@ async def test_a_pause_that_keeps_is_told(one_worker: StartServed) -> None:
 
 
 async def test_an_update_in_the_middle_is_told(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The request is held for the weights, and the event says after how many tokens those of the new version begin."""
+    """The timeline shows that an update holds a request, and after how many tokens the new version begins."""
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.01) as (rb, _), asyncio.TaskGroup() as tasks:
         stream = await start_stream(tasks, rb, ask(max_tokens=300, request_id="r"))
@@ -128,7 +128,7 @@ async def test_an_update_in_the_middle_is_told(nats_url: str, fleet: str, tmp_pa
 
 
 async def test_a_request_without_a_token_is_restarted(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """New weights come before its first token: its prompt is computed anew, and its first token is of them."""
+    """If new weights arrive before the first token, the prompt is computed again with the new weights."""
     one, two = folders(tmp_path)
     async with (
         serving(nats_url, fleet, one, 1, step_s=0.02, prefill_step_tokens=1) as (rb, _),
@@ -153,7 +153,7 @@ async def test_a_request_without_a_token_is_restarted(nats_url: str, fleet: str,
 
 
 async def test_what_a_worker_refused_is_told(one_worker: StartServed) -> None:
-    """A request that never reached the engine ends with the code of its error."""
+    """The timeline of a rejected request that never reached the engine ends with the error code."""
     async with one_worker(options=QUEUE) as (rb, *_):
         with pytest.raises(RequestRejected):
             await rb.complete(short("r", lora="missing"))
@@ -164,7 +164,7 @@ async def test_what_a_worker_refused_is_told(one_worker: StartServed) -> None:
 
 
 async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
-    """A request for weights that are to come goes back to the queue again and again: one timeline says so."""
+    """A request that waits for future weights returns to the queue repeatedly, and has one timeline that shows it."""
     async with one_worker(options=QUEUE) as (rb, worker, _), asyncio.TaskGroup() as tasks:
         call = tasks.create_task(rb.complete(short("r", min_weight_version=5)))
         await until_true(lambda: worker._intake.stats.too_new > 1)
@@ -176,7 +176,7 @@ async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
 
 
 async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
-    """A request on its way to a worker that has stopped pulling goes back at once, and is told about too."""
+    """A request on its way to a worker that stopped pulling returns to the queue, and has a timeline too."""
     message = queued()
     asked = RequestMessage(client="alice", incarnation="a1", request=msgspec.Raw(encode(short("late"))))
     message.data = encode(asked)
@@ -188,8 +188,9 @@ async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
 
 
 async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str) -> None:
-    """Kill -9 in the middle of a stream: the survivor tells of attempt 1, which begins with the tokens before it."""
-    # Both are up before the stream: a process that starts takes the cores, and with them a short lease.
+    """After kill -9 during a stream, the other worker reports attempt 1, which begins with the earlier tokens."""
+    # Both start before the stream, because a starting process occupies the cores and could delay presence beyond the
+    # lease.
     lease = ("--lease-s", "5")
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
@@ -205,7 +206,7 @@ async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str
         chunks += [chunk async for chunk in stream]
         trace = await rb.fleet.timelines("r")
 
-    # The queue may deliver attempt 0 once more, if its worker died before it said that the client has the offer.
+    # The queue may deliver attempt 0 again if its worker died before it acked the queue message.
     [told] = [timeline for timeline in trace.timelines if timeline.attempt > 0]
     before = sum(chunk.num_tokens for chunk in chunks if chunk.attempt == 0)
     assert (first.attempt, first.prompt_tokens) == (0, 3)
@@ -217,7 +218,7 @@ async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str
 
 
 async def test_the_silent_are_named_within_the_time(nats_url: str, fleet: str) -> None:
-    """A worker that does not answer, and one of an earlier release, which is not asked, are in the answer."""
+    """The trace names workers of an earlier release, which are not asked."""
     async with controlled(nats_url, fleet, "old") as control:
         with pytest.raises(InvalidRequest, match="request_id is 'a b'"):
             await control.rb.fleet.timelines("a b")
@@ -229,7 +230,7 @@ async def test_the_silent_are_named_within_the_time(nats_url: str, fleet: str) -
 
 
 async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:
-    """What the others tell comes all the same, when the time is up."""
+    """If a worker does not answer in time, the trace names it and contains the timelines of the other workers."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         synthetic_worker(nats_url, fleet, worker_id="a"),
@@ -245,14 +246,17 @@ async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:
 
 
 async def test_without_workers_nobody_can_tell(nats_url: str, fleet: str) -> None:
-    """As for every command."""
+    """Without workers, `timelines` raises `NoWorkers`, like every command."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(NoWorkers):
             await rb.fleet.timelines("r")
 
 
 async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
-    """Its credentials give an error that says whose matter this is, and no worker hears of it; an admin is answered."""
+    """With a trainer's credentials, `timelines` raises an error that names the allowed roles, and reaches no worker.
+
+    A frontend gets the timeline.
+    """
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with (
@@ -277,7 +281,7 @@ async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
 
 
 async def test_n_samples_are_told_one_by_one(one_worker: StartServed) -> None:
-    """Each child has its own timeline, under the one id."""
+    """Each of n samples has its own timeline under the same request id."""
     request = GenerateRequest(
         prompt_token_ids=[1, 2, 3], sampling=SamplingParams(n=3, max_tokens=4, ignore_eos=True), request_id="r"
     )
@@ -290,7 +294,7 @@ async def test_n_samples_are_told_one_by_one(one_worker: StartServed) -> None:
 
 
 async def test_a_thousand_and_one_requests_later_the_first_is_forgotten(one_worker: StartServed) -> None:
-    """The worker keeps the last 1,000; nobody knows the one before them."""
+    """A worker stores the timelines of its last 1,000 requests, so the request before them has none."""
     async with one_worker(options=QUEUE) as (rb, *_):
         await rb.complete(short("first"))
         async for _ in rb.complete_many(short(f"r{number}") for number in range(1000)):

@@ -1,4 +1,4 @@
-"""Published versions in the store: what is committed is whole, and what is not leaves nothing."""
+"""Published versions in the store: a committed version is complete, and an uncommitted version leaves nothing."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ HOUR_S = 3600.0
 
 
 async def test_a_version_is_published_and_read(nats_url: str) -> None:
-    """Pieces of any size become an object that readers check; the manifest and the chain record name the folder."""
+    """Pieces of any size become one object that readers verify. The manifest and the chain record name the folder."""
     content = os.urandom(9 * MEGABYTE + 3)
 
     async def pieces() -> AsyncIterator[memoryview]:
@@ -68,7 +68,10 @@ async def test_a_version_is_published_and_read(nats_url: str) -> None:
 
 @pytest.mark.proves("P84")
 async def test_a_second_publisher_is_refused_with_the_name_of_the_first(nats_url: str) -> None:
-    """Until the first gives its lease back; epochs only rise."""
+    """A second publisher is rejected with the name of the first until the first releases its lease.
+
+    Epochs only increase.
+    """
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet, publisher="alice") as first:
             tasks_before = await count_tasks()
@@ -85,7 +88,7 @@ async def test_a_second_publisher_is_refused_with_the_name_of_the_first(nats_url
 
 
 async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None:
-    """The compare-and-set decides; the other's error names the winner."""
+    """Of publishers that open at once, a compare-and-set chooses one. The errors of the other publishers name it."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         stores = {name: fresh_store(nats_url, fleet, publisher=name) for name in ("alice", "bob", "carol")}
         errors: dict[str, ControlError] = {}
@@ -107,7 +110,7 @@ async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None
 
 @pytest.mark.proves("P84")
 async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error names the publisher that took over; what it stored is taken back, and the other's version counts."""
+    """A publisher whose lease expired cannot commit. Its error names the new publisher, and its objects are removed."""
     monkeypatch.setattr(versions, "RENEW_S", 1000.0)
     monkeypatch.setattr(chain, "LEASE_S", 0.0)
     monkeypatch.setattr(chain, "MARGIN_S", 0.0)
@@ -134,7 +137,7 @@ async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkey
 async def test_a_killed_publisher_s_successor_waits_for_the_lease(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of the same name gets it when it has run out, and is refused while it is renewed."""
+    """The successor of a killed publisher gets the lease when it has expired, and is rejected while it is renewed."""
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, _),
@@ -152,13 +155,13 @@ async def test_a_killed_publisher_s_successor_waits_for_the_lease(
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(refusal(third))
             await asyncio.sleep(0.5)
-            await second.note_recorded("b/versions/1")  # renews
+            await second.note_recorded("b/versions/1")  # renews the lease
         assert "alice publishes weights" in opening.result()
         await second.close()
 
 
 async def refusal(store: versions.VersionStore) -> str:
-    """Why it does not open."""
+    """Return the error message of a failed `open`."""
     with pytest.raises(ControlError) as raised:
         await store.open()
     return raised.value.message
@@ -166,7 +169,10 @@ async def refusal(store: versions.VersionStore) -> str:
 
 @pytest.mark.proves("P85")
 async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
-    """In an object, by an unknown name, by a wrong manifest, discarded, or at close; the next one works."""
+    """A publication leaves nothing if an object fails, a name or manifest is invalid, or it is discarded or unfinished.
+
+    The next publication works.
+    """
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
 
@@ -217,7 +223,7 @@ async def test_a_publication_that_fails_leaves_nothing(nats_url: str) -> None:
 
 @pytest.mark.proves("P85")
 async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
-    """Wherever the cancellation falls, the version is committed whole or not there."""
+    """A publication that is cancelled at any moment is either committed completely or absent."""
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, bucket),
@@ -230,7 +236,7 @@ async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
-            await store.note_recorded("b/versions/0")  # reads the record
+            await store.note_recorded("b/versions/0")  # reads the chain record
             if task.cancelled() and len(store.record.links) == before // 2:
                 assert await parts_in(nats, bucket) - before in {0, 2}
             await store.clean(set(), young_s=0.0)
@@ -238,7 +244,10 @@ async def test_a_cancelled_publication_leaves_nothing(nats_url: str) -> None:
 
 
 async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: str) -> None:
-    """It says what is used, needed and allowed; what was stored is taken back, and the record can still be written."""
+    """The error of a full bucket states used, required and allowed bytes.
+
+    The objects are removed, and the next version works.
+    """
     async with opened(nats_url) as nats, versions_bucket(nats, max_bytes=12 * MEGABYTE) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
             publication = store.begin(1)
@@ -253,7 +262,7 @@ async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: st
 
 
 async def test_without_a_bucket_nobody_publishes(nats_url: str) -> None:
-    """Where it is gone meanwhile, that is said."""
+    """If the bucket was deleted, the error states this and the next step."""
     async with opened(nats_url) as nats:
         async with versions_bucket(nats) as (fleet, _):
             store = fresh_store(nats_url, fleet)
@@ -265,7 +274,7 @@ async def test_without_a_bucket_nobody_publishes(nats_url: str) -> None:
 
 
 async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None:
-    """In a folder of its own, and the chain of the weights goes on."""
+    """An adapter is published in a separate folder, and the chain of the weights continues."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
         await publish(store, 1)
         objects = await publish(store, 5, adapter="my lora")
@@ -277,7 +286,10 @@ async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None
 
 @pytest.mark.proves("P86")
 async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> None:
-    """The recorded version and the one before with their chains, adapters that are recorded; others' uploads stay."""
+    """Cleaning keeps the recorded and the previous version with their chains, and recorded adapters.
+
+    It keeps other uploads.
+    """
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, bucket),
@@ -308,7 +320,7 @@ async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> 
 
 
 async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path) -> None:
-    """Parts that no object names go when they are old; those of uploads of other kinds stay while they are named."""
+    """Cleaning deletes old chunks that no object names. Chunks of other uploads stay while an object names them."""
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, bucket),
@@ -333,7 +345,7 @@ async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path
 
 
 async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A publication is not undone for that."""
+    """A failed cleanup is logged and does not undo a publication."""
     async with opened(nats_url) as nats:
         async with versions_bucket(nats) as (fleet, _):
             store = fresh_store(nats_url, fleet)
@@ -344,7 +356,7 @@ async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.Lo
 
 
 async def test_a_record_that_nobody_can_read_does_not_end_publishing(nats_url: str) -> None:
-    """The next lease begins a chain anew, in an epoch above all earlier ones."""
+    """If the chain record cannot be decoded, the next lease starts a new chain in an epoch above all earlier ones."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet) as store:
             await publish(store, 1)

@@ -1,4 +1,4 @@
-"""What cleaning keeps when the record was lost, what a new lease deletes, and what a lease says if it cannot."""
+"""Cleaning after the loss of the record and after a new lease, and its errors."""
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from tests.support.versions import folders_in, fresh_store, opened_store, parts_
 
 
 async def test_a_record_that_was_lost_keeps_what_the_recorded_version_needs(nats_url: str) -> None:
-    """Its manifest says what that is."""
+    """If the record was lost, cleaning keeps the versions that the manifest of the recorded version names."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
             unneeded = await publish(store, 1)
@@ -31,7 +31,7 @@ async def test_a_record_that_was_lost_keeps_what_the_recorded_version_needs(nats
 
 
 async def test_a_new_lease_deletes_what_a_killed_publication_left(nats_url: str) -> None:
-    """Whatever its age: nobody can commit it any more. Other uploads may go on."""
+    """A new lease deletes uncommitted objects of a killed publication at any age, and keeps other uploads."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
             await publish(store, 1)
@@ -42,7 +42,7 @@ async def test_a_new_lease_deletes_what_a_killed_publication_left(nats_url: str)
 
 
 async def test_a_refreshed_record_has_a_commit_whose_answer_was_lost(nats_url: str) -> None:
-    """Also where the publisher's copy is older."""
+    """`refresh` reads a commit whose answer was lost, also if the publisher's copy is older."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _), opened_store(nats_url, fleet) as store:
         await publish(store, 1)
         stored = store.record
@@ -54,7 +54,7 @@ async def test_a_refreshed_record_has_a_commit_whose_answer_was_lost(nats_url: s
 async def test_what_cannot_be_cleaned_for_a_lease_is_a_typed_error(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the lease needs no room it is only logged."""
+    """A cleanup that fails raises a typed error if the lease needs room. Otherwise it is only logged."""
 
     async def refused(_: object) -> None:
         raise ApiError(10000, "the test refuses")

@@ -1,4 +1,4 @@
-"""The store of versions when the publisher is killed, the server restarts, and answers are lost."""
+"""The store of versions when the publisher is killed, the server restarts, or answers are lost."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[EmbeddedServer, Connection, str, str]]:
-    """A server of the test's own, with a fleet and its bucket."""
+    """Start a separate server with a fleet and its bucket."""
     require_binary()
     async with (
         EmbeddedServer() as server,
@@ -61,7 +61,10 @@ async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[E
 async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No reader sees a version; the next life deletes what the first one left, and publishes."""
+    """If a publisher is killed before its manifest, readers see no version.
+
+    The next incarnation deletes its objects.
+    """
     monkeypatch.setattr(chain, "LEASE_S", 1.0)
     monkeypatch.setattr(chain, "MARGIN_S", 0.0)
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
@@ -84,7 +87,10 @@ async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
 
 
 async def test_a_server_that_restarts_during_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The publication fails and is taken back when the server is there; the lease is kept, the next version works."""
+    """If the server restarts during an upload, the publication fails and is removed.
+
+    The lease stays, and the next version works.
+    """
     monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
     async with own_server() as (server, nats, fleet, bucket), opened_store(server.url, fleet) as store:
 
@@ -107,7 +113,7 @@ async def test_a_server_that_restarts_during_an_upload(monkeypatch: pytest.Monke
 
 
 async def test_a_server_that_restarts_between_manifest_and_chain_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit waits for the server, and counts once."""
+    """If the server restarts before the chain record is written, the commit waits for the server and counts once."""
     real = ChainKey.write
     killed: list[int] = []
 
@@ -133,7 +139,7 @@ async def test_a_server_that_restarts_between_manifest_and_chain_record(monkeypa
 async def test_a_compare_and_set_without_an_answer_counts_once(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool
 ) -> None:
-    """Whether it was stored or not, the version is in the chain once."""
+    """If a compare-and-set gets no answer, the version is in the chain once, whether or not the write was stored."""
     real = ChainKey.write
     lost: list[int] = []
 
@@ -157,7 +163,7 @@ async def test_a_compare_and_set_without_an_answer_counts_once(
 async def test_a_commit_whose_answer_was_lost_counts_after_a_takeover(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the chain record names is not taken back, whoever has the lease by then."""
+    """A version in the chain record is not removed, even if another publisher has taken over the lease."""
     real = ChainKey.write
     lost: list[int] = []
 
@@ -182,7 +188,10 @@ async def test_a_commit_whose_answer_was_lost_counts_after_a_takeover(
 
 
 async def test_a_bucket_that_a_killed_upload_filled(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gets the lease while its parts are young; then they are deleted first."""
+    """If a killed upload filled the bucket, no publisher gets the lease while its chunks are new.
+
+    Later they are deleted first.
+    """
     async with opened(nats_url) as nats, versions_bucket(nats, max_bytes=6 * MEGABYTE) as (fleet, bucket):
         subject, part = f"$O.{bucket}.C.rb{'0' * 30}", bytes(64 * 1024)
         with contextlib.suppress(Exception):
@@ -202,12 +211,12 @@ async def test_a_bucket_that_a_killed_upload_filled(nats_url: str, monkeypatch: 
 
 
 async def test_a_lease_is_kept_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renewal that fails is tried again; a publication that was under way goes on."""
+    """A failed renewal of the lease is repeated, and an open publication continues."""
     monkeypatch.setattr(versions, "RENEW_S", 0.05)
     async with own_server() as (server, nats, fleet, _), opened_store(server.url, fleet) as store:
         under_way = store.begin(1)
         await under_way.put("a.safetensors", [b"x"])
-        await store.note_recorded("b/versions/0")  # what was put is stored
+        await store.note_recorded("b/versions/0")  # confirms that the object is stored
         await server.kill()
         await asyncio.sleep(0.5)
         await server.restart()
@@ -221,7 +230,10 @@ async def test_a_lease_is_kept_while_the_server_is_away(monkeypatch: pytest.Monk
 
 
 async def test_a_server_that_loses_its_store_gets_a_new_chain(nats_url: str) -> None:
-    """What was being published fails, and leaves nothing; the same publisher's next version begins a new chain."""
+    """If a server loses its store, the open publication fails and leaves nothing.
+
+    The next version begins a new chain.
+    """
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, bucket),
@@ -231,7 +243,7 @@ async def test_a_server_that_loses_its_store_gets_a_new_chain(nats_url: str) -> 
         under_way = store.begin(2)
         await under_way.put("a.safetensors", [b"x"])
         manifest = manifest_of(store, under_way, b"x")
-        await store.note_recorded("b/versions/0")  # what was put is stored
+        await store.note_recorded("b/versions/0")  # confirms that the object is stored
         await ask(nats, f"STREAM.DELETE.OBJ_{bucket}")
         await store.refresh()
         assert (store.epoch, store.record.links) == (2, ())

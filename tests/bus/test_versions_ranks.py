@@ -1,4 +1,4 @@
-"""A version that several ranks publish together: all of it, or nothing."""
+"""A version that several ranks publish together is published completely or not at all."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ ZERO = "0" * 64
 
 
 def tensor(rank: int) -> TensorEntry:
-    """The tensor of a rank, in a file of its own."""
+    """Return the tensor of a rank, in a separate file."""
     return TensorEntry(name=f"t{rank}", dtype="U8", shape=(1,), sha256=ZERO, file=f"{rank}.safetensors")
 
 
 def manifest_of(publication: Publication, tensors: list[TensorEntry]) -> Manifest:
-    """A version with an anchor alone."""
+    """Return the manifest of a version with only an anchor."""
     digest = content_digest(tensors, {})
     own = Link(objects=publication.objects, version=publication.version, digest=digest, anchor_bytes=1)
     return Manifest(
@@ -41,7 +41,7 @@ def manifest_of(publication: Publication, tensors: list[TensorEntry]) -> Manifes
 
 @contextlib.asynccontextmanager
 async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, str, list[VersionStore]]]:
-    """So many stores, the first one with the lease; and the bucket."""
+    """Open this number of stores, of which the first has the lease. Yield the connection, the bucket and the stores."""
     async with (
         opened(nats_url) as nats,
         versions_bucket(nats) as (fleet, bucket),
@@ -54,14 +54,14 @@ async def ranks(nats_url: str, count: int) -> AsyncIterator[tuple[Connection, st
 
 
 async def take_part(store: VersionStore, rank: int, version: int) -> None:
-    """Do what a rank other than 0 does."""
+    """Publish as a rank other than 0."""
     publication = await store.join(version, SOON_S)
     await publication.put(f"{rank}.safetensors", [bytes([rank])])
     await publication.give(rank, [tensor(rank)])
 
 
 async def test_several_ranks_publish_one_version(nats_url: str) -> None:
-    """Each gives its objects, and rank 0 commits them all; the lists are deleted."""
+    """Each rank stores its objects and its list. Rank 0 commits all objects, and the lists are deleted."""
     async with ranks(nats_url, 3) as (nats, bucket, stores), asyncio.TaskGroup() as tasks:
         for rank in (1, 2):
             tasks.create_task(take_part(stores[rank], rank, 7))
@@ -81,7 +81,7 @@ async def test_several_ranks_publish_one_version(nats_url: str) -> None:
 
 
 async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
-    """The missing ones are named; what the others gave is taken back too, and nobody joins any more."""
+    """If ranks are missing, the error names them, the objects of all ranks are removed, and no rank can join."""
     async with ranks(nats_url, 2) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -99,7 +99,7 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
 
 
 async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> None:
-    """It does not wait for a commit that will never come."""
+    """If rank 0 discards the version, other ranks stop waiting for its commit."""
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -112,7 +112,7 @@ async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> N
 
 
 async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
-    """Rank 0 does not wait for its list, and those that wait for the commit read which rank it was."""
+    """If a rank fails, rank 0 stops waiting for its list, and the errors of all ranks name the failed rank."""
     async with ranks(nats_url, 3) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -134,7 +134,7 @@ async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
 
 
 async def test_a_rank_that_falls_silent_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process died after it joined: rank 0 does not wait for it as long as it may, and tells the others why."""
+    """If the process of a rank dies after it joined, rank 0 stops waiting early and gives other ranks the reason."""
     monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
     async with ranks(nats_url, 3) as (nats, bucket, stores):
         publication = stores[0].begin(7)
@@ -148,20 +148,20 @@ async def test_a_rank_that_falls_silent_is_named(nats_url: str, monkeypatch: pyt
             refused = await refusal(publication.collect(3, SOON_S))
         said = "rank 2 joined, but has sent no sign of life for 1 s"
         assert (refused.code, refused.message) == (ControlCode.TIMEOUT, f"version 7 is not published: {said}")
-        # Rank 1 may find rank 0 silent first: the lease is renewed less often than the test's second.
+        # Rank 1 may first detect that rank 0 is silent, because the lease is renewed less often than every second.
         assert waiting.result().code in {ControlCode.NOT_FOUND, ControlCode.TIMEOUT}
         assert await list_objects(nats, bucket, "ranks") == ()
 
 
 async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
-    """After the time that rank 0 was given; one that joined, and is not done, is told apart."""
+    """After the timeout of rank 0, the error names the rank that never joined, separately from an unfinished rank."""
     async with ranks(nats_url, 3) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
         joined = await stores[2].join(7, SOON_S)
         async with joined.alive(2):
             watch = rank_waits.RankWatch(nats, bucket, publication._list_prefix)
-            assert [await watch.look(rank) for rank in (1, 2)] == [None, None]
+            assert [await watch.silence_of(rank) for rank in (1, 2)] == [None, None]
             assert watch.joined == {2}
             refused = await refusal(publication.collect(3, 1.0))
         assert refused.code is ControlCode.TIMEOUT
@@ -169,7 +169,7 @@ async def test_a_rank_that_never_joins_is_named(nats_url: str) -> None:
 
 
 async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 does not renew its lease: the error of rank 1 says that rank 0 is silent."""
+    """If rank 0 does not renew its lease, the error of rank 1 states that rank 0 sends no sign of life."""
     monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
     monkeypatch.setattr(versions, "RENEW_S", 3600.0)
     async with ranks(nats_url, 2) as (_, _, stores):
@@ -182,7 +182,10 @@ async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkey
 
 
 async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:
-    """However long ago they gave it: rank 0 may still compare its own tensors."""
+    """Cleaning keeps the objects of ranks for an open version at any age.
+
+    Rank 0 may still compare its tensors with them.
+    """
     async with ranks(nats_url, 2) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -197,7 +200,10 @@ async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: 
 async def test_ranks_have_no_more_objects_together_than_a_folder(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers refuse a folder with more; what the ranks stored is taken back."""
+    """All ranks together may store no more objects than readers accept in a folder.
+
+    Otherwise their objects are removed.
+    """
     async with ranks(nats_url, 2) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -211,14 +217,14 @@ async def test_ranks_have_no_more_objects_together_than_a_folder(
 
 
 async def refusal(waiting: Awaitable[object]) -> ControlError:
-    """What it is refused with."""
+    """Return the error with which this call is rejected."""
     with pytest.raises(ControlError) as raised:
         await waiting
     return raised.value
 
 
 async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
-    """Neither another version, nor one of a publisher that has closed; and it commits nothing."""
+    """A rank joins only the announced version of an open publisher, and cannot commit it."""
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)
         await publication.announce()
@@ -249,7 +255,7 @@ async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
 async def test_a_list_of_something_else_is_refused(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], said: str
 ) -> None:
-    """And nothing is published."""
+    """Rank 0 rejects a list of another version, epoch or rank, and nothing is published."""
     monkeypatch.setattr(module, "RankList", lambda **fields: RankList(**(fields | change)))
     async with ranks(nats_url, 2) as (nats, bucket, stores):
         publication = stores[0].begin(7)
@@ -264,7 +270,7 @@ async def test_a_list_of_something_else_is_refused(
 
 @pytest.mark.parametrize("name", ["versions/chain", "../x", "m/weights/1-abc/a"])
 async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A list with an object outside of the folder is refused."""
+    """Rank 0 rejects a list with an object outside the folder of the version."""
     real = rank_objects.as_rank_object
     monkeypatch.setattr(module, "as_rank_object", lambda info: msgspec.structs.replace(real(info), name=name))
     async with ranks(nats_url, 2) as (_, _, stores):
@@ -277,7 +283,7 @@ async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: 
 
 
 async def test_a_rank_that_loses_its_lease_says_who_has_it(nats_url: str) -> None:
-    """Announcing needs the lease."""
+    """`announce` requires the lease. The error names the publisher that took it over."""
     async with ranks(nats_url, 1) as (nats, bucket, stores):
         publication = stores[0].begin(7)
         key = ChainKey(nats, bucket.removeprefix("rollbus-").rpartition("-")[0], "m")

@@ -1,4 +1,4 @@
-"""Which weights a request may be served with: those it asks for, and none that came too long after it was submitted."""
+"""The weights with which a request may be served: at least its minimum version, and within its lag since submission."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 async def announce(worker: HandWorker, version: int, target: int | None) -> None:
-    """Say that this worker serves weights of `version`, and should have `target`."""
+    """Publish presence of a worker with this weight version and target version."""
     own: dict[str, Any] = {"worker": worker.name, "incarnation": worker.incarnation, "model": MODEL, "lease_s": 60.0}
     said = presence(weight_version=version, target_version=target, **own)
     await publish(worker.nats, worker.subjects.presence(worker.name), encode_json(said))
@@ -37,9 +37,10 @@ async def announce(worker: HandWorker, version: int, target: int | None) -> None
 @pytest.mark.proves("P81")
 @pytest.mark.usefixtures("unhurried")
 async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: str) -> None:
-    """Of two workers with versions 1 and 2, all requests for 2 or later end at the second, as first attempts.
+    """Of workers with versions 1 and 2, only the second serves requests for version 2, in their first attempt.
 
-    They are handed to it: through the queue, each would come to the older one first, half of the time.
+    The client sends them directly to this worker. Through the queue, about half of them would first reach the older
+    worker.
     """
     async with (
         synthetic_worker(nats_url, fleet, worker_id="old", weight_version=1) as (old, _),
@@ -60,7 +61,7 @@ async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: 
 async def test_a_request_waits_for_weights_and_is_no_poison(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it was handed out for nothing, a request runs once a worker has the weights."""
+    """A request that waits for weights runs once a worker has them, however often the queue delivered it before."""
     monkeypatch.setattr(admission, "WEIGHTS_ARE_COMING_S", 0.01)
     async with (
         hand_client(nats_url, fleet) as client,
@@ -79,7 +80,7 @@ async def test_a_request_waits_for_weights_and_is_no_poison(
 
 
 async def test_the_deadline_says_that_it_waited_for_weights(one_worker: StartServed) -> None:
-    """Where no worker gets the weights in time, the error tells which were wanted and which there are."""
+    """If no worker gets the weights in time, the error states the required version and the newest available version."""
     async with one_worker(weight_version=1) as (rb, *_):
         with pytest.raises(
             RequestTimeout, match=r"waits for a worker with weight version 2; the newest .* worker is 1"
@@ -90,7 +91,7 @@ async def test_the_deadline_says_that_it_waited_for_weights(one_worker: StartSer
 
 
 async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: str) -> None:
-    """A request that any worker may serve, or that its worker has, just took too long."""
+    """The timeout of a request whose weights are available does not mention weights."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         for fields in ({}, {"min_weight_version": 0}):
             with pytest.raises(RequestTimeout, match=r"not finished within 0\.05 s \(request"):
@@ -100,7 +101,10 @@ async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: st
 
 @pytest.mark.proves("P81")
 async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet: str) -> None:
-    """A worker refuses a request from the queue whose weights went on by more than its lag, and runs the others."""
+    """A worker rejects a queued request whose target version advanced by more than its lag.
+
+    It runs the other requests.
+    """
     async with (
         hand_client(nats_url, fleet) as client,
         synthetic_worker(nats_url, fleet, worker_id="w", weight_version=5),
@@ -122,7 +126,7 @@ async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet:
 
 
 async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: str) -> None:
-    """An attempt that nobody took says what the fleet's target was at submission; one that goes on says nothing."""
+    """An attempt without output contains the target version at submission. A resumed attempt contains none."""
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, 7)
         await until_worker(rb, worker.name, lambda one: one.target_version == 7)
@@ -143,7 +147,7 @@ async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: st
 
 
 async def test_a_lag_is_counted_once_somebody_says_from_where(nats_url: str, fleet: str) -> None:
-    """Workers that come back read first what they should have; until then a message could not say it."""
+    """Workers that return first read their target version. Until then, a request with a lag waits."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, None)
         await rb.fleet.state()
@@ -161,7 +165,7 @@ async def test_a_lag_is_counted_once_somebody_says_from_where(nats_url: str, fle
 async def test_requests_that_wait_meet_new_weights(
     nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path
 ) -> None:
-    """Of three requests that wait during an update, one wanted it, one does not mind, and one has become too stale."""
+    """Three requests wait during an update: one required it, one allows it, and one becomes too stale."""
     old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
     roots = (str(tmp_path),)
     async with (
@@ -170,7 +174,7 @@ async def test_requests_that_wait_meet_new_weights(
         asyncio.TaskGroup() as tasks,
     ):
         early = tasks.create_task(rb.complete(request(1, min_weight_version=1)))
-        await rb.complete(request(1))  # until then the worker has seen the one before
+        await rb.complete(request(1))  # until then, the worker has received the earlier request
         await rb.fleet.pause()
         patient = tasks.create_task(rb.complete(request(1, max_weight_lag=1)))
         stale = tasks.create_task(error_of(rb.complete(request(1, max_weight_lag=0)), RequestError))
@@ -186,12 +190,15 @@ async def test_requests_that_wait_meet_new_weights(
 
 
 async def waiting(rb: rollbus.Client) -> int:
-    """Requests in the queue."""
+    """Return the number of requests in the queue."""
     return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
 async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet: str) -> None:
-    """The worker of a session is not asked for weights that it lacks; if it says so itself, the queue is next."""
+    """A session's worker without the required weights gets no request.
+
+    If it rejects a request itself, the queue follows.
+    """
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, 6)
         await rb.fleet.state()
@@ -208,5 +215,5 @@ async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet:
 
 
 async def finished(awaitable: Awaitable[Generation]) -> None:
-    """Wait for what must end well."""
+    """Wait for a request that must finish normally."""
     assert (await awaitable).finish_reason == "length"

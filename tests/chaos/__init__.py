@@ -1,1 +1,1 @@
-"""Many requests through a fleet whose workers and server are killed, stopped and restarted all the time."""
+"""Chaos runs: many requests through a fleet whose workers and server are repeatedly killed, frozen and restarted."""

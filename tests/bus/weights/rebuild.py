@@ -1,4 +1,4 @@
-"""What a worker makes of a version's objects: each tensor's content, with its hash checked."""
+"""Rebuilds tensors from a version's objects as a worker does, and verifies their hashes."""
 
 import hashlib
 import itertools
@@ -17,7 +17,7 @@ Contents = dict[str, bytes]
 
 
 def draw(draft: Draft, tensors: Iterable[tuple[str, object]]) -> dict[str, bytes]:
-    """Pass tensors through a draft; returns the objects, by name."""
+    """Pass tensors through a draft and return its objects by name."""
     stored = [found for name, tensor in tensors for found in draft.add(name, tensor)]
     objects = {}
     for found in itertools.chain(stored, draft.finish()):
@@ -27,7 +27,7 @@ def draw(draft: Draft, tensors: Iterable[tuple[str, object]]) -> dict[str, bytes
 
 
 def from_anchor(entries: Iterable[TensorEntry], objects: Mapping[str, bytes]) -> Contents:
-    """Read tensors out of safetensors files."""
+    """Read tensors from safetensors files."""
     contents = {}
     for entry in entries:
         file = objects[entry.file]
@@ -41,7 +41,7 @@ def from_anchor(entries: Iterable[TensorEntry], objects: Mapping[str, bytes]) ->
 
 
 def from_delta(entries: Iterable[TensorEntry], objects: Mapping[str, bytes], before: Contents) -> Contents:
-    """Apply a delta to the contents before."""
+    """Apply a delta to the previous contents."""
     contents = {}
     for entry in entries:
         content = np.frombuffer(before[entry.name], np.uint8).copy()

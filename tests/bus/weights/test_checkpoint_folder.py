@@ -1,4 +1,4 @@
-"""What a publisher reads of a checkpoint's folder: the same reader and the same checks as a worker's."""
+"""A publisher reads a checkpoint folder with the reader and the checks of a worker."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from rollbus.schemas.errors import InvalidRequest
 
 
 def write(file: Path, offsets: dict[str, tuple[int, int]], data: bytes) -> None:
-    """Write a file with tensors of bytes at these offsets."""
+    """Write a file with byte tensors at these offsets."""
     header = {
         name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         for name, (begin, end) in offsets.items()
@@ -21,7 +21,7 @@ def write(file: Path, offsets: dict[str, tuple[int, int]], data: bytes) -> None:
 
 
 def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
-    """Contents come in their order in the file, whatever the header's order is."""
+    """Tensors are read in the order of the file, also if the header has another order."""
     write(tmp_path / "model.safetensors", {"b": (2, 5), "a": (0, 2)}, bytes([1, 2, 3, 4, 5]))
 
     read = [(name, bytes(np.asarray(tensor.data))) for name, tensor in folder_tensors(tmp_path)]
@@ -41,7 +41,7 @@ def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
 def test_a_file_that_a_worker_would_refuse_is_not_published(
     tmp_path: Path, offsets: dict[str, tuple[int, int]], data: bytes, said: str
 ) -> None:
-    """A truncated file, and one with a hole or a rest; the error names file and field."""
+    """A truncated file and a file with a gap or surplus data are rejected. The error names the file and the field."""
     write(tmp_path / "model.safetensors", offsets, data)
 
     for read in (read_checkpoint_folder, lambda folder: list(folder_tensors(folder))):
@@ -53,7 +53,10 @@ def test_a_file_that_a_worker_would_refuse_is_not_published(
 
 @pytest.mark.parametrize("name", ["notes (1).txt", "-x", "überblick.md", "delta-notes.json"])
 def test_a_file_that_no_version_can_have_is_named(tmp_path: Path, name: str) -> None:
-    """Workers would refuse every version with it; hidden files, which no version has, may be called anything."""
+    """A file whose name workers reject is named in the error.
+
+    Hidden files are not part of a version and may have any name.
+    """
     write(tmp_path / "model.safetensors", {"a": (0, 1)}, b"x")
     for file in ("config.json", ".hidden (1)"):
         (tmp_path / file).write_text("{}")

@@ -1,4 +1,4 @@
-"""Rule: what is stored makes the new content out of the old one, and the snapshot is what was committed, or empty."""
+"""Stored objects turn the old content into the new content, and the snapshot is the committed content or empty."""
 
 import hashlib
 from collections.abc import Mapping
@@ -36,24 +36,24 @@ def arrays(seed: int = 0) -> Arrays:
 
 
 def a_draft(plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
-    """A draft."""
+    """Return a draft."""
     return Draft(plan, snapshot, kinds)
 
 
 def publish(plan: DraftPlan, snapshot: Snapshot, tensors: Arrays) -> tuple[Draft, dict[str, bytes]]:
-    """Publish."""
+    """Pass tensors through a draft, and return the draft and its objects."""
     draft = a_draft(plan, snapshot)
     objects = draw(draft, tensors.items())
     return draft, objects
 
 
 def as_bytes(tensors: Arrays) -> dict[str, bytes]:
-    """As bytes."""
+    """Return the bytes of each tensor."""
     return {name: np.asarray(tensor).tobytes() for name, tensor in tensors.items()}
 
 
 def changed(tensors: Arrays, seed: int, share: float) -> Arrays:
-    """Return a copy of which a share of each tensor's bytes are other ones."""
+    """Return a copy in which a share of each tensor's bytes differs."""
     rng = np.random.default_rng(seed)
     result = {}
     for name, tensor in tensors.items():
@@ -69,7 +69,7 @@ def changed(tensors: Arrays, seed: int, share: float) -> Arrays:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), min_size=1, max_size=4), st.booleans())
 def test_deltas_and_anchors_give_the_same_contents(shares: list[float], reverses: bool) -> None:
-    """Deltas and anchors give the same contents."""
+    """Deltas and anchors produce the same contents."""
     snapshot = Snapshot()
     tensors = arrays()
     draft, objects = publish(ANCHOR, snapshot, tensors)
@@ -90,7 +90,7 @@ def test_deltas_and_anchors_give_the_same_contents(shares: list[float], reverses
 
 
 def test_tensors_that_did_not_change_are_not_stored() -> None:
-    """Tensors that did not change are not stored."""
+    """A delta contains only the tensors that changed."""
     snapshot = Snapshot()
     tensors = arrays()
     draft, _ = publish(ANCHOR, snapshot, tensors)
@@ -104,7 +104,7 @@ def test_tensors_that_did_not_change_are_not_stored() -> None:
 
 
 def test_an_anchor_alone_believes_no_hash_of_before() -> None:
-    """A snapshot with a wrong one would make each version after it one that no worker can build."""
+    """An anchor computes all hashes again: with a wrong hash in the snapshot, no worker could build later versions."""
     snapshot = Snapshot()
     tensors = arrays()
     draft, _ = publish(ANCHOR, snapshot, tensors)
@@ -117,7 +117,7 @@ def test_an_anchor_alone_believes_no_hash_of_before() -> None:
 
 
 def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
-    """A publication that is not committed leaves the snapshot."""
+    """A publication that is not committed does not change the snapshot."""
     snapshot = Snapshot()
     tensors = arrays()
     draft, _ = publish(ANCHOR, snapshot, tensors)
@@ -126,26 +126,26 @@ def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
     for share in (0.01, 0.2, 1.0):
         draft, _ = publish(BOTH, snapshot, changed(tensors, 1, share))
         assert not snapshot
-        draft.take_back()
+        draft.restore()
         assert snapshot.digest == "d" * 64
         assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
 
 
 def test_what_is_committed_is_not_taken_back() -> None:
-    """What is committed is not taken back: a cancellation comes when the commit has ended."""
+    """A committed publication is not undone, because a cancellation takes effect only after the commit."""
     snapshot = Snapshot()
     draft, _ = publish(ANCHOR, snapshot, arrays())
     draft.commit("d" * 64)
     tensors = changed(arrays(), 1, 0.2)
     draft, _ = publish(DELTA, snapshot, tensors)
     draft.commit("e" * 64)
-    draft.take_back()
+    draft.restore()
     assert snapshot.digest == "e" * 64
     assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
 
 
 def test_a_content_that_cannot_be_taken_back_is_not_compared_with() -> None:
-    """An interrupt may leave any bytes: nothing of them may count as committed."""
+    """If the snapshot cannot be restored, it becomes empty, because an interrupt may leave any bytes in it."""
     snapshot = Snapshot()
     draft, _ = publish(ANCHOR, snapshot, arrays())
     draft.commit("d" * 64)
@@ -153,12 +153,12 @@ def test_a_content_that_cannot_be_taken_back_is_not_compared_with() -> None:
     tensors = changed(arrays(), 1, 0.01)
     draft, _ = publish(DELTA, snapshot, tensors)
     content[17] ^= 1
-    draft.take_back()
+    draft.restore()
     assert (snapshot.tensors, snapshot.digest) == ({}, "")
 
 
 def test_memory_that_changes_meanwhile_never_counts_as_committed() -> None:
-    """What the next version is compared with has the hash that this version's manifest says."""
+    """If the caller's memory changes during a publication, the next version is compared with the committed hash."""
     snapshot = Snapshot()
     tensors = {"w": np.zeros(64, np.float32)}
     draft, _ = publish(ANCHOR, snapshot, tensors)
@@ -174,7 +174,7 @@ def test_memory_that_changes_meanwhile_never_counts_as_committed() -> None:
 
 
 def test_the_snapshot_is_no_view_of_the_callers_memory() -> None:
-    """The snapshot is no view of the callers memory."""
+    """The snapshot copies the caller's memory."""
     snapshot = Snapshot()
     weights = np.ones(8, np.float32)
     draft, _ = publish(ANCHOR, snapshot, {"w": weights})
@@ -185,7 +185,7 @@ def test_the_snapshot_is_no_view_of_the_callers_memory() -> None:
 
 
 def test_objects_and_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects and files are bounded."""
+    """Delta objects and safetensors files have a maximum size."""
     monkeypatch.setattr(packing, "DELTA_BYTES", 3000)
     monkeypatch.setattr(packing, "SHARD_BYTES", 3000)
     rng = np.random.default_rng(0)
@@ -202,7 +202,7 @@ def test_objects_and_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_name_no_object_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks name no object alike."""
+    """Different ranks never use the same object name."""
     monkeypatch.setattr(packing, "SHARD_BYTES", 100)
     names: set[str] = set()
     for rank in range(3):
@@ -228,7 +228,7 @@ def test_ranks_name_no_object_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_tensors_than_expected_are_refused(
     tensors: list[tuple[str, object]], message: str, has_snapshot: bool
 ) -> None:
-    """Other tensors than expected are refused."""
+    """Unexpected, duplicate, missing and mismatching tensors are rejected by name."""
     snapshot = Snapshot()
     kinds = {name: TensorKind("F32", (3,)) for name in ("a", "b")}
     if has_snapshot:
@@ -239,7 +239,10 @@ def test_other_tensors_than_expected_are_refused(
 
 
 def test_a_large_position_is_found() -> None:
-    """Positions are wider than 32 bits only where they must be; a tensor of 2**31 bytes is too large for a test."""
+    """A change at a large position is found.
+
+    Positions use more than 32 bits only if necessary, which needs 2**31 bytes.
+    """
     snapshot = Snapshot()
     content = np.zeros(70_000_000, np.uint8)
     draft, _ = publish(ANCHOR, snapshot, {"w": content})

@@ -1,4 +1,4 @@
-"""Rule: a tensor's bytes are what it holds, whichever library made it; what is no whole tensor is refused by name."""
+"""`read_tensor` returns the bytes of a tensor of any library, and rejects values that are no whole tensor by name."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from rollbus.schemas.errors import InvalidRequest
     ],
 )  # fmt: skip
 def test_torch_tensors_of_any_dtype_are_bytes(dtype: torch.dtype, name: str) -> None:
-    """Torch tensors of any dtype are bytes."""
+    """Torch tensors of any dtype are read as their bytes."""
     tensor = torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype)
     kind, content = read_tensor("w", tensor)
     assert kind == TensorKind(name, (2, 3))
@@ -31,7 +31,7 @@ def test_torch_tensors_of_any_dtype_are_bytes(dtype: torch.dtype, name: str) -> 
 
 
 def test_parts_of_a_byte_are_counted_as_safetensors_do() -> None:
-    """Parts of a byte are counted as safetensors do."""
+    """The shape of types below one byte counts elements as safetensors does."""
     tensor = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2)
     kind, content = read_tensor("w", tensor)
     assert kind == TensorKind("F4", (2, 8))
@@ -40,7 +40,7 @@ def test_parts_of_a_byte_are_counted_as_safetensors_do() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
-    """Scalars and empty tensors."""
+    """Scalars and empty tensors are read with their shape."""
     for tensor in (torch.ones(shape, dtype=torch.bfloat16), np.ones(shape, np.float32)):
         kind, content = read_tensor("w", tensor)
         assert kind.shape == shape
@@ -48,7 +48,7 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
 
 
 def test_a_view_is_read_in_its_own_order() -> None:
-    """A view is read in its own order."""
+    """A view is read in its own element order."""
     tensor = torch.arange(6, dtype=torch.int16).reshape(2, 3).T
     assert read_tensor("w", tensor).content.tobytes() == np.array([0, 3, 1, 4, 2, 5], "<i2").tobytes()
     array = np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2]
@@ -56,7 +56,7 @@ def test_a_view_is_read_in_its_own_order() -> None:
 
 
 def test_parameters_and_lazy_signs_are_read_as_what_they_stand_for() -> None:
-    """Parameters and lazy signs are read as what they stand for."""
+    """Parameters and lazily negated tensors are read with their real values."""
     assert read_tensor("w", torch.nn.Parameter(torch.ones(1))).content.tobytes() == np.ones(1, "<f4").tobytes()
     negative = torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag
     assert negative.is_neg()
@@ -64,7 +64,7 @@ def test_parameters_and_lazy_signs_are_read_as_what_they_stand_for() -> None:
 
 
 def test_numpy_has_the_dtypes_of_ml_dtypes() -> None:
-    """Numpy has the dtypes of ml dtypes."""
+    """NumPy arrays with dtypes of ml_dtypes are read."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     for dtype, name in ((ml_dtypes.bfloat16, "BF16"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")):
         kind, content = read_tensor("w", np.ones(3, dtype))
@@ -73,7 +73,7 @@ def test_numpy_has_the_dtypes_of_ml_dtypes() -> None:
 
 
 def test_raw_tensors_must_have_the_bytes_of_their_shape() -> None:
-    """Raw tensors must have the bytes of their shape."""
+    """A raw tensor must have as many bytes as its dtype and shape require."""
     kind, content = read_tensor("w", RawTensor("F8_E4M3", (2, 2), b"abcd"))
     assert (kind.size, content.tobytes()) == (4, b"abcd")
     for bad in (RawTensor("BF16", (2, 2), b"abcd"), RawTensor("F99", (4,), b"abcd"), RawTensor("U8", (-4,), b"abcd")):
@@ -82,7 +82,7 @@ def test_raw_tensors_must_have_the_bytes_of_their_shape() -> None:
 
 
 class DTensor(torch.Tensor):
-    """Called like torch's own class of slices, which needs a process group."""
+    """Has the name of torch's class of sharded tensors, which needs a process group."""
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,19 @@ class DTensor(torch.Tensor):
     [[1.0], 1.0, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse(), np.array(["a"]), np.array([object()])],
 )
 def test_what_is_no_tensor_is_refused_by_name(bad: Any) -> None:
-    """What is no tensor is refused by name."""
+    """A value that is no dense tensor with data is rejected by name."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\]"):
         read_tensor("model.w", bad)
 
 
 def test_slices_are_refused_by_name() -> None:
-    """Slices are refused by name."""
+    """A sharded tensor is rejected by name."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather it first"):
         read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
 
 
 @pytest.mark.parametrize("name", ["", 7, None, "__metadata__", "x" * 1025, "a\ud800"])
 def test_names_are_those_of_checkpoints(name: Any) -> None:
-    """Names are those of checkpoints."""
+    """Tensor names that checkpoints cannot have are rejected."""
     with pytest.raises(InvalidRequest, match="named_tensors has the name"):
         read_tensor(name, np.ones(1))
