@@ -1,7 +1,7 @@
 """Write the generated parts of docs/protocol.md: `python -m tests.protocol.protocol_doc`.
 
-A part stands between `<!-- kind: name -->` and `<!-- end -->`: the table of subjects, the states of a machine with the
-docstrings below them, its events, and its diagram.
+A part lies between `<!-- kind: name -->` and `<!-- end -->`. The parts are the table of subjects, the states of a
+machine with the docstrings below them, its events, and its diagram.
 """
 
 import enum
@@ -56,23 +56,26 @@ GROUPS: dict[str, dict[str, frozenset[Any]]] = {
         "any state that updating leads to": SPEAKING - {WorkerState.UPDATING},
     },
 }
-"""States that a diagram draws as one, by machine and label, for each event that leads them all to one state."""
+"""States that a diagram draws as one state, by machine and label.
+
+An event is drawn once if it leads all of them to the same state.
+"""
 
 
 def with_parts(text: str) -> str:
-    """The document with every generated part as the code has it now."""
+    """Return the document with each generated part as the code defines it now."""
     return PART.sub(lambda match: f"<!-- {match[1]} -->\n{_part(*match[1].split(': '))}<!-- end -->", text)
 
 
 def names_of_parts() -> set[str]:
-    """All parts that the document must have."""
+    """Return the names of all parts that the document must have."""
     kinds = {"states": set(STATES), "events": set(EVENTS), "diagram": set(MACHINES)}
     kinds["table"] = {"subjects", "fallbacks"}
     return {f"{kind}: {name}" for kind, names in kinds.items() for name in names}
 
 
 def meanings(kind: type[enum.StrEnum]) -> dict[str, str]:
-    """The docstring below each value that is ever sent or entered, by the value."""
+    """Return the docstring below each value that is ever sent or entered, by the value."""
     found = docstrings(inspect.getsource(kind))
     return {member.value: found[member.name] for member in kind if member.name != "UNKNOWN"}
 
@@ -90,7 +93,7 @@ def _part(kind: str, name: str) -> str:
 
 
 def diagram(machine: StateMachine[Any, Any]) -> str:
-    """Draw a table as a Mermaid state diagram."""
+    """Return a transition table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {machine.initial}"]
     undrawn = dict(machine.transitions)
     for number, (label, states) in enumerate(GROUPS.get(machine.name, {}).items()):

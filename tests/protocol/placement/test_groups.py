@@ -1,4 +1,4 @@
-"""Where the samples of one request go, and the requests of one group."""
+"""Placement of the samples of one request and of the requests of one group."""
 
 from collections import Counter
 from itertools import groupby
@@ -15,7 +15,7 @@ QUEUED = Placement(None, PlacementReason.QUEUED)
 
 
 def place(rooms: list[int], count: int, *, num_tokens: int = 2048, held_by: tuple[int, ...] = ()) -> list[Placement]:
-    """Place a group among workers that have this room, and of which some hold its prompt."""
+    """Place a group on workers with these numbers of free slots; the workers `held_by` have its prompt cached."""
     workers = [f"w{i}" for i in range(len(rooms))]
     policy = fleet(*(presence(worker, free_slots=room) for worker, room in zip(workers, rooms, strict=True)))
     request = wanted(prompt(1, num_tokens))
@@ -25,12 +25,12 @@ def place(rooms: list[int], count: int, *, num_tokens: int = 2048, held_by: tupl
 
 
 def shares(placements: list[Placement]) -> list[int]:
-    """How many go to each worker, the most first."""
+    """Return the numbers of samples per worker, the largest first."""
     return sorted(Counter(each.worker for each in placements if each.worker is not None).values(), reverse=True)
 
 
 def test_a_group_goes_together_where_there_is_room_for_all() -> None:
-    """The first sample computes the prompt, and the others find it."""
+    """If a worker has room for all samples, they go to it: the first computes the prompt, and the others find it."""
     placements = place([4, 8, 7], 8)
 
     assert placements[0] == ("w1", PlacementReason.PLACED_GROUP, 0)
@@ -50,7 +50,10 @@ def test_a_group_goes_together_where_there_is_room_for_all() -> None:
     ],
 )
 def test_a_group_is_split_among_as_few_workers_as_possible(rooms: list[int], expected: list[int]) -> None:
-    """Evenly, as far as rooms allow; a sample that would compute the prompt for itself alone is queued."""
+    """A group is split evenly among the fewest workers.
+
+    A sample that would compute the prompt only for itself is queued.
+    """
     placements = place(rooms, 8)
 
     assert shares(placements) == expected
@@ -58,26 +61,29 @@ def test_a_group_is_split_among_as_few_workers_as_possible(rooms: list[int], exp
 
 
 def test_a_single_free_slot_is_used_where_the_prompt_is_cached() -> None:
-    """There it saves the prompt."""
+    """A sample goes to a single free slot if its worker has the prompt cached, because that saves the prompt."""
     placements = place([1, 1, 1, 1], 4, held_by=(2,))
 
     assert placements == [("w2", PlacementReason.PLACED_PREFIX, 2048), QUEUED, QUEUED, QUEUED]
 
 
 def test_a_group_goes_to_the_worker_that_has_its_prompt() -> None:
-    """Of those that have room for all."""
+    """Of the workers with room for all samples, the worker with the cached prompt gets the group."""
     assert place([9, 9, 9], 8, held_by=(2,)) == [Placement("w2", PlacementReason.PLACED_PREFIX, 2048)] * 8
     assert {each.worker for each in place([9, 9, 7], 8, held_by=(2,))} <= {"w0", "w1"}
 
 
 def test_a_group_whose_prompt_most_workers_have_is_queued() -> None:
-    """Any worker serves each of its samples as well."""
+    """A group is queued if most workers have its prompt, because any worker then serves it equally well."""
     assert place([9, 9, 9], 8, held_by=(0, 1, 2)) == [QUEUED] * 8
 
 
 @pytest.mark.parametrize("num_tokens", [1, PIECE_TOKENS - 1])
 def test_short_prompts_are_not_forced_together(num_tokens: int) -> None:
-    """Less than a piece saves nothing: the samples are queued, or spread where not all workers are able."""
+    """Sharing a prompt below one piece saves nothing.
+
+    The samples are queued, or spread evenly if not all workers are able to serve them.
+    """
     assert place([8, 8, 8], 8, num_tokens=num_tokens) == [QUEUED] * 8
     policy = fleet(*(presence(worker, free_slots=4) for worker in "abc"))
     request = wanted(prompt(1, num_tokens), is_for_able_only=True)
@@ -89,7 +95,7 @@ def test_short_prompts_are_not_forced_together(num_tokens: int) -> None:
 
 
 def test_short_prompts_of_a_session_stay_with_its_worker() -> None:
-    """As far as that has room."""
+    """Samples with a short prompt go to the worker of their session while it has room, and the rest is queued."""
     policy = fleet(presence("a", free_slots=4), presence("b", free_slots=9))
     request = wanted(prompt(1, 40), session="s")
     policy.admitted(request, "a", 0, was_placed=True)
@@ -99,7 +105,7 @@ def test_short_prompts_of_a_session_stay_with_its_worker() -> None:
 
 
 def test_a_large_group_is_spread_by_load() -> None:
-    """More siblings than their prompt is worth go to further workers, unless those have no room."""
+    """Siblings beyond the worth of their prompt go to further workers, unless those have no room."""
     limit = SIBLINGS_PER_PIECE * 8
     assert shares(place([256] * 8, 2 * limit)) == [limit, limit]
     assert shares(place([256] * 8, 4 * limit - 6)) == [limit - 1] * 2 + [limit - 2] * 2
@@ -107,7 +113,7 @@ def test_a_large_group_is_spread_by_load() -> None:
 
 
 def test_a_group_does_not_fit_anywhere() -> None:
-    """As many as there is room for are placed, and the others queued, the largest group included."""
+    """As many samples of a group are placed as there are free slots, and the others are queued."""
     placements = place([64, 64], 256)
 
     assert shares(placements) == [64, 64]
@@ -115,7 +121,7 @@ def test_a_group_does_not_fit_anywhere() -> None:
 
 
 def test_a_group_of_one_is_a_request() -> None:
-    """Of an unknown prompt it is queued."""
+    """A group of one sample is placed like a request: it is queued if its prompt is unknown."""
     assert place([8, 8], 1) == [QUEUED]
     assert place([8, 8], 1, held_by=(1,)) == [Placement("w1", PlacementReason.PLACED_PREFIX, 2048)]
     assert PlacementPolicy().place_group(wanted(prompt(1)), 3, [], 1) == [QUEUED] * 3
@@ -126,7 +132,10 @@ rooms_of_workers = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 
 @given(rooms_of_workers, st.integers(1, 30), st.integers(1, 8), st.sets(st.integers(0, 5), max_size=3))
 def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces: int, holders: set[int]) -> None:
-    """Whatever the rooms: no worker gets more than it has, and an unknown prompt is computed no more than needed."""
+    """No worker gets more samples than it has slots, and the fewest possible workers compute an unknown prompt.
+
+    The shares are even.
+    """
     held_by = tuple(sorted(i for i in holders if i < len(rooms)))
     num_tokens = pieces * PIECE_TOKENS + 3
     placements = place(rooms, count, num_tokens=num_tokens, held_by=held_by)
@@ -139,7 +148,7 @@ def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces
         num_queued
     )
     assert all(share <= rooms[int((worker or "")[1:])] for worker, share in share_of.items())
-    # All that is placed after the first of a worker finds the prompt there.
+    # All samples after the first of a worker find the prompt in its cache.
     for worker in share_of:
         cached = [each.cached_tokens for each in placements if each.worker == worker]
         assert cached[1:] == [pieces * PIECE_TOKENS] * (len(cached) - 1)
@@ -160,7 +169,7 @@ def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces
 
 @pytest.mark.parametrize(("size", "num_tokens"), [(4, 256), (8, 512), (8, 2048), (16, 1024), (32, 2048)])
 def test_separate_requests_of_a_group_go_together(size: int, num_tokens: int) -> None:
-    """Each of many groups computes its prompt once, though its requests are placed one by one, before any answer."""
+    """A group computes its prompt once, even if its requests are placed one by one before any answer."""
     workers = [f"w{i}" for i in range(4)]
     policy = fleet(*(presence(worker, free_slots=64) for worker in workers))
     able = loads(policy, *workers)
@@ -178,7 +187,10 @@ def test_separate_requests_of_a_group_go_together(size: int, num_tokens: int) ->
 
 
 def test_separate_requests_of_a_group_overflow() -> None:
-    """Where the first worker is full, the rest finds another one; where only single slots are free, the queue."""
+    """If the first worker is full, the next requests of a group go to another worker.
+
+    If only single slots are free, they go to the queue.
+    """
     policy = fleet(presence("a", free_slots=5), presence("b", free_slots=3), presence("c", free_slots=1))
     able = loads(policy, "a", "b", "c")
     request = wanted(prompt(1), group="g")
@@ -192,7 +204,7 @@ def test_separate_requests_of_a_group_overflow() -> None:
 
 
 def test_separate_requests_of_a_group_whose_prompt_most_workers_have_are_queued() -> None:
-    """Any worker serves each of them as well."""
+    """Requests of a group are queued if most workers have the prompt, because any worker serves them equally well."""
     policy = fleet(*(presence(worker) for worker in "abc"))
     for worker in "abc":
         policy.admitted(wanted(prompt(1)), worker, 0, was_placed=True)
@@ -201,7 +213,7 @@ def test_separate_requests_of_a_group_whose_prompt_most_workers_have_are_queued(
 
 
 def test_separate_short_requests_of_a_group_are_queued() -> None:
-    """They save nothing together."""
+    """Requests of a group with a short prompt are queued, because a common worker would save nothing."""
     policy = fleet(presence("a"), presence("b"))
 
     assert policy.place(wanted(prompt(1, 200), group="g"), loads(policy, "a", "b"), 1) == QUEUED

@@ -1,4 +1,4 @@
-"""Which worker's cache should hold the beginning of a prompt."""
+"""Which worker's cache should contain the prefix of a prompt."""
 
 from itertools import accumulate
 
@@ -31,12 +31,12 @@ SCOPES = (
 
 
 def chain(names: list[int]) -> list[int]:
-    """The hashes of a prompt whose pieces have these names: each covers those before it."""
+    """Return the hashes of a prompt whose pieces have these names. Each hash covers all earlier pieces."""
     return [hash(path) for path in accumulate(((name,) for name in names), lambda path, name: path + name)]
 
 
 def index_of(*workers: str, **bounds: int) -> PrefixIndex:
-    """An index that knows the caches of these workers since 0."""
+    """Return an index that knows the caches of these workers since time 0."""
     index = PrefixIndex(**bounds)
     for worker in workers:
         index.update(CacheId(worker, "1", 0), None, 0)
@@ -45,7 +45,7 @@ def index_of(*workers: str, **bounds: int) -> PrefixIndex:
 
 @given(st.integers(0, 4 * PIECE_TOKENS), st.integers(0, 4 * PIECE_TOKENS))
 def test_prompts_share_the_pieces_of_their_common_beginning(common: int, length: int) -> None:
-    """Two prompts have the same hashes up to their first different token, for whole pieces alone."""
+    """Two prompts have equal hashes for the whole pieces before their first different token."""
     first = prompt(1, length)
     second = np.concatenate([first[:common], prompt(2, max(length - common, 0)) + 1000])
     shared = min(common, length) // PIECE_TOKENS
@@ -57,7 +57,7 @@ def test_prompts_share_the_pieces_of_their_common_beginning(common: int, length:
 
 
 def test_hashes_are_of_values_not_of_memory() -> None:
-    """An array of another layout or integer type has the same hashes."""
+    """Equal token ids have equal hashes, whatever the array's layout or integer type."""
     token_ids = prompt(1)
 
     assert piece_hashes(np.repeat(token_ids, 2)[::2], PrefixScope()) == piece_hashes(token_ids, PrefixScope())
@@ -65,7 +65,7 @@ def test_hashes_are_of_values_not_of_memory() -> None:
 
 
 def test_nothing_is_shared_between_scopes() -> None:
-    """Another adapter, version of an adapter or salt has other hashes, of prompts and of hints (H56)."""
+    """Each adapter, adapter version and salt has its own hashes of prompts and hints."""
     pieces = [piece for scope in SCOPES for piece in piece_hashes(prompt(1), scope)]
     hints = [hint_hash(kind, name, scope) for scope in SCOPES for kind in ("session", "group") for name in ("x", "y")]
 
@@ -73,7 +73,7 @@ def test_nothing_is_shared_between_scopes() -> None:
 
 
 def test_the_longest_beginning_counts() -> None:
-    """Each worker that holds a beginning is found with the tokens of its deepest piece."""
+    """Each worker with a prefix of the prompt is found with the number of tokens up to its deepest piece."""
     index = index_of("a", "b", "c")
     index.record(CacheId("a", "1", 0), chain([1, 2, 3, 4]), 1)
     index.record(CacheId("b", "1", 0), chain([1, 2, 9]), 1)
@@ -84,7 +84,7 @@ def test_the_longest_beginning_counts() -> None:
 
 @pytest.mark.parametrize("new", [CacheId("a", "1", 1), CacheId("a", "2", 0)])
 def test_another_cache_is_empty(new: CacheId) -> None:
-    """A new epoch or incarnation voids what was recorded, and what is still recorded for the cache before (H56)."""
+    """A new epoch or incarnation invalidates the recorded pieces. Later records for the old cache have no effect."""
     index = index_of("a", "b")
     old, pieces = CacheId("a", "1", 0), chain([1, 2])
     index.record(old, pieces, 1)
@@ -100,7 +100,7 @@ def test_another_cache_is_empty(new: CacheId) -> None:
 
 
 def test_what_was_used_before_the_oldest_prefix_is_gone() -> None:
-    """An age voids what was used longer ago, and an age that is larger again brings nothing back (H57)."""
+    """An announced age invalidates pieces that were last used earlier. A larger age later does not restore them."""
     index = index_of("a")
     cache = CacheId("a", "1", 0)
     index.record(cache, chain([1]), 10)
@@ -114,7 +114,7 @@ def test_what_was_used_before_the_oldest_prefix_is_gone() -> None:
 
 
 def test_a_worker_that_comes_back_under_its_number_holds_nothing() -> None:
-    """What a worker held that is gone is neither its own later nor that of a new worker."""
+    """The pieces of a removed worker belong neither to it after its return nor to a new worker."""
     index = index_of("a")
     index.record(CacheId("a", "1", 0), chain([1, 2]), 1)
     index.remove("a")
@@ -126,7 +126,7 @@ def test_a_worker_that_comes_back_under_its_number_holds_nothing() -> None:
 
 
 def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
-    """At the bound, the end of the prompt that was used longest ago is forgotten."""
+    """At the limit, the last piece of the least recently used prompt is removed first."""
     index = index_of("a", max_pieces=4)
     cache = CacheId("a", "1", 0)
     index.record(cache, chain([1, 2]), 1)
@@ -140,7 +140,7 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
 
 
 def test_the_caches_are_bounded() -> None:
-    """Beyond the bound a worker is not known, until another one is gone."""
+    """A worker beyond the limit is not known until another worker is removed."""
     index = index_of(*map(str, range(MAX_WORKERS + 1)))
 
     assert index.cache_of(str(MAX_WORKERS)) is None
@@ -150,10 +150,10 @@ def test_the_caches_are_bounded() -> None:
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
-    """An index beside a plain table of when each worker used each piece.
+    """An index and a plain table of the times at which each worker used each piece.
 
-    Piece names of a small range make prompts share their beginnings; with `is_colliding`, hashes are equal by chance,
-    too. Then nothing is said of what is found, except that it is never more than the prompt.
+    A small range of piece names makes prompts share prefixes. With `is_colliding`, hashes can also be equal by chance;
+    then the machine checks only that a found prefix is no longer than the prompt.
     """
 
     WORKERS = ("a", "b", "c")
@@ -201,7 +201,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), name=st.integers(0, 2))
     def discard(self, worker: str, name: int) -> None:
-        # A hint: it begins no prompt.
+        # A hint is not the beginning of a prompt.
         hint = hint_hash("group", str(name), PrefixScope())
         if worker in self.caches:
             self.index.record(self.caches[worker], (hint,), self.now)

@@ -1,4 +1,4 @@
-"""What is known of a worker's load, between announcements and whatever they say."""
+"""A client's estimate of a worker's load between presences, for any announced values."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.protocol.placement.worlds import presence
 
 
 def table_of(*workers: str, free_slots: int = 8) -> LoadTable:
-    """Workers that announced at 0 that they run nothing."""
+    """Return a table of workers that announced no requests at time 0."""
     table = LoadTable()
     for worker in workers:
         table.update(presence(worker, free_slots=free_slots), 0)
@@ -21,19 +21,19 @@ def table_of(*workers: str, free_slots: int = 8) -> LoadTable:
 
 
 def load_of(table: LoadTable, worker: str = "a") -> WorkerLoad:
-    """The load of a worker that is known."""
+    """Return the load of a known worker."""
     load = table.get(worker)
     assert load is not None
     return load
 
 
 def rates(prefill: float | None = None, decode: float | None = None, running: int = 8) -> EngineStats:
-    """What an engine says of its speed."""
+    """Return an engine's stats with these rates."""
     return EngineStats(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, running=running)
 
 
 def test_what_was_placed_is_subtracted_until_the_next_announcement() -> None:
-    """A client counts what it has sent since an announcement, and what has ended (H54)."""
+    """A client counts the requests that it has placed and that have ended since the last presence."""
     table = table_of("a")
     for _ in range(3):
         table.placed("a", 100, 0.5)
@@ -48,7 +48,7 @@ def test_what_was_placed_is_subtracted_until_the_next_announcement() -> None:
 
 
 def test_a_worker_has_no_more_free_slots_than_slots() -> None:
-    """A worker announces a free slot before the client has heard of the request that ended there."""
+    """A worker has at most as many free slots as slots, although its presence may precede the end of a request."""
     table = table_of("a")
     table.placed("a", 100, 0.5)
     table.update(presence("a", free_slots=7, in_flight=1), 1)
@@ -60,7 +60,7 @@ def test_a_worker_has_no_more_free_slots_than_slots() -> None:
 
 
 def test_the_counts_of_one_client_are_never_below_nothing() -> None:
-    """A worker of which more is known than it announced has no room, and runs at least nothing."""
+    """The estimated free slots and running requests are never negative."""
     table = table_of("a", free_slots=1)
     table.placed("a", 0, 0)
     table.placed("a", 0, 0)
@@ -73,7 +73,7 @@ def test_the_counts_of_one_client_are_never_below_nothing() -> None:
 
 
 def test_a_refusal_closes_a_worker_until_it_announces_room_after_a_while() -> None:
-    """Also an announcement that crossed the refusal opens nothing."""
+    """A presence shortly after a refusal does not open the worker again, because both may have crossed."""
     table = table_of("a")
     table.placed("a", 0, 0.5)
     table.refused("a", 0.5)
@@ -86,7 +86,7 @@ def test_a_refusal_closes_a_worker_until_it_announces_room_after_a_while() -> No
 
 
 def test_a_worker_that_always_says_that_it_is_free_is_asked_less_and_less() -> None:
-    """Of one that refuses all that is placed, and announces room ten times a second, few refusals are got (H62)."""
+    """A worker that announces free slots ten times a second and refuses each request gets ever fewer requests."""
     table = table_of("a")
     refusals = 0
     for tick in range(600):
@@ -94,7 +94,7 @@ def test_a_worker_that_always_says_that_it_is_free_is_asked_less_and_less() -> N
         table.update(presence("a"), now)
         if table.free_slots("a", now):
             refusals += 1
-            # A burst that was on its way counts once.
+            # Requests that were on their way together count as one refusal.
             for _ in range(8):
                 table.placed("a", 100, now)
             for _ in range(8):
@@ -104,7 +104,7 @@ def test_a_worker_that_always_says_that_it_is_free_is_asked_less_and_less() -> N
 
 
 def test_requests_that_are_refused_together_count_once() -> None:
-    """They were on their way when the first of them was refused."""
+    """Requests refused together count once, because they were on their way when the first was refused."""
     table = table_of("a")
     for _ in range(8):
         table.refused("a", 1)
@@ -114,7 +114,7 @@ def test_requests_that_are_refused_together_count_once() -> None:
 
 
 def test_an_admission_makes_refusals_forgotten() -> None:
-    """A worker that has admitted what was placed is closed for a short while by its next refusal."""
+    """After a worker has accepted a placed request, its next refusal closes it only for the shortest time."""
     table = table_of("a")
     for now in (1, 2, 3, 4):
         table.refused("a", now)
@@ -126,7 +126,7 @@ def test_an_admission_makes_refusals_forgotten() -> None:
 
 
 def test_a_silent_worker_gets_nothing_for_ten_seconds() -> None:
-    """Whatever it announces meanwhile, as another incarnation, too (H62)."""
+    """A silent worker gets no request for ten seconds, whatever it announces, also as another incarnation."""
     table = table_of("a")
     table.placed("a", 0, 1)
     table.silent("a", 2)
@@ -139,7 +139,7 @@ def test_a_silent_worker_gets_nothing_for_ten_seconds() -> None:
 
 
 def test_a_worker_without_kv_cache_has_no_room() -> None:
-    """Another request would take the KV cache of a running one."""
+    """A worker with a full KV cache has no room, because a new request would take KV cache from a running request."""
     table = LoadTable()
     table.update(presence("a", engine_stats=EngineStats(kv_cache_use=FULL_KV)), 0)
     table.update(presence("b", engine_stats=EngineStats(kv_cache_use=0.5)), 0)
@@ -148,7 +148,7 @@ def test_a_worker_without_kv_cache_has_no_room() -> None:
 
 
 def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
-    """What was placed is work ahead until the worker has had time for it, also when its rate changes meanwhile."""
+    """A placed prompt counts as backlog until the worker has had time to compute it, also if its rate changes."""
     table = LoadTable()
     table.update(presence("a", engine_stats=rates(prefill=1000)), 0)
     table.placed("a", 2000, 0)
@@ -162,7 +162,10 @@ def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
 
 
 def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
-    """It has just started; where no worker has announced a rate, all count with a constant."""
+    """A worker without a rate has just started and counts with the median rate.
+
+    If no worker has a rate, all count with a constant.
+    """
     table = LoadTable()
     for now, rate in enumerate((None, 1000, 2000, 4000)):
         table.update(presence(str(now), engine_stats=rates(prefill=rate)), now)
@@ -172,7 +175,7 @@ def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
     for worker in ("0", "new"):
         table.update(presence(worker), 4)
     table.placed("new", 12_000, 4)
-    # The median of the other rates, also for what was placed before.
+    # The median of the other rates also applies to prompts that were placed earlier.
     assert load_of(table, "0").backlog(5) == 16_000 - 2000
     assert load_of(table, "new").backlog(5) == 12_000 - 2000
     table.update(presence("new", engine_stats=rates(prefill=500)), 5)
@@ -185,13 +188,13 @@ def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
         (rates(prefill=500, decode=50), 2),
         (rates(prefill=500), 2),
         (rates(decode=50), 2),
-        # It finds most of each prompt cached, or computes more prompts between its steps.
+        # The worker finds most of each prompt cached, or computes more prompts between its steps.
         (rates(prefill=500, decode=100), 1),
         (rates(prefill=1000, decode=50), 1),
     ],
 )
 def test_a_slow_worker_is_slow_at_prompts_and_at_tokens(rates_of_c: EngineStats, slowness: float) -> None:
-    """With half of each rate that it announces it counts as about twice as slow, and the others as equal."""
+    """A worker with half of each announced rate counts as about twice as slow. The other workers count as equal."""
     table = LoadTable()
     stats = {"a": rates(prefill=1000, decode=100), "b": rates(prefill=1200, decode=110), "c": rates_of_c}
     for now in range(3):
@@ -203,7 +206,7 @@ def test_a_slow_worker_is_slow_at_prompts_and_at_tokens(rates_of_c: EngineStats,
 
 
 def test_short_ends_of_cached_prompts_do_not_make_a_worker_slow() -> None:
-    """A rate that falls because little is left to compute counts for some time as it was."""
+    """If a rate falls because little is left to compute, the earlier rate counts for some time."""
     table = LoadTable()
     for now in range(30):
         table.update(presence("a", engine_stats=rates(prefill=1000)), now)
@@ -213,7 +216,7 @@ def test_short_ends_of_cached_prompts_do_not_make_a_worker_slow() -> None:
 
 
 def test_more_running_requests_do_not_make_a_worker_slow() -> None:
-    """Tokens of many requests come slower each and faster together: the rate is seen beside their number."""
+    """The decode rate is compared in relation to the running requests, so many requests do not make a worker slow."""
     table = LoadTable()
     for now in range(30):
         for worker, running in (("a", 4), ("b", 64), ("c", 4)):
@@ -228,7 +231,7 @@ any_rate = st.none() | st.floats(min_value=0, allow_infinity=False, allow_nan=Fa
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), any_rate, any_rate, st.integers(0, 2**62)), max_size=20))
 def test_no_announced_rate_breaks_the_arithmetic(announced: list[tuple[str, float | None, float | None, int]]) -> None:
-    """Slowness is between 1 and its bound, and a backlog finite, whatever workers announce (H62)."""
+    """Whatever workers announce, slowness is between 1 and its limit and each backlog is finite."""
     table = LoadTable()
     for now, (worker, prefill, decode, running) in enumerate(announced):
         table.update(presence(worker, engine_stats=rates(prefill, decode, running)), now)
@@ -241,7 +244,7 @@ def test_no_announced_rate_breaks_the_arithmetic(announced: list[tuple[str, floa
 
 
 def test_the_workers_are_bounded() -> None:
-    """Beyond the bound a worker is not known, until another one is gone."""
+    """A worker beyond the limit is not known until another worker is removed."""
     table = LoadTable()
     for i in range(MAX_WORKERS):
         table.update(presence(str(i)), 0)

@@ -1,4 +1,4 @@
-"""What somebody who listens knows of commands."""
+"""The state of commands as an observer of commands and acks knows it."""
 
 from rollbus.bus.protocol.telemetry.command_book import MAX_COMMANDS, MAX_LINES, MAX_WORKERS, CommandBook
 from rollbus.schemas.control import Ack, AckError, AckStatus, Pause, UpdateWeights, WeightSource
@@ -7,7 +7,7 @@ from rollbus.schemas.weights import Staging
 
 
 def ack(worker: str, status: AckStatus, command_id: str = "c", **fields: object) -> Ack:
-    """A worker's answer."""
+    """Return a worker's command ack."""
     return Ack(
         id=command_id,
         command="update_weights",
@@ -23,7 +23,7 @@ UPDATE = UpdateWeights(id="c", version=3, source=WeightSource(path="/x"), epoch=
 
 
 def test_a_ledger_grows() -> None:
-    """Each worker is awaited, then at a stage, then final, after which nothing of it counts."""
+    """Each worker is first awaited, then at a stage, then final. A final answer does not change any more."""
     book = CommandBook()
     book.add_command(UPDATE, "boss", ["a", "b"], 100.0)
     (line,) = book.lines(101.0)
@@ -47,7 +47,7 @@ def test_a_ledger_grows() -> None:
 
 
 def test_strangers_change_nothing() -> None:
-    """A worker that the command does not concern is counted."""
+    """An ack of a worker that the command does not address is only counted."""
     book = CommandBook()
     book.add_command(UPDATE, "boss", ["a"], 100.0)
     book.add_command(UPDATE, "boss", ["a", "b", "c"], 200.0)
@@ -57,7 +57,10 @@ def test_strangers_change_nothing() -> None:
 
 
 def test_one_that_was_not_heard_is_known_by_its_acks() -> None:
-    """With the workers that answer; what one worker makes up takes half of the room at most."""
+    """A command that the observer did not receive is known by its acks and their workers.
+
+    Commands that one worker invents take at most half of the entries.
+    """
     book = CommandBook()
     for number in range(MAX_COMMANDS):
         book.add_command(Pause(id=f"p{number}"), "boss", ["a"], 100.0)
@@ -75,7 +78,7 @@ def test_one_that_was_not_heard_is_known_by_its_acks() -> None:
 
 
 def test_one_is_done_when_its_time_is_up() -> None:
-    """Whoever still owes an answer."""
+    """A command is done after its timeout, even if some workers have not answered."""
     book = CommandBook()
     book.add_command(Pause(id="p", timeout_s=5.0), "boss", ["a"], 100.0)
     assert not book.lines(114.0)[0].done
@@ -84,7 +87,10 @@ def test_one_is_done_when_its_time_is_up() -> None:
 
 
 def test_it_is_bounded() -> None:
-    """The newest commands, as many workers as are allowed, and of older commands those that have not applied it."""
+    """The book keeps the newest commands with a limited number of workers.
+
+    Older commands keep only workers that have not applied them.
+    """
     book = CommandBook()
     workers = [f"w{number}" for number in range(MAX_WORKERS + 5)]
     for number in range(MAX_COMMANDS + 5):
@@ -98,7 +104,10 @@ def test_it_is_bounded() -> None:
 
 
 def test_a_command_that_is_heard_after_its_first_ack() -> None:
-    """The ack counts, the other workers are awaited, and those that the command does not concern are gone."""
+    """If a command arrives after its first ack, the ack counts and the other workers are awaited.
+
+    Workers that it does not address are removed.
+    """
     book = CommandBook()
     book.add_ack(ack("a", AckStatus.APPLIED), "boss", 100.0)
     book.add_ack(ack("stranger", AckStatus.APPLIED), "boss", 100.0)
@@ -110,7 +119,7 @@ def test_a_command_that_is_heard_after_its_first_ack() -> None:
 
 
 def test_what_several_workers_answer_stays() -> None:
-    """A worker that is the first to answer many commands displaces none that others have answered, too."""
+    """A worker that is the first to answer many commands displaces no command that other workers have answered too."""
     book = CommandBook()
     book.add_ack(ack("fast", AckStatus.PROGRESS, "update"), "boss", 100.0)
     book.add_ack(ack("slow", AckStatus.APPLIED, "update"), "boss", 101.0)

@@ -1,4 +1,4 @@
-"""Whom a reader of experts' counts asks, and what the answers come to."""
+"""The workers that a reader of expert counts queries, and the merged answers."""
 
 import pytest
 
@@ -15,18 +15,18 @@ LOAD = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, t
 
 
 def worker(name: str, **fields: object) -> WorkerPresence:
-    """A worker that can answer, unless `fields` of its capabilities say otherwise."""
+    """Return a worker that can answer, unless `fields` of its capabilities prevent that."""
     able = capabilities(**{"telemetry_reads": True, "routed_experts": ROUTING, **fields})
     return presence(worker=name, capabilities=able)
 
 
 def ack(name: str, status: AckStatus = AckStatus.APPLIED, **fields: object) -> Ack:
-    """An answer."""
+    """Return a command ack."""
     return Ack(id="c", command="read_experts", worker=name, incarnation="1", model="m", status=status, **fields)  # type: ignore[arg-type]
 
 
 def test_a_sample_stays_the_same_while_its_workers_live() -> None:
-    """64 of a thousand; of those that end, others take the places, and the rest stays."""
+    """A reader queries a fixed sample of 64 workers. Other workers replace those that end, and the rest stays."""
     fleet = [worker(f"w{number}") for number in range(1000)]
     asked, unable = choose_workers(fleet, None)
     ended = set(asked[:10])
@@ -39,7 +39,7 @@ def test_a_sample_stays_the_same_while_its_workers_live() -> None:
 
 
 def test_those_that_cannot_answer_are_named() -> None:
-    """Each with its reason; they take no place of others."""
+    """Workers that cannot answer are listed with their reason and take no place in the sample."""
     fleet = [
         worker("good"),
         worker("old", telemetry_reads=False),
@@ -62,7 +62,7 @@ def test_those_that_cannot_answer_are_named() -> None:
 
 
 def test_every_worker_is_in_the_sum_or_named() -> None:
-    """Whatever column of the ledger it is in, and whatever it answered."""
+    """Each worker is part of the sum or listed with a reason, whatever its status and answer."""
     error = AckError(code=ControlCode.UNSUPPORTED, message="too many experts")
     bad = ExpertCounts(weight_version=1, prompt=b"?")
     broken = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2, counts=(bad,))

@@ -1,4 +1,4 @@
-"""What a worker counts of its experts, next to a count of every row by hand."""
+"""A worker's counts of its experts, compared with a count of every row."""
 
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -18,15 +18,15 @@ from rollbus.schemas.telemetry import ExpertLoad
 ROUTING = RoutedExpertsInfo(num_layers=3, top_k=2, num_experts=6, dtype="u1")
 
 UNIX = 1_700_000_000.0
-"""Where an interval begins."""
+"""Unix time at which an interval begins."""
 FIRST = 340_000_000
-"""Its number."""
+"""Number of that interval."""
 PROMPT: Plane = "prompt"
 GENERATED: Plane = "generated"
 
 
 class Add(NamedTuple):
-    """Rows that come `after_s` the ones before, with as many positions computed and `unseen` besides."""
+    """Rows that arrive `after_s` seconds after the previous rows, with `unseen` more computed positions."""
 
     after_s: float
     plane: Plane
@@ -49,19 +49,19 @@ adds = st.lists(
 
 
 def rows_of(seed: int, count: int, routing: RoutedExpertsInfo = ROUTING) -> Rows:
-    """Distinct experts in each layer."""
+    """Return random rows with distinct experts in each layer."""
     shape = count, routing.num_layers, routing.num_experts
     order = np.argsort(np.random.default_rng(seed).random(shape), axis=2)
     return order[:, :, : routing.top_k].astype(DTYPES[routing.dtype])
 
 
 def by_hand(rows: Rows, num_experts: int) -> np.ndarray:
-    """How often each expert stands in each layer."""
+    """Return the count of each expert in each layer."""
     return np.array([np.bincount(rows[:, i].ravel(), minlength=num_experts) for i in range(rows.shape[1])])
 
 
 def counts_of(load: ExpertLoad) -> dict[tuple[int, Plane], tuple[np.ndarray, int, int]]:
-    """Counts, computed and seen of each version and plane that has any."""
+    """Return counts, computed and seen positions of each version and plane that has any."""
     found: dict[tuple[int, Plane], tuple[np.ndarray, int, int]] = {}
     shape = load.num_layers, load.num_experts
     for version in load.counts:
@@ -77,7 +77,7 @@ def counts_of(load: ExpertLoad) -> dict[tuple[int, Plane], tuple[np.ndarray, int
 @settings(deadline=None)
 @given(adds, st.integers(-30, 30), st.sampled_from([0.0, 1.5, 4.9]))
 def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add], after: int, begun_s: float) -> None:
-    """Of any order of planes, versions and pauses: what a reader gets is what stands in the rows of those intervals."""
+    """For any order of planes, versions and pauses, a reader receives exactly the counts of the intervals' rows."""
     unix = UNIX + begun_s
     book, now = ExpertBook(ROUTING, 100.0, unix), 100.0
     expected: dict[int, dict[tuple[int, Plane], list[tuple[Rows, int]]]] = defaultdict(lambda: defaultdict(list))
@@ -109,7 +109,10 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
 
 
 def test_versions_are_kept_beyond_their_intervals() -> None:
-    """The last 8 that were used, the newest first; counts of an interval are there once it has ended."""
+    """The book keeps the last 8 used versions, the newest first.
+
+    An interval's counts are available after it has ended.
+    """
     book = ExpertBook(ROUTING, 0.0, UNIX)
     for version in range(12):
         for part in range(2):
@@ -125,7 +128,7 @@ def test_versions_are_kept_beyond_their_intervals() -> None:
 
 
 def test_an_answer_is_made_once_for_an_interval() -> None:
-    """A flood of reads costs no compression."""
+    """An answer is computed once per interval, so a flood of reads costs no compression."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     book.add_rows("prompt", rows_of(0, 10), 1, 1.0)
 
@@ -136,7 +139,7 @@ def test_an_answer_is_made_once_for_an_interval() -> None:
 
 
 def test_odd_rows_count_nothing_and_harm_nothing() -> None:
-    """Rows of another model are passed over; a row with an expert that the model lacks is not seen."""
+    """Rows with another model's shape are ignored. A row with an expert that the model lacks counts as not seen."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     bad = rows_of(0, 4)
     bad[2, 1, 0] = 6
@@ -152,7 +155,7 @@ def test_odd_rows_count_nothing_and_harm_nothing() -> None:
 
 
 def test_wide_models_are_counted_too() -> None:
-    """61 layers of 384 experts need two bytes, a model at the limit four; one above it is not counted."""
+    """Models whose expert ids need two bytes and a model at the limit are counted. A model above the limit is not."""
     for num_layers, num_experts in ((61, 384), (4, MAX_EXPERT_CELLS // 4), (1, 256), (2, 1)):
         dtype = dtype_for(num_experts)
         routing = RoutedExpertsInfo(num_layers=num_layers, top_k=1, num_experts=num_experts, dtype=dtype)
@@ -167,7 +170,7 @@ def test_wide_models_are_counted_too() -> None:
 
 
 def test_rows_with_experts_that_are_none() -> None:
-    """They are not counted, and harm nothing that comes later, also where no other rows wait beside them."""
+    """Rows with invalid expert ids are not counted and do not affect later rows, also if no other rows are buffered."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     bad = np.full((1, ROUTING.num_layers, ROUTING.top_k), 255, np.uint8)
     book.add_rows(GENERATED, bad, 1, 0.0)

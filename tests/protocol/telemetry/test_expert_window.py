@@ -1,4 +1,4 @@
-"""Counts from the wire: checked, added up, and how uneven they are."""
+"""Received expert counts: their validation, their sums and their imbalance."""
 
 import math
 import zlib
@@ -27,7 +27,7 @@ tables = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
 
 
 def load_of(*versions: tuple[int, np.ndarray], num_experts: int = 4, seconds: float = 5.0) -> ExpertLoad:
-    """What a worker answers of these versions' generated tokens, two layers of top 2."""
+    """Return a worker's answer for generated tokens of these versions, with two layers and top 2."""
     counts = tuple(
         ExpertCounts(
             weight_version=version,
@@ -44,7 +44,7 @@ ONES = np.ones((2, 4), np.int64)
 
 @given(tables)
 def test_counts_survive_the_wire(table: np.ndarray) -> None:
-    """Whatever they are; none takes no byte."""
+    """Encoded counts decode to equal counts, and counts of only zeros have no bytes."""
     data = encode_counts(table)
 
     assert (decode_counts(data, *table.shape) == table).all()
@@ -54,7 +54,7 @@ def test_counts_survive_the_wire(table: np.ndarray) -> None:
 @settings(max_examples=300)
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(zlib.compress), st.integers(1, 8), st.integers(1, 8))
 def test_any_bytes_are_counts_or_an_error(data: bytes, num_layers: int, num_experts: int) -> None:
-    """Nothing else comes of what a hostile worker sends."""
+    """Any bytes decode to valid counts or raise `RemoteProtocolError`."""
     try:
         counts = decode_counts(data, num_layers, num_experts)
     except RemoteProtocolError:
@@ -76,13 +76,16 @@ def test_any_bytes_are_counts_or_an_error(data: bytes, num_layers: int, num_expe
     ],
 )
 def test_bad_counts_are_refused_by_name(data: bytes, shape: tuple[int, int], problem: str) -> None:
-    """A bomb is not unpacked, and the error says what is allowed."""
+    """A decompression bomb is not decompressed, and the error names the allowed size."""
     with pytest.raises(RemoteProtocolError, match=problem):
         decode_counts(data, *shape)
 
 
 def test_workers_are_added_by_version() -> None:
-    """The highest version first; tallies too; planes are the sums of the versions."""
+    """Counts and tallies of workers are added by version, the highest version first.
+
+    Planes are the sums of the versions.
+    """
     window, left_out = merge_loads(
         {"b": load_of((3, 2 * ONES)), "a": load_of((3, ONES), (2, 5 * ONES), seconds=10.0), "c": load_of()}
     )
@@ -100,7 +103,10 @@ def test_workers_are_added_by_version() -> None:
 
 
 def test_a_bad_worker_is_left_out_by_name() -> None:
-    """Others count all the same: bytes that are no counts, another model's shape, and a shape beyond all bounds."""
+    """A worker with invalid bytes, another model's shape or a shape above the limits is left out with a reason.
+
+    The other workers count.
+    """
     bad = ExpertLoad(
         number=1,
         first=1,
@@ -125,7 +131,7 @@ def test_a_bad_worker_is_left_out_by_name() -> None:
 
 
 def test_versions_are_bounded_over_all_workers() -> None:
-    """Workers that make up versions cost no more memory than one that has as many as are allowed."""
+    """Workers that invent versions use no more memory than one worker with the allowed number of versions."""
     window, _ = merge_loads({f"w{i}": load_of((i, ONES), (100 + i, ONES)) for i in range(20)})
 
     assert window is not None
@@ -133,7 +139,7 @@ def test_versions_are_bounded_over_all_workers() -> None:
 
 
 def test_windows_are_added_over_time() -> None:
-    """Until the model's shape is another one: then the latest counts."""
+    """Windows are added until the model's shape changes. After a change, only windows of the last shape count."""
     first, _ = merge_loads({"a": load_of((1, ONES))})
     second, _ = merge_loads({"b": load_of((2, ONES), (1, ONES))})
     other, _ = merge_loads({"a": load_of((3, np.ones((2, 6), np.int64)), num_experts=6)})
@@ -154,7 +160,7 @@ def test_windows_are_added_over_time() -> None:
 
 @given(tables)
 def test_the_imbalance_is_that_of_each_layer(table: np.ndarray) -> None:
-    """As computed one layer after the other, of a model that chooses one expert."""
+    """The imbalance equals the values computed layer by layer for a model with top 1."""
     found = imbalance(table, 1)
     num_experts = table.shape[1]
 
@@ -170,7 +176,10 @@ def test_the_imbalance_is_that_of_each_layer(table: np.ndarray) -> None:
 
 
 def test_dense_layers_do_not_look_collapsed() -> None:
-    """An engine says expert 0 for each choice of a layer without experts; a collapsed layer has `top_k` experts."""
+    """A layer without experts is not a collapsed layer.
+
+    An engine reports expert 0 for each choice of the former, and a collapsed layer uses `top_k` experts.
+    """
     table = np.array([[20, 0, 0, 0], [10, 10, 0, 0], [5, 5, 5, 5], [0, 0, 0, 0]])
     found = imbalance(table, 2)
 
@@ -183,7 +192,7 @@ def test_dense_layers_do_not_look_collapsed() -> None:
 
 
 def test_made_up_versions_do_not_hide_that_workers_are_missing() -> None:
-    """One worker that names eight higher versions than all others: those are left out by name."""
+    """If one worker names eight versions above those of all others, the other workers are listed as left out."""
     loads = {f"w{number}": load_of((7, ONES)) for number in range(3)}
     loads["liar"] = load_of(*((2**31 - 1 - number, ONES) for number in range(MAX_EXPERT_VERSIONS)))
     window, left_out = merge_loads(loads)
@@ -193,7 +202,7 @@ def test_made_up_versions_do_not_hide_that_workers_are_missing() -> None:
 
 
 def test_the_imbalance_of_the_largest_counts() -> None:
-    """Their sums and products fit into no integer of 64 bits."""
+    """The imbalance is correct if sums and products of the counts exceed 64-bit integers."""
     counts = np.zeros((1, 4096), np.int64)
     counts[0, :2] = 2**53
     assert imbalance(counts, 2).max_over_mean[0] == pytest.approx(2048)

@@ -1,4 +1,4 @@
-"""Rates of workers, models and fleets, from announcements and a clock."""
+"""Rates of workers, models and fleets, computed from presences and a clock."""
 
 import math
 
@@ -36,7 +36,7 @@ GROWTH = st.tuples(*[st.integers(0, 1_000)] * 8)
 
 
 def announced(worker: str, totals: tuple[int, ...], **fields: str) -> WorkerPresence:
-    """A worker that has counted these: tokens, requests, first tokens and their milliseconds, ..., lookups, hits."""
+    """Return a worker's presence with these totals, in the order of the first line."""
     tokens, requests, first, first_ms, following, following_ms, lookups, hits = totals
     counters = WorkerCounters(
         generated_tokens=tokens,
@@ -51,13 +51,13 @@ def announced(worker: str, totals: tuple[int, ...], **fields: str) -> WorkerPres
 
 
 def counting(rates: FleetRates, worker: str, per_s: tuple[int, ...], seconds: int, **fields: str) -> None:
-    """A worker counts as much each second, and says so."""
+    """Let a worker's counters grow evenly and announce them each second."""
     for now in range(seconds + 1):
         rates.observe(announced(worker, tuple(now * count for count in per_s), **fields), float(now))
 
 
 def test_a_worker_that_counts_evenly() -> None:
-    """Its rates are what it counts each second, and its means those of the same time."""
+    """A worker's rates are its counts per second, and its means are those of the same time."""
     rates = FleetRates()
     counting(rates, "a", (500, 4, 2, 300, 400, 8_000, 1_000, 250), 30)
     found = rates.of("a")
@@ -69,7 +69,7 @@ def test_a_worker_that_counts_evenly() -> None:
 
 
 def test_nothing_is_said_before_the_second_announcement_and_of_idle_workers() -> None:
-    """Means of nothing are None, and not 0."""
+    """Before the second presence and for idle workers, rates are 0 and means are None."""
     rates = FleetRates()
     rates.observe(announced("a", (500,) * 8), 0.0)
     assert rates.of("a") == rates.of("nobody") == Rates()
@@ -81,7 +81,7 @@ def test_nothing_is_said_before_the_second_announcement_and_of_idle_workers() ->
 
 
 def test_a_burst_is_over_after_the_window() -> None:
-    """Rates are means of the last ten seconds, and of no more."""
+    """Rates are means of the last ten seconds only."""
     rates = FleetRates()
     for now in range(22):
         rates.observe(announced("a", (100 if now > 5 else 0, *[0] * 7)), float(now))
@@ -90,7 +90,7 @@ def test_a_burst_is_over_after_the_window() -> None:
 
 
 def test_after_an_outage_the_rate_is_that_of_the_whole_time() -> None:
-    """The tokens of a minute do not count as those of one second."""
+    """After an outage, the rate is the mean of the whole outage, so a minute's tokens do not count as one second's."""
     rates = FleetRates()
     rates.observe(announced("a", (0,) * 8), 0.0)
     rates.observe(announced("a", (600,) * 8), 60.0)
@@ -103,7 +103,7 @@ def test_after_an_outage_the_rate_is_that_of_the_whole_time() -> None:
 
 @pytest.mark.parametrize("change", [{"incarnation": "2"}, {"model": "n"}])
 def test_another_incarnation_begins_anew(change: dict[str, str]) -> None:
-    """What it counts is not compared with what the one before counted, were it higher."""
+    """The counters of another incarnation or model are not compared with the earlier ones, even if higher."""
     rates = FleetRates()
     counting(rates, "a", (10,) * 8, 3)
     rates.observe(announced("a", (10_000,) * 8, **change), 4.0)
@@ -113,7 +113,7 @@ def test_another_incarnation_begins_anew(change: dict[str, str]) -> None:
 
 
 def test_counts_that_fall_begin_anew() -> None:
-    """An engine that was started again counts from 0."""
+    """If counters fall, the rates restart, because a restarted engine counts from 0."""
     rates = FleetRates()
     counting(rates, "a", (10,) * 8, 3)
     rates.observe(announced("a", (40, 40, 40, 40, 40, 40, 0, 0)), 4.0)
@@ -123,7 +123,10 @@ def test_counts_that_fall_begin_anew() -> None:
 
 
 def test_models_and_the_fleet_weigh_workers_by_what_they_did() -> None:
-    """Two requests in 100 ms and one in 400 ms have a mean of 200 ms; a worker that is gone counts no more."""
+    """Models and the fleet weigh means by requests: two of 100 ms and one of 400 ms have a mean of 200 ms.
+
+    A removed worker does not count.
+    """
     rates = FleetRates()
     counting(rates, "a", (500, 0, 2, 200, 0, 0, 0, 0), 5)
     counting(rates, "b", (100, 0, 1, 400, 0, 0, 0, 0), 5)
@@ -141,7 +144,7 @@ def test_models_and_the_fleet_weigh_workers_by_what_they_did() -> None:
 
 
 def test_workers_that_do_not_count_have_no_rates() -> None:
-    """Workers of earlier releases take no part, and no place."""
+    """Workers of earlier releases have no counters, so they have no rates and take no entry."""
     rates = FleetRates()
     for now in range(3):
         rates.observe(presence(worker="old"), float(now))
@@ -151,7 +154,7 @@ def test_workers_that_do_not_count_have_no_rates() -> None:
 
 
 def test_the_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More workers than a presence table follows have no rates until one of those is gone."""
+    """A worker beyond the limit has no rates until another worker is removed."""
     monkeypatch.setattr(fleet_rates, "MAX_WORKERS", 2)
     rates = FleetRates()
     for name in "abc":
@@ -165,7 +168,10 @@ def test_the_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @given(st.lists(ANNOUNCEMENTS, max_size=60))
 def test_whatever_is_announced_rates_are_finite_and_not_negative(announcements: list[tuple[object, ...]]) -> None:
-    """Any counts, in any order, of any incarnation: sums are those of the workers, and little is kept of each."""
+    """For any presences, rates are finite and not negative, and sums equal those of the workers.
+
+    The stored history is bounded.
+    """
     rates, now = FleetRates(), 0.0
     for worker, incarnation, model, counters, stats, later in announcements:
         now += float(str(later))
@@ -188,7 +194,7 @@ def test_whatever_is_announced_rates_are_finite_and_not_negative(announcements: 
     growth=st.lists(st.tuples(GROWTH, st.floats(STEP_S, WINDOW_S)), min_size=2, max_size=40),
 )
 def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...], float]]) -> None:
-    """They equal those of a list of all announcements, the earliest taken that is no older than the window."""
+    """Rates equal the growth since the earliest presence within the window."""
     rates, now, everything = FleetRates(), 0.0, []
     total: tuple[int, ...] = (0,) * 8
     for more, later in growth:
@@ -208,7 +214,7 @@ def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...]
 
 @given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=300))
 def test_announcements_that_follow_fast_count_as_one(gaps: list[float]) -> None:
-    """A worker that is pinged often has the rates of one that is not, and little is kept of it."""
+    """Frequent presences do not change a worker's rates, and the stored history stays bounded."""
     rates, now = FleetRates(), 0.0
     for later in gaps:
         now += later

@@ -1,4 +1,4 @@
-"""The answers of several workers put together: the order, the silent, the durations, and clocks that differ."""
+"""The merged timelines of several workers: order, workers without an answer, durations and clock differences."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from rollbus.schemas.telemetry import RequestTimeline, TimelineEvent
 
 
 def ack(worker: str, *timelines: RequestTimeline, left_out: int = 0, error: str | None = None) -> Ack:
-    """A worker's answer."""
+    """Return a worker's command ack."""
     return Ack(
         id="x",
         command="read_request",
@@ -32,18 +32,18 @@ def ack(worker: str, *timelines: RequestTimeline, left_out: int = 0, error: str 
 
 
 def timeline(*events: tuple[float, str], attempt: int = 0, child: int = 0, client: str = "alice") -> RequestTimeline:
-    """One of request `r`."""
+    """Return a timeline of request `r`."""
     happened = tuple(TimelineEvent(at=at, event=event) for at, event in events)
     return RequestTimeline(request_id="r", client=client, attempt=attempt, child=child, events=happened)
 
 
 def at(worker: str, told: RequestTimeline) -> WorkerTimeline:
-    """A timeline as it was told by a worker."""
+    """Return a timeline with the worker that reported it."""
     return WorkerTimeline(**msgspec.structs.asdict(told), worker=worker, incarnation="1")
 
 
 def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
-    """What became of the command."""
+    """Return the result of the command."""
     by_worker = {each.worker: each for each in acks}
     return CommandResult(
         command="read_request",
@@ -55,7 +55,7 @@ def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
 
 
 def test_timelines_stand_in_the_order_of_attempts() -> None:
-    """Of each client and sample the attempts follow each other, whichever worker answered first."""
+    """Timelines are sorted by client, sample and attempt, in whatever order the workers answered."""
     trace = merge_timelines(
         "r",
         result(
@@ -74,7 +74,7 @@ def test_timelines_stand_in_the_order_of_attempts() -> None:
 
 
 def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() -> None:
-    """Both were published at once; the prefill worker had the request first."""
+    """The prefill worker's timeline comes before the decode worker's, because the prefill worker offered first."""
     trace = merge_timelines(
         "r",
         result(
@@ -86,7 +86,7 @@ def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() ->
 
 
 def test_workers_that_tell_too_much_are_cut() -> None:
-    """Of more timelines than a request can have, the first are kept, and the number of the others is told."""
+    """Of more timelines than a request can have, the first are kept and the others are counted."""
     told = [timeline(client=f"c{number:03}") for number in range(256)]
 
     trace = merge_timelines("r", result(*(ack(f"w{number}", *told) for number in range(20))))
@@ -95,7 +95,7 @@ def test_workers_that_tell_too_much_are_cut() -> None:
 
 
 def test_the_silent_are_named() -> None:
-    """A worker that failed to answer says why; one that was lost, or does not know the question, is named too."""
+    """A worker that failed to answer, that is lost or that does not support the command is listed with the reason."""
     trace = merge_timelines("r", result(ack("a"), ack("b", error="too many reads"), missing={"c": "it is gone"}))
 
     assert (trace.timelines, trace.workers_asked, trace.workers_answered) == ((), 3, 1)
@@ -103,7 +103,7 @@ def test_the_silent_are_named() -> None:
 
 
 def test_all_fields_of_a_timeline_are_in_its_json() -> None:
-    """Readers need no defaults: an attempt 0 is a 0."""
+    """The JSON of a timeline contains all fields, also those with their default, so readers need no defaults."""
     told = msgspec.json.decode(msgspec.json.encode(at("a", timeline((1.5, "offered")))))
 
     assert told == {
@@ -113,7 +113,7 @@ def test_all_fields_of_a_timeline_are_in_its_json() -> None:
 
 
 def test_where_the_time_went() -> None:
-    """Queue, slot, prefill and decode; the pause is in none of them."""
+    """The phases are queue, slot, prefill and decode, and none of them contains a pause."""
     told = timeline(
         (10, "published"), (12, "offered"), (13, "started"), (17, "prefilled"), (17, "first_token"), (20, "held"),
         (25, "resumed"), (30, "ended"),
@@ -126,7 +126,7 @@ def test_where_the_time_went() -> None:
 
 
 def test_what_has_not_happened_has_no_duration() -> None:
-    """A placed request that stands still for the first time: a pause without an end, and no phase after it."""
+    """A pause that has not ended has no duration, and neither have phases that have not ended."""
     phases = phases_of(timeline((12, "offered"), (13, "started"), (14, "held")))
 
     assert (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s) == (None, 1, None, None)
@@ -134,7 +134,7 @@ def test_what_has_not_happened_has_no_duration() -> None:
 
 
 def test_a_pause_ends_with_its_request() -> None:
-    """An abort under a pause."""
+    """A pause ends when its request ends, for example by an abort."""
     assert phases_of(timeline((14, "held"), (16, "ended"))).pauses == (RequestPause(14, 2, None),)
 
 
@@ -146,14 +146,14 @@ def test_a_pause_ends_with_its_request() -> None:
         ((1.0, 0.5), (5.0, 5.1), {"a": -0.5}),
         ((1.0, 6.0), (5.0, 5.1), {"a": 1.0}),
         ((1.0, 1.1), (5.0, 2.0), {"b": -3.0}),
-        # A message that is handed out again: both attempts were published at once.
+        # The queue delivered a message again, so both attempts have the same publication time.
         ((1.0, 1.1), (1.0, 5.0), {}),
     ],
 )
 def test_clocks_that_differ_are_seen(
     first: tuple[float, float], second: tuple[float, float], expected: dict[str, float]
 ) -> None:
-    """No worker admits a request before it is published, nor after its next attempt is."""
+    """A worker's clock is skewed if it offers a request before its publication or after that of the next attempt."""
     timelines = [
         at("a", timeline((first[0], "published"), (first[1], "offered"))),
         at("b", timeline((second[0], "published"), (second[1], "offered"), attempt=1)),
