@@ -1,1 +1,1 @@
-"""What several tests share: fixtures, fakes, a real NATS server."""
+"""Shared test support: fixtures, fakes and a real NATS server."""

@@ -1,4 +1,4 @@
-"""Arrays as they are on the wire."""
+"""Arrays in their wire format."""
 
 from typing import Any
 
@@ -8,5 +8,5 @@ __all__ = ["little_endian"]
 
 
 def little_endian(array: npt.NDArray[Any], dtype: str) -> bytes:
-    """The bytes of `array` as `dtype` ('<i4' or '<f4')."""
+    """Return the bytes of `array` as `dtype` ('<i4' or '<f4')."""
     return array.astype(dtype, copy=False).tobytes()

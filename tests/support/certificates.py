@@ -1,4 +1,4 @@
-"""Certificates for servers of tests."""
+"""TLS certificates for the servers of tests."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ __all__ = ["certificate"]
 def certificate(
     folder: Path, *, names: Sequence[str] = ("127.0.0.1",), file: str = "cert", days: float = 1
 ) -> tuple[Path, Path]:
-    """A certificate of these hosts and addresses that signs itself, and its key.
+    """Make a self-signed certificate for these hosts and addresses; return the paths of the certificate and its key.
 
     Args:
-        file: the name of the file and of the certificate.
-        days: until it expires.
+        file: name of the files and of the certificate.
+        days: days until the certificate expires.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, file)])

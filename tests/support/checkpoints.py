@@ -1,4 +1,4 @@
-"""Small checkpoints and adapters, written by hand: safetensors need no torch."""
+"""Small checkpoints and adapters, which tests write byte by byte because safetensors files need no torch."""
 
 import json
 import math
@@ -15,12 +15,12 @@ MODEL: Shapes = {
     "model.layers.0.self_attn.q_proj.weight": (6, 4),
     "model.norm.weight": (4,),
 }
-"""The tensors of a model that never was."""
+"""The tensors of an invented model."""
 BYTES = {"F32": 4, "BF16": 2, "I8": 1}
 
 
 def write_safetensors(path: Path, shapes: Shapes, *, dtype: str = "F32", fill: int = 0) -> Path:
-    """Write tensors whose every byte is `fill`."""
+    """Write tensors in which each byte is `fill`; return `path`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -32,7 +32,7 @@ def write_safetensors(path: Path, shapes: Shapes, *, dtype: str = "F32", fill: i
 
 
 def write_checkpoint(folder: Path, shapes: Shapes = MODEL, *, dtype: str = "F32", fill: int = 0) -> Path:
-    """Write a checkpoint of one file."""
+    """Write a checkpoint with one safetensors file; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "none", "rope_theta": 10000.0}))
     write_safetensors(folder / "model.safetensors", shapes, dtype=dtype, fill=fill)
@@ -40,7 +40,7 @@ def write_checkpoint(folder: Path, shapes: Shapes = MODEL, *, dtype: str = "F32"
 
 
 def write_sharded(folder: Path, shapes: Shapes = MODEL) -> Path:
-    """Write a checkpoint of two shards and an index."""
+    """Write a checkpoint with two shards and an index; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(shapes)
     weight_map: dict[str, str] = {}
@@ -53,7 +53,12 @@ def write_sharded(folder: Path, shapes: Shapes = MODEL) -> Path:
 
 
 def write_adapter(folder: Path, *, rank: int = 2, shapes: Shapes | None = None, **config: Any) -> Path:
-    """Write an adapter for `q_proj` of `MODEL`; `shapes` instead of its tensors, `config` over its configuration."""
+    """Write a LoRA adapter for `q_proj` of `MODEL`; return its folder.
+
+    Args:
+        shapes: tensors in place of the adapter's own.
+        config: fields that replace fields of the configuration.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings | config))
@@ -64,4 +69,4 @@ def write_adapter(folder: Path, *, rank: int = 2, shapes: Shapes | None = None, 
 
 
 def ignore(_stage: str) -> None:
-    """Take a report of how far a transfer is."""
+    """Ignore a report about the stage of a transfer."""

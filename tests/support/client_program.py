@@ -1,7 +1,9 @@
-"""A trainer as a process of its own, to be killed or stopped: `python -m tests.support.client_program URL FLEET N MAX`.
+"""A trainer in its own process, which tests kill or stop.
 
-It reads a stream that has no end, says `started` when its first chunk is there, asks for N greedy results of MAX tokens
-each at once, and prints one line of JSON for each: prompt, attempts, workers, tokens.
+The command is `python -m tests.support.client_program URL FLEET N MAX`. The program reads an endless response stream
+and
+prints `started` after its first chunk. It then sends N greedy requests of MAX tokens each at once. For each result it
+prints one line of JSON: prompt, attempts, workers, tokens.
 """
 
 import asyncio
@@ -19,17 +21,17 @@ from tests.support.requests import greedy
 __all__ = ["main"]
 
 TIMES = (
-    # Shorter than usual: tests wait until the lease has run out, and for what has left the queue since.
+    # Shorter than the defaults: tests wait until the lease has expired and until orphans have left the queue.
     (runtime, "LEASE_S", 1.5),
     (dispatch, "ORPHAN_AGE_S", 1.0),
-    # Longer: on a busy machine some requests would be served without a prefill worker.
+    # Longer than the defaults: on a busy machine some requests would be served without a prefill worker.
     (machine, "HAND_OVER_S", SOON_S),
     (machine, "PREFILL_WAIT_S", SOON_S),
 )
 
 
 async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None:
-    """Complete all of them."""
+    """Send all requests and print their results."""
     requests = [greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)]
     async with rollbus.connect(url, fleet=fleet, client="program", prefill_min_tokens=2) as rb:
         await rb.fleet.wait_for_workers()
@@ -43,7 +45,7 @@ async def main(url: str, fleet: str, num_requests: int, max_tokens: int) -> None
 
 
 def say(line: str) -> None:
-    """Print a line, at once."""
+    """Print a line and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Real nats-servers that run from configuration files which something else has written."""
+"""Real nats-servers that run from configuration files of the software under test."""
 
 import contextlib
 import random
@@ -15,13 +15,14 @@ from tests.support.patience import SOON_S
 __all__ = ["ConfiguredServer", "check_config", "configured_servers", "free_nodes"]
 
 PORTS: Final = (10_000, 20_000)
-"""Below those of connections on Linux (32,768 and above), also with the offset of routes."""
+"""Port range of the servers. Also with the route offset, it lies below the client ports of Linux (32,768 and above)."""
 
 
 def free_nodes(count: int) -> list[str]:
-    """Addresses on this machine whose ports, and those of their routes, nobody uses.
+    """Return addresses on this machine whose client and route ports are free.
 
-    The ports are not among those that the system gives to connections, which might take them before the server does.
+    The system does not assign these ports to outgoing connections, which could otherwise occupy them before the server
+    does.
     """
     ports: list[int] = []
     with contextlib.ExitStack() as held:
@@ -36,26 +37,26 @@ def free_nodes(count: int) -> list[str]:
 
 
 def check_config(path: Path) -> None:
-    """Have nats-server read a configuration, and say what it thinks of it."""
+    """Assert that nats-server accepts a configuration."""
     command = [str(require_binary()), "-t", "-c", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
 class ConfiguredServer:
-    """One server, which can be stopped and started again."""
+    """One nats-server, which a test can stop and start again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; nothing waits until it is ready."""
+        """Start the server without waiting until it is ready."""
         with self._path.with_suffix(".log").open("ab") as log:
             self._process = subprocess.Popen([str(require_binary()), "-c", str(self._path)], stdout=log, stderr=log)
 
     def end(self, *, is_killed: bool = False) -> None:
-        """End it, in order or as a crash would."""
+        """Stop the server, by SIGKILL if `is_killed`."""
         if self._process is not None:
             self._process.kill() if is_killed else self._process.terminate()
             self._process.wait(SOON_S)
@@ -64,7 +65,7 @@ class ConfiguredServer:
 
 @contextlib.asynccontextmanager
 async def configured_servers(paths: Sequence[Path]) -> AsyncIterator[list[ConfiguredServer]]:
-    """Run a server of each configuration."""
+    """Run one server for each configuration."""
     servers = [ConfiguredServer(path) for path in paths]
     with contextlib.ExitStack() as stack:
         for server in servers:

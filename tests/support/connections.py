@@ -1,4 +1,4 @@
-"""Connections as tests use them."""
+"""NATS connections for tests."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ async def opened(
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     on_error: Callable[[Exception], None] = lambda _: None,
 ) -> AsyncIterator[Connection]:
-    """Open a connection that is closed on leaving."""
+    """Open a connection and close it at the end of the block."""
     connection = await open_connection(
         url, name="test", timeout_s=SOON_S, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_error=on_error
     )
@@ -27,7 +27,7 @@ async def opened(
 
 
 def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
-    """Make a callback that sets `event`."""
+    """Return a callback that sets `event`."""
 
     async def callback() -> None:
         event.set()
@@ -36,7 +36,7 @@ def event_callback(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
 
 
 async def count_tasks() -> int:
-    """Count the tasks besides this one, once those that were cancelled have ended."""
+    """Return the number of other tasks, after the cancelled tasks have ended."""
     for _ in range(10):
         await asyncio.sleep(0)
     return len(asyncio.all_tasks()) - 1

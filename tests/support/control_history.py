@@ -1,4 +1,4 @@
-"""What was heard of commands, in order, and whether workers kept to what they said (I4, I5)."""
+"""A history of commands, acks and frames, which checks that workers act as their acks state (I4, I5)."""
 
 from dataclasses import dataclass, field
 
@@ -12,31 +12,32 @@ __all__ = ["ControlHistory"]
 
 PAUSE, WEIGHTS = "pause", "weights"
 REGISTERS = {"pause": PAUSE, "update_weights": WEIGHTS, "finish_weight_update": WEIGHTS}
-"""Of the commands that bind what a worker publishes once it has applied them."""
+"""The register of each command that limits the frames of a worker after the worker has applied it."""
 REFUSED = "unreadable"
-"""Stands for the command's name where a worker could not read it."""
+"""The command name in the ack of a worker that could not decode the command."""
 
 
 @dataclass
 class Promise:
-    """What a worker said that it applied, until something later may have taken its place."""
+    """A command that a worker has acked as applied and that no later command has overtaken."""
 
     ack: Ack
     register: str
     links: dict[str, int] = field(default_factory=dict)
-    """By `<client>/<incarnation>`, the frames sent before: sent again, they are no news."""
+    """Number of frames sent before the ack, by `<client>/<incarnation>`. A worker may send these frames again."""
 
 
 class ControlHistory:
-    """Takes every message of one fleet about commands, and frames, in the order in which the server had them.
+    """Receives all command messages, acks and frames of one fleet in the server's order.
 
-    A command, or a write of the desired state, ends what an earlier one had bound from the moment when it is heard:
-    so nothing is mistaken for a broken promise, and what happens in between is not looked at.
+    When a later command or a write of the desired state arrives, the promise of the earlier command ends. So the
+    history
+    reports no false violation, but it checks nothing between that moment and the next ack.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        """Promises that were broken, for people; empty in a fleet that is right."""
+        """Violations in readable form; empty if all workers acted as their acks state."""
         self._accepted: dict[tuple[str, str, str], str] = {}
         self._finals: dict[tuple[str, str, str], Ack] = {}
         self._promises: dict[tuple[str, str], Promise] = {}
@@ -45,11 +46,11 @@ class ControlHistory:
 
     @property
     def num_answered(self) -> int:
-        """Commands that ended, counted for each life of each worker."""
+        """Number of commands with a final ack, counted for each incarnation of each worker."""
         return len(self._finals)
 
     def unanswered(self, incarnations: set[str]) -> list[str]:
-        """Commands that these lives of workers accepted without saying anything final yet, by worker and name."""
+        """Return the accepted commands of these incarnations without a final ack, as worker and command name."""
         return sorted(
             f"{worker} {command}"
             for (worker, incarnation, command_id), command in self._accepted.items()
@@ -57,13 +58,13 @@ class ControlHistory:
         )
 
     def take(self, subject: str, data: bytes) -> None:
-        """Take a message; what does not decode says nothing."""
+        """Record a message; ignore it if it cannot be decoded."""
         tokens = subject.split(".")
         try:
             if tokens[0] == "$KV":
                 self._take_desired(data)
             elif len(tokens) < 5:
-                return  # an answer to a question of the observer's own
+                return  # answers to requests of the observer itself
             elif tokens[3] == "control":
                 self._take_command(data)
             elif tokens[3] == "ack":
@@ -88,7 +89,7 @@ class ControlHistory:
         try:
             state = decode_desired(data)
         except RemoteProtocolError:
-            self._promises.clear()  # deleted, or spoilt: nobody knows what workers will make of it
+            self._promises.clear()  # deleted or invalid: the behavior of the workers is undefined
             return
         self._desired[state.model] = state
         for key, promise in list(self._promises.items()):
@@ -117,7 +118,10 @@ class ControlHistory:
             self._promises[ack.incarnation, register] = Promise(ack, register, sent)
 
     def _is_overtaken(self, ack: Ack, register: str) -> bool:
-        """A later command was recorded before this answer came, and the worker may have taken it from the record."""
+        """Return True if a later command was recorded before this ack.
+
+        The worker may already have read the later command from the desired state.
+        """
         state = self._desired.get(ack.model)
         recorded = None if state is None else effective(state, ack.worker).get(register)
         return recorded is not None and ack.epoch is not None and recorded.epoch > ack.epoch

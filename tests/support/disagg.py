@@ -1,4 +1,4 @@
-"""A fleet of prefill and decode workers inside the test's own process."""
+"""A fleet of prefill and decode workers inside the test process."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -35,28 +35,28 @@ __all__ = [
 ]
 
 MakeFilter = Callable[[], Callable[[bytes], bytes]]
-"""Of `tests.support.tcp_proxy`: a filter for each connection."""
+"""Returns a new filter of `tests.support.tcp_proxy` for each connection."""
 SHAPES = {"one": ("w",), "disaggregated": ("p", "d")}
-"""Fleets of one worker, and of one for prefill and one for decode, by name."""
+"""Worker names of two fleets: one worker for both phases, or one prefill worker and one decode worker."""
 
 
 @dataclass
 class Disaggregated:
-    """The parts of such a fleet, and a client of it."""
+    """The workers and engines of a disaggregated fleet, with a client and an observer."""
 
     rb: rollbus.Client
     observer: Observer
     workers: dict[str, Worker] = field(default_factory=dict)
     engines: dict[str, SyntheticEngine] = field(default_factory=dict)
     given: dict[str, list[tuple[GenerateRequest, KvTransfer | None]]] = field(default_factory=dict)
-    """What each engine was given, by worker."""
+    """The requests that each engine received, by worker."""
 
     def fallbacks(self) -> dict[str, int]:
-        """Requests that a decode worker was given alone, by reason; those that are none are left out."""
+        """Return the number of requests without a prefill phase, by reason; omit reasons with 0 requests."""
         return {reason: count for reason, count in self.rb.stats().prefill_fallbacks.items() if count}
 
     def spy(self, worker: str) -> None:
-        """Note what an engine is given."""
+        """Record the requests that the engine of this worker receives."""
         engine, given = self.engines[worker], self.given.setdefault(worker, [])
         add = engine.add
 
@@ -68,7 +68,7 @@ class Disaggregated:
 
 
 async def until_paired(rb: rollbus.Client, *workers: str) -> None:
-    """Wait until all of these are known to serve; the test's own time limit ends the wait."""
+    """Wait until the client knows that all these workers serve. The test's own time limit ends the wait."""
     while not {worker.worker for worker in rb.fleet.workers if worker.state is WorkerState.SERVING} >= set(workers):
         await rb.fleet.state()
 
@@ -83,11 +83,11 @@ async def disaggregated(
     workers: Sequence[str] = ("p", "d"),
     **fields: Any,
 ) -> AsyncIterator[Disaggregated]:
-    """Run prefill workers, whose names begin with p, and decode workers, d; in the end the invariants hold.
+    """Run prefill workers (names with p) and decode workers (names with d), and check the invariants at the end.
 
     Args:
-        prefill: the engines of those, whatever role it names; likewise `decode`.
-        fields: of the configuration of all workers.
+        prefill: engine configuration of the prefill workers; its role is ignored. The same holds for `decode`.
+        fields: configuration fields of all workers.
     """
     configs = {"p": prefill or SyntheticConfig(), "d": decode or SyntheticConfig()}
     async with (
@@ -108,14 +108,14 @@ async def disaggregated(
 
 
 def long(request_id: str, prompt_len: int = 100, max_tokens: int = 8, **fields: Any) -> GenerateRequest:
-    """A greedy request of exactly `max_tokens`, whose prompt is long enough for two legs and like no other's."""
+    """Return a greedy request of exactly `max_tokens`, with a unique prompt that is long enough for two phases."""
     prompt = [sum(request_id.encode()), *range(1, prompt_len)]
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return GenerateRequest(**{"prompt_token_ids": prompt, "sampling": sampling, "request_id": request_id, **fields})
 
 
 def role_of(worker: str) -> Role:
-    """The role of a worker, which its name says: p... is for prefill, d... for decode, all others are for both."""
+    """Return the role in a worker's name: p for prefill, d for decode, all other letters for both."""
     roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
     return roles.get(worker[0], "both")
 
@@ -123,19 +123,19 @@ def role_of(worker: str) -> Role:
 def role_worker(
     nats_url: str, fleet: str, worker: str, config: SyntheticConfig, **fields: Any
 ) -> contextlib.AbstractAsyncContextManager[tuple[Worker, SyntheticEngine]]:
-    """Run a worker of the role that its name says, whatever `config` names."""
+    """Run a worker with the role in its name; the role in `config` is ignored."""
     return synthetic_worker(nats_url, fleet, config=replace(config, role=role_of(worker)), worker_id=worker, **fields)
 
 
 @dataclass
 class Shaped:
-    """The parts of a fleet of one of `SHAPES`, by the names from there."""
+    """The workers and engines of a fleet in `SHAPES`, by name."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     engines: dict[str, SyntheticEngine] = field(default_factory=dict)
 
     def are_idle(self) -> bool:
-        """No engine holds a request."""
+        """Return True if no engine has a request."""
         return all(map(is_idle, self.engines.values()))
 
 
@@ -143,10 +143,10 @@ class Shaped:
 async def shaped(
     nats_url: str, fleet: str, shape: str, config: SyntheticConfig, *, prefill: SyntheticConfig | None = None
 ) -> AsyncIterator[Shaped]:
-    """Run the workers of one of `SHAPES`.
+    """Run the workers of a fleet in `SHAPES`.
 
     Args:
-        prefill: the engine of the prefill worker, if another one than `config`.
+        prefill: configuration of the prefill worker's engine, if it differs from `config`.
     """
     found = Shaped()
     async with contextlib.AsyncExitStack() as stack:
@@ -161,10 +161,11 @@ async def shaped(
 async def filtered(
     nats_url: str, fleet: str, shape: str, config: SyntheticConfig, *, client: MakeFilter, workers: MakeFilter
 ) -> AsyncIterator[tuple[Shaped, rollbus.Client]]:
-    """Run the workers of one of `SHAPES` and a client; what the server sends them goes through filters.
+    """Run the workers of a fleet in `SHAPES` and a client, with filters on the bytes that the server sends to them.
 
     Args:
-        client: makes the filter of each of the client's connections; likewise `workers`.
+        client: makes the filter for each connection of the client.
+        workers: makes the filter for each connection of the workers.
     """
     async with tcp_proxy(nats_url) as before_client, tcp_proxy(nats_url) as before_workers:
         before_client.make_filter, before_workers.make_filter = client, workers
@@ -177,7 +178,7 @@ async def filtered(
 
 
 def in_two_legs(results: Iterable[Generation]) -> list[Generation]:
-    """Those of which a prefill worker made the first token, and one that is none the last."""
+    """Return the results that began on a prefill worker and ended on a worker of another role."""
     return [
         result
         for result in results
@@ -186,6 +187,6 @@ def in_two_legs(results: Iterable[Generation]) -> list[Generation]:
 
 
 def check_legs(results: Sequence[Generation], shape: str) -> None:
-    """Where there is a prefill worker, it had its part in a third of them at least: all shows of two legs, too."""
+    """Assert that at least a third of the results had two phases, or no result in a fleet without a prefill worker."""
     num_in_two = len(in_two_legs(results))
     assert num_in_two >= len(results) / 3 if shape == "disaggregated" else num_in_two == 0

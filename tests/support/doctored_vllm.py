@@ -1,4 +1,4 @@
-"""Copies of the installed vLLM in which one file is different; the others are links."""
+"""Copies of the installed vLLM with one changed file; all other files are symbolic links."""
 
 import importlib.util
 from pathlib import Path
@@ -15,10 +15,12 @@ def installed_vllm() -> Path:
 
 
 def doctored_vllm(root: Path, file: str, old: str, new: str, source: Path | None = None) -> Path:
-    """Make a package `vllm` below `root` in whose `file` each `old`, which must be there, is `new`; returns its folder.
+    """Make a package `vllm` below `root` with each `old` in `file` replaced by `new`; return its folder.
+
+    The text `old` must occur in the file.
 
     Args:
-        source: the package that it is made from; else the installed one.
+        source: the package to copy; the installed vLLM by default.
     """
     source = source or installed_vllm()
     folder = root / "vllm"

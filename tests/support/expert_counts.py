@@ -1,4 +1,4 @@
-"""What workers should have counted of their experts, computed from the rows that a client got; and asking until so."""
+"""The expert counts that workers should report, computed from the rows of a client, and a wait for these reports."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -16,17 +16,17 @@ from tests.support.patience import SOON_S
 __all__ = ["asked_until", "counted", "planes_of"]
 
 ASK_AGAIN_S = 0.3
-"""Workers answer 20 reads a second."""
+"""Seconds between two reads; workers answer 20 reads per second."""
 
 
 def counted(rows: Iterable[Rows], num_experts: int) -> npt.NDArray[np.int64]:
-    """How often each expert stands in each layer."""
+    """Return how often each expert occurs in each layer."""
     whole = np.concatenate(list(rows))
     return np.array([np.bincount(whole[:, i].ravel(), minlength=num_experts) for i in range(whole.shape[1])])
 
 
 def planes_of(results: Iterable[Generation], num_experts: int) -> dict[str, npt.NDArray[np.int64]]:
-    """The counts of prompts behind their cached tokens, and of generated tokens, of results whose `start` is 0."""
+    """Return the expert counts of uncached prompt tokens and of generated tokens; each `start` must be 0."""
     prompts, generated = [], []
     for result in results:
         assert result.routed_experts is not None
@@ -37,7 +37,7 @@ def planes_of(results: Iterable[Generation], num_experts: int) -> dict[str, npt.
 
 
 async def asked_until(rb: rollbus.Client, is_met: Callable[[ExpertWindow], object], **question: Any) -> ExpertAnswers:
-    """Ask for all that was counted until the answer is as it should be: intervals have to end first."""
+    """Read all counts until the answer meets the condition: a read covers only intervals that have ended."""
     answers: ExpertAnswers | None = None
     try:
         async with asyncio.timeout(SOON_S):

@@ -1,4 +1,4 @@
-"""Folders of the object store, fetched as a worker fetches them."""
+"""Folders of the object store, which tests fetch as a worker does."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ __all__ = ["complete", "fetch_folder", "open_files", "partial"]
 
 
 async def fetch_folder(server: str | Server, objects: str, cache: Path, report: Callable[[str], None] = ignore) -> Path:
-    """Have the folder of an upload below `cache`, whatever is in it; nobody holds it."""
+    """Fetch the folder of an upload into `cache` without checks, release its hold and return its path."""
     store = FolderStore(cache, model="m", max_bytes=None, kept=2)
     progress = Progress(WeightSource(objects=objects), report)
     fetched = await Fetcher(ObjectReader(server, name="test"), store).fetch(objects, Checks(_any, _any), progress)
@@ -25,23 +25,25 @@ async def fetch_folder(server: str | Server, objects: str, cache: Path, report: 
 
 
 def complete(cache: Path) -> list[Path]:
-    """The folders that look whole."""
+    """Return the folders that appear complete."""
     return [entry for entry in cache.glob("*") if not entry.name.startswith(".")]
 
 
 def partial(cache: Path) -> list[Path]:
-    """The folders that a next try goes on with."""
+    """Return the partial folders, which the next fetch continues."""
     return list(cache.glob(".*.partial"))
 
 
 def open_files(folder: Path) -> list[Path]:
-    """The files below a folder that this process has open, and the locks that it holds there."""
+    """Return the files below a folder that this process has open, including its lock files."""
     files: list[Path] = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of this loop, or of another thread
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # the file descriptor of this loop, or one that another thread closed
             files.append(link.readlink())
     return [file for file in files if file.is_relative_to(folder)]
 
 
 def _any(_: object) -> None:
-    """Every folder will do."""
+    """Accept any folder."""

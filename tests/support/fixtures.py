@@ -1,4 +1,4 @@
-"""Fixtures that any test may use; tests/conftest.py loads them."""
+"""Fixtures for all tests; tests/conftest.py loads them."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def nats_url() -> Iterator[str]:
-    """One real NATS server for the whole run; tests keep apart by their fleet's name."""
-    # Here, so that tests without a server need not import what starts one.
+    """Run one real NATS server for all tests; each test uses its own fleet name."""
+    # Local import: tests without a server need not load it.
     from tests.support.nats_server import running_server
 
     with running_server() as url:
@@ -27,17 +27,17 @@ def nats_url() -> Iterator[str]:
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give a fleet's name of this test's own; what the common server has of it is deleted afterwards."""
+    """Return a fleet name for this test only, and delete the fleet's data on the shared server afterwards."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     yield name
     if "nats_url" in request.fixturenames:
-        # They set storage aside, of which the server has only so much.
+        # Queues reserve storage, which the server has only a limited amount of.
         asyncio.run(_delete_queues(request.getfixturevalue("nats_url"), name))
 
 
 @pytest.fixture
 def one_worker(nats_url: str, fleet: str) -> "StartServed":
-    """Starts a worker and a client of it: `async with ... as (rb, worker, engine)`."""
+    """Return a function that runs a worker and a client: `async with ... as (rb, worker, engine)`."""
     from tests.support.fleet import served
 
     return functools.partial(served, nats_url, fleet)
@@ -50,15 +50,15 @@ async def _delete_queues(url: str, fleet: str) -> None:
     async with opened(url) as connection:
         for stream in (await ask(connection, "STREAM.NAMES", {"subject": f"rb.v1.{fleet}.>"}))["streams"] or ():
             await ask(connection, f"STREAM.DELETE.{stream}")
-        with contextlib.suppress(ApiError):  # no test has made the bucket
+        with contextlib.suppress(ApiError):  # no test has created the bucket
             await ask(connection, "STREAM.PURGE.KV_rollbus", {"filter": f"$KV.rollbus.{fleet}.>"})
-        with contextlib.suppress(ApiError):  # this one has no objects
+        with contextlib.suppress(ApiError):  # this fleet has no objects
             await ask(connection, f"STREAM.DELETE.OBJ_rollbus-{fleet}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_pings() -> Iterator[None]:
-    """Clients of this process wait for workers' answers to a ping as patiently as tests wait for anything."""
+    """Scale the ping wait of clients in this process by `$ROLLBUS_TEST_PATIENCE`."""
     from rollbus.bus.client import presence_watcher
     from tests.support.patience import patient
 
@@ -69,10 +69,10 @@ def patient_pings() -> Iterator[None]:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients of this process wait for prefill workers and direct workers until these answer, and have a long lease.
+    """Give clients of this process a long lease and long waits for prefill workers and direct workers.
 
-    On a busy machine that takes longer than a client should wait, and another worker does the work. A server that does
-    not get to its disk for seconds hears of no client meanwhile.
+    On a busy machine a worker may answer after the default waits, and another worker would serve the request. With the
+    default lease, a server that waits for its disk for seconds would miss the presence of the client.
     """
     from rollbus.bus.client import runtime
     from rollbus.bus.protocol.attempt import machine
@@ -85,7 +85,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_moes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Make two tiny MoEs in float32, in which different kernels agree to 1e-4, with different weights."""
+    """Make two tiny MoEs with different weights in float32, in which different kernels agree to 1e-4."""
     from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 
     folder = tmp_path_factory.mktemp("models")
@@ -95,13 +95,13 @@ def tiny_moes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def tiny_moe_float32(tiny_moes: tuple[Path, Path]) -> Path:
-    """The first of them."""
+    """Return the first of the two tiny MoEs."""
     return tiny_moes[0]
 
 
 @pytest.fixture(scope="session")
 def real_worker(nats_url: str, tiny_moe_float32: Path) -> Iterator["RealWorkers"]:
-    """One vLLM worker process for all tests that only send it requests."""
+    """Run one vLLM worker process for all tests that only send requests."""
     from tests.support.real_fleet import RealWorkers
 
     workers = RealWorkers(nats_url, tiny_moe_float32)
@@ -113,14 +113,14 @@ def real_worker(nats_url: str, tiny_moe_float32: Path) -> Iterator["RealWorkers"
 
 @pytest.fixture
 def real_fleet(real_worker: "RealWorkers") -> str:
-    """The fleet of that worker, which serves: another one if it has died."""
+    """Return the fleet of the shared vLLM worker, which serves; a dead worker is replaced first."""
     asyncio.run(real_worker.have(1))
     return real_worker.fleet
 
 
 @pytest.fixture(scope="session")
 def real_workers(nats_url: str, tiny_moes: tuple[Path, Path]) -> Iterator["RealWorkers"]:
-    """Give a fleet whose workers tests start, update and kill. They start with the second tiny MoE, as version 1."""
+    """Run the fleet whose workers tests start, update and kill; it starts with the second tiny MoE as version 1."""
     from tests.support.real_fleet import RealWorkers
 
     workers = RealWorkers(nats_url, tiny_moes[1], version=1)

@@ -1,4 +1,4 @@
-"""Workers on the synthetic engine inside the test's own process, and the invariants that hold after every test."""
+"""Workers on the synthetic engine inside the test process, and checks of their state and results."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,14 @@ from tests.support.patience import UNHURRIED_LEASE_S
 async def synthetic_worker(
     nats_url: str, fleet: str, *, config: SyntheticConfig | None = None, model: str = "synthetic", **fields: object
 ) -> AsyncIterator[tuple[Worker, SyntheticEngine]]:
-    """Run a worker until the block ends; afterwards its engine holds no request (I7).
+    """Run a worker until the block ends, then assert that its engine has no request (I7).
+
+    By default no test outlasts the worker's lease. By default the worker also does not listen for another worker with
+    its id,
+    because that wait takes a lease.
 
     Args:
-        fields: of its configuration; with `model_path` the engine has the weights of that checkpoint. Without `lease_s`
-            its lease is one that no test outlasts. Nor does it
-            listen for another worker of its id, which takes a lease.
+        fields: fields of the worker's configuration. With `model_path` the engine has the weights of that checkpoint.
     """
     folder = fields.get("model_path")
     engine = SyntheticEngine(config, None if folder is None else Path(str(folder)))
@@ -43,12 +45,12 @@ async def synthetic_worker(
             await running
     assert is_idle(engine)
     if worker.is_assembled:
-        # Each request that came has ended for its timeline too.
+        # Each request has also ended in the timelines.
         assert "in_flight=0" in repr(worker._links.requests.timelines)
 
 
 class Served(NamedTuple):
-    """A client that has heard that the one worker of its fleet serves."""
+    """A client which knows that the only worker of its fleet serves."""
 
     rb: rollbus.Client
     worker: Worker
@@ -56,7 +58,7 @@ class Served(NamedTuple):
 
 
 StartServed = Callable[..., contextlib.AbstractAsyncContextManager[Served]]
-"""Takes what `served` takes behind the fleet."""
+"""Has the parameters of `served` after the fleet."""
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +70,7 @@ async def served(
     options: Mapping[str, Any] | None = None,
     **fields: object,
 ) -> AsyncIterator[Served]:
-    """Run a worker, and a client with these options; `fields` are of the worker's configuration."""
+    """Run a worker and a client with these options; `fields` are fields of the worker's configuration."""
     async with (
         synthetic_worker(nats_url, fleet, config=config, **fields) as (worker, engine),  # type: ignore[arg-type]
         rollbus.connect(nats_url, fleet=fleet, **(options or {})) as rb,
@@ -78,18 +80,18 @@ async def served(
 
 
 def is_idle(engine: SyntheticEngine) -> bool:
-    """The engine holds no request."""
+    """Return True if the engine has no request."""
     return "running=0 waiting=0" in repr(engine)
 
 
 async def until_idle(engine: SyntheticEngine, rb: rollbus.Client) -> None:
-    """Wait until the engine holds no request; each answer of its worker comes after one more of its steps."""
+    """Wait until the engine has no request; each probe request takes at least one step of the engine."""
     while not is_idle(engine):
         await rb.complete(GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1)))
 
 
 def check_generation(generation: Generation, request: GenerateRequest, *, routing: bool = True) -> None:
-    """The row rule and the lengths of all arrays (I2, I3)."""
+    """Assert that all arrays have the right length and the rows obey the row rule (I2, I3)."""
     num_tokens = len(generation.token_ids)
     assert generation.error is None
     assert len(generation.weight_versions) == num_tokens

@@ -1,4 +1,4 @@
-"""What a client is told of its fleet, and the waiting for it."""
+"""Waits for fleet states that a client sees."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ __all__ = ["all_serve", "until_known", "until_state", "until_worker", "worker_of
 
 
 async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]) -> FleetState:
-    """The first state of the fleet that is as wanted; the test's own time limit ends the wait."""
+    """Return the first fleet state that meets the condition; the test's own time limit ends the wait."""
     while True:
         state = await rb.fleet.state()
         if is_met(state):
@@ -22,9 +22,9 @@ async def until_state(rb: rollbus.Client, is_met: Callable[[FleetState], object]
 async def until_worker(
     rb: rollbus.Client, name: str, is_met: WorkerState | Callable[[WorkerPresence], object]
 ) -> WorkerPresence:
-    """What a worker says of itself once it is there and in this state, or `is_met` holds of it.
+    """Return the presence of a worker that has this state or meets the condition.
 
-    One that was killed or stopped without a word is there as it was last, for as long as its lease.
+    A worker that was killed or disconnected keeps its last presence until its lease expires.
     """
 
     def is_as_wanted(worker: WorkerPresence) -> object:
@@ -35,18 +35,18 @@ async def until_worker(
 
 
 def worker_of(state: FleetState, name: str) -> WorkerPresence:
-    """What one worker says of itself."""
+    """Return the presence of one worker."""
     [worker] = [worker for worker in state.workers if worker.worker == name]
     return worker
 
 
 def all_serve(state: FleetState) -> bool:
-    """No worker is there that does not serve."""
+    """Return True if all known workers serve."""
     return all(worker.state is WorkerState.SERVING for worker in state.workers)
 
 
 async def until_known(rb: rollbus.Client, *workers: Worker) -> None:
-    """Wait until the client has heard that all of these serve, each in its present incarnation."""
+    """Wait until the client knows that all these workers serve in their current incarnations."""
 
     def are_known() -> bool:
         heard = {(one.worker, one.incarnation) for one in rb.fleet.workers if one.state is WorkerState.SERVING}

@@ -1,4 +1,4 @@
-"""An engine that does each thing only when it is let, and the worker around it."""
+"""An engine that waits at gates until the test opens them, and a worker with this engine."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ __all__ = ["GatedEngine", "running"]
 
 
 class GatedEngine(SyntheticEngine):
-    """Starts, steps, takes on and closes only while the gate of that name is open; tells when it waits there."""
+    """Waits at a gate before it starts, steps, adds a request or closes; `reached` shows which gate it waits at."""
 
     def __init__(self, *closed: str, config: SyntheticConfig | None = None) -> None:
         super().__init__(config)
@@ -30,23 +30,23 @@ class GatedEngine(SyntheticEngine):
         await self.gates[name].wait()
 
     async def start(self) -> None:
-        """Wait, then start."""
+        """Wait at the gate, then start."""
         await self._pass("start")
         await super().start()
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep | TokenBatch]]:
-        """Wait, then go on as ever."""
+        """Wait at the gate, then yield all steps."""
         await self._pass("steps")
         async for steps in super().steps():
             yield steps
 
     async def add(self, key: str, request: GenerateRequest, kv: KvTransfer | None = None) -> None:
-        """Wait, then take on."""
+        """Wait at the gate, then add the request."""
         await self._pass("add")
         await super().add(key, request, kv)
 
     async def close(self) -> None:
-        """Wait, then close."""
+        """Wait at the gate, then close."""
         await self._pass("close")
         await super().close()
 
@@ -55,7 +55,7 @@ class GatedEngine(SyntheticEngine):
 async def running(
     nats_url: str, fleet: str, engine: SyntheticEngine, **fields: object
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """Run a worker `w` on `engine`; it is cancelled when the block ends and it has not."""
+    """Run a worker `w` on `engine`; cancel it at the end of the block if it still runs."""
     fields = {"worker_id": "w", "model": "synthetic", "lease_s": UNHURRIED_LEASE_S, "listen_s": 0.0, **fields}
     worker = Worker(WorkerConfig(nats_url=nats_url, fleet=fleet, **fields), engine)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
