@@ -1,4 +1,4 @@
-"""What a child request calls for at each event: its attempts, the workers that have it, and its end."""
+"""The instructions of a child request at each event: its attempts, its workers and its end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ REFUSALS = (ErrorCode.QUEUE_FULL, ErrorCode.WEIGHTS_TOO_OLD, *SPOKEN_OF_REQUEST)
 
 
 def machine(*, keep: bool = True, attempt: int = 0, session_id: str | None = None) -> AttemptMachine:
-    """A request for `NUM_TOKENS` tokens that was just submitted."""
+    """Return a request for `NUM_TOKENS` tokens that was just submitted."""
     request = GenerateRequest(
         request_id="r",
         prompt_token_ids=list(range(PROMPT_LEN)),
@@ -37,22 +37,22 @@ def machine(*, keep: bool = True, attempt: int = 0, session_id: str | None = Non
 
 
 def failure(code: ErrorCode = ErrorCode.WORKER_LOST) -> RequestError:
-    """An error of the request."""
+    """Return an error of the request."""
     return request_error(code, "for a reason", request_id="r")
 
 
 def possible(*, direct_to: str | None = None, prefill: int | None = None, served: bool = True) -> on.PublishingPossible:
-    """The client can publish."""
+    """Return the event that the client can publish."""
     return on.PublishingPossible(10_000, served, direct_to=direct_to, num_prefill_workers=prefill)
 
 
 def kinds(instructions: Sequence[on.Instruction]) -> list[type[on.Instruction]]:
-    """What is to be done, without the details."""
+    """Return the types of the instructions."""
     return [type(instruction) for instruction in instructions]
 
 
 def published(*, keep: bool = True) -> AttemptMachine:
-    """A request that the queue holds."""
+    """Return a request that the queue stores."""
     found = machine(keep=keep)
     assert kinds(found.handle(possible(), 1.0)) == [on.Publish]
     assert found.handle(on.Stored(0), 2.0) == ()
@@ -60,7 +60,7 @@ def published(*, keep: bool = True) -> AttemptMachine:
 
 
 def running(*, worker: str = "w0") -> AttemptMachine:
-    """A request that a worker runs."""
+    """Return a request that a worker runs."""
     found = published()
     assert found.handle(on.Offered(worker, "one"), 3.0) == (on.RecordAdmission(2.0),)
     return found
@@ -68,20 +68,20 @@ def running(*, worker: str = "w0") -> AttemptMachine:
 
 @dataclass
 class Job:
-    """A worker's copy of one attempt or phase; it makes tokens that name their positions."""
+    """A worker's copy of one attempt or phase, whose token ids are their positions."""
 
     worker: str
     key: RequestKey
     request: GenerateRequest
     is_prefill: bool
     wire: list[Chunk | None] = field(default_factory=list)
-    """On its way to the client, in order, as a link has it; None is the offer."""
+    """Chunks on their way to the client, in the order of the link. None stands for the offer."""
     num_chunks: int = 0
     num_tokens: int = 0
     is_over: bool = False
 
     def chunk(self, num_tokens: int, error: ChunkError | None = None) -> None:
-        """Send more tokens, or an error."""
+        """Send more tokens or an error."""
         left = (self.request.sampling.max_tokens or 0) - self.num_tokens
         first, count = self.request.prompt_len + self.num_tokens, 0 if error else min(num_tokens, left)
         self.num_tokens += count
@@ -108,7 +108,7 @@ class Job:
 
 @pytest.mark.proves("P52")
 def test_a_request_whose_workers_are_lost_has_a_bounded_number_of_attempts() -> None:
-    """The sixteenth loss is the last: the request fails with the error of that loss."""
+    """After the sixteenth lost worker, the request fails with the error of that loss."""
     request = running()
     for number in range(1, MAX_ATTEMPTS):
         instructions = request.handle(on.Lost(failure(), is_over=True), float(number))
@@ -124,7 +124,7 @@ def test_a_request_whose_workers_are_lost_has_a_bounded_number_of_attempts() -> 
 
 
 def test_a_worker_that_lost_it_is_told_to_stop_unless_it_said_so_itself() -> None:
-    """A lease that ran out may be that of a worker that is only slow."""
+    """If the lease of a worker expires, the client aborts the attempt there, because the worker may only be slow."""
     request = running()
     key = request.key
 
@@ -135,7 +135,10 @@ def test_a_worker_that_lost_it_is_told_to_stop_unless_it_said_so_itself() -> Non
 
 
 def test_a_first_request_is_published_though_no_worker_serves() -> None:
-    """The queue's answer says whether there are workers; a later attempt waits for one."""
+    """The first attempt is published without a present worker, and the queue reports missing workers.
+
+    Later attempts wait for a worker.
+    """
     request = machine()
     assert kinds(request.handle(possible(served=False), 1.0)) == [on.Publish]
     request.handle(on.Lost(failure()), 2.0)
@@ -145,7 +148,10 @@ def test_a_first_request_is_published_though_no_worker_serves() -> None:
 
 
 def test_a_queue_that_is_missing_is_asked_again() -> None:
-    """Where workers are, one of them creates the queue; the same message is published under another number."""
+    """If the queue is missing although workers exist, the client publishes again under the next number.
+
+    It does so because a worker creates the queue.
+    """
     request = machine()
     request.handle(possible(), 1.0)
     missing = on.NotStored(0, failure(ErrorCode.NO_WORKERS), is_served=True)
@@ -157,7 +163,10 @@ def test_a_queue_that_is_missing_is_asked_again() -> None:
 
 
 def test_a_message_that_is_too_large_goes_without_its_kv() -> None:
-    """A decode worker can compute the prompt itself; a message that has no KV to leave out fails the request."""
+    """An oversized message is published without its KV transfer parameters.
+
+    A decode worker can compute the prompt itself. An oversized message without them fails the request.
+    """
     request = machine()
     assert kinds(request.handle(possible(prefill=1), 1.0)) == [on.JoinPrefillQueue]
     request.handle(on.PrefillDecided("p", "connector"), 1.0)
@@ -175,7 +184,10 @@ def test_a_message_that_is_too_large_goes_without_its_kv() -> None:
 
 
 def test_two_workers_with_unreadable_frames_end_the_request() -> None:
-    """Of the first the worker is suspected, of the second the request."""
+    """After unreadable frames of one worker, another worker gets the request.
+
+    After unreadable frames of a second worker, the request fails.
+    """
     request = running()
     error = RequestFailed(code=ErrorCode.PROTOCOL_ERROR, message="bad", request_id="r")
     request.handle(on.Lost(error, unreadable_at="w0"), 4.0)
@@ -187,7 +199,7 @@ def test_two_workers_with_unreadable_frames_end_the_request() -> None:
 
 
 def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
-    """What the queue, or the connection, says late of a number that was withdrawn does not move the next one."""
+    """A late answer of the queue or the connection to an earlier attempt does not change the current attempt."""
     request = machine()
     request.handle(possible(), 1.0)
     request.handle(on.Lost(failure()), 2.0)
@@ -201,7 +213,10 @@ def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
 
 @pytest.mark.proves("P51")
 def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
-    """The first one keeps it; one of the same name would hear the abort, too, so that it is not sent to that."""
+    """The first worker that offers an attempt keeps it, and a second worker gets an abort.
+
+    A second incarnation of the first worker gets none, because the abort would reach both.
+    """
     request = running()
 
     assert request.handle(on.Offered("w1", "one"), 4.0) == (on.AbortAttempt("w1", request.key),)
@@ -210,7 +225,10 @@ def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
 
 
 def test_a_request_that_has_ended_refuses_offers_and_does_no_more() -> None:
-    """Also of the worker that had it: an offer is older than the end, or of an engine that runs for no client."""
+    """An ended request answers each offer with an abort, also an offer of its former worker.
+
+    It ignores all other events.
+    """
     request = running()
     key = request.key
     assert request.handle(on.Stopped(), 4.0) == (on.Retract(), on.AbortAttempt("w0", key))

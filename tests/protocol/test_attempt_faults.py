@@ -1,4 +1,4 @@
-"""A child request against lost, doubled and reordered events: it ends once, with each token once, whatever happens."""
+"""A child request under lost, duplicated and reordered events: it ends once, and it has each token once."""
 
 import math
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ from tests.protocol.test_attempt import (
 
 
 class Attempts(RuleBasedStateMachine):
-    """One request, three workers that make no difference between lives and deaths, and a queue that forgets."""
+    """One request, three workers, and a queue that may lose or repeat messages."""
 
     @initialize(keep=st.booleans(), attempt=st.sampled_from([0, 3]))
     def submit(self, keep: bool, attempt: int) -> None:
-        """The call is opened."""
+        """Open the call."""
         self.request = machine(keep=keep, attempt=attempt, session_id="s")
         self.now = 0.0
         self.queue: list[tuple[RequestKey, GenerateRequest]] = []
@@ -51,10 +51,10 @@ class Attempts(RuleBasedStateMachine):
         self.seen_events: list[on.Event] = []
         self.num_published: dict[int, int] = {}
 
-    # What surrounds the machine.
+    # Helpers: the environment of the machine.
 
     def send(self, event: on.Event) -> Sequence[on.Instruction]:
-        """Let the machine handle an event, and do what it says."""
+        """Let the machine handle an event, and execute its instructions."""
         instructions = self.request.handle(event, self.now)
         self.seen_events.append(event)
         self.execute(instructions)
@@ -98,7 +98,7 @@ class Attempts(RuleBasedStateMachine):
             self.delivered += tokens
 
     def receive(self, job: Job, chunk: Chunk | None) -> None:
-        """Do what a client does with an offer or a chunk."""
+        """Handle an offer or a chunk as a client does."""
         request, life = self.request, (job.worker, "one")
         is_current = request.is_open and request.stream.attempt == job.key.attempt
         is_refusal = chunk is not None and chunk.error is not None and request.worker is None
@@ -116,30 +116,30 @@ class Attempts(RuleBasedStateMachine):
             self.deliver(delivered)
             self.execute(instructions)
 
-    # What happens.
+    # Rules: the events.
 
     @rule(direct=st.sampled_from([None, "w0"]), prefill=st.sampled_from([None, 0, 2]), served=st.booleans())
     def can_publish(self, direct: str | None, prefill: int | None, served: bool) -> None:
-        """The client looks at the line of requests that are to be published."""
+        """Let the client check its waiting requests."""
         self.send(possible(direct_to=direct, prefill=prefill, served=served))
 
     @precondition(lambda self: self.request.state is RequestState.AWAITING_PREFILL)
     @rule(worker=st.sampled_from([None, "w1", "w2"]))
     def decide(self, worker: str | None) -> None:
-        """A prefill worker has room, or none will have in time."""
+        """Report that a prefill worker has room, or that none has room in time."""
         self.send(on.PrefillDecided(worker, None if worker is None else "connector"))
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data(), is_lost=st.booleans())
     def answer(self, data: st.DataObject, is_lost: bool) -> None:
-        """The queue's confirmations arrive in any order, or not."""
+        """Deliver a confirmation of the queue in any order, or lose it."""
         answer = self.answers.pop(data.draw(st.integers(0, len(self.answers) - 1)))
         if not is_lost:
             self.send(answer)
 
     @rule(data=st.data())
     def answer_badly(self, data: st.DataObject) -> None:
-        """The queue refuses an attempt, or the connection did not take it: this one, or one of before."""
+        """Report that the queue rejected the current or an earlier attempt, or that its publication failed."""
         attempt = data.draw(st.integers(0, self.request.stream.attempt))
         code = data.draw(st.sampled_from([ErrorCode.NO_WORKERS, ErrorCode.QUEUE_FULL, None]))
         before = self.request.state
@@ -151,7 +151,7 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: self.queue)
     @rule(data=st.data(), worker=st.sampled_from(WORKERS), is_kept=st.booleans())
     def pull(self, data: st.DataObject, worker: str, is_kept: bool) -> None:
-        """A worker pulls any message, which the queue may hand to another one later, too."""
+        """Let a worker pull any message. The queue may deliver it again later."""
         index = data.draw(st.integers(0, len(self.queue) - 1))
         key, request = self.queue[index] if is_kept else self.queue.pop(index)
         self.jobs.append(Job(worker, key, request, is_prefill=False, wire=[None]))
@@ -159,7 +159,7 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: self.handed)
     @rule(data=st.data(), fate=st.sampled_from(["lost", "taken", *REFUSALS]))
     def be_handed(self, data: st.DataObject, fate: str) -> None:
-        """A worker takes what it was handed, refuses it, or never hears of it."""
+        """Let a worker accept a direct request, reject it, or never receive it."""
         worker = data.draw(st.sampled_from(sorted(self.handed)))
         key, request, is_prefill = self.handed.pop(worker)
         if fate != "lost":
@@ -171,14 +171,14 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: any(not job.is_over for job in self.jobs))
     @rule(data=st.data(), num_tokens=st.integers(1, 3), code=st.sampled_from([None] * 6 + [*SPOKEN_OF_WORKER]))
     def make(self, data: st.DataObject, num_tokens: int, code: ErrorCode | None) -> None:
-        """A worker makes tokens, or ends its copy."""
+        """Let a worker generate tokens, or end its copy with an error."""
         job = data.draw(st.sampled_from([job for job in self.jobs if not job.is_over]))
         job.chunk(num_tokens, None if code is None else ChunkError(code, "ended"))
 
     @precondition(lambda self: any(job.wire for job in self.jobs))
     @rule(data=st.data(), is_doubled=st.booleans())
     def carry(self, data: st.DataObject, is_doubled: bool) -> None:
-        """Something of any worker arrives; offers may come twice."""
+        """Deliver the next offer or chunk of any worker. An offer may be delivered twice."""
         job = data.draw(st.sampled_from([job for job in self.jobs if job.wire]))
         chunk = job.wire.pop(0)
         self.receive(job, chunk)
@@ -187,7 +187,7 @@ class Attempts(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), is_suspect=st.booleans(), unreadable=st.booleans())
     def lose(self, worker: str, is_suspect: bool, unreadable: bool) -> None:
-        """A worker is gone, or its link; what it had sent is lost, and more may come of it later."""
+        """Lose a worker or its link with all messages on their way."""
         for job in self.jobs:
             if job.worker == worker:
                 job.wire.clear()
@@ -200,18 +200,18 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: self.request.state is RequestState.QUEUED)
     @rule()
     def lose_in_queue(self) -> None:
-        """The queue was deleted, and the client finds out."""
+        """Report that the queue was deleted."""
         self.queue.clear()
         self.send(on.Lost(failure()))
 
     @rule()
     def release(self) -> None:
-        """Other suspects have been tried."""
+        """Report that the other suspects have been tried."""
         self.send(on.SuspectReleased())
 
     @rule(step=st.sampled_from([0.0, 0.3, HAND_OVER_S]))
     def pass_time(self, step: float) -> None:
-        """Time passes; the alarm may ring too early, and for what is over."""
+        """Advance the time. An alarm may fire too early, and also for ended requests."""
         self.now += step
         due = [time for time in self.wakes if time <= self.now]
         self.wakes = [time for time in self.wakes if time > self.now]
@@ -221,7 +221,7 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: len(self.seen_events) > 8)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """An answer of long ago comes again."""
+        """Deliver an answer to an earlier attempt again."""
         old = [event for event in self.seen_events if isinstance(event, on.Stored | on.NotStored)]
         if old and (event := data.draw(st.sampled_from(old))).attempt < self.request.stream.attempt:
             before = self.request.state
@@ -231,25 +231,25 @@ class Attempts(RuleBasedStateMachine):
     @precondition(lambda self: len(self.seen_events) > 20)
     @rule(is_abort=st.booleans())
     def leave(self, is_abort: bool) -> None:
-        """The caller leaves, or wants the request to end."""
+        """Let the caller leave, or abort the request."""
         was_open = self.request.is_open
         self.send(on.Aborted() if is_abort else on.Stopped())
         self.has_left |= was_open
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
     def it_ends_once(self) -> None:
-        """A request has ended exactly if that was said, once."""
+        """Assert that the request has ended exactly if it reported its end once."""
         assert self.num_ends + self.has_left == (not self.request.is_open)
         if self.num_ends and self.error is None:
             assert len(self.delivered) == NUM_TOKENS
-        # Links keep each worker's chunks in order, so that no chunk contradicts another.
+        # Links preserve the order of each worker's chunks, so no chunk contradicts another.
         assert self.error is None or self.error.code is not ErrorCode.PROTOCOL_ERROR
 
     @invariant()
     def it_waits_for_no_more_than_a_time(self) -> None:
-        """Each open state ends by itself."""
+        """Assert that each open state has a deadline."""
         request = self.request
         if not request.is_open:
             return
@@ -262,7 +262,10 @@ class Attempts(RuleBasedStateMachine):
 
     @invariant()
     def one_worker_has_it(self) -> None:
-        """A worker is known exactly while one runs it, and each attempt was published once at most."""
+        """Assert that the worker is known exactly while it runs the request.
+
+        Assert that each attempt is published at most once.
+        """
         is_at_worker = self.request.state in (RequestState.RUNNING, RequestState.PREFILLING)
         assert not self.request.is_open or (self.request.worker is not None) == is_at_worker
         assert (self.request.handed_to is not None) == (self.request.state in HANDED_TO_ONE)
@@ -270,7 +273,7 @@ class Attempts(RuleBasedStateMachine):
         assert self.request.stream.num_attempts <= MAX_ATTEMPTS
 
     def teardown(self) -> None:
-        """Where all goes well from here on, the request ends well."""
+        """Assert that the request finishes if no further fault happens."""
         if not hasattr(self, "request"):
             return
         for _ in range(10):
@@ -280,7 +283,7 @@ class Attempts(RuleBasedStateMachine):
         raise AssertionError(f"{self.request} has not ended")
 
     def settle(self) -> None:
-        """Give the request to a worker that serves it to its end."""
+        """Give the request to a worker that serves it until it ends."""
         self.send(on.SuspectReleased())
         self.now += PREFILL_WAIT_S
         self.send(on.TimePassed())

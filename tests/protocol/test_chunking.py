@@ -1,4 +1,4 @@
-"""What engine steps become: chunks that fit, merged where they wait, never ahead of their tokens with rows."""
+"""How engine steps become chunks: chunks fit, buffered steps merge, and no chunk has rows ahead of its tokens."""
 
 import numpy as np
 import pytest
@@ -18,22 +18,25 @@ from tests.support.scenarios import Scenario, assert_complete, drain, make_scena
 
 STOPPED = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
 WIDE = RoutedExpertsInfo(num_layers=10, top_k=10, num_experts=256, dtype="u1")
-"""100 bytes a row."""
+"""A model with 100 bytes per row."""
 
 
 def num_rows(chunk: Chunk) -> int:
-    """Rows in a chunk."""
+    """Return the number of rows in a chunk."""
     return 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
 
 
 def nothing(reason: FinishReason | None = None, error: str | None = None) -> RequestStep:
-    """A step without tokens."""
+    """Return a step without tokens."""
     return RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=reason, error=error)
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
 def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int, gather: int) -> None:
-    """The arrays of a chunk take at most `segment_bytes`, unless one token or row is larger; the estimate bounds it."""
+    """The arrays of a chunk take at most `segment_bytes`, unless a single token or row is larger.
+
+    The size estimate bounds the encoded chunk.
+    """
     for chunk in scenario.chunks(segment_bytes, gather):
         size = chunk_bytes(chunk)
         parts = max(chunk.num_tokens, num_rows(chunk), 0 if chunk.prompt_logprobs is None else 1)
@@ -43,7 +46,7 @@ def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
 def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int, gather: int) -> None:
-    """Behind any chunk with tokens there are no more rows than belong to the tokens so far, and no mixed versions."""
+    """After a chunk with tokens, the sent rows belong to the sent tokens. No chunk mixes weight versions."""
     tokens = rows = 0
     lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
     for chunk in scenario.chunks(segment_bytes, gather):
@@ -52,13 +55,16 @@ def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int,
         assert set(versions[tokens : tokens + chunk.num_tokens]) <= {chunk.weight_version}
         tokens += chunk.num_tokens
         rows += num_rows(chunk)
-        # Without tokens of its own, a chunk may go ahead of the next one.
+        # A chunk without tokens may contain rows of the next token.
         assert rows <= lp - start + tokens - (chunk.num_tokens > 0)
 
 
 @given(scenarios(), st.integers(1, 200), st.data())
 def test_the_next_size_is_known(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
-    """`next_bytes` bounds the next chunk, is 0 exactly when there is none, and a smaller limit gets nothing."""
+    """`next_bytes` is the size bound of the next chunk and 0 exactly if there is none.
+
+    A smaller limit returns no chunk.
+    """
     writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
         writer.add_step(step, version)
@@ -77,7 +83,7 @@ def test_the_next_size_is_known(scenario: Scenario, segment_bytes: int, data: st
 
 @given(scenarios(), st.integers(1, 200), st.data())
 def test_a_failure_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
-    """At any point a failure's terminal chunk comes next and its totals are those of what has left."""
+    """At any point, the chunk after a failure is terminal, and its totals are those of the sent chunks."""
     writer = scenario.writer(segment_bytes)
     assembly = ChunkVerifier(scenario.request)
     fails_after = data.draw(st.integers(0, len(scenario.steps)))
@@ -101,7 +107,7 @@ def test_a_failure_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, 
 
 @given(scenarios(), st.integers(1, 200), st.integers(0, 20))
 def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, leave: int) -> None:
-    """A request that is stopped ends with the next chunk as aborted, and its totals are those of what has left."""
+    """The chunk after an abort is terminal, and its totals are those of the sent chunks."""
     writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
         writer.add_step(step, version)
@@ -122,7 +128,7 @@ def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, lea
 
 @pytest.mark.proves("P16")
 def test_what_waits_is_merged() -> None:
-    """Steps of one weight version that wait for credit leave as one chunk; the next version begins another."""
+    """Steps of one weight version that wait for credit leave as one chunk. The next version starts another chunk."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)
     writer = scenario.writer()
     for step, version in zip(scenario.steps, [1, 1, 1, 2, 2], strict=True):
@@ -136,7 +142,10 @@ def test_what_waits_is_merged() -> None:
 
 @given(scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
 def test_every_token_knows_its_adapter(scenario: Scenario, segment_bytes: int, gather: int) -> None:
-    """However steps are merged and cut, no chunk mixes versions of the adapter, and the result has each token's."""
+    """No chunk mixes versions of an adapter, however steps are merged and split.
+
+    The result has the version of each token.
+    """
     chunks = scenario.chunks(segment_bytes, gather)
     at = 0
     for chunk in chunks:
@@ -149,7 +158,7 @@ def test_every_token_knows_its_adapter(scenario: Scenario, segment_bytes: int, g
 
 
 def test_a_swapped_adapter_begins_another_chunk() -> None:
-    """Tokens of one weight version that wait leave apart where the adapter changed between them, or came or went."""
+    """Buffered tokens leave as separate chunks if the adapter changed, appeared or disappeared between them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 3, 4], routing=WIDE)
     writer = scenario.writer()
     for step, lora_version in zip(scenario.steps, [4, 5, 5, None], strict=True):
@@ -159,7 +168,7 @@ def test_a_swapped_adapter_begins_another_chunk() -> None:
 
 
 def test_the_end_bears_the_adapter_of_the_last_step() -> None:
-    """A request with an adapter that is cut short still says which it had."""
+    """The terminal chunk of an aborted request has the adapter version of its last step."""
     scenario = simple()
     writer = scenario.writer()
     writer.add_step(scenario.steps[0], 1, 6)
@@ -168,7 +177,7 @@ def test_the_end_bears_the_adapter_of_the_last_step() -> None:
 
 
 def test_the_first_chunk_bears_the_trace() -> None:
-    """Whether it has tokens or only the end, and no chunk after it; its size is known with that."""
+    """Only the first chunk carries the traceparent, whether it has tokens or only the end. Its size includes it."""
     for is_ended in (False, True):
         writer = ChunkWriter(
             RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=1000, traceparent="t" * 55
@@ -184,7 +193,7 @@ def test_the_first_chunk_bears_the_trace() -> None:
 
 
 def test_a_prompts_rows_go_ahead_in_parts() -> None:
-    """Rows of a long prompt leave in parts before the first token, and the token brings what is left of them."""
+    """Rows of a long prompt leave in several chunks before the first token. The chunk of that token has the rest."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)
     chunks = scenario.chunks(segment_bytes=1000)
 
@@ -193,7 +202,7 @@ def test_a_prompts_rows_go_ahead_in_parts() -> None:
 
 
 def test_merged_tokens_keep_their_rows() -> None:
-    """A backlog larger than a part is cut so that each part has tokens and the rows due for them."""
+    """A backlog above the chunk size is split into chunks with tokens and the rows of these tokens."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 31), routing=WIDE)
     writer = scenario.writer(segment_bytes=1080)
     for step in scenario.steps:
@@ -203,7 +212,10 @@ def test_merged_tokens_keep_their_rows() -> None:
 
 
 def test_rows_that_come_last_follow_the_tokens() -> None:
-    """An engine that hands over all rows at the end: the tokens did not wait for them, and the end does."""
+    """If an engine returns all rows at the end, the tokens leave before them.
+
+    The terminal chunk leaves after the rows.
+    """
     scenario = make_scenario(np.random.default_rng(0), prompt_len=20, cuts=[1, 2], routing=WIDE)
     first, last = scenario.steps
     rows = scenario.arrays["routed_experts"]
@@ -215,7 +227,7 @@ def test_rows_that_come_last_follow_the_tokens() -> None:
 
 
 def test_the_end_waits_for_rows_without_tokens() -> None:
-    """A last step that brings only rows, in several parts: the last of them is the terminal chunk."""
+    """If the last step has only rows, in several chunks, the last of these chunks is terminal."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=20, cuts=[2, 2], routing=WIDE)
     first, last = scenario.steps
     first.routed_experts, first.finish_reason = None, None
@@ -227,7 +239,7 @@ def test_the_end_waits_for_rows_without_tokens() -> None:
 
 
 def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
-    """Arrays are copied as they are taken: an engine may use their memory again while a client is slow."""
+    """The writer copies the arrays of a step, because an engine may reuse their memory while a client is slow."""
     scenario = simple()
     writer = scenario.writer()
     arrays = [np.array(array) for array in (scenario.arrays["token_ids"], scenario.arrays["routed_experts"])]
@@ -242,7 +254,7 @@ def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
 
 
 def test_engine_rows_that_skip_a_position_are_refused() -> None:
-    """Rows that do not continue the ones before are the engine's fault and are never sent."""
+    """Rows that do not continue the previous rows are an error of the engine and are never sent."""
     scenario = simple()
     scenario.steps[1].routed_experts_start += 1
     with pytest.raises(LocalProtocolError, match="rows from position 3, expected 2"):
@@ -250,7 +262,7 @@ def test_engine_rows_that_skip_a_position_are_refused() -> None:
 
 
 def test_engine_rows_of_positions_to_come_are_refused() -> None:
-    """No engine has computed more positions than prompt and tokens so far; such rows are never sent."""
+    """Rows of more positions than prompt and tokens are an error of the engine and are never sent."""
     scenario = simple()
     scenario.steps[0].routed_experts = np.zeros((4, 1, 1), np.uint8)
     with pytest.raises(LocalProtocolError, match="4 rows for at most 3 positions"):
@@ -258,7 +270,10 @@ def test_engine_rows_of_positions_to_come_are_refused() -> None:
 
 
 def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
-    """A finished request with fewer rows than the row rule says is the engine's fault and is never sent as finished."""
+    """A finished request with fewer rows than the row rule requires is an error of the engine.
+
+    It is never sent as finished.
+    """
     scenario = simple()
     scenario.steps[1].routed_experts = None
     with pytest.raises(LocalProtocolError, match="2 rows for 2 tokens"):
@@ -266,7 +281,7 @@ def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
 
 
 def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
-    """A request that the engine fails before it gave all rows ends with the engine's error, not with one about rows."""
+    """A request that the engine fails before all rows ends with the engine's error, not with an error about rows."""
     scenario = simple()
     writer = scenario.writer()
     scenario.steps[0].routed_experts = None
@@ -282,7 +297,7 @@ def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
 
 
 def test_an_abort_before_the_first_token_has_no_rows() -> None:
-    """Zero tokens are a valid result: their routing is an array of zero rows with the model's shape."""
+    """A result without tokens is valid. Its routed experts are an array of zero rows with the model's shape."""
     scenario = simple()
     writer, stream = scenario.writer(), scenario.stream()
     writer.add_step(nothing(FinishReason.ABORT), 1)
@@ -295,7 +310,10 @@ def test_an_abort_before_the_first_token_has_no_rows() -> None:
 
 
 def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
-    """`start` == Lp and one token: zero rows, and the applied start is echoed."""
+    """With `start` equal to the prompt length and one token, there are zero rows.
+
+    The terminal chunk repeats the applied start.
+    """
     scenario = make_scenario(np.random.default_rng(0), prompt_len=2, start=2, cuts=[1], routing=simple().routing)
     (chunk,) = scenario.chunks()
 
@@ -306,7 +324,7 @@ def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
 
 
 def test_a_step_without_anything_is_no_chunk() -> None:
-    """Nothing to tell takes no chunk number."""
+    """A step without content makes no chunk and uses no chunk number."""
     writer = simple().writer()
     writer.add_step(nothing(), 1)
 
@@ -315,7 +333,7 @@ def test_a_step_without_anything_is_no_chunk() -> None:
 
 
 def broken_steps() -> dict[str, RequestStep]:
-    """Second steps of `simple` that no engine should make, by what is wrong with them."""
+    """Return invalid second steps of `simple` by their fault."""
     good = simple().steps[1]
     top = make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[3], widths=(2, None)).steps[0].top_logprobs
     return {
@@ -331,7 +349,7 @@ def broken_steps() -> dict[str, RequestStep]:
 
 @pytest.mark.parametrize("name", broken_steps())
 def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
-    """A step that is refused leaves no trace: the error that follows is the next chunk, with true totals."""
+    """A rejected step has no effect: the next chunk is the error, with correct totals."""
     scenario = simple()
     writer = scenario.writer()
     assembly = ChunkVerifier(scenario.request)
@@ -349,7 +367,7 @@ def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
 
 
 def test_a_step_after_the_last_is_refused() -> None:
-    """An engine that goes on after it has ended a request is told so, also while the end waits for credit."""
+    """A step after the last step of a request raises an error, also while the terminal chunk waits for credit."""
     scenario = simple()
     writer = scenario.writer()
     for step in scenario.steps:
@@ -361,7 +379,7 @@ def test_a_step_after_the_last_is_refused() -> None:
 
 
 def test_a_request_without_routing_ignores_rows() -> None:
-    """Routing that was declined is not sent, whatever the engine hands over."""
+    """Without requested routed experts, no rows are sent, even if the engine returns some."""
     scenario = simple()
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1000)
     for step in scenario.steps:

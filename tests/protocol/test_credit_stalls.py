@@ -1,4 +1,4 @@
-"""How often a link runs out of credit: what an operator sees of a client that does not keep up."""
+"""The count of credit stalls of a link, by which an operator recognizes a slow client."""
 
 from rollbus.bus.protocol.link.link_sender import LinkSender
 from rollbus.schemas.limits import INITIAL_CREDIT_BYTES
@@ -8,14 +8,17 @@ from tests.support.scenarios import simple
 
 
 def begin(sender: LinkSender, key: RequestKey, num_kib: int) -> None:
-    """Take a request on that has so much to send."""
+    """Accept a request with this many KiB to send."""
     scenario = long_prompt(num_kib)
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     take_all(sender, key, scenario)
 
 
 def test_a_stall_lasts_until_there_is_credit() -> None:
-    """However much comes meanwhile, and however often a frame is asked for, it is one; the next one counts again."""
+    """A stall counts once until new credit arrives, however many tokens arrive and however often a frame is requested.
+
+    The next stall counts again.
+    """
     sender = make_sender()
     first, second, third = make_keys(3)
     begin(sender, first, 2 * INITIAL_CREDIT_BYTES // 1024)
@@ -35,7 +38,7 @@ def test_a_stall_lasts_until_there_is_credit() -> None:
 
 
 def test_what_needs_no_credit_is_no_stall() -> None:
-    """Credit that is used up holds up nothing by itself, nor offers and ends; it does what comes with tokens."""
+    """Used up credit is a stall only if tokens wait for it. Offers and terminal chunks need no credit."""
     sender = make_sender()
     first, second, third = make_keys(3)
     begin(sender, first, INITIAL_CREDIT_BYTES // 1024 - 1)

@@ -42,14 +42,14 @@ TWO = WeightSource(path="/ckpt/2")
 
 
 def recorded(*commands: AnyCommand, state: DesiredState = EMPTY) -> DesiredState:
-    """The state after these commands."""
+    """Return the state after these commands."""
     for command in commands:
         state, _ = record(state, command)
     return state
 
 
 def test_a_command_is_stored_as_it_was_recorded() -> None:
-    """The register holds the command with its epoch and model; the epoch counts the commands."""
+    """A register contains the command with its epoch and model. The epoch counts the commands."""
     state, epoch = record(EMPTY, Pause(id="p", mode="wait"))
     state, next_epoch = record(state, FlushCache(id="f"))
 
@@ -60,7 +60,7 @@ def test_a_command_is_stored_as_it_was_recorded() -> None:
 
 @pytest.mark.proves("P73")
 def test_a_command_that_comes_again_changes_nothing() -> None:
-    """Its id is known: the very same state, and the epoch of the first time; also when others came in between."""
+    """A command with a known id leaves the state unchanged and returns its first epoch, also after other commands."""
     state = recorded(Pause(id="p"), Resume(id="r"))
 
     assert record(state, Pause(id="p")) == (state, 1)
@@ -68,7 +68,7 @@ def test_a_command_that_comes_again_changes_nothing() -> None:
 
 
 def test_remembered_commands_are_bounded() -> None:
-    """The oldest ids are forgotten; such a command counts as new."""
+    """The state discards the oldest command ids, so a command with a discarded id counts as new."""
     state = recorded(*(Pause(id=f"p{i}") for i in range(limits.MAX_SEEN_COMMANDS + 1)))
 
     assert len(state.seen) == limits.MAX_SEEN_COMMANDS
@@ -77,14 +77,14 @@ def test_remembered_commands_are_bounded() -> None:
 
 
 def test_pause_resume_and_drain_share_a_register() -> None:
-    """The last of them counts, as does the last of sleep and wake."""
+    """The last of pause, resume and drain counts, and so does the last of sleep and wake."""
     state = recorded(Pause(), Drain(), Resume(), Sleep(), Wake())
 
     assert {name: r.command.command for name, r in state.registers.items()} == {"pause": "resume", "sleep": "wake"}
 
 
 def test_events_and_others_models_are_refused() -> None:
-    """What sets nothing cannot be recorded, nor what is for another model."""
+    """A command without a register and a command for another model cannot be recorded."""
     for command in (State(), Pause(model="n")):
         with pytest.raises(ControlError) as caught:
             record(EMPTY, command)
@@ -92,7 +92,10 @@ def test_events_and_others_models_are_refused() -> None:
 
 
 def test_a_command_for_some_workers_counts_for_them_alone() -> None:
-    """Of each register a worker takes the later of what was said to all and to it; others take what was said to all."""
+    """For each register, the later command counts: that for all workers or that for the worker.
+
+    Other workers only have the commands for all.
+    """
     state = recorded(Resume(), Pause(workers=("a", "b")), FlushCache())
 
     assert effective(state, "a")["pause"].command == replace(
@@ -103,7 +106,7 @@ def test_a_command_for_some_workers_counts_for_them_alone() -> None:
 
 
 def test_a_command_for_all_removes_those_for_single_workers() -> None:
-    """After it no worker differs in that register; their other registers stay."""
+    """A command for all workers removes commands for single workers in its register. Their other registers stay."""
     state = recorded(Pause(workers=("a", "b")), FlushCache(workers=("a",)), Resume())
 
     assert effective(state, "a")["pause"].command.command == "resume"
@@ -111,7 +114,10 @@ def test_a_command_for_all_removes_those_for_single_workers() -> None:
 
 
 def test_workers_with_commands_of_their_own_are_bounded() -> None:
-    """One worker too many is refused, with the way out; those that are there already may get more."""
+    """A command for one more worker than the limit is rejected, and the error names the way out.
+
+    Workers within the limit may get further commands.
+    """
     names = tuple(f"w{i}" for i in range(limits.MAX_WORKER_OVERRIDES))
     state = recorded(Pause(workers=names))
 
@@ -131,7 +137,7 @@ def test_workers_with_commands_of_their_own_are_bounded() -> None:
     ],
 )
 def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights | FinishWeightUpdate, message: str) -> None:
-    """A version does not go back, and does not name two sources, unless a rollback is allowed."""
+    """Without `allow_rollback`, a version cannot decrease and cannot have a second source."""
     state = recorded(UpdateWeights(version=2, source=TWO))
 
     with pytest.raises(ControlError, match=message) as caught:
@@ -141,14 +147,14 @@ def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights | Fin
 
 
 def test_the_same_weights_may_be_asked_for_again() -> None:
-    """The same version from the same source: workers that failed try again."""
+    """The same version from the same source may be recorded again, so that failed workers retry."""
     again = UpdateWeights(version=2, source=TWO)
 
     assert recorded(UpdateWeights(version=2, source=TWO), again).epoch == 2
 
 
 def test_one_workers_newer_weights_count_in_a_command_for_all() -> None:
-    """What would be a step back for a single worker is one."""
+    """A command for all workers with a version below that of a single worker is rejected as older."""
     state = recorded(UpdateWeights(version=5, source=TWO, workers=("a",)))
 
     with pytest.raises(ControlError, match="older than the recorded 5"):
@@ -157,7 +163,7 @@ def test_one_workers_newer_weights_count_in_a_command_for_all() -> None:
 
 
 def test_weights_by_transfer_are_another_source() -> None:
-    """A checkpoint does not take the version of weights that came by a transfer engine."""
+    """A checkpoint cannot have the version of weights that a transfer engine sent."""
     state = recorded(FinishWeightUpdate(version=3))
 
     assert target_version(state, "a") == 3
@@ -166,7 +172,7 @@ def test_weights_by_transfer_are_another_source() -> None:
 
 
 def test_the_target_is_that_of_the_worker() -> None:
-    """None where nothing was recorded; else the version of the weights that count for it."""
+    """A worker's target version is that of its weights in the state, or None without recorded weights."""
     assert target_version(None, "a") is None
     assert target_version(recorded(Pause()), "a") is None
     state = recorded(UpdateWeights(version=1, source=ONE), UpdateWeights(version=2, source=TWO, workers=("a",)))
@@ -174,7 +180,7 @@ def test_the_target_is_that_of_the_worker() -> None:
 
 
 def test_each_adapter_has_a_register() -> None:
-    """Loading and unloading one leaves the others; the next version is one more than any recorded."""
+    """Loading or unloading an adapter leaves the other adapters. The next version is one above the highest recorded."""
     state = recorded(
         LoadLora(name="x", source=ONE, version=4), LoadLora(name="y", source=TWO, workers=("a",)), UnloadLora(name="z")
     )
@@ -186,7 +192,7 @@ def test_each_adapter_has_a_register() -> None:
 
 
 def test_an_adapter_that_was_unloaded_gets_a_new_version() -> None:
-    """One that was counted up before does not come again, however often it is loaded and unloaded."""
+    """A version of an adapter is never assigned twice, however often the adapter is loaded and unloaded."""
     state, versions = EMPTY, []
     for _ in range(4):
         for _ in range(2):
@@ -198,7 +204,7 @@ def test_an_adapter_that_was_unloaded_gets_a_new_version() -> None:
 
 
 def test_adapters_are_bounded() -> None:
-    """One loaded adapter too many is refused; of unloaded ones the oldest are forgotten."""
+    """Loading one more adapter than the limit is rejected. Of unloaded adapters, the oldest are removed."""
     loads = [LoadLora(name=f"x{i}", source=ONE) for i in range(limits.MAX_LORAS)]
     state = recorded(*loads)
     with pytest.raises(ControlError, match=f"{limits.MAX_LORAS + 1} adapters"):
@@ -211,7 +217,10 @@ def test_adapters_are_bounded() -> None:
 
 
 def test_set_back_restores_what_was_before() -> None:
-    """The register is as before, or gone, in a new epoch, so that workers notice and the command counts as passed."""
+    """Undoing a command restores or removes its register in a new epoch.
+
+    Workers then notice the change and treat the command as superseded.
+    """
     before = recorded(UpdateWeights(version=1, source=ONE))
     after = recorded(UpdateWeights(version=2, source=TWO), state=before)
     back = set_back(after, before, "weights", 2)
@@ -225,7 +234,10 @@ def test_set_back_restores_what_was_before() -> None:
 
 
 def test_set_back_restores_commands_for_single_workers() -> None:
-    """Those that a command for all had removed come back; one for a single worker is undone for that worker."""
+    """Undoing a command for all workers restores the commands for single workers.
+
+    Undoing a command for one worker affects only that worker.
+    """
     before = recorded(Sleep(), Wake(workers=("a",)), Sleep(workers=("b",)))
     for command, undone in ((Sleep(id="s"), {"a", "b"}), (Sleep(id="s", workers=("a",)), {"a"})):
         after, epoch = record(before, command)
@@ -237,7 +249,7 @@ def test_set_back_restores_commands_for_single_workers() -> None:
 
 
 def test_set_back_leaves_what_came_later() -> None:
-    """A register that another command has set since, also for a single worker, is not touched."""
+    """Undoing a command leaves a register that a later command has set, also for a single worker."""
     before = recorded(Wake())
     after, epoch = record(before, Sleep(id="s"))
 
@@ -250,7 +262,10 @@ def test_set_back_leaves_what_came_later() -> None:
 
 
 def test_what_was_overtaken_may_come_back_and_what_was_undone_may_not() -> None:
-    """An undo of what came later puts it there again; nothing does that for what was itself undone, or never was."""
+    """A superseded command may return when the later command is undone.
+
+    An undone or cleared command, or one that was never recorded, may not return.
+    """
     one, two = (UpdateWeights(id=str(version), version=version, source=ONE) for version in (1, 2))
     first = recorded(one)
     second = recorded(two, state=first)
@@ -263,7 +278,7 @@ def test_what_was_overtaken_may_come_back_and_what_was_undone_may_not() -> None:
 
 
 def test_a_cleared_state_goes_on_counting() -> None:
-    """Nothing is desired any more, and later commands are later; what was seen stays seen."""
+    """Clearing removes all registers, increments the epoch and keeps the known command ids."""
     state = recorded(Pause(id="p"), Resume(workers=("a",)))
     empty = cleared(state)
 
@@ -288,7 +303,7 @@ COMMANDS = st.one_of(
 
 @given(st.lists(COMMANDS, max_size=12))
 def test_the_last_command_on_a_register_counts(commands: list[AnyCommand]) -> None:
-    """For each worker and register what is in effect is the last that concerned it; also after the wire."""
+    """For each worker and register, the last command that addresses the worker is in effect, also after encoding."""
     state = recorded(*commands)
     for worker in ("a", "b", "c"):
         last = {
@@ -302,7 +317,7 @@ def test_the_last_command_on_a_register_counts(commands: list[AnyCommand]) -> No
 
 @given(st.lists(COMMANDS, max_size=8), COMMANDS)
 def test_set_back_is_as_if_nothing_had_been(commands: list[AnyCommand], command: AnyCommand) -> None:
-    """After a command and its set-back each worker should do what it should have done without it."""
+    """After a command and its undo, each worker's commands are the same as before."""
     before = recorded(*commands)
     after, epoch = record(before, command)
     back = set_back(after, before, command.register or "", epoch)
@@ -316,7 +331,7 @@ def _meaning(state: DesiredState, worker: str) -> dict[str, str]:
 
 
 def test_a_state_of_the_largest_kind_can_be_stored() -> None:
-    """A command for as many single workers as there may be stays far below the largest value."""
+    """A state with the maximum number of commands for single workers stays far below the largest value."""
     names = tuple(f"worker-{i:04}-{'x' * 20}" for i in range(limits.MAX_WORKER_OVERRIDES))
     state = recorded(UpdateWeights(version=1, source=ONE, workers=names))
 
@@ -324,7 +339,7 @@ def test_a_state_of_the_largest_kind_can_be_stored() -> None:
 
 
 def test_adapters_that_anyone_should_have_are_wanted() -> None:
-    """Those of all workers, and those of single ones; not what was unloaded everywhere."""
+    """Desired adapters are those of all or of single workers, without adapters that are unloaded everywhere."""
     a, b, c = (LoadLora(name=name, source=ONE, version=1) for name in "abc")
     state = recorded(a, replace(b, workers=("w",)), c, UnloadLora(name="c"), UnloadLora(name="a", workers=("v",)))
 

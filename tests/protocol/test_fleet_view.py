@@ -1,4 +1,4 @@
-"""Which workers live, from their announcements and a clock."""
+"""Which workers are present, computed from presences and a clock."""
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ HERE = presence(worker="a", lease_s=5.0)
 
 @pytest.mark.proves("P64")
 def test_a_lease_has_a_margin() -> None:
-    """A worker is gone when its lease and the margin are over: by then it has fenced itself."""
+    """A worker is lost after its lease and the margin. By then it has fenced itself."""
     view = PresenceTable()
     view.update(HERE, 100.0)
 
@@ -26,7 +26,7 @@ def test_a_lease_has_a_margin() -> None:
 
 @pytest.mark.proves("P65")
 def test_leases_start_anew_when_nobody_could_be_heard() -> None:
-    """After an outage of one's own, every worker has a whole lease to speak again."""
+    """After an outage of the client, each worker has a whole lease to publish presence again."""
     view = PresenceTable()
     view.update(HERE, 100.0)
     view.restart_leases(200.0)
@@ -37,7 +37,7 @@ def test_leases_start_anew_when_nobody_could_be_heard() -> None:
 
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
 def test_a_worker_that_says_goodbye_is_gone(state: WorkerState) -> None:
-    """Its last word ends it, whatever its incarnation."""
+    """A final presence ends a worker, whatever its incarnation."""
     view = PresenceTable()
     view.update(HERE, 0.0)
     gone = view.update(replace(HERE, state=state, incarnation="2"), 1.0)
@@ -48,7 +48,7 @@ def test_a_worker_that_says_goodbye_is_gone(state: WorkerState) -> None:
 
 
 def test_a_new_incarnation_ends_the_old_one() -> None:
-    """The worker lives on; what its old life had is lost."""
+    """A new incarnation keeps the worker, and the requests of its earlier incarnation are lost."""
     view = PresenceTable()
     assert view.update(HERE, 0.0) is None
     assert view.update(HERE, 1.0) is None
@@ -60,7 +60,7 @@ def test_a_new_incarnation_ends_the_old_one() -> None:
 
 
 def test_a_fenced_worker_has_given_up_what_it_had() -> None:
-    """`fenced` ends the incarnation and keeps the worker, which does not serve until it comes back."""
+    """`fenced` ends the incarnation and keeps the worker, which does not serve until it is serving again."""
     view = PresenceTable()
     view.update(HERE, 0.0)
     gone = view.update(replace(HERE, state=WorkerState.FENCED), 1.0)
@@ -72,7 +72,7 @@ def test_a_fenced_worker_has_given_up_what_it_had() -> None:
 
 
 def test_an_engine_that_died_is_told_from_a_worker_that_went() -> None:
-    """A silent end, `failed` and a restart under the same name are deaths; a goodbye and a fence are not."""
+    """Silence, `failed` and a restart under the same name count as deaths. A stop and a fence do not."""
     later = replace(HERE, incarnation="2")
     cases = [
         (replace(HERE, state=WorkerState.FAILED), True),
@@ -94,7 +94,7 @@ def test_an_engine_that_died_is_told_from_a_worker_that_went() -> None:
 
 
 def test_a_restart_after_a_fence_is_no_second_death() -> None:
-    """A worker that has fenced itself had given up all requests, so its restart ends none of them."""
+    """The restart of a fenced worker is no death, because the worker had no requests after its fence."""
     view = PresenceTable()
     view.update(HERE, 0.0)
     view.update(replace(HERE, incarnation="2", state=WorkerState.FENCED), 1.0)
@@ -106,7 +106,7 @@ def test_a_restart_after_a_fence_is_no_second_death() -> None:
 
 @pytest.mark.parametrize(("uptime_s", "has_survived"), [(101.0, True), (90.0, False)])
 def test_a_process_that_is_older_than_its_silence_has_survived(uptime_s: float, has_survived: bool) -> None:
-    """A worker whose lease ran out and that began before it was last heard was not killed, only not heard."""
+    """A worker whose lease expired has survived if its process started before its last presence."""
     view = PresenceTable()
     view.update(HERE, 5.0)
     view.expire(100.0)
@@ -117,7 +117,7 @@ def test_a_process_that_is_older_than_its_silence_has_survived(uptime_s: float, 
 
 
 def test_requests_wait_for_a_worker_that_starts() -> None:
-    """A worker that starts is awaited for as long as it says, although it takes no requests yet."""
+    """Requests may wait for a starting worker as long as it announces, although it accepts no requests yet."""
     view = PresenceTable()
     starting = replace(HERE, state=WorkerState.STARTING, start_left_s=5.0)
     view.update(starting, 0.0)
@@ -133,7 +133,7 @@ def test_requests_wait_for_a_worker_that_starts() -> None:
 
 
 def test_a_snapshot_stays_the_same_until_something_matters() -> None:
-    """A heartbeat makes no new snapshot; a worker that comes, goes or changes its state does."""
+    """A heartbeat makes no new snapshot. A new, lost or changed worker does."""
     view = PresenceTable()
     empty = view.snapshot
     view.update(HERE, 0.0)
@@ -150,7 +150,10 @@ def test_a_snapshot_stays_the_same_until_something_matters() -> None:
 
 
 def test_a_model_is_found() -> None:
-    """The only model needs no name; of several one must be named; a wrong name hears the right ones."""
+    """A request needs a model name only if there are several models.
+
+    The error for a wrong name lists the valid names.
+    """
     view = PresenceTable()
     view.update(HERE, 0.0)
     assert view.snapshot.resolve_model(None) == view.snapshot.resolve_model("m") == "m"
@@ -163,7 +166,7 @@ def test_a_model_is_found() -> None:
 
 
 def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
-    """A worker that is there but does not serve is named in the error."""
+    """The error for a model without a serving worker names the workers and their states."""
     view = PresenceTable()
     view.update(replace(HERE, state=WorkerState.STARTING), 0.0)
     view.update(replace(HERE, worker="b", model="n"), 0.0)
@@ -174,7 +177,7 @@ def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
 
 @pytest.mark.parametrize("state", [WorkerState.PAUSED, WorkerState.UPDATING])
 def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -> None:
-    """Requests for its model may wait for it; it does not count as serving."""
+    """Requests may wait for a paused or updating worker, which does not count as serving."""
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
@@ -184,7 +187,7 @@ def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -
 
 @pytest.mark.parametrize("state", [s for s in WorkerState if s.value not in {"serving", "paused", "updating"}])
 def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
-    """A worker that is drained, asleep, outdated, poisoned or the like is nobody to wait for."""
+    """Requests do not wait for a worker that is draining, asleep, outdated, poisoned or in another such state."""
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
 
@@ -192,7 +195,7 @@ def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
 
 
 def test_the_newest_target_counts() -> None:
-    """The version that a model's workers should have is the newest that any of them has read."""
+    """The target version of a model is the newest that any of its workers announces."""
     view = PresenceTable()
     assert view.target_version("m") is None
     view.update(HERE, 0.0)
@@ -205,7 +208,7 @@ def test_the_newest_target_counts() -> None:
 
 
 def of_roles(**roles: str) -> PresenceTable:
-    """Serving workers by name, each with its role, and its connector behind a colon where that is not x."""
+    """Return a table of serving workers by name, each with "role" or "role:connector"; the default connector is x."""
     view = PresenceTable()
     for worker, given in roles.items():
         role, _, connector = given.partition(":")
@@ -215,7 +218,10 @@ def of_roles(**roles: str) -> PresenceTable:
 
 
 def test_prefill_workers_serve_no_model_by_themselves() -> None:
-    """A fleet of them alone serves nothing, and says why; beside others they do not count as serving."""
+    """A fleet of only prefill workers serves no model, and the error explains it.
+
+    Beside other workers, prefill workers do not count as serving.
+    """
     alone = of_roles(p="prefill")
     assert (alone.snapshot.served, alone.serving("m")) == ((), ())
     with pytest.raises(NoWorkers, match=r"\(p is serving prefill phases only\)"):
@@ -239,12 +245,15 @@ def test_prefill_workers_serve_no_model_by_themselves() -> None:
 def test_prefill_workers_are_those_whose_kv_can_be_read(
     roles: dict[str, str], prefillers: dict[str, tuple[str, ...]]
 ) -> None:
-    """Some serving decode worker has their connector; without any decode worker nobody is asked to prefill."""
+    """Prefill workers need a serving decode worker with the same connector.
+
+    Without a decode worker, no request is prefilled separately.
+    """
     assert of_roles(**roles).snapshot.prefillers == prefillers
 
 
 def test_a_paused_prefill_worker_gets_nothing() -> None:
-    """Nor does any while all decode workers are paused."""
+    """A paused prefill worker gets no request, and no prefill worker does while all decode workers are paused."""
     for worker, left in (("p", {"m": ()}), ("d", {})):
         view = of_roles(p="prefill", d="decode")
         paused = view.get(worker)
@@ -258,14 +267,14 @@ NEW = presence(worker="a", incarnation="2", uptime_s=3.0, lease_s=5.0)
 
 
 def test_of_two_workers_of_one_id_the_older_is_kept_to() -> None:
-    """Once both have spoken again, the view does not change any more, and neither is gone."""
+    """If two workers have one id, the table stops changing after both have announced again, and no worker is lost."""
     view = PresenceTable()
     gone = [view.update(worker, now) for now, worker in enumerate([OLD, NEW, OLD, NEW, OLD, NEW])]
     settled = view.snapshot
     for now in range(6, 20):
         view.update(NEW if now % 2 else OLD, now)
 
-    # What was taken for the death of the first is taken back.
+    # The first presence of the second worker looks like a death, which the table revokes.
     assert [type(one) for one in gone if one is not None] == [LostWorker, Survivor]
     assert view.snapshot is settled
     assert [worker.incarnation for worker in settled.workers] == ["1"]
@@ -276,7 +285,7 @@ def test_of_two_workers_of_one_id_the_older_is_kept_to() -> None:
 @pytest.mark.parametrize(("ends", "stays"), [(OLD, NEW), (NEW, OLD)])
 @pytest.mark.parametrize("how", ["stopped", "silent"])
 def test_when_one_of_them_ends_the_other_stays(ends: WorkerPresence, stays: WorkerPresence, how: str) -> None:
-    """The worker is not gone, only this life of it."""
+    """If one of two workers with one id ends, only its incarnation is lost."""
     view = PresenceTable()
     for worker in (OLD, NEW, OLD, NEW):
         view.update(worker, 0.0)
@@ -293,7 +302,10 @@ def test_when_one_of_them_ends_the_other_stays(ends: WorkerPresence, stays: Work
 
 
 def test_a_worker_that_starts_again_replaces_its_last_life() -> None:
-    """The old one says nothing more, or that it has stopped, which ends the new one not."""
+    """A restarted worker replaces its earlier incarnation.
+
+    A late `stopped` of the earlier incarnation does not end the new one.
+    """
     view = PresenceTable()
     view.update(OLD, 0.0)
     gone = view.update(NEW, 1.0)
@@ -305,7 +317,7 @@ def test_a_worker_that_starts_again_replaces_its_last_life() -> None:
 
 
 def test_more_workers_of_one_id_are_not_followed_without_end() -> None:
-    """Beyond a bound they are not seen."""
+    """The number of incarnations with one id is bounded, and further ones are ignored."""
     view = PresenceTable()
     for _ in range(3):
         for number in range(40):

@@ -1,4 +1,4 @@
-"""The followers that wait at a worker: who may wait, in which order they begin, and for how long they wait."""
+"""The followers that wait at a worker: which followers may wait, their order, and their maximum wait."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,12 +19,12 @@ NORMAL: tuple[Lane, ...] = ("normal",)
 
 
 def lead(made: FollowerBacklog[str], group: str) -> None:
-    """Have a request of client `c` lead a group from the queue, in which no others wait."""
+    """Let a request of client `c` lead a group from a queue without further requests."""
     made.add_queued("c", group, "normal", 0.0, num_waiting=0)
 
 
 def backlog(*groups: str) -> FollowerBacklog[str]:
-    """A backlog where the leaders of these groups had their turn."""
+    """Return a backlog in which the leaders of these groups had their turn."""
     made: FollowerBacklog[str] = FollowerBacklog()
     for group in groups:
         lead(made, group)
@@ -41,18 +41,21 @@ def admits(  # noqa: PLR0913
     now: float = 0.0,
     capacity: int = 1000,
 ) -> bool:
-    """One more follower may come."""
+    """Return True if the backlog accepts one more follower."""
     return made.admit(client, group, lane, waiting, now, capacity=capacity) is not None
 
 
 def popped(made: FollowerBacklog[str], waiting: tuple[Lane, ...] | None, now: float = 0.0) -> str | None:
-    """The follower that gets a slot which no placed request may have."""
+    """Return the follower that gets a slot reserved for requests of the queue."""
     begun = made.pop(waiting, 0, now)
     return None if begun is None else begun.key
 
 
 def test_nothing_follows_without_a_leader_that_had_its_turn() -> None:
-    """Else a client would pass the queue; another client's group of the same name is another group, as in lanes."""
+    """A follower needs a leader that had its turn, so that no client bypasses the queue.
+
+    A group belongs to one client and one lane.
+    """
     made = backlog("g")
     assert not admits(made, group="h")
     assert not admits(made, "d")
@@ -61,7 +64,7 @@ def test_nothing_follows_without_a_leader_that_had_its_turn() -> None:
 
 
 def test_a_leader_has_so_many_followers() -> None:
-    """The next ones need a leader that waits for its turn again."""
+    """The number of followers per leader is limited. More followers need a leader that has another turn."""
     made = backlog("g", "g")
     assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
     lead(made, "g")
@@ -69,21 +72,24 @@ def test_a_leader_has_so_many_followers() -> None:
 
 
 def test_a_full_backlog_takes_none() -> None:
-    """What is refused for want of room is not counted: it may come again."""
+    """A follower rejected by a full backlog does not count towards its leader's limit and may return."""
     made = backlog("g")
     assert not admits(made, capacity=0)
     assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
 
 
 def test_a_leader_has_followers_for_a_while() -> None:
-    """A client cannot save turns of the queue, and have the slots of all of them at once."""
+    """A leader's followers must arrive within a time limit, so that a client cannot save up turns."""
     made = backlog("g")
     assert admits(made, now=FOLLOW_S - 0.01)
     assert not admits(made, now=FOLLOW_S)
 
 
 def test_followers_of_placed_requests_come_only_while_no_request_waits_in_the_queue() -> None:
-    """Those that wait already begin in the turns of placed requests; followers of the queue's leaders need none."""
+    """Followers of placed requests are accepted only while no request waits in the queue.
+
+    Waiting ones use the turns of placed requests.
+    """
     made = backlog()
     made.add_placed("c", "g", "normal", 0.0)
     assert not admits(made, waiting=NORMAL)
@@ -98,14 +104,14 @@ def test_followers_of_placed_requests_come_only_while_no_request_waits_in_the_qu
 
 
 def test_leaders_are_forgotten_in_order() -> None:
-    """However many groups there are, so many are remembered."""
+    """The backlog remembers a limited number of groups and removes the oldest."""
     made = backlog(*(f"g{i}" for i in range(MAX_GROUPS + 1)))
     assert not admits(made, group="g0")
     assert admits(made, group="g1")
 
 
 def test_followers_begin_in_order_but_behind_more_urgent_requests_of_the_queue() -> None:
-    """Requests of lane high in the queue go first, and such followers do not wait for them."""
+    """Followers begin in order of lane. Requests of a higher lane in the queue go before followers of a lower lane."""
     made = backlog("g")
     for key, lane in (("low", "low"), ("normal", "normal"), ("high", "high")):
         made.add(key, "c", lane, "queued", 0.0)  # type: ignore[arg-type]
@@ -119,7 +125,10 @@ def test_followers_begin_in_order_but_behind_more_urgent_requests_of_the_queue()
 
 
 def test_followers_wait_while_others_of_them_begin() -> None:
-    """Each that begins shows that slots become free; without one, those that came long ago are let go."""
+    """Followers wait as long as others begin, because this shows that slots become free.
+
+    Without progress, the oldest are released.
+    """
     made = backlog("g")
     for i in range(3):
         made.add(f"{i}", "c", "normal", "queued", 0.0)
@@ -132,7 +141,7 @@ def test_followers_wait_while_others_of_them_begin() -> None:
 
 
 def test_followers_of_one_lane_do_not_hold_places_while_those_of_another_begin() -> None:
-    """Requests of lane normal in the queue keep back followers of lane low: these leave, whatever else begins."""
+    """Followers that requests of a higher lane hold back are released, even if followers of another lane begin."""
     made = backlog("g")
     made.add("low", "c", "low", "queued", 0.0)
     made.add("normal", "c", "normal", "queued", 0.0)
@@ -141,7 +150,7 @@ def test_followers_of_one_lane_do_not_hold_places_while_those_of_another_begin()
 
 
 def test_the_mean_of_followers_is_that_of_late() -> None:
-    """Groups of eight teach it seven, and requests without a group zero."""
+    """The mean number of followers tracks recent leaders: about seven for groups of eight, and zero without groups."""
     made = backlog()
     for _ in range(100):
         lead(made, "g")
@@ -155,7 +164,7 @@ def test_the_mean_of_followers_is_that_of_late() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "pop", "stall"]), st.integers(0, 9)), max_size=60))
 def test_each_follower_leaves_once(steps: list[tuple[str, int]]) -> None:
-    """What waits begins, is let go, or is removed: one of these, and nothing else is left behind."""
+    """Each waiting follower leaves exactly once: it begins, is released, or is removed."""
     made = backlog("g")
     waiting: list[str] = []
     for number, (step, chosen) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Tokens that come one at a time for many requests leave as the runs that each request's own steps would be."""
+"""Token batching: tokens that arrive step by step for many requests leave as one run per request."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ ROW_SHAPE = (2, 3)
 
 
 def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *, logprobs: bool = True) -> TokenBatch:
-    """Tokens that say whose and of which step they are; rows from `starts` on, if given."""
+    """Return a batch whose token ids encode request and step, with rows from `starts` on if given."""
     numbers = np.array([1000 * NAMES.index(key) + step for key in keys], np.int32)
     return TokenBatch(
         keys=keys,
@@ -26,7 +26,7 @@ def batch_of(keys: list[str], step: int, starts: dict[str, int] | None = None, *
 
 
 def check(run: RequestStep | None, key: str, steps: list[int], start: int | None) -> None:
-    """The run is that of the steps at which the request had a token."""
+    """Assert that the run contains exactly the request's tokens of these steps."""
     assert run is not None
     numbers = np.array([1000 * NAMES.index(key) + step for step in steps])
     np.testing.assert_array_equal(run.token_ids, numbers)
@@ -48,7 +48,7 @@ def check(run: RequestStep | None, key: str, steps: list[int], start: int | None
     st.booleans(),
 )
 def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
-    """Against lists: any requests share a step, and any are popped after it."""
+    """Each run equals a plain list of its tokens, whichever requests share steps and are popped."""
     gathering, expected = TokenBatcher(), dict[str, list[int]]()
     made = dict.fromkeys(NAMES, 10)
     for step, (present, popped) in enumerate(script):
@@ -71,7 +71,7 @@ def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], 
 
 
 def test_a_run_has_a_bound() -> None:
-    """It is said when a request has no room for another token, and the run is still a small chunk."""
+    """A request is reported when its run has no room for another token. The run is still a small chunk."""
     gathering = TokenBatcher()
     full: list[str] = []
     for step in range(MAX_RUN_TOKENS):
@@ -98,7 +98,10 @@ def test_a_run_has_a_bound() -> None:
 
 
 def test_what_differs_does_not_share() -> None:
-    """Other weights, other routing, or logprobs on one side alone: what is here has to leave first."""
+    """Tokens with other weights, routed experts or logprobs are not batched together.
+
+    The batched tokens must leave first.
+    """
     gathering = TokenBatcher()
     assert gathering.takes(batch_of(["r1"], 0), 3)
     gathering.add(batch_of(["r1"], 0), 3)
@@ -113,7 +116,7 @@ def test_what_differs_does_not_share() -> None:
 
 
 def test_rows_that_do_not_follow_are_refused() -> None:
-    """A row of another position, or arrays of other lengths: nothing of the batch is taken."""
+    """A row of a wrong position or an array of a wrong length rejects the whole batch."""
     gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
     with pytest.raises(LocalProtocolError, match="do not follow"):
@@ -128,7 +131,7 @@ def test_rows_that_do_not_follow_are_refused() -> None:
 
 
 def test_runs_are_copies() -> None:
-    """What comes later in the same place changes no run that has left."""
+    """Later tokens do not change a run that has left."""
     gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0), 0)
     run = gathering.pop("r1")

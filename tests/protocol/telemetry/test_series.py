@@ -1,4 +1,4 @@
-"""The last hour of a fleet."""
+"""The last hour of a fleet's values."""
 
 import math
 
@@ -16,12 +16,12 @@ from rollbus.bus.protocol.telemetry.series import (
 
 
 def point(value: float) -> Point:
-    """A point with one value everywhere."""
+    """Return a point with the same value in each field."""
     return Point(*[value] * len(FIELDS))
 
 
 def test_points_come_back_in_order() -> None:
-    """Those after a number; what was not known is None; of an hour only the last is kept."""
+    """Points after a number are returned in order, unknown values are None, and only the last hour is kept."""
     history = History()
     assert history.fleet() == {field: [] for field in FIELDS}
     for number in range(1, NUM_POINTS + 11):
@@ -37,7 +37,7 @@ def test_points_come_back_in_order() -> None:
 
 
 def test_a_number_of_another_life_gets_all() -> None:
-    """A viewer that kept its number while the service was started anew."""
+    """A viewer with the number of an earlier incarnation of the service receives all points."""
     history = History()
     history.add(1, point(5), {}, {})
     assert history.fleet(since=400)["waiting"] == [5.0]
@@ -45,7 +45,7 @@ def test_a_number_of_another_life_gets_all() -> None:
 
 @pytest.mark.parametrize("skipped", [1, NUM_POINTS - 1, NUM_POINTS, 10 * NUM_POINTS])
 def test_steps_without_a_point_are_unknown(skipped: int) -> None:
-    """Also where more than an hour of them is missing: nothing that is older comes back as new."""
+    """Steps without a point are None. If more than an hour is missing, no older point is returned as new."""
     history = History()
     for number in range(1, NUM_POINTS + 1):
         history.add(number, point(number), {}, {"w": point(number)})
@@ -58,7 +58,10 @@ def test_steps_without_a_point_are_unknown(skipped: int) -> None:
 
 
 def test_a_worker_that_is_gone_is_forgotten_after_an_hour() -> None:
-    """Its points are there until then, and its place is free for another one."""
+    """The points of a lost worker are kept for an hour.
+
+    Then they are removed, and another worker can use the memory.
+    """
     history = History()
     history.add(1, point(1), {"m": point(1)}, {"w": point(1)})
     history.add(NUM_POINTS, point(1), {}, {})
@@ -72,7 +75,7 @@ def test_a_worker_that_is_gone_is_forgotten_after_an_hour() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Whatever names come: those beyond the limits have no points of their own."""
+    """Memory is bounded for any names: models and workers beyond the limits have no points."""
     history = History()
     for number in range(1, 4):
         names = [f"{number}-{index}" for index in range(MAX_SERIES)]

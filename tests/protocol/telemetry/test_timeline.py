@@ -1,4 +1,4 @@
-"""The book of a worker's timelines: what it keeps of each request, and how much of all."""
+"""A worker's book of timelines: the content of each timeline, and the limits of the book."""
 
 import pytest
 
@@ -11,18 +11,18 @@ WALL = 1_700_000_000.0
 
 
 class Clock:
-    """Stands still until a test moves it; the wall's clock may jump besides."""
+    """A clock that a test advances. Its wall time may also jump."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.jumped_s = 0.0
 
     def monotonic(self) -> float:
-        """Seconds since the machine was started."""
+        """Return the seconds since the start of the machine."""
         return self.now
 
     def wall(self) -> float:
-        """Unix time in seconds."""
+        """Return the Unix time in seconds."""
         return WALL + self.now - 100.0 + self.jumped_s
 
 
@@ -39,19 +39,19 @@ def book(clock: Clock) -> TimelineBook:
 
 
 def offered(book: TimelineBook, request_id: str, *, attempt: int = 0, child: int = 0) -> OpenTimeline:
-    """Begin a timeline as of a request that was admitted."""
+    """Begin the timeline of an accepted request."""
     timeline = book.begin("alice", RequestKey(request_id, attempt, child), lane="normal", published_at=WALL - 2)
     timeline.offer(3, 10, "00-trace")
     return timeline
 
 
 def names(timeline: RequestTimeline) -> list[str]:
-    """Of its events."""
+    """Return the names of a timeline's events."""
     return [event.event for event in timeline.events]
 
 
 def test_a_request_from_the_queue_to_its_end(book: TimelineBook, clock: Clock) -> None:
-    """All that happened to it is told in order, while it runs and afterwards."""
+    """A timeline contains all events of a request in order, while the request runs and after it has ended."""
     timeline = offered(book, "r")
     clock.now += 1
     timeline.add("started")
@@ -85,7 +85,7 @@ def test_a_request_from_the_queue_to_its_end(book: TimelineBook, clock: Clock) -
 
 
 def test_durations_survive_a_jump_of_the_wall_clock(book: TimelineBook, clock: Clock) -> None:
-    """An hour that the machine's clock goes back is in no duration of a request that runs meanwhile."""
+    """A jump of the wall clock by an hour changes no duration of a running request."""
     timeline = offered(book, "r")
     clock.now, clock.jumped_s = clock.now + 1, -3600.0
     timeline.add("started")
@@ -96,7 +96,7 @@ def test_durations_survive_a_jump_of_the_wall_clock(book: TimelineBook, clock: C
 
 
 def test_a_request_is_held_and_resumed_once(book: TimelineBook) -> None:
-    """An update under a pause holds nothing again, and the resume counts once."""
+    """An update under a pause adds no second `held`, and only the first resume adds `resumed`."""
     timeline = offered(book, "r")
     for act in (timeline.resume, lambda: timeline.hold("pause", 3), lambda: timeline.hold("weights", 3)):
         act()
@@ -112,7 +112,7 @@ def test_a_request_is_held_and_resumed_once(book: TimelineBook) -> None:
 
 
 def test_the_middle_of_too_many_events_is_left_out(book: TimelineBook) -> None:
-    """Of a request with more pauses than fit, the first events and the last are told."""
+    """If a request has more pauses than fit, the timeline keeps its first and last events."""
     timeline = offered(book, "r")
     for number in range(MAX_TIMELINE_EVENTS):
         timeline.hold(str(number), number)
@@ -128,7 +128,7 @@ def test_the_middle_of_too_many_events_is_left_out(book: TimelineBook) -> None:
 
 
 def test_the_last_thousand_ended_are_kept(book: TimelineBook) -> None:
-    """The 1,001st end removes the first; requests in flight stay, however old they are."""
+    """The 1,001st end removes the first ended timeline. Requests in flight stay, however old they are."""
     running = offered(book, "running")
     for number in range(MAX_ENDED + 1):
         book.end(offered(book, f"r{number}"), "stop", 1)
@@ -139,7 +139,10 @@ def test_the_last_thousand_ended_are_kept(book: TimelineBook) -> None:
 
 
 def test_a_request_that_is_refused_again_and_again_is_one_timeline(book: TimelineBook) -> None:
-    """A thousand requests that go round the queue push out neither what was served nor each other."""
+    """A request that the worker returns to the queue repeatedly has one timeline.
+
+    A thousand such requests displace neither served requests nor each other.
+    """
     book.end(offered(book, "served"), "stop", 1)
     for _ in range(3):
         for number in range(MAX_ENDED):
@@ -155,7 +158,7 @@ def test_a_request_that_is_refused_again_and_again_is_one_timeline(book: Timelin
 
 
 def test_attempts_samples_and_clients_are_told_apart(book: TimelineBook) -> None:
-    """What came under one id stands in the order in which it came, also of another client."""
+    """The timelines of one request id are returned in their order of arrival, also those of other clients."""
     for attempt, child in ((0, 1), (0, 0), (1, 1)):
         offered(book, "r", attempt=attempt, child=child)
     book.begin("bob", RequestKey("r"))
@@ -168,7 +171,7 @@ def test_attempts_samples_and_clients_are_told_apart(book: TimelineBook) -> None
 
 
 def test_more_timelines_than_an_answer_holds_are_cut(book: TimelineBook) -> None:
-    """The latest are told, and how many were left out."""
+    """An answer contains the latest timelines and the number of those left out."""
     for child in range(MAX_TIMELINES + 2):
         book.end(offered(book, "r", child=child), "stop", 1)
 
@@ -179,7 +182,7 @@ def test_more_timelines_than_an_answer_holds_are_cut(book: TimelineBook) -> None
 
 
 def test_who_listens_hears_of_each_end_once(book: TimelineBook) -> None:
-    """Also of what was refused; a second end of the same request is none."""
+    """The callback is called once for each end, also for rejected requests. A second end of a request has no effect."""
     heard: list[tuple[str, str | None]] = []
     book.on_ended = lambda timeline: heard.append((timeline.request_id, timeline.events[-1].reason))
     timeline = offered(book, "r")
@@ -192,7 +195,7 @@ def test_who_listens_hears_of_each_end_once(book: TimelineBook) -> None:
 
 @pytest.mark.parametrize("name", ["", "r", "x" * 128, "../..", "<script>", "r'; --", "*", "\u202e"])
 def test_an_id_is_only_compared(book: TimelineBook, name: str) -> None:
-    """An id finds itself alone, whatever it holds."""
+    """A request id finds only its own timelines, whatever characters it contains."""
     offered(book, name)
     offered(book, "other")
 
