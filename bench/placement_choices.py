@@ -1,11 +1,11 @@
-"""The ways to choose a worker that `bench.placement` simulates: each is a `Way` of `bench.placement_sim`."""
+"""The simulated ways to choose a worker of `bench.placement`. Each class is a `Way` of `bench.placement_sim`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from bench.placement_engine import Job
 from bench.placement_traces import Conversation
-from rollbus.bus.protocol.placement.policy import Placement, PlacementPolicy, PlacementReason, PlacementWanted
+from rollbus.bus.protocol.placement.policy import Placement, PlacementNeeds, PlacementPolicy, PlacementReason
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
 from rollbus.bus.protocol.queue.rendezvous import rendezvous
@@ -15,41 +15,45 @@ __all__ = ["LeastLoaded", "Ours", "QueueOnly", "SessionsOnly", "Static", "sessio
 
 
 def session_of(conversation: Conversation) -> str:
-    """Return what its requests have in common with others: their group, or the conversation itself."""
+    """Return the name that requests with common tokens share: their group, or the name of the conversation."""
     return conversation.group or conversation.name
 
 
 class QueueOnly:
-    """Nothing is placed."""
+    """Places no request: all requests go to the queue."""
 
     waits_at_worker = False
     follows = False
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Note what a worker said of itself."""
+        """Process the presence of a worker."""
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the worker, or None, of each of `count` samples of `job`'s request."""
+        """Return the worker or None for each of `count` samples of `job`'s request."""
         return [None] * count
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
-        """Return where `job` follows the first of its group, which `worker` has; `is_queueing` if others wait."""
+        """Return the worker of `job`, which follows the first request of its group to `worker`.
+
+        Args:
+            is_queueing: True if other requests wait in the queue.
+        """
         return worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Note that a worker has begun with a request."""
+        """Record that a worker has started a request."""
 
     def ended(self, job: Job, worker: str, now: float) -> None:
-        """Note that it has ended."""
+        """Record that a request has ended."""
 
     def refused(self, job: Job, worker: str, now: float) -> None:
-        """Note that a worker was too full for a placed request."""
+        """Record that a worker was too full for a placed request."""
 
 
 class SessionsOnly(QueueOnly):
-    """What rollbus had before: a session goes to its last worker while that announces room, else to the queue.
+    """Sends a session to its last worker if its presence has free slots, otherwise to the queue.
 
-    Groups are sessions.
+    Earlier releases of rollbus did this. Groups are sessions.
     """
 
     def __init__(self) -> None:
@@ -57,22 +61,22 @@ class SessionsOnly(QueueOnly):
         self._last: dict[str, str] = {}
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Note its room."""
+        """Store the free slots of the worker."""
         self._free[presence.worker] = presence.free_slots
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the session's worker."""
+        """Return the session's worker if it has free slots, otherwise None."""
         session = session_of(job.conversation)
         worker = self._last.get(session) or rendezvous(session, self._free)
         return [worker if self._free[worker] else None] * count
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Remember the worker that served the session last."""
+        """Store the worker that served the session last."""
         self._last[session_of(job.conversation)] = worker
 
 
 class LeastLoaded(QueueOnly):
-    """Each request goes at once to the worker that has the fewest, and waits there."""
+    """Sends each request immediately to the worker with the fewest requests. It waits there."""
 
     waits_at_worker = True
 
@@ -80,11 +84,11 @@ class LeastLoaded(QueueOnly):
         self._open: dict[str, int] = {}
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Know that it is there."""
+        """Add the worker if it is new."""
         self._open.setdefault(presence.worker, 0)
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the least loaded, one after another."""
+        """Return the least loaded worker for one sample after the other."""
         workers = []
         for _ in range(count):
             worker = min(self._open, key=self._open.__getitem__)
@@ -93,12 +97,12 @@ class LeastLoaded(QueueOnly):
         return workers
 
     def ended(self, job: Job, worker: str, now: float) -> None:
-        """Count it no more."""
+        """Reduce the number of open requests of the worker."""
         self._open[worker] -= 1
 
 
 class Static(QueueOnly):
-    """The hash of the group or the conversation chooses the worker, and it waits there."""
+    """Chooses the worker by the hash of the group or conversation. The request waits there."""
 
     waits_at_worker = True
 
@@ -107,18 +111,18 @@ class Static(QueueOnly):
         self._chosen: defaultdict[str, str] = defaultdict(str)
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Know that it is there."""
+        """Add the worker if it is new."""
         self._workers.setdefault(presence.worker)
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return the hash's worker."""
+        """Return the worker that the hash chooses."""
         session = session_of(job.conversation)
         worker = self._chosen[session] = self._chosen[session] or rendezvous(session, self._workers)
         return [worker] * count
 
 
 class Ours(QueueOnly):
-    """The policy of `rollbus.bus.protocol.placement`, told what a client would tell it."""
+    """Uses the policy of `rollbus.bus.protocol.placement` with the information that a client has."""
 
     follows = True
 
@@ -129,9 +133,9 @@ class Ours(QueueOnly):
         self._unanswered: Counter[str] = Counter()
 
     def announced(self, presence: WorkerPresence, now: float) -> None:
-        """Give it to the policy."""
+        """Pass the presence to the policy."""
         self._policy.update(presence, now)
-        # What a worker has not answered yet had not come when it announced its room.
+        # Requests that the worker has not answered yet had not arrived when it published this presence.
         for _ in range(self._unanswered[presence.worker]):
             self._policy.loads.placed(presence.worker, 0, now)
         load = self._policy.loads.get(presence.worker)
@@ -139,7 +143,7 @@ class Ours(QueueOnly):
             self._able[presence.worker] = load
 
     def place(self, job: Job, count: int, now: float) -> Sequence[str | None]:
-        """Return what the policy says."""
+        """Return the workers that the policy chooses."""
         wanted, able = _wanted(job), list(self._able.values())
         if count == 1:
             placements = [self._policy.place(wanted, able, now)]
@@ -149,13 +153,13 @@ class Ours(QueueOnly):
             self._note(wanted, placement, now)
         return [placement.worker for placement in placements]
 
-    def _note(self, wanted: PlacementWanted, placement: Placement, now: float) -> None:
+    def _note(self, wanted: PlacementNeeds, placement: Placement, now: float) -> None:
         self._policy.placed(wanted, placement, now)
         if placement.worker is not None:
             self._unanswered[placement.worker] += 1
 
     def follow(self, job: Job, worker: str, now: float, *, is_queueing: bool) -> str:
-        """Return another worker that has room if nothing else waits, else the worker that has the prompt."""
+        """Return another worker with free slots if no request waits, otherwise the worker that has the prompt."""
         wanted = _wanted(job)
         placement = Placement(worker, PlacementReason.PLACED_GROUP, len(wanted.pieces) * PIECE_TOKENS)
         if not is_queueing:
@@ -165,24 +169,24 @@ class Ours(QueueOnly):
         return placement.worker or worker
 
     def admitted(self, job: Job, worker: str, now: float) -> None:
-        """Tell the policy, which remembers the prompt."""
+        """Pass the admission to the policy, which stores the prompt."""
         self._unanswered[worker] -= job.is_placed
         self._caches[job] = self._policy.admitted(_wanted(job), worker, now, was_placed=job.is_placed)
 
     def ended(self, job: Job, worker: str, now: float) -> None:
-        """Tell the policy, which remembers all tokens."""
+        """Pass the end to the policy, which stores all tokens."""
         cache = self._caches.pop(job)
         if cache is not None:
             self._policy.ended(cache, piece_hashes(job.sequence, PrefixScope()), now)
 
     def refused(self, job: Job, worker: str, now: float) -> None:
-        """Tell the policy, which places nothing there for now."""
+        """Pass the rejection to the policy, which places no request at this worker for some time."""
         self._unanswered[worker] -= 1
         self._policy.refused(_wanted(job), worker, now)
 
 
-def _wanted(job: Job) -> PlacementWanted:
+def _wanted(job: Job) -> PlacementNeeds:
     conversation, scope = job.conversation, PrefixScope()
     session_id = conversation.name if conversation.is_session else None
     pieces = piece_hashes(job.prompt, scope)
-    return PlacementWanted.of(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)
+    return PlacementNeeds.of(len(job.prompt), pieces, scope, session_id=session_id, group_id=conversation.group)

@@ -1,4 +1,4 @@
-"""How long one placement takes: hashing a prompt, finding its prefix, and choosing among workers. No I/O, one thread.
+"""Measures the time of one placement: hash a prompt, find its prefix, and choose a worker. No I/O, one thread.
 
 python -m bench.placement_decision [--workers 64] [--tokens 8000] [--json FILE]
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollbus.bus.protocol.placement.policy import PlacementPolicy, PlacementWanted
+from rollbus.bus.protocol.placement.policy import PlacementNeeds, PlacementPolicy
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
 from rollbus.schemas.presence import EngineStats, WorkerPresence, WorkerState
 
@@ -24,14 +24,18 @@ NUM_ROUNDS = 15
 
 
 def measure_decisions(num_workers: int = 64, num_tokens: int = 8_000) -> dict[str, float]:
-    """Return the microseconds of one whole decision by case: of the fastest round, as other programs run beside it."""
+    """Return the microseconds of one whole decision by case.
+
+    The fastest round counts, because other programs run on the machine.
+    """
     policy = _policy(num_workers)
     able = [load for i in range(num_workers) if (load := policy.loads.get(f"worker-{i}")) is not None]
     rng = np.random.default_rng(1)
     shared = rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
     turn = np.concatenate([shared[: num_tokens // 2], rng.integers(0, VOCAB_SIZE, num_tokens // 2, np.int32)])
     other = rng.integers(0, VOCAB_SIZE, num_tokens, np.int32)
-    # One prompt is everywhere, and one that begins as it does has gone on at a worker. Each has reached another depth.
+    # All workers have parts of one prompt, each of a different length. One worker also has a prompt that begins with
+    # the same tokens and continues differently.
     for i, load in enumerate(able):
         step = len(shared) * (i + 1) // len(able)
         policy.admitted(_wanted(shared[:step] if i % 2 else shared), load.worker, 1.0, was_placed=False)
@@ -70,9 +74,9 @@ def _policy(num_workers: int) -> PlacementPolicy:
     return policy
 
 
-def _wanted(token_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", session_id: str | None = None) -> PlacementWanted:
+def _wanted(token_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]", session_id: str | None = None) -> PlacementNeeds:
     scope = PrefixScope()
-    return PlacementWanted.of(len(token_ids), piece_hashes(token_ids, scope), scope, session_id=session_id)
+    return PlacementNeeds.of(len(token_ids), piece_hashes(token_ids, scope), scope, session_id=session_id)
 
 
 def _fastest_us(decide: Callable[[], object]) -> float:

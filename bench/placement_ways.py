@@ -1,16 +1,16 @@
-"""The ways to choose a worker that `bench.placement` compares on real buses, each in a process of its own.
+"""The ways to choose a worker that `bench.placement` compares on real buses, each in its own process.
 
     python -m bench.placement_ways WAY URL SLOTS BLOCK_TOKENS CACHES_OUTPUTS WEIGHTS
 
-It is a way of `bench.ways`: each line `TRACE SHAPE`, with a `Shape` as JSON, has it play that trace, and the answer is
-a `Played`. The numbers are those of one worker's engine; WEIGHTS is the folder that the fleet is updated with in traces
+It is a way of `bench.ways`. Each line `TRACE SHAPE`, with a `Shape` as JSON, plays that trace. The answer is a
+`Played`. The numbers describe the engine of one worker. WEIGHTS is the folder with which the fleet is updated in traces
 with faults. All ways send the same requests:
 
-- `queue`: `placement=False`; workers pull, and nothing else happens;
-- `sessions`: groups and conversations are sessions, and nothing is remembered of prompts;
-- `least`: each request goes to the worker with the most free slots, or to the queue if none has one;
-- `static`: the hash of the group or the conversation chooses the worker, and it waits for a slot there;
-- `ours`: the policy, with `group_id` as trainers give it.
+- `queue`: `placement=False`; workers pull requests, and the client places none;
+- `sessions`: groups and conversations are sessions, and the client stores no prompts;
+- `least`: each request goes to the worker with the most free slots, or to the queue if no worker has free slots;
+- `static`: the hash of the group or the conversation chooses the worker, and the request waits for a slot there;
+- `ours`: the policy of rollbus, with `group_id` as trainers set it.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from bench.placement_traces import Conversation, Shape, Tokens, Trace, Turn, lea
 from bench.ways import answer
 from rollbus.bus.protocol.placement.policy import (
     Placement,
+    PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
-    PlacementWanted,
 )
 from rollbus.bus.protocol.placement.prefix_index import PrefixIndex
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
@@ -47,55 +47,55 @@ from rollbus.bus.protocol.queue.rendezvous import rendezvous
 __all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
 
 POLICY: Final = "rollbus.bus.client.placement.PlacementPolicy"
-"""What the clients of other ways have another one of."""
+"""The class that the other ways replace in their clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 SETTLE_S: Final = 2.0
-"""Until a flood has filled what it may fill."""
+"""Seconds until a flood has filled its share of the queue."""
 FLOOD_ROUNDS: Final = 4
 """Requests of a flood for each slot of the fleet."""
 MAX_FLOODS: Final = 100
-"""Times that a flood is repeated: longer than what is played beside it."""
+"""Maximum repetitions of a flood. They take longer than the trace beside the flood."""
 SLOW: Final = "slow"
-"""How ids of slow workers begin: those are not killed."""
+"""First part of the ids of slow workers. Slow workers are not killed."""
 
 
 @dataclass(slots=True)
 class Played:
-    """What came of a trace."""
+    """The result of a trace."""
 
     seconds: float = 0.0
     tokens: int = 0
-    """That were generated."""
+    """Number of generated tokens."""
     computed: int = 0
     """Prompt tokens that engines computed."""
     ended_s: list[float] = field(default_factory=list)
-    """Of each sample, since the beginning."""
+    """Seconds from the start to the end of each sample."""
     first_s: list[float] = field(default_factory=list)
-    """Of each sample, from when it was asked for to its first token."""
+    """Seconds from the request to the first token of each sample."""
     silent_s: float = 0.0
-    """The longest time in which a sample that was open got no token."""
+    """Longest time in which an open sample received no token."""
     lost: int = 0
     """Samples without all of their tokens."""
     placed: int = 0
     refused: int = 0
     least: int = 0
-    """Prompt tokens that a single engine that forgets nothing would compute."""
+    """Prompt tokens that a single engine with an unlimited cache would compute."""
 
 
 class LeastLoaded(PlacementPolicy):
-    """Each request goes to the worker with the most free slots, whatever that worker has cached."""
+    """Sends each request to the worker with the most free slots, without regard to the caches."""
 
-    def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
-        """Decide where a request goes."""
+    def place(self, wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float) -> Placement:
+        """Choose the worker of a request."""
         load = max(able, key=lambda load: load.room(now), default=None)
         if load is None or not load.room(now):
             return QUEUED
         return Placement(load.worker, PlacementReason.PLACED_ABLE)
 
     def place_group(
-        self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
+        self, wanted: PlacementNeeds, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
-        """Decide where samples go: evenly."""
+        """Choose the workers of samples, evenly."""
         rooms = {load.worker: load.room(now) for load in able}
         placements = []
         for _ in range(count):
@@ -108,24 +108,24 @@ class LeastLoaded(PlacementPolicy):
 
 
 class Static(PlacementPolicy):
-    """The hash of the session chooses the worker, and the client waits until that worker has room."""
+    """Chooses the worker by the hash of the session. The client waits until that worker has free slots."""
 
-    def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
-        """Decide where a request goes."""
+    def place(self, wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float) -> Placement:
+        """Choose the worker of a request."""
         if wanted.session_id is None or not able:
             return QUEUED
         worker = rendezvous(wanted.session_id, [load.worker for load in able])
         return Placement(worker, PlacementReason.PLACED_SESSION)
 
     def place_group(
-        self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
+        self, wanted: PlacementNeeds, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
-        """Decide where samples go: all to the same."""
+        """Choose the same worker for all samples."""
         return [self.place(wanted, able, now)] * count
 
 
 def patched(way: str) -> contextlib.ExitStack:
-    """Return a context in which clients choose as `way` says."""
+    """Return a context in which clients choose workers by `way`."""
     stack = contextlib.ExitStack()
     if way in ("least", "static"):
         stack.enter_context(mock.patch(POLICY, LeastLoaded if way == "least" else Static))
@@ -138,11 +138,11 @@ class Player:
     """Plays traces.
 
     Args:
-        way: one of `WAYS`.
-        slots: of one worker.
-        block_tokens: that its engine caches together.
-        caches_outputs: it caches generated tokens as well.
-        weights: a checkpoint for the fleet's updates.
+        way: name in `WAYS`.
+        slots: slots of one worker.
+        block_tokens: tokens of a block in its engine's cache.
+        caches_outputs: True if the engine also caches generated tokens.
+        weights: checkpoint for updates of the fleet.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Player:
         self._played = Played()
         self._prompts: list[tuple[Tokens, list[Tokens]]] = []
         self._began = 0.0
-        # By the number of samples that have ended: what happens then.
+        # Actions by the number of ended samples at which they run.
         self._strikes: dict[int, Callable[[], Coroutine[None, None, None]]] = {}
 
     async def play(self, trace: Trace) -> Played:
-        """Send a trace, at most so many samples at once, and wait until all have ended."""
+        """Send a trace, with at most its `max_in_flight` samples at once, and wait until all samples have ended."""
         self._played, self._began = Played(), time.monotonic()
         self._prompts.clear()
         if trace.has_faults:
@@ -182,7 +182,7 @@ class Player:
         return self._played
 
     async def play_beside(self, trace: Trace, rival: "Player", flood: Trace) -> Played:
-        """Play a trace while another client floods the fleet without end; its tokens count too."""
+        """Play a trace while another client floods the fleet continuously. The tokens of the flood count too."""
         endless = replace(flood, conversations=flood.conversations * MAX_FLOODS)
         async with asyncio.TaskGroup() as tasks:
             flooding = tasks.create_task(rival.play(endless))
@@ -195,14 +195,14 @@ class Player:
         return played
 
     async def _kill(self) -> None:
-        """Kill a worker; the process that started the worker starts another one."""
+        """Kill a worker. The process that started the worker starts another worker."""
         pids = {worker.worker: worker.pid for worker in self._rb.fleet.workers}
         os.kill(next(pid for name, pid in sorted(pids.items()) if pid and not name.startswith(SLOW)), signal.SIGKILL)
 
     async def _update(self) -> None:
-        """Give the fleet new weights, while its requests go on."""
+        """Update the weights of the fleet while requests are in flight."""
         version = 1 + max(worker.weight_version for worker in self._rb.fleet.workers)
-        # The worker that was killed gets them when it is there again.
+        # The worker that was killed loads the weights when it starts again.
         with contextlib.suppress(rollbus.CommandIncomplete):
             await self._rb.fleet.update_weights(self._weights, version=version, clear_cache=True)
 
@@ -223,7 +223,7 @@ class Player:
         room.release(conversation.samples)
 
     async def _ask(self, conversation: Conversation, turn: Turn, prompt: Tokens) -> Tokens:
-        """Send one request; returns prompt and tokens of its first sample."""
+        """Send one request. Return the prompt and the tokens of its first sample."""
         asked, played = time.monotonic(), self._played
         tokens: list[list[int]] = [[] for _ in range(conversation.samples)]
         heard = [asked] * conversation.samples
@@ -237,7 +237,7 @@ class Player:
                 played.tokens += chunk.num_tokens
                 if chunk.end is not None:
                     played.ended_s.append(now - self._began)
-                    # A request that was resumed has found more than its prompt.
+                    # A resumed request can find more tokens than its prompt in the cache.
                     played.computed += max(len(prompt) - (chunk.end.cached_tokens or 0), 0)
         played.lost += sum(len(one) != turn.max_tokens for one in tokens)
         sequences: list[Tokens] = [np.concatenate([prompt, np.array(one, np.int32)]) for one in tokens]
@@ -266,7 +266,7 @@ class Player:
 
 
 class _Room:
-    """Room for the samples that may be under way: requests get it in the order in which they ask."""
+    """Limits the samples in flight. Requests get room in the order in which they ask for it."""
 
     def __init__(self, size: int) -> None:
         self._free = size
@@ -274,7 +274,7 @@ class _Room:
         self._turn = asyncio.Lock()
 
     async def acquire(self, count: int, room: int) -> None:
-        """Wait until there is so much room, and take so much of it."""
+        """Wait until `room` samples fit, and take the room of `count` samples."""
         async with self._turn:
             while self._free < room:
                 self._has_more.clear()
@@ -282,7 +282,7 @@ class _Room:
             self._free -= count
 
     def release(self, count: int) -> None:
-        """Give it back."""
+        """Release the room of `count` samples."""
         self._free += count
         self._has_more.set()
 
@@ -291,7 +291,7 @@ WAYS: Final = ("queue", "sessions", "least", "static", "ours")
 
 
 async def run(way: str, url: str, slots: int, block_tokens: int, *, caches_outputs: bool, weights: str) -> None:
-    """Be a way."""
+    """Run a way."""
     with patched(way):
         async with (
             rollbus.connect(url, placement=way != "queue") as rb,

@@ -130,8 +130,7 @@ class WorkerState(enum.StrEnum):
     UPDATING = "updating"
     """The worker reconciles itself with the desired state: weights, adapters, pause. Requests wait in the queue."""
     PAUSED = "paused"
-    """A command paused the worker, and new requests wait in the queue. The mode of the pause decides whether requests
-    in flight were aborted, finish, or stay held."""
+    """A command paused the worker. New requests wait; the pause's mode aborts, finishes or holds those in flight."""
     DRAINED = "drained"
     """A command drained the worker. It handed its requests to other workers and accepts no more."""
     ASLEEP = "asleep"

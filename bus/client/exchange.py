@@ -315,7 +315,6 @@ class AttemptCoordinator:
                 self.send(child, on.Lost(failure, is_over, self._suspects.is_held(child)))
         for child, num_deaths in poison.items():
             message = f"{num_deaths} engines died while they served this request: {errors[child].message}"
-            message = f"{num_deaths} engines died while they served it: {errors[child].message}"
             failure = child.open_call.failure(ErrorCode.POISON_REQUEST, message)
             self.send(child, on.Failed(failure, is_over=errors[child].code is ErrorCode.ENGINE_DEAD))
         self._release_next_suspect(model)

@@ -147,7 +147,7 @@ class GroupSampler:
         await self._collect()
         # No await follows, so a cancellation cannot lose the groups that are returned.
         num_complete = len(self._planner.having(GroupState.COMPLETE))
-        taken = [self._groups.pop(number).result(self._step) for number in self._planner.take()]
+        taken = [self._groups.pop(number).result(self._step) for number in self._planner.pop_step()]
         carried = [length for group in self._groups.values() for length in group.lengths(in_flight)]
         stats = GroupStats(
             taken=lengths_of(taken),

@@ -70,7 +70,7 @@ class PauseWarnings:
                 self._told.add(model)
                 since = await self.paused_since(model)
                 when = "" if since is None else f" since {since.astimezone():%Y-%m-%d %H:%M:%S}"
-                reason = f"the fleet is paused{when}; rollbus resume"
+                reason = f"the fleet is paused{when}; to resume it: rollbus resume"
                 logger.warning("client.pause_detected model=%s reason=%s", model, reason)
 
     async def paused_since(self, model: str) -> datetime | None:

@@ -22,9 +22,9 @@ from ..protocol.placement.group_leaders import GroupLeaders
 from ..protocol.placement.policy import (
     SIBLINGS_PER_PIECE,
     Placement,
+    PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
-    PlacementWanted,
 )
 from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from ..protocol.placement.worker_load import WorkerLoad
@@ -61,7 +61,7 @@ class _PlacedRequest:
     """A request that was sent to a worker or admitted by it."""
 
     worker: str
-    wanted: PlacementWanted
+    wanted: PlacementNeeds
     scope: PrefixScope
     placement: Placement | None
     """Placement of the request. None: the worker received it from the queue."""
@@ -198,7 +198,7 @@ class RequestPlacement:
         is_equal = other.state is child.state and other.num_refusals == child.num_refusals
         return other is child or (child.is_first_attempt and other.is_first_attempt and is_equal)
 
-    def _follow(self, children: Sequence[ChildRequest], wanted: PlacementWanted) -> list[Placed]:
+    def _follow(self, children: Sequence[ChildRequest], wanted: PlacementNeeds) -> list[Placed]:
         """Let requests follow the leader of their group. Return the requests that must lead, for the queue."""
         limit = min(MAX_FOLLOWERS, SIBLINGS_PER_PIECE * len(wanted.pieces) - 1)
         queued: list[Placed] = []
@@ -255,7 +255,7 @@ class RequestPlacement:
 
     def _wanted(
         self, child: ChildRequest, loads: Sequence[WorkerLoad]
-    ) -> tuple[list[WorkerLoad], PlacementWanted, PrefixScope]:
+    ) -> tuple[list[WorkerLoad], PlacementNeeds, PrefixScope]:
         """Return the workers that can serve a request, the input of its placement, and its scope."""
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
@@ -265,7 +265,7 @@ class RequestPlacement:
         group_id = asked.group_id
         if group_id is None and len(child.open_call.children) > 1:
             group_id = child.open_call.request_id
-        wanted = PlacementWanted.of(
+        wanted = PlacementNeeds.of(
             asked.prompt_len,
             self._pieces(child, scope),
             scope,
@@ -288,7 +288,7 @@ class RequestPlacement:
         self,
         children: Sequence[ChildRequest],
         placements: Sequence[Placement],
-        wanted: PlacementWanted,
+        wanted: PlacementNeeds,
         scope: PrefixScope,
         now: float,
     ) -> list[Placed]:
@@ -303,7 +303,7 @@ class RequestPlacement:
         return [Placed(worker, found) for worker, found in together.items()]
 
     def _note(
-        self, child: ChildRequest, placement: Placement, wanted: PlacementWanted, scope: PrefixScope, now: float
+        self, child: ChildRequest, placement: Placement, wanted: PlacementNeeds, scope: PrefixScope, now: float
     ) -> None:
         self.stats.placed[placement.reason] += 1
         self._policy(child.open_call.model).placed(wanted, placement, now)
@@ -326,14 +326,14 @@ class RequestPlacement:
 
     # Prefill phases, which have their own queue.
 
-    def prefer_leg(self, child: ChildRequest, workers: Sequence[str]) -> str | None:
+    def prefer_prefill(self, child: ChildRequest, workers: Sequence[str]) -> str | None:
         """Return the prefill worker with the best cache for a request's prompt. None: any worker is equally good."""
         if not self._is_on:
             return None
         able, wanted, _ = self._wanted(child, self._loads_of(child.open_call.model, workers))
         return self._policy(child.open_call.model).place(wanted, able, time.monotonic()).worker
 
-    def record_leg(self, child: ChildRequest, worker: str) -> None:
+    def record_prefill(self, child: ChildRequest, worker: str) -> None:
         """Record that this prefill worker computes the prompt of a request."""
         if self._is_on:
             _, wanted, scope = self._wanted(child, self._loads_of(child.open_call.model, [worker]))

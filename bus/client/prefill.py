@@ -71,7 +71,7 @@ class PrefillDispatcher:
         asked, model = child.stream.asked, child.open_call.model
         requirements = PrefillRequirements(
             affinity=asked.session_id or asked.group_id or asked.request_id,
-            preferred=self._placement.prefer_leg(child, self._watcher.snapshot.prefillers.get(model, ())),
+            preferred=self._placement.prefer_prefill(child, self._watcher.snapshot.prefillers.get(model, ())),
             prompt_len=asked.prompt_len,
             priority=asked.priority,
             min_weight_version=asked.min_weight_version or 0,
@@ -96,7 +96,7 @@ class PrefillDispatcher:
                 decided.append((child, PrefillDecided(worker, connector)))
                 if worker is not None:
                     self.stats.prefill_legs += 1
-                    self._placement.record_leg(child, worker)
+                    self._placement.record_prefill(child, worker)
                 if reason is not None:
                     self.count_fallback(child, reason)
         self._schedule_wake(now)

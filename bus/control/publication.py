@@ -34,7 +34,7 @@ from ..protocol.weights import chain
 from .part_ids import new_part_id, part_tag
 from .publication_home import PublicationHome
 from .rank_objects import as_info, as_rank_object, find_failure, store_failure
-from .rank_waits import RankWatch, signs_of_life
+from .rank_waits import RankWatch, sending_signs
 
 __all__ = ["Publication"]
 
@@ -185,7 +185,7 @@ class Publication:
 
     def alive(self, rank: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Send signs of life to rank 0 during the block. Without them, rank 0 treats this rank as lost."""
-        return signs_of_life(self._home.nats, self._bucket, self._list_prefix, rank)
+        return sending_signs(self._home.nats, self._bucket, self._list_prefix, rank)
 
     async def give(self, rank: int, tensors: Sequence[TensorEntry]) -> None:
         """Store the list of this rank's objects and tensors for rank 0, which owns the objects from then on.
@@ -271,7 +271,7 @@ class Publication:
                 self._reason = f"rank {rank} failed: {failure}"
                 raise self._unpublished(ControlCode.BAD_SOURCE)
             if await find_object(self._home.nats, self._bucket, f"{folder}/{LIST}", is_signed=True) is None:
-                if (silence := await watch.look(rank)) is not None:
+                if (silence := await watch.silence_of(rank)) is not None:
                     self._reason = silence
                     raise self._unpublished(ControlCode.TIMEOUT)
                 return

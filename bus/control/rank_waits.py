@@ -23,7 +23,7 @@ from ..objects.layout import ObjectInfo, info_subject
 from ..protocol.weights.silence import SIGN_S, SILENT_S, Silence
 from .chain_key import ChainKey
 
-__all__ = ["POLL_S", "RankWatch", "signs_of_life", "until_committed", "until_opened"]
+__all__ = ["POLL_S", "RankWatch", "sending_signs", "until_committed", "until_opened"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RankWatch:
         """Ranks that have sent a sign of life."""
         return frozenset(self._silences)
 
-    async def look(self, rank: int) -> str | None:
+    async def silence_of(self, rank: int) -> str | None:
         """Check for a new sign of a rank without a list. Return the problem if the rank was silent for too long.
 
         Raises:
@@ -64,12 +64,12 @@ class RankWatch:
         found = await find_object(self._nats, self._bucket, _sign(self._prefix, rank), is_signed=True)
         if found is None:
             return None
-        silent_s = self._silences[rank].look(found.sequence, time.monotonic())
+        silent_s = self._silences[rank].record(found.sequence, time.monotonic())
         return None if silent_s < SILENT_S else f"rank {rank} joined, but {_has_been_silent()}"
 
 
 @contextlib.asynccontextmanager
-async def signs_of_life(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
+async def sending_signs(nats: Connection, bucket: str, prefix: str, rank: int) -> AsyncIterator[None]:
     """Send signs of life of a rank to rank 0 during the block."""
     name = _sign(prefix, rank)
     info = ObjectInfo(name=name, bucket=bucket, nuid="alive")
@@ -134,7 +134,7 @@ async def until_committed(key: ChainKey, objects: str, timeout_s: float) -> tupl
             if withdrawn is not None and withdrawn.objects == objects:
                 reason = withdrawn.reason
             raise ControlError(ControlCode.NOT_FOUND, f"rank 0 did not commit {objects}: {reason}")
-        if silence.look(stored.sequence, time.monotonic()) >= SILENT_S:
+        if silence.record(stored.sequence, time.monotonic()) >= SILENT_S:
             raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects}: rank 0 {_has_been_silent()}")
         if time.monotonic() >= ends_at:
             raise ControlError(ControlCode.TIMEOUT, f"rank 0 did not commit {objects} within {timeout_s:g} s")

@@ -57,7 +57,7 @@ class Cleaning:
         """Return one line with counts."""
         return f"<Cleaning {self._bucket} folders={len(self._ages)} others={len(self._others)}>"
 
-    async def look(self) -> None:
+    async def list_folders(self) -> None:
         """Find the folders and their ages."""
         one_of: dict[str, str] = {}
         for subject in await list_subjects(self._nats, self._bucket, info_subjects(self._bucket)):

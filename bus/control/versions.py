@@ -247,7 +247,7 @@ class VersionStore:
             now = (await home.key.bucket_state()).now
             tags = {publication.tag for publication in self._open}
             cleaning = Cleaning(home.nats, home.key.bucket, now, open_tags=tags, young_s=young_s)
-            await cleaning.look()
+            await cleaning.list_folders()
             kept = await cleaning.kept(self.record, recorded)
             await self._change(lambda record: chain.trimmed(record, recorded, kept))
             await cleaning.delete_folders(kept)
@@ -301,7 +301,7 @@ class VersionStore:
         """
         try:
             cleaning = Cleaning(self._opened().nats, key.bucket, (await key.bucket_state()).now)
-            await cleaning.look()
+            await cleaning.list_folders()
             return await cleaning.delete_parts(tagged_young_s=young_s)
         except ApiError as error:
             raise ControlError(ControlCode.STORAGE, f"the bucket {key.bucket!r} cannot be cleaned: {error}") from error

@@ -20,19 +20,19 @@ from tests.support.waits import until
 pytestmark = pytest.mark.slow
 
 LONG = 100_000
-"""Tokens of a request that does not end by itself."""
+"""The tokens of a request that does not end by itself."""
 
 
 def table(stdout: str) -> list[list[str]]:
-    """Worker and result of each row that a command printed."""
+    """Return the worker and the result of each row that a command printed."""
     return [line.split()[:2] for line in stdout.splitlines()[1:-1]]
 
 
 @pytest.mark.proves("P21")
 async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Paused, no worker takes anything and what is sent waits in the queue; after the resume all is answered.
+    """While the fleet is paused, no worker pulls requests; new requests wait in the queue until the resume.
 
-    A stream in flight goes on where it was, with all its tokens. A worker that starts meanwhile is paused, too.
+    A stream in flight continues where it was, with all its tokens. A worker that starts during the pause is paused too.
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
@@ -54,16 +54,16 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     assert (resumed.code, table(resumed.stdout)) == (0, [[f"w{i}", "applied"] for i in range(3)])
     assert is_done == (False, False)
     assert [(worker.state, worker.pause_mode) for worker in state.workers] == [(WorkerState.PAUSED, "keep")] * 3
-    assert shown.stdout.count("paused (keep)") == 4  # three workers, and what is desired
+    assert shown.stdout.count("paused (keep)") == 4  # three workers and the desired state
     check_stream(stream.chunks, stream.request)
     tokens = [token_id for chunk in stream.chunks for token_id in chunk.token_ids.tolist()]
     assert tokens == expected.token_ids.tolist()
 
 
 async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`generate` on a paused fleet says since when it is paused and what ends that; after the resume all is done.
+    """On a paused fleet, `generate` prints since when it is paused and the command that resumes it, and waits.
 
-    The time is that of the pause, also if something else was recorded since.
+    The printed time is that of the pause, also if another command was recorded since.
     """
     one, _ = folders(tmp_path)
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -91,7 +91,10 @@ async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str,
 async def test_a_wait_on_a_paused_fleet_is_logged_once(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each pause is one warning, however many requests wait, with its time and what ends it; none for a muted one."""
+    """The client logs one warning per pause, however many requests wait, with its time and the resume command.
+
+    The client logs nothing for a muted pause.
+    """
     monkeypatch.setattr(pauses, "WARN_AFTER_S", 0.0)
     one, _ = folders(tmp_path)
 
@@ -114,13 +117,13 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
                     tasks.create_task(rb.complete(ask(1)))
                 if not is_muted:
                     await until(count, number)
-                # Several rounds, in which nothing more may be said.
+                # During several rounds, the client must log nothing more.
                 await asyncio.sleep(3 * pauses.ROUND_S)
                 await rb.fleet.resume()
 
     assert warned() == [
         f"client.pause_detected model={MODEL} reason=the fleet is paused since "
-        f"{paused_at.astimezone():%Y-%m-%d %H:%M:%S}; rollbus resume"
+        f"{paused_at.astimezone():%Y-%m-%d %H:%M:%S}; to resume it: rollbus resume"
         for paused_at in times[1:]
         if paused_at is not None
     ]
@@ -128,9 +131,10 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
 
 
 async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`pause --mode wait` beyond its time: exit code 1 with what is in flight; nothing is taken; `abort` ends the rest.
+    """`pause --mode wait` that exceeds its time exits with 1 and prints how many requests are in flight.
 
-    Ended streams have `abort`, and whole chunks.
+    The worker stays paused and accepts nothing. A pause with `abort` then ends the stream with `abort` and whole
+    chunks.
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
@@ -151,7 +155,10 @@ async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, 
 
 
 async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Its requests go on at another worker as if nothing had happened, and it takes no more until it is resumed."""
+    """The requests of a drained worker resume on another worker with the same results.
+
+    The drained worker accepts no request until it is resumed.
+    """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
         expected = await rb.complete(ask(max_tokens=1200))
@@ -173,9 +180,9 @@ async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str
 
 
 async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Their streams end with `abort`, others go on; it is said which worker had them, and what none had.
+    """The streams of named requests end with `abort`, and other requests continue.
 
-    That is an error only where it is all that was named.
+    The command prints which worker had each request and which requests were not found. It fails only if none was found.
     """
     one, _ = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.005) as (rb, _), asyncio.TaskGroup() as tasks:
@@ -188,7 +195,7 @@ async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: st
         result = await other
 
     assert (ended.code, ended.stderr) == (0, "")
-    assert [line.split("  ")[-1].strip() for line in ended.stdout.splitlines()[1:-1]].count("ended named") == 1
+    assert [line.split("  ")[-1].strip() for line in ended.stdout.splitlines()[1:-1]].count("aborted named") == 1
     assert named.finish_reason is FinishReason.ABORT
     check_stream(named.chunks, named.request)
     assert ended.stdout.splitlines()[-1].endswith("; not found: unknown")

@@ -7,21 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 PARAMETER = "a parameter of vLLM and of OpenAI's API has this name"
-INTERNAL = "older than the glossary, and used inside of its package only"
 EXEMPT = {
-    "PlacementWanted": INTERNAL,
-    "Standing": INTERNAL,
     "bad_words_ids": PARAMETER,
-    "is_wanted": INTERNAL,
-    "look": INTERNAL,
-    "look_once": INTERNAL,
-    "prefer_leg": INTERNAL,
-    "record_leg": INTERNAL,
-    "signs_of_life": INTERNAL,
-    "take": INTERNAL,
-    "take_back": INTERNAL,
-    "take_turn": INTERNAL,
-    "tell": INTERNAL,
 }
 """Public names with a word that the glossary excludes, and the reason for each."""
 

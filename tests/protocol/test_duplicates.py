@@ -1,26 +1,26 @@
-"""Which of two workers of one id gives way, from what each hears of the other and a clock."""
+"""Which of two workers with one id stops, decided from their presences and a clock."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rollbus.bus.protocol.fleet.duplicates import MAX_PROOF_S, SILENCE_S, TIE_S, DuplicateWatch, Standing
+from rollbus.bus.protocol.fleet.duplicates import MAX_PROOF_S, SILENCE_S, TIE_S, DuplicateWatch, OwnIncarnation
 from rollbus.schemas.presence import WorkerState
 from tests.support.presences import presence
 
 LEASE_S = 5.0
-OWN = Standing(("me",), held_s=0.0)
+OWN = OwnIncarnation(("me",), held_s=0.0)
 OLDER = presence(incarnation="other", held_s=100.0, lease_s=LEASE_S)
 
 
 def new_watch() -> DuplicateWatch:
-    """Of a worker that starts at 0."""
+    """Return the watch of a worker that starts at 0."""
     return DuplicateWatch(LEASE_S, LEASE_S, 0.0)
 
 
 def test_a_new_worker_listens_for_a_lease_and_is_silent_at_first() -> None:
-    """It announces itself after a heartbeat without another worker, and serves after a lease."""
+    """A new worker publishes presence after a heartbeat without another worker, and serves after a lease."""
     watch = new_watch()
 
     assert (watch.announces_in_s(0.0), watch.serves_in_s(0.0)) == (SILENCE_S, LEASE_S)
@@ -29,7 +29,7 @@ def test_a_new_worker_listens_for_a_lease_and_is_silent_at_first() -> None:
 
 
 def test_a_worker_whose_id_is_unique_listens_not() -> None:
-    """It announces itself and serves at once."""
+    """A worker with a unique id publishes presence and serves immediately."""
     watch = DuplicateWatch(LEASE_S, 0.0, 0.0)
 
     assert watch.announces_in_s(0.0) <= 0
@@ -37,7 +37,10 @@ def test_a_worker_whose_id_is_unique_listens_not() -> None:
 
 
 def test_a_worker_gives_way_to_one_that_holds_the_id() -> None:
-    """It hears the other one for three seconds, announces nothing meanwhile, then gives way."""
+    """A new worker that receives another worker's presence for three seconds stops.
+
+    It publishes no presence meanwhile.
+    """
     watch = new_watch()
     heard = [watch.receive(OLDER, OWN, now) for now in (0.5, 1.5, 2.5, 0.5 + MAX_PROOF_S)]
 
@@ -47,7 +50,7 @@ def test_a_worker_gives_way_to_one_that_holds_the_id() -> None:
 
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
 def test_a_worker_that_ends_keeps_no_other_out(state: WorkerState) -> None:
-    """Its last announcement frees the id."""
+    """The last presence of a worker that ends frees the id."""
     watch = new_watch()
     watch.receive(OLDER, OWN, 0.5)
     watch.receive(OLDER, OWN, 1.5)
@@ -57,7 +60,7 @@ def test_a_worker_that_ends_keeps_no_other_out(state: WorkerState) -> None:
 
 
 def test_a_worker_that_was_killed_keeps_no_other_out() -> None:
-    """Its silence frees the id: half a lease after it was heard last."""
+    """A killed worker frees the id half a lease after its last presence."""
     watch = new_watch()
     watch.receive(OLDER, OWN, 2.4)
 
@@ -66,9 +69,9 @@ def test_a_worker_that_was_killed_keeps_no_other_out() -> None:
 
 
 def test_what_a_worker_hears_of_itself_counts_not() -> None:
-    """Neither its present incarnation nor one before its last fence."""
+    """A worker ignores the presences of its current incarnation and of its incarnation before the last fence."""
     watch = new_watch()
-    own = Standing(("before", "me"), held_s=0.0)
+    own = OwnIncarnation(("before", "me"), held_s=0.0)
     heard = {
         watch.receive(replace(OLDER, incarnation=name), own, now) for now in (0, 4, 8) for name in own.incarnations
     }
@@ -78,21 +81,24 @@ def test_what_a_worker_hears_of_itself_counts_not() -> None:
 
 
 def test_a_worker_that_lost_its_lease_gives_way() -> None:
-    """Its uptime counts no longer; the other one, which served meanwhile, does not give way to it."""
-    woken, other = Standing(("a", "b"), held_s=0.0), Standing(("c",), held_s=30.0)
+    """A worker that lost its lease stops in favour of a worker that served meanwhile.
+
+    Its uptime does not count any more.
+    """
+    woken, other = OwnIncarnation(("a", "b"), held_s=0.0), OwnIncarnation(("c",), held_s=30.0)
     fenced = presence(incarnation="b", state=WorkerState.FENCED, uptime_s=1000.0, held_s=0.0)
 
     assert woken.is_behind(presence(incarnation="c", uptime_s=31.0, held_s=30.0))
     assert woken.is_behind(presence(incarnation="c", uptime_s=1.0, held_s=TIE_S / 10))
-    assert not Standing(("c",), held_s=TIE_S / 10).is_behind(fenced)
+    assert not OwnIncarnation(("c",), held_s=TIE_S / 10).is_behind(fenced)
     assert not other.is_behind(fenced)
     assert not other.is_behind(replace(fenced, held_s=None))
 
 
 def test_of_an_earlier_release_the_uptime_counts() -> None:
-    """It announces nothing else."""
+    """For a worker of an earlier release, the uptime counts, because it announces no `held_s`."""
     assert OWN.is_behind(presence(incarnation="x", uptime_s=100.0))
-    assert not Standing(("me",), held_s=200.0).is_behind(presence(incarnation="x", uptime_s=100.0))
+    assert not OwnIncarnation(("me",), held_s=200.0).is_behind(presence(incarnation="x", uptime_s=100.0))
 
 
 @given(
@@ -105,13 +111,13 @@ def test_of_an_earlier_release_the_uptime_counts() -> None:
 def test_never_do_both_give_way(
     held_s: float, ahead_s: float, delay_s: float, back_s: float, names: tuple[str, str]
 ) -> None:
-    """For any times of holding the id and any delays of announcements; without delays one of them gives way."""
+    """For any times and delays, at most one of two workers stops. Without delays, exactly one stops."""
     first, second = names
     ages = held_s + max(-ahead_s, 0) + 10, held_s + max(ahead_s, 0) + 10
 
     def is_behind(own: int, name: str, other: str, delay: float) -> bool:
         said = presence(incarnation=other, uptime_s=ages[1 - own], held_s=ages[1 - own] - delay)
-        return Standing((name,), held_s=ages[own]).is_behind(said)
+        return OwnIncarnation((name,), held_s=ages[own]).is_behind(said)
 
     behind = is_behind(0, first, second, delay_s), is_behind(1, second, first, back_s)
     assert behind != (True, True)

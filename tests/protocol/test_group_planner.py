@@ -1,4 +1,4 @@
-"""Which groups a step takes, stops, continues and drops, under any order of events."""
+"""Which groups a step takes, interrupts, continues and drops, under any order of events."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ RUNNING, STOPPING, STOPPED, COMPLETE = (
 
 
 class Steps(RuleBasedStateMachine):
-    """A trainer that takes steps, of groups that end, fail and are interrupted at any time."""
+    """A trainer that runs steps while its groups end, fail and are interrupted at any time."""
 
     @initialize(need=st.integers(1, 4), more=st.integers(0, 4), max_lag=st.none() | st.integers(0, 2))
     def begin(self, need: int, more: int, max_lag: int | None) -> None:
@@ -47,7 +47,7 @@ class Steps(RuleBasedStateMachine):
         assert set(start.dropped) == old
         self.ended["dropped"] += len(old)
         self.completed = [group for group in self.completed if group not in old]
-        # A step that has its groups from the start continues none.
+        # A step that starts with enough complete groups continues no group.
         stopped = () if len(self.completed) >= self.need else self.planner.having(STOPPED)
         assert start.continued == stopped
         for group in start.continued:
@@ -100,17 +100,17 @@ class Steps(RuleBasedStateMachine):
         self.is_stepping = False
         completes = data.draw(st.booleans())
         if running and completes:
-            # In the instant of the stop.
+            # A group completes at the moment of the stop.
             self.planner.complete(running[0])
             self.completed.append(running[0])
-        taken = self.planner.take()
+        taken = self.planner.pop_step()
         assert list(taken) == self.completed[: self.need]
         del self.completed[: self.need]
         self.ended["taken"] += len(taken)
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        """Every group that was started is known, or was taken, dropped or failed, once."""
+        """Assert that each started group is known, or was taken, dropped or failed exactly once."""
         if not hasattr(self, "planner"):
             return
         known = self.planner.having(*GroupState)
@@ -120,7 +120,7 @@ class Steps(RuleBasedStateMachine):
 
     @invariant()
     def a_step_can_go_on(self) -> None:
-        """A step that is not over waits for something: a group that runs, one to continue, or a prompt."""
+        """Assert that a step that is not over can start, run or continue a group."""
         if hasattr(self, "planner") and self.is_stepping and not self.planner.is_over:
             assert self.planner.num_to_start or self.planner.having(RUNNING, STOPPING, STOPPED)
 
@@ -129,7 +129,7 @@ TestSteps = Steps.TestCase
 
 
 def test_a_step_takes_what_completed_first_and_keeps_the_rest() -> None:
-    """Of five groups three complete, two are needed: the third is the next step's first."""
+    """If three groups complete and a step needs two, the third group is the first of the next step."""
     planner = GroupPlanner(need=2, limit=5, max_lag=None)
     planner.begin_step({})
     for group in range(planner.num_to_start):
@@ -138,8 +138,8 @@ def test_a_step_takes_what_completed_first_and_keeps_the_rest() -> None:
         planner.complete(group)
     assert planner.is_over
     assert planner.stop() == (0, 2)
-    assert planner.take() == (3, 1)
-    # It ended before its abort arrived.
+    assert planner.pop_step() == (3, 1)
+    # Group 0 completed before its abort arrived.
     planner.complete(0)
     planner.interrupt(2)
 
@@ -147,11 +147,11 @@ def test_a_step_takes_what_completed_first_and_keeps_the_rest() -> None:
     assert start.dropped == start.continued == ()
     assert planner.is_over
     assert planner.stop() == ()
-    assert planner.take() == (4, 0)
+    assert planner.pop_step() == (4, 0)
 
 
 def test_a_step_without_prompts_takes_what_is_left() -> None:
-    """No prompts: the step waits for all that runs, and the one after it is empty."""
+    """Without further prompts, a step waits for all running groups, and the next step is empty."""
     planner = GroupPlanner(need=3, limit=4, max_lag=None)
     planner.begin_step({})
     planner.start(0)
@@ -161,7 +161,7 @@ def test_a_step_without_prompts_takes_what_is_left() -> None:
     was_over = planner.is_over
     planner.complete(1)
     assert (was_over, planner.is_over) == (False, True)
-    assert (planner.stop(), planner.take()) == ((), (0, 1))
+    assert (planner.stop(), planner.pop_step()) == ((), (0, 1))
     planner.begin_step({})
     assert planner.is_over
 
@@ -180,7 +180,7 @@ def test_a_step_of_failures_ends() -> None:
 
 
 def test_what_the_table_does_not_name_cannot_happen() -> None:
-    """A complete group is neither continued nor failed."""
+    """A complete group can be neither continued, failed nor interrupted."""
     for event in (GroupEvent.CONTINUED, GroupEvent.FAILED, GroupEvent.INTERRUPTED):
         with pytest.raises(LocalProtocolError):
             GROUP.next(COMPLETE, event)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...bus.nats.connection import Connection, publish
-from ...bus.protocol.fleet.duplicates import DuplicateWatch, Standing
+from ...bus.protocol.fleet.duplicates import DuplicateWatch, OwnIncarnation
 from ...bus.protocol.fleet.lease import WorkerLease
 from ...bus.protocol.states import SPEAKING, WORKER, WorkerEvent
 from ...bus.subjects import Subjects
@@ -97,7 +97,9 @@ class WorkerLifecycle:
         # If this process was frozen for longer than its lease, fence it first, because it no longer holds the id.
         self.may_publish()
         is_new = presence.incarnation not in self._incarnations and not self._duplicates.is_known(presence)
-        gives_way = self._duplicates.receive(presence, Standing(self._incarnations, self.held_s), time.monotonic())
+        gives_way = self._duplicates.receive(
+            presence, OwnIncarnation(self._incarnations, self.held_s), time.monotonic()
+        )
         if is_new and self._duplicates.is_known(presence):
             logger.warning(
                 "worker.duplicate_detected worker=%s host=%s pid=%s incarnation=%s uptime_s=%s",

@@ -57,7 +57,7 @@ class HandedPrompts:
             raise StopAsyncIteration
         return prompt
 
-    async def is_wanted(self, step: asyncio.Future[GroupStep]) -> bool:
+    async def until_requested(self, step: asyncio.Future[GroupStep]) -> bool:
         """Wait for a request for a prompt and return True. Return False if the step ended and `wake` was called."""
         while not step.done() and (self._wanted is None or self._wanted.done()):
             self._woken.clear()
@@ -65,7 +65,7 @@ class HandedPrompts:
         return not step.done()
 
     def wake(self) -> None:
-        """Make `is_wanted` check its condition again."""
+        """Make `until_requested` check its condition again."""
         self._woken.set()
 
     async def bring(self, prompt: "Prompt | EndOfPrompts") -> None:
@@ -124,7 +124,7 @@ class BlockingGroups:
         waiting = object()
         try:
             step = self._owner.run(self._begin(waiting, version))
-            while self._owner.run(self._handed.is_wanted(step)):
+            while self._owner.run(self._handed.until_requested(step)):
                 # An error of the source ends the step, as an interrupt does.
                 self._owner.run(self._handed.bring(next(self._source, END)))
             return self._owner.run(_result(step))

@@ -52,7 +52,7 @@ class Draft:
     """Compares, encodes and packs the tensors of one publication. It runs on the thread that draws them, and blocks.
 
     The draft removes the content from the snapshot and updates it during the comparison, while the data is still in the
-    processor's cache. `commit` or `take_back` gives the snapshot a content again. Until then the snapshot is empty.
+    processor's cache. `commit` or `restore` gives the snapshot a content again. Until then the snapshot is empty.
 
     Args:
         snapshot: last committed version. Empty if none was committed.
@@ -137,7 +137,7 @@ class Draft:
                 tensors[name] = SnapshotTensor(drafted.kind, file, drafted.sha256, content)
         self._snapshot.tensors, self._snapshot.digest = tensors, digest
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Restore the snapshot to its state before this draft, unless the draft is committed. This blocks.
 
         Call this only when no tensor is being added. If a restored tensor does not have its committed hash, because an

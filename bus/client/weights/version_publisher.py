@@ -249,11 +249,11 @@ class VersionPublisher:
         publication = await self._versions.join(version, timeout_s)
         async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as unless_given:
 
-            async def tell(_: object, error: BaseException | None, __: object) -> None:
+            async def report_failure(_: object, error: BaseException | None, __: object) -> None:
                 await publication.fail(self._rank, f"{type(error).__name__}: {error}")
 
             # Without this report, rank 0 would wait for this rank until its timeout.
-            unless_given.push_async_exit(tell)
+            unless_given.push_async_exit(report_failure)
             opened, links = publication.opened, self._versions.record.links
             if opened.has_delta and (not links or links[-1].digest != self._snapshot.digest):
                 raise ControlError(
@@ -389,4 +389,4 @@ class VersionPublisher:
 async def _take_back(draft: Draft, feed: TensorFeed) -> None:
     """Restore the snapshot, unless the thread may still compare a tensor. Then the next version is an anchor."""
     if await feed.stop():
-        await call_to_end(draft.take_back)
+        await call_to_end(draft.restore)

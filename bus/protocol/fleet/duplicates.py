@@ -15,7 +15,7 @@ from typing import Final
 
 from ....schemas.presence import WorkerPresence, WorkerState
 
-__all__ = ["SILENCE_S", "DuplicateWatch", "Standing"]
+__all__ = ["SILENCE_S", "DuplicateWatch", "OwnIncarnation"]
 
 SILENCE_S: Final = 1.2
 """Seconds for which a new worker listens before its first presence. A heartbeat of another worker arrives in this time,
@@ -35,7 +35,7 @@ MAX_OTHERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class OwnIncarnation:
     """The values of this worker that it compares with received presence."""
 
     incarnations: Collection[str]
@@ -83,7 +83,7 @@ class DuplicateWatch:
         """Return one line with the others."""
         return f"<DuplicateWatch {' '.join(self._others) or 'alone'}>"
 
-    def receive(self, presence: WorkerPresence, own: Standing, now: float) -> bool:
+    def receive(self, presence: WorkerPresence, own: OwnIncarnation, now: float) -> bool:
         """Handle presence on this worker's own subject. Return True if this worker gives way to the sender."""
         incarnation = presence.incarnation
         if incarnation in own.incarnations:

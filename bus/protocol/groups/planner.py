@@ -132,7 +132,7 @@ class GroupPlanner:
             self._move(group, GroupEvent.STOPPED)
         return running
 
-    def take(self) -> tuple[int, ...]:
+    def pop_step(self) -> tuple[int, ...]:
         """Return the groups of the step that has ended, and remove them."""
         taken = tuple(self._complete)[: self._need]
         for group in taken:

@@ -16,7 +16,7 @@ from ..queue.rendezvous import rendezvous
 from .prefix_index import PIECE_TOKENS, CacheId, PrefixIndex, PrefixScope, hint_hash
 from .worker_load import LoadTable, WorkerLoad
 
-__all__ = ["SIBLINGS_PER_PIECE", "Placement", "PlacementPolicy", "PlacementReason", "PlacementWanted"]
+__all__ = ["SIBLINGS_PER_PIECE", "Placement", "PlacementNeeds", "PlacementPolicy", "PlacementReason"]
 
 RUNNING_TOKENS: Final = 256
 """The cost of a running request for another one at the same worker: the time of one or two prompt tokens in each of
@@ -51,7 +51,7 @@ class PlacementReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementWanted:
+class PlacementNeeds:
     """The input for the placement of a request."""
 
     prompt_tokens: int
@@ -76,7 +76,7 @@ class PlacementWanted:
         session_id: str | None = None,
         group_id: str | None = None,
         is_for_able_only: bool = False,
-    ) -> "PlacementWanted":
+    ) -> "PlacementNeeds":
         """Return the input for the placement of a request, from the names of its session and its group.
 
         Args:
@@ -132,7 +132,7 @@ class PlacementPolicy:
         self.index.remove(worker)
         self.loads.remove(worker)
 
-    def placed(self, wanted: PlacementWanted, placement: Placement, now: float) -> None:
+    def placed(self, wanted: PlacementNeeds, placement: Placement, now: float) -> None:
         """Count a request that was sent to the worker of its placement. The others of its group follow it."""
         worker = placement.worker
         if worker is None:
@@ -142,7 +142,7 @@ class PlacementPolicy:
         if wanted.group is not None and cache is not None:
             self.index.record(cache, (wanted.group,), now)
 
-    def admitted(self, wanted: PlacementWanted, worker: str, now: float, *, was_placed: bool) -> CacheId | None:
+    def admitted(self, wanted: PlacementNeeds, worker: str, now: float, *, was_placed: bool) -> CacheId | None:
         """Record that a worker has admitted a request.
 
         Args:
@@ -176,24 +176,24 @@ class PlacementPolicy:
         self.index.record(cache, pieces, now)
         self.loads.ended(cache.worker)
 
-    def refused(self, wanted: PlacementWanted, worker: str, now: float) -> None:
+    def refused(self, wanted: PlacementNeeds, worker: str, now: float) -> None:
         """Count a placed request that its worker rejected for lack of room."""
         self.loads.refused(worker, now)
         self._scatter(wanted, worker)
 
-    def silent(self, wanted: PlacementWanted, worker: str, now: float) -> None:
+    def silent(self, wanted: PlacementNeeds, worker: str, now: float) -> None:
         """Count a placed request that its worker did not answer in time."""
         self.loads.silent(worker, now)
         self._scatter(wanted, worker)
 
-    def _scatter(self, wanted: PlacementWanted, worker: str) -> None:
+    def _scatter(self, wanted: PlacementNeeds, worker: str) -> None:
         """Stop the others of a group from following a request that its worker did not admit."""
         if wanted.group is not None:
             self.index.discard(worker, wanted.group)
 
     # Decisions.
 
-    def place(self, wanted: PlacementWanted, able: Sequence[WorkerLoad], now: float) -> Placement:
+    def place(self, wanted: PlacementNeeds, able: Sequence[WorkerLoad], now: float) -> Placement:
         """Decide where a request goes.
 
         Args:
@@ -225,7 +225,7 @@ class PlacementPolicy:
         return QUEUED
 
     def place_group(
-        self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
+        self, wanted: PlacementNeeds, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
         """Decide where `count` samples of one request go. Samples of one worker are adjacent, queued samples come last.
 
@@ -249,7 +249,7 @@ class PlacementPolicy:
         return placements + [QUEUED] * (count - len(placements))
 
     def _place_apart(
-        self, wanted: PlacementWanted, count: int, able: Sequence[WorkerLoad], now: float
+        self, wanted: PlacementNeeds, count: int, able: Sequence[WorkerLoad], now: float
     ) -> list[Placement]:
         """Decide where samples go that share no work: each as if it were alone, while there is room."""
         one = self.place(wanted, able, now)
@@ -259,7 +259,7 @@ class PlacementPolicy:
         return placements + [QUEUED] * (count - len(placements))
 
     def _weigh(
-        self, wanted: PlacementWanted, cached: Mapping[str, int], able: Sequence[WorkerLoad], now: float
+        self, wanted: PlacementNeeds, cached: Mapping[str, int], able: Sequence[WorkerLoad], now: float
     ) -> tuple[dict[str, int], dict[str, PlacementReason]]:
         """Return the cached tokens to count at each worker, and the reason if these are more than the index has."""
         weights = dict(cached)
@@ -284,13 +284,13 @@ class PlacementPolicy:
         return weights, reasons
 
 
-def _whole(wanted: PlacementWanted) -> int:
+def _whole(wanted: PlacementNeeds) -> int:
     """Return the tokens of the prompt that a sibling finds cached."""
     return len(wanted.pieces) * PIECE_TOKENS
 
 
 def _by_work(
-    wanted: PlacementWanted, weights: Mapping[str, int], able: Sequence[WorkerLoad], now: float
+    wanted: PlacementNeeds, weights: Mapping[str, int], able: Sequence[WorkerLoad], now: float
 ) -> list[WorkerLoad]:
     """Return the workers in the order of their work until the request would end there, the least first."""
     tokens = wanted.prompt_tokens + STEP_TOKENS
@@ -309,7 +309,7 @@ def _by_work(
 
 
 def _group_shares(
-    wanted: PlacementWanted, count: int, cached: Mapping[str, int], order: Sequence[WorkerLoad], now: float
+    wanted: PlacementNeeds, count: int, cached: Mapping[str, int], order: Sequence[WorkerLoad], now: float
 ) -> dict[WorkerLoad, int]:
     """Return how many samples of one prompt each worker gets; their sum is at most `count`."""
     limit = SIBLINGS_PER_PIECE * len(wanted.pieces)

@@ -84,7 +84,7 @@ class IntakeShares:
         self._take_turn(share, waiting)
         return True
 
-    def take_turn(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
+    def count_turn(self, client: str, waiting: Collection[Lane] | None, now: float) -> None:
         """Count a placed request that has waited and now gets one of the slots of `num_turns`."""
         if waiting is not None and not waiting:
             self._restart()

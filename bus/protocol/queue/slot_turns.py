@@ -68,5 +68,5 @@ class SlotTurns(Generic[K]):
         if begun is None:
             return None
         if begun.turn == "placed":
-            self.shares.take_turn(begun.client, waiting, now)
+            self.shares.count_turn(begun.client, waiting, now)
         return begun.key

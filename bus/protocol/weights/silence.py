@@ -19,18 +19,18 @@ class Silence:
 
     def __init__(self) -> None:
         self._sign: int | None = None
-        self._looked_at = 0.0
+        self._recorded_at = 0.0
         self._silent_s = 0.0
 
     def __repr__(self) -> str:
         """Return one line with the seconds."""
         return f"<Silence {self._silent_s:.1f} s>"
 
-    def look(self, sign: int, now: float) -> float:
+    def record(self, sign: int, now: float) -> float:
         """Record the last sign. Return the seconds for which it has been the same."""
         if sign == self._sign:
-            self._silent_s += min(now - self._looked_at, SIGN_S)
+            self._silent_s += min(now - self._recorded_at, SIGN_S)
         else:
             self._sign, self._silent_s = sign, 0.0
-        self._looked_at = now
+        self._recorded_at = now
         return self._silent_s

@@ -51,14 +51,14 @@ async def run(args: argparse.Namespace) -> int:
     from ..top.full_screen import is_capable
     from ..top.options import TopOptions
     from ..top.plain import print_top, top_as_json
-    from ..top.top import look_once, run_top
+    from ..top.top import read_view, run_top
 
     options = TopOptions(sort=args.sort, model=args.model)
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         if is_capable() and not (args.once or args.json):
             await run_top(rb, options, args.interval)
             return ExitCode.OK
-        view = await look_once(rb)
+        view = await read_view(rb)
     if args.json:
         print_json(top_as_json(view))
     elif view.state.workers:

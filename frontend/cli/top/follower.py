@@ -42,7 +42,7 @@ class FleetFollower:
         self._has_read = asyncio.Event()
         self._heard_at = time.time()
 
-    async def look(self) -> TopView:
+    async def refresh(self) -> TopView:
         """Return the known state immediately.
 
         Raises:

@@ -16,7 +16,7 @@ from .full_screen import FullScreen, held_logs
 from .options import Key, KeyReader, TopOptions, press
 from .screen import Screen, TopView, draw
 
-__all__ = ["look_once", "run_top"]
+__all__ = ["read_view", "run_top"]
 
 SAMPLE_S: Final = 2.5
 """Seconds for one snapshot. Rates need two presence messages of each worker."""
@@ -27,14 +27,14 @@ READ_BYTES: Final = 1024
 _ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def look_once(rb: Client) -> TopView:
+async def read_view(rb: Client) -> TopView:
     """Follow the fleet for `SAMPLE_S` seconds and return the state at the end."""
     async with following(watch_fleet(rb)) as follower:
         ends = time.monotonic() + SAMPLE_S
         while time.monotonic() < ends:
-            await follower.look()
+            await follower.refresh()
             await asyncio.sleep(LOOK_EVERY_S)
-        return await follower.look()
+        return await follower.refresh()
 
 
 async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
@@ -44,7 +44,7 @@ async def run_top(rb: Client, options: TopOptions, interval_s: float) -> None:
             began = time.monotonic()
             while True:
                 looked_at = time.monotonic()
-                view = await follower.look()
+                view = await follower.refresh()
                 # Update more often at first, to show workers that answer late and the first rates.
                 wait_s = interval_s if looked_at - began > SAMPLE_S else min(interval_s, LOOK_EVERY_S)
                 chosen = await _show_until(view, options, events, screen, looked_at + wait_s)

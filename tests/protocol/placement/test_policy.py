@@ -1,4 +1,4 @@
-"""Which single requests are placed, where, and which are queued."""
+"""Which single requests are placed on which worker, and which requests are queued."""
 
 from collections import Counter
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rollbus.bus.protocol.placement.policy import (
     RUNNING_TOKENS,
     Placement,
+    PlacementNeeds,
     PlacementPolicy,
     PlacementReason,
-    PlacementWanted,
 )
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import MAX_REQUESTS, WorkerLoad
@@ -24,13 +24,13 @@ WORKERS = ("a", "b", "c", "d")
 
 
 def idle_fleet(*workers: str, free_slots: int = 8) -> tuple[PlacementPolicy, list[WorkerLoad]]:
-    """A policy and the loads of workers that run nothing."""
+    """Return a policy and the loads of workers without requests."""
     policy = fleet(*(presence(worker, free_slots=free_slots) for worker in workers))
     return policy, loads(policy, *workers)
 
 
 def test_an_unknown_prompt_is_queued() -> None:
-    """Where no worker holds a beginning of the prompt, the queue decides."""
+    """If no worker has a prefix of the prompt, the request is queued."""
     policy, able = idle_fleet(*WORKERS)
     policy.admitted(wanted(prompt(1)), "a", 1, was_placed=False)
 
@@ -38,7 +38,7 @@ def test_an_unknown_prompt_is_queued() -> None:
 
 
 def test_a_prompt_that_goes_on_goes_where_it_is_cached() -> None:
-    """The next turn goes to the worker of the last one, with all that this computed."""
+    """The next turn goes to the worker of the last turn. All tokens that this worker computed count as cached."""
     policy, able = idle_fleet("a", "b")
     first = prompt(1, 1000)
     cache = policy.admitted(wanted(first), "b", 1, was_placed=False)
@@ -51,7 +51,7 @@ def test_a_prompt_that_goes_on_goes_where_it_is_cached() -> None:
 
 
 def test_a_hint_is_gone_with_its_cache() -> None:
-    """A new epoch of a cache, a lost worker and the adapter's next version void what was known (H56)."""
+    """A new cache epoch, a lost worker and the next version of an adapter invalidate known prefixes."""
     policy, able = idle_fleet("a", "b")
     lora = wanted(prompt(1), scope=PrefixScope("x", 1))
     for each in (wanted(prompt(1)), lora):
@@ -67,7 +67,7 @@ def test_a_hint_is_gone_with_its_cache() -> None:
 
 
 def test_what_an_earlier_epoch_began_is_not_recorded_for_the_next() -> None:
-    """A request that was admitted before an update of weights leaves nothing in the cache after it (H56)."""
+    """A request accepted before a weight update leaves nothing in the cache of the next epoch."""
     policy, able = idle_fleet("a", "b")
     cache = policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
     assert cache is not None
@@ -78,7 +78,7 @@ def test_what_an_earlier_epoch_began_is_not_recorded_for_the_next() -> None:
 
 
 def test_a_full_worker_gets_nothing() -> None:
-    """The queue takes what the worker with the prefix has no room for: there is no wait (H53)."""
+    """If the worker with the prefix is full, the request goes to the queue immediately and does not wait."""
     policy, able = idle_fleet("a", "b", free_slots=1)
     policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
     assert policy.place(wanted(prompt(1)), able, 2) == QUEUED
@@ -92,7 +92,7 @@ def test_a_full_worker_gets_nothing() -> None:
 
 @pytest.mark.parametrize("num_workers", [2, 4, 64])
 def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
-    """Of endless requests with one prefix, the worker that has it first gets little more than its saving is worth."""
+    """The worker that first has a hot prefix gets little more load than its saving is worth."""
     names = [f"w{i}" for i in range(num_workers)]
     policy, able = idle_fleet(*names, free_slots=10_000)
     hot, running = prompt(1, 4096), Counter[str]()
@@ -100,7 +100,7 @@ def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
     for i in range(100 * num_workers):
         now = 1 + i / 10
         placement = policy.place(wanted(hot), able, now)
-        # The queue gives them to any worker, one after another.
+        # The queue distributes its requests among all workers.
         worker = placement.worker or names[i % num_workers]
         if placement.worker is not None:
             policy.placed(wanted(hot), placement, now)
@@ -112,7 +112,7 @@ def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
 
 
 def test_a_prefix_that_most_workers_hold_is_left_to_the_queue() -> None:
-    """Where any worker has it, a placement would save nothing; a longer one still decides."""
+    """A prefix that all workers have causes no placement, because it would save nothing. A longer prefix still does."""
     policy, able = idle_fleet(*WORKERS)
     shared = prompt(1, 4096)
     for worker in WORKERS:
@@ -125,7 +125,7 @@ def test_a_prefix_that_most_workers_hold_is_left_to_the_queue() -> None:
 
 
 def test_work_ahead_is_weighed_against_what_is_saved() -> None:
-    """Prompts that wait at the worker with the prefix cost half of their tokens, until they are computed."""
+    """Prompts that wait at the worker with the prefix cost half of their tokens until they are computed."""
     policy, able = idle_fleet("a", "b", free_slots=100)
     policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
     assert policy.place(wanted(prompt(1, 2048)), able, 1).worker == "a"
@@ -136,7 +136,7 @@ def test_work_ahead_is_weighed_against_what_is_saved() -> None:
 
 
 def test_running_requests_are_weighed_against_what_is_saved() -> None:
-    """Each request that runs more at the worker with the prefix costs as much as some tokens of the prompt."""
+    """Each additional running request at the worker with the prefix costs as much as some tokens of the prompt."""
     policy, able = idle_fleet("a", "b", free_slots=100)
     policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
     worth = 2048 // RUNNING_TOKENS
@@ -148,7 +148,7 @@ def test_running_requests_are_weighed_against_what_is_saved() -> None:
 
 
 def test_one_busy_worker_makes_the_others_no_better() -> None:
-    """What a worker holds has to make up for its load beside most others, not beside the worst."""
+    """A cached prefix must outweigh the worker's load relative to most workers, not relative to the busiest worker."""
     policy, able = idle_fleet(*WORKERS, free_slots=1000)
     policy.admitted(wanted(prompt(1, 1024)), "a", 0, was_placed=False)
     policy.update(presence("a", in_flight=20), 9)
@@ -161,7 +161,7 @@ def test_one_busy_worker_makes_the_others_no_better() -> None:
 
 
 def test_a_slow_worker_does_not_keep_its_prefixes() -> None:
-    """What a worker at half speed holds is computed again by another one, by the rates that they announce."""
+    """Another worker recomputes a prefix that a worker with half the announced prefill rate has cached."""
     stats = {w: EngineStats(prefill_tokens_per_s=2e4 if w != "d" else 1e4) for w in WORKERS}
     policy = fleet(*(presence(worker, engine_stats=each) for worker, each in stats.items()))
     policy.update(presence("d", engine_stats=stats["d"]), 1)
@@ -173,7 +173,7 @@ def test_a_slow_worker_does_not_keep_its_prefixes() -> None:
 
 
 def test_a_session_stays_with_its_worker() -> None:
-    """Its turns go to the worker that had the last one, also where their prompts are short or have changed."""
+    """The turns of a session go to the worker of its last turn, also if their prompts are short or have changed."""
     policy, able = idle_fleet(*WORKERS)
     for turn, tokens in enumerate((40, 300, 3000)):
         for session in "xyz":
@@ -186,7 +186,7 @@ def test_a_session_stays_with_its_worker() -> None:
 
 
 def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
-    """It is a strong hint: as if all of the prompt but a piece were cached, and not more (H61)."""
+    """A session counts as if all of the prompt except one piece were cached, and not more."""
     policy, able = idle_fleet("a", "b", free_slots=1000)
     request = wanted(prompt(1, 2048), session="x")
     policy.admitted(request, "a", 0, was_placed=False)
@@ -196,7 +196,7 @@ def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
 
 
 def test_clients_agree_on_a_session_that_they_do_not_know() -> None:
-    """A session goes to the same worker from each client, and the sessions of a fleet go to all of its workers."""
+    """All clients place an unknown session on the same worker, and sessions are spread over all workers."""
     policies = [idle_fleet(*WORKERS), idle_fleet(*reversed(WORKERS))]
     chosen = [
         {policy.place(wanted(prompt(i), session=f"s{i}"), able, 1) for policy, able in policies} for i in range(50)
@@ -207,7 +207,7 @@ def test_clients_agree_on_a_session_that_they_do_not_know() -> None:
 
 
 def test_a_session_whose_worker_is_not_able_goes_to_another_one() -> None:
-    """The workers that are able are those that placement chooses among (H61)."""
+    """A session whose worker cannot serve the request goes to a worker that can."""
     policy, _ = idle_fleet(*WORKERS)
     policy.admitted(wanted(prompt(1), session="x"), "c", 1, was_placed=False)
     placement = policy.place(wanted(prompt(1), session="x"), loads(policy, "a", "b"), 60)
@@ -216,7 +216,7 @@ def test_a_session_whose_worker_is_not_able_goes_to_another_one() -> None:
 
 
 def test_a_request_that_not_all_workers_can_serve_passes_the_queue() -> None:
-    """While some workers have older weights, the least loaded one that has them gets it, if it has room."""
+    """While only some workers can serve a request, the least loaded of these that has room gets it."""
     policy = fleet(presence("a", in_flight=5), presence("b", in_flight=3), presence("old"))
     request = wanted(prompt(1, 40), is_for_able_only=True)
     able = loads(policy, "a", "b")
@@ -230,16 +230,16 @@ def test_a_request_that_not_all_workers_can_serve_passes_the_queue() -> None:
 
 
 def test_collisions_only_make_placements_worse() -> None:
-    """Where all pieces have one hash, requests are placed or queued as ever."""
+    """If all pieces have the same hash, requests are still placed or queued."""
     policy, able = idle_fleet(*WORKERS)
-    policy.admitted(PlacementWanted(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
-    placement = policy.place(PlacementWanted(512, (7, 7)), able, 60)
+    policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
+    placement = policy.place(PlacementNeeds(512, (7, 7)), able, 60)
 
     assert placement == ("a", PlacementReason.PLACED_PREFIX, 512)
 
 
 def test_two_clients_do_not_choose_the_same_workers_for_all() -> None:
-    """Of workers that are equal, the groups of different prompts begin at different ones."""
+    """Among equal workers, groups with different prompts start on different workers."""
     policy, able = idle_fleet(*WORKERS)
     first = {policy.place(wanted(prompt(i), group=f"g{i}"), able, 1).worker for i in range(40)}
 
@@ -264,7 +264,10 @@ def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
     is_for_able_only: bool,
     left_out: set[int],
 ) -> None:
-    """Whatever is known: a worker that is chosen is able and has room, and for its prefix alone only if it is ahead."""
+    """A chosen worker is able to serve the request and has room.
+
+    A worker chosen only for its prefix is ahead of the others.
+    """
     policy = PlacementPolicy()
     for i, (free_slots, in_flight, prefill) in enumerate(announced):
         stats = EngineStats(prefill_tokens_per_s=prefill)
@@ -288,7 +291,7 @@ def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
         policy.placed(request, placement, 1)
         if placement.reason is PlacementReason.PLACED_PREFIX:
             assert placement.cached_tokens > 0
-            # With what it saves there, it has less to do than at half of the others without any saving.
+            # With its saving, the chosen worker has less work than half of the other workers without any saving.
             work = chosen[0].slowness * (chosen[0].running - 1) * RUNNING_TOKENS - placement.cached_tokens
             others = [load.slowness * load.running * RUNNING_TOKENS for load in able if load not in chosen]
             if {load.slowness for load in able} == {1.0}:
@@ -296,7 +299,10 @@ def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
 
 
 def test_refusals_and_silence_end_what_a_group_follows() -> None:
-    """The next request of a group goes elsewhere, and nothing goes to a silent worker for ten seconds (H53, H62)."""
+    """After a refusal, the next request of a group goes to another worker.
+
+    A silent worker gets no request for ten seconds.
+    """
     policy, able = idle_fleet(*WORKERS)
     request = wanted(prompt(1), group="g")
     seen = set()
@@ -312,7 +318,7 @@ def test_refusals_and_silence_end_what_a_group_follows() -> None:
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_the_next_request_of_a_group_that_no_worker_has_is_the_first(is_silent: bool) -> None:
-    """A worker that did not admit the first one is expected to compute the prompt if it gets the next."""
+    """If a worker did not accept the first request of a group, the next request there must compute the prompt."""
     policy, able = idle_fleet("a")
     request = wanted(prompt(1), group="g")
     for now in (1, 20):
@@ -324,7 +330,7 @@ def test_the_next_request_of_a_group_that_no_worker_has_is_the_first(is_silent: 
 
 
 def test_an_admission_ends_a_series_of_refusals() -> None:
-    """A worker that admits what is placed is closed for a short while only by its next refusal."""
+    """If a worker accepts a placed request, its next refusal closes it only for the shortest time."""
     policy, able = idle_fleet("a")
     request = wanted(prompt(1), group="g")
     for now in range(6):
@@ -337,7 +343,7 @@ def test_an_admission_ends_a_series_of_refusals() -> None:
 
 
 def test_a_cache_that_is_not_known_is_no_error() -> None:
-    """A worker may admit a request before its first announcement, or after it was taken for lost."""
+    """A worker may accept a request before its first presence, or after it was marked lost."""
     policy, able = idle_fleet("a")
     policy.placed(wanted(prompt(1), group="g"), Placement("new", PlacementReason.PLACED_GROUP), 1)
     assert policy.admitted(wanted(prompt(1), session="s"), "new", 1, was_placed=False) is None
@@ -351,7 +357,7 @@ def test_a_cache_that_is_not_known_is_no_error() -> None:
 
 @pytest.mark.parametrize("fields", [{"in_flight": 10**400}, {"free_slots": 10**400}, {"cache_epoch": 10**400}])
 def test_no_announced_number_keeps_requests_from_being_placed(fields: dict[str, int]) -> None:
-    """JSON has numbers that no float can hold: whoever announces them is one worker among others (H62)."""
+    """A worker that announces a number too large for a float does not prevent placement on other workers."""
     policy = fleet(presence("a"), presence("b"), presence("liar", **fields))
     able = loads(policy, "a", "b", "liar")
     request = wanted(prompt(1), session="s", group="g")

@@ -1,11 +1,11 @@
-"""Workers and prompts for the tests of placement."""
+"""Workers and prompts for the placement tests."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollbus.bus.protocol.placement.policy import PlacementPolicy, PlacementWanted
+from rollbus.bus.protocol.placement.policy import PlacementNeeds, PlacementPolicy
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import WorkerLoad
 from rollbus.schemas.presence import WorkerPresence, WorkerState
@@ -14,7 +14,7 @@ SCOPE = PrefixScope()
 
 
 def presence(worker: str, *, free_slots: int = 8, **fields: Any) -> WorkerPresence:
-    """What a worker announces that serves and runs nothing."""
+    """Return the presence of a worker that serves without requests."""
     values: dict[str, Any] = {
         "worker": worker, "incarnation": "i1", "model": "m", "state": WorkerState.SERVING, "weight_version": 1,
         "in_flight": 0, "free_slots": free_slots, "uptime_s": 1.0, "lease_s": 5.0,
@@ -23,7 +23,7 @@ def presence(worker: str, *, free_slots: int = 8, **fields: Any) -> WorkerPresen
 
 
 def prompt(seed: int, num_tokens: int = 8 * PIECE_TOKENS) -> npt.NDArray[np.int32]:
-    """A prompt that shares nothing with those of other seeds."""
+    """Return a prompt that shares no prefix with the prompts of other seeds."""
     return np.random.default_rng(seed).integers(0, 1000, num_tokens, np.int32)
 
 
@@ -34,9 +34,9 @@ def wanted(
     session: str | None = None,
     group: str | None = None,
     is_for_able_only: bool = False,
-) -> PlacementWanted:
-    """A request for the placement of a prompt."""
-    return PlacementWanted.of(
+) -> PlacementNeeds:
+    """Return what placement needs to know of a request with this prompt."""
+    return PlacementNeeds.of(
         len(token_ids),
         piece_hashes(token_ids, scope),
         scope,
@@ -47,7 +47,7 @@ def wanted(
 
 
 def fleet(*presences: WorkerPresence, now: float = 0.0) -> PlacementPolicy:
-    """A policy that has received these announcements."""
+    """Return a policy that has received these presences."""
     policy = PlacementPolicy()
     for each in presences:
         policy.update(each, now)
@@ -55,5 +55,5 @@ def fleet(*presences: WorkerPresence, now: float = 0.0) -> PlacementPolicy:
 
 
 def loads(policy: PlacementPolicy, *workers: str) -> list[WorkerLoad]:
-    """The loads of these workers."""
+    """Return the loads of these workers."""
     return [load for worker in workers if (load := policy.loads.get(worker)) is not None]

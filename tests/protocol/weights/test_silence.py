@@ -6,16 +6,16 @@ from rollbus.bus.protocol.weights.silence import SIGN_S, Silence
 
 
 def test_silence_begins_anew_with_each_sign() -> None:
-    """It is as long as one has looked since."""
+    """A silence is the time since the first record of the present sign, and a new sign ends it."""
     silence = Silence()
-    assert [silence.look(sign, now) for sign, now in ((7, 100.0), (7, 101.0), (7, 103.0), (8, 104.0), (8, 105.0))] == [
-        0.0, 1.0, 3.0, 0.0, 1.0,
-    ]  # fmt: skip
+    signs = ((7, 100.0), (7, 101.0), (7, 103.0), (8, 104.0), (8, 105.0))
+
+    assert [silence.record(sign, now) for sign, now in signs] == [0.0, 1.0, 3.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("outage_s", [60.0, 3600.0])
 def test_an_outage_is_no_silence(outage_s: float) -> None:
     """The peer could not be heard meanwhile: it counts as one period."""
     silence = Silence()
-    silence.look(7, 0.0)
-    assert silence.look(7, outage_s) == SIGN_S
+    silence.record(7, 0.0)
+    assert silence.record(7, outage_s) == SIGN_S
