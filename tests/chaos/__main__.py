@@ -1,4 +1,7 @@
-"""`python -m tests.chaos --requests 10000 --seed 1 --seconds-between-faults 3`: see `tests.chaos.run`."""
+"""Command line of the chaos run: `python -m tests.chaos --requests 10000 --seed 1 --seconds-between-faults 3`.
+
+See `tests.chaos.run`.
+"""
 
 import argparse
 import asyncio
@@ -10,7 +13,7 @@ from tests.chaos.run import Settings, run
 
 
 def main() -> int:
-    """Run it; returns 0 if every result was right."""
+    """Run the chaos and return 0 if every result was right."""
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Requests through a suffering fleet.")
     parser.add_argument("--requests", type=int, default=defaults.num_requests)

@@ -1,4 +1,4 @@
-"""The checkpoints of a walk through versions of weights, as they must come out of every folder."""
+"""The checkpoints of all weight versions of a chaos run, against which staged folders are compared."""
 
 import random
 from pathlib import Path
@@ -15,7 +15,7 @@ class Checkpoints:
     """Whole checkpoints of all versions.
 
     Args:
-        folder: for them.
+        folder: folder for the checkpoints.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -24,24 +24,24 @@ class Checkpoints:
         self._tensors: Tensors = make_tensors(self._rng)
         self._hashes: list[dict[str, str]] = []
         self.folders: dict[int, Path] = {}
-        """By version, also of those that were never recorded."""
+        """Folders by version, including versions that were never recorded."""
         self.write(0)
 
     def change(self, amount: Amount | None = None) -> None:
-        """Change the tensors; without an `amount`, any of them."""
+        """Change the tensors by this amount, or by a random amount."""
         self._tensors = changed(self._tensors, self._rng.choice(AMOUNTS) if amount is None else amount, self._rng)
 
     def write(self, version: int) -> Path:
-        """Write the present tensors as a version; returns the folder."""
+        """Write the current tensors as a version and return its folder."""
         folder = self.folders[version] = write(self._folder / f"version-{version}", self._tensors)
         self._hashes.append(hashes(self._tensors))
         return folder
 
     def check(self, cache: Path, *, has_present: bool = True) -> None:
-        """Check that every complete folder of a machine is one of the checkpoints, hash by hash.
+        """Check that every complete folder of a machine equals one of the checkpoints, by the hashes of its tensors.
 
         Args:
-            has_present: the present tensors must be among them.
+            has_present: True if one of the folders must have the current tensors.
         """
         shared = cache / FLEET / "shared.weights" / "checkpoints"
         found = [hashes_in(folder) for folder in shared.glob("[!.]*")]

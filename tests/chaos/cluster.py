@@ -1,7 +1,7 @@
-"""`python -m tests.chaos.cluster --seconds 600`: requests and commands over three servers that are killed all the time.
+"""Requests and commands over three servers with faults: `python -m tests.chaos.cluster --seconds 600`.
 
-At any time one server is killed, stands still, or is parted from the others, with a word to them or without; now and
-then a second one is killed as well. Each result is compared with the undisturbed one.
+At any time one server is killed, frozen, or disconnected from the other servers with or without an error. Sometimes a
+second server is killed as well. Each result is compared with the undisturbed one.
 """
 
 import argparse
@@ -37,21 +37,21 @@ __all__ = ["main"]
 
 ENGINE = SyntheticConfig(step_s=0.01, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 NUM_KINDS = 300
-"""Requests that differ; then they come again under other ids."""
+"""Number of different requests. They are repeated with other ids."""
 MAX_IN_FLIGHT = 48
 AWAY_S = 12.0
-"""How long a server is gone at most: longer than an election takes."""
+"""Maximum seconds for which a server is away, longer than an election takes."""
 SECOND = 0.15
-"""How often a second server is gone, too."""
+"""Probability that a second server is killed too."""
 MODEL = "synthetic"
 PAUSE_S = 6.0
-"""Between commands."""
+"""Seconds between commands."""
 RETRY_S = 0.25
-"""Before a command that failed is given again."""
+"""Seconds before a failed command is sent again."""
 
 
 class _Course:
-    """One run under way."""
+    """One run in progress."""
 
     def __init__(self, rb: rollbus.Client, cluster: NatsCluster, seconds: float, seed: int) -> None:
         self._rb = rb
@@ -63,7 +63,7 @@ class _Course:
         self._is_whole = True
         self.num_results = 0
         self.gaps: list[tuple[float, bool]] = []
-        """Seconds above 1 without a result, and whether two servers were gone meanwhile."""
+        """Seconds above 1 without a result, and whether two servers were away in that time."""
         self.attempts: Counter[int] = Counter()
         self.commands: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class _Course:
         return time.monotonic() >= self._ends_at
 
     async def run(self) -> None:
-        """Serve, command and break until the time is over, and until all results are there."""
+        """Send requests and commands and cause faults until the time is over and all results have arrived."""
         requests = make_requests(NUM_KINDS, 0)
         expected = await undisturbed(requests, ENGINE)
         async with asyncio.TaskGroup() as tasks:
@@ -144,7 +144,7 @@ class _Course:
             await self._cluster.servers[index].restart()
 
     async def _command(self) -> None:
-        """Pause and go on; a fault may cut either short, and then it is said again."""
+        """Pause and resume repeatedly. A fault may interrupt a resume, which is then repeated."""
         while not self._is_over:
             await asyncio.sleep(PAUSE_S)
             await self._give("pause")
@@ -163,7 +163,7 @@ class _Course:
         return is_complete
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report of the run."""
         return [
             f"{self.num_results} results, all equal to the undisturbed ones, none twice, none missing",
             f"faults: {dict(self.faults)}",
@@ -175,7 +175,7 @@ class _Course:
 
 
 async def run(seconds: float, seed: int, *, stderr: int, is_secure: bool) -> None:
-    """Run to the end, and look that nothing is left."""
+    """Run to the end, and check that nothing remains."""
     arguments = msgspec.to_builtins(ENGINE)
     workers = [f"w{index}" for index in range(3)]
     async with contextlib.AsyncExitStack() as stack:
@@ -212,7 +212,7 @@ async def run(seconds: float, seed: int, *, stderr: int, is_secure: bool) -> Non
 
 
 def main() -> int:
-    """Run it; returns 0 if every result was right."""
+    """Run the chaos and return 0 if every result was right."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.cluster", description="Requests over dying servers.")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")

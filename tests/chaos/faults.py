@@ -1,4 +1,4 @@
-"""What a chaos run does to its fleet: a schedule that follows from a seed, and all that suffer it."""
+"""The faults of a chaos run: a schedule that follows from a seed, and the processes and connections that it affects."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,8 @@ __all__ = ["Fault", "Victims", "schedule", "victims"]
 StartWorker = Callable[[int], AbstractAsyncContextManager[Process]]
 
 KINDS = {
-    # Out of a hundred, and how long it may last, in seconds: less and more than a lease, for what others only suspect.
+    # Weight in percent and maximum duration in seconds. Durations are shorter and longer than a lease, because a frozen
+    # worker is only suspected.
     "worker killed": (35, 3.0),
     "worker stopped": (15, 10.0),
     "worker restarted": (10, 1.0),
@@ -30,24 +31,27 @@ KINDS = {
     "client cut": (5, 3.0),
     "client frozen": (5, 8.0),
 }
-"""Stopped is what got SIGSTOP, and SIGCONT later; restarted means in order. A client's connection is cut with a word to
-both sides, or frozen without one."""
+"""A stopped process gets SIGSTOP, and SIGCONT later.
+
+A restarted process is stopped in order. A client's connection is cut with an error on both sides, or frozen without
+one.
+"""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     after_s: float
-    """Seconds since the fault before it."""
+    """Seconds since the previous fault."""
     kind: str
     victim: int
-    """Which worker, for those that befall a worker."""
+    """Number of the worker, for faults of workers."""
     away_s: float
-    """Until it is back, or until it is started again."""
+    """Seconds until the process or connection is restored or restarted."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Return a description for the report."""
         who = f" w{self.victim}" if self.kind.startswith("worker") else ""
         return f"{self.kind}{who} for {self.away_s:.1f} s"
 
@@ -55,10 +59,10 @@ class Fault:
 def schedule(
     seed: int, *, num_workers: int, seconds_between: float, kinds: Collection[str] = tuple(KINDS)
 ) -> Iterator[Fault]:
-    """Faults without end, the same for the same arguments.
+    """Yield faults without end, the same for the same arguments.
 
     Args:
-        num_workers: that may be befallen, the first ones.
+        num_workers: number of workers that may have faults, counted from the first one.
     """
     rng = random.Random(seed)
     while True:
@@ -67,20 +71,20 @@ def schedule(
             after_s=seconds_between * rng.uniform(0.5, 1.5),
             kind=kind,
             victim=rng.randrange(num_workers),
-            # Often none: what comes back at once is the harder case to notice.
+            # Often 0, because an immediate return is harder to detect.
             away_s=rng.choice([0.0, rng.uniform(0, KINDS[kind][1])]),
         )
 
 
 class Victims:
-    """The server, the workers and the client's network; each suffers one fault at a time, several may suffer at once.
+    """The server, the workers and the client's network. Each has one fault at a time, and several may have one at once.
 
-    Made by `victims`.
+    `victims` creates it.
     """
 
     def __init__(self, server: EmbeddedServer, network: TcpProxy, start_worker: StartWorker) -> None:
         self.counts: Counter[str] = Counter()
-        """Faults that were done, by kind."""
+        """Completed faults by kind."""
         self._server = server
         self._server_lock = asyncio.Lock()
         self._network = network
@@ -90,11 +94,11 @@ class Victims:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers, as they live now."""
+        """Process ids of the current worker processes."""
         return [worker.process.pid for worker in self._workers]
 
     async def suffer(self, fault: Fault) -> None:
-        """Do it, and undo it when its time has come."""
+        """Cause the fault, and undo it after its duration."""
         if fault.kind.startswith("server"):
             async with self._server_lock:
                 await self._strike_server(fault)
@@ -114,7 +118,7 @@ class Victims:
             return
         if fault.kind == "server killed":
             await self._server.kill()
-            # How long it is away is what this fault is about.
+            # The fault consists of this outage.
             await asyncio.sleep(fault.away_s)
         await self._server.restart()
 
@@ -132,11 +136,11 @@ class Victims:
         if fault.kind == "worker stopped":
             await _stop(worker.process.pid, fault.away_s)
             return
-        # It may have ended by itself: see `revive`.
+        # The worker may have exited by itself: see `revive`.
         if fault.kind == "worker restarted" and worker.process.returncode is None:
             worker.process.terminate()
             await worker.process.wait()
-        # Kills it if it still runs.
+        # Kills the process if it still runs.
         await worker.life.aclose()
         await asyncio.sleep(fault.away_s)
         await self._begin(fault.victim, worker)
@@ -145,7 +149,7 @@ class Victims:
         worker.process = await worker.life.enter_async_context(self._start_worker(index))
 
     async def revive(self) -> None:
-        """Start workers again that ended by themselves: one that finds no server when it starts does."""
+        """Restart workers that exited by themselves, as a worker does if it finds no server when it starts."""
         for index, worker in enumerate(self._workers):
             async with worker.lock:
                 if worker.process.returncode is not None:
@@ -164,7 +168,7 @@ class Victims:
             await worker.life.aclose()
 
     async def stop(self) -> None:
-        """Stop the workers in order; each must exit with 0."""
+        """Stop the workers in order and check that each exits with 0."""
         for worker in self._workers:
             worker.process.terminate()
         async with asyncio.timeout(SOON_S):
@@ -172,7 +176,7 @@ class Victims:
 
 
 async def _stop(pid: int, away_s: float) -> None:
-    """Let a process stand still for so long; without effect on one that has ended."""
+    """Freeze a process for this time. A process that has exited is ignored."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -183,7 +187,7 @@ async def _stop(pid: int, away_s: float) -> None:
 
 @dataclass
 class _Worker:
-    """One worker, life after life."""
+    """One worker and its current process."""
 
     life: contextlib.AsyncExitStack
     process: Process
@@ -194,10 +198,10 @@ class _Worker:
 async def victims(
     server: EmbeddedServer, network: TcpProxy, start_worker: StartWorker, num_workers: int
 ) -> AsyncIterator[Victims]:
-    """Start workers, numbered from 0; all have ended when the block is left.
+    """Start workers, numbered from 0, and end all of them when the block is left.
 
     Args:
-        network: before the client.
+        network: proxy in front of the client.
     """
     found = Victims(server, network, start_worker)
     try:

@@ -1,4 +1,4 @@
-"""What results must be whose tokens come from several versions of weights: what fresh engines on each of them give."""
+"""Checks results with tokens of several weight versions against fresh engines of each version."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -18,12 +18,12 @@ __all__ = ["assert_fresh"]
 async def assert_fresh(
     generation: Generation, request: GenerateRequest, checkpoints: Mapping[int, Path], config: SyntheticConfig
 ) -> None:
-    """Each token is the greedy one of an engine that was started on the checkpoint of the token's version.
+    """Check that each token is the greedy token of a new engine with the checkpoint of the token's version.
 
-    Versions never go back within a result.
+    Versions never decrease within a result.
 
     Args:
-        checkpoints: by version.
+        checkpoints: checkpoint folders by version.
     """
     assert generation.error is None, generation.error
     versions = generation.weight_versions.tolist()

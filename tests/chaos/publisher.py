@@ -1,9 +1,15 @@
-"""A publisher in a process of its own, which faults may end or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
+"""A publisher in a separate process that faults may kill or stop: `python -m tests.chaos.publisher URL NAME FOLDER`.
 
-Answers each line `VERSION FOLDER HOW` on stdin, as `bench.ways` has it, with what became of publishing the checkpoint
-of that folder. `HOW` is `update`; `damage`, where the delta is overwritten before workers fetch it; `die`, where the
-process kills itself before it stores the manifest; or `die-late`, where it does so before it writes the chain record.
-A publisher that has no lease tries to get one at the next line.
+It reads lines `VERSION FOLDER HOW` on stdin, as `bench.ways` does, publishes the checkpoint of that folder, and answers
+with the outcome. `HOW` is one of these:
+
+- `update`: workers switch to the version.
+- `store`: the version is only stored.
+- `damage`: the delta is overwritten before workers fetch it.
+- `die`: the process kills itself before it stores the manifest.
+- `die-late`: the process kills itself before it writes the chain record.
+
+A publisher without a lease tries to get one at the next line.
 """
 
 import contextlib
@@ -37,14 +43,14 @@ __all__ = ["FLEET", "MODEL"]
 FLEET = "walk"
 MODEL = "model"
 LEASE_S, MARGIN_S, RENEW_S = 2.0, 0.5, 0.5
-"""Short, as faults wait for the lease to run out."""
+"""Short, because faults wait until the lease expires."""
 
 
 class Program:
-    """Publishes when it is told to.
+    """Publishes checkpoints on request.
 
     Args:
-        checkpoint: with which training began.
+        checkpoint: folder with which training began.
     """
 
     def __init__(self, url: str, rb: rollbus.Client, checkpoint: str) -> None:
@@ -55,12 +61,12 @@ class Program:
         self._weights: rollbus.WeightPublisher | None = None
 
     async def close(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         self._weights = None
         await self._life.aclose()
 
     async def publish(self, question: list[str]) -> dict[str, Any]:
-        """Publish a checkpoint; returns what became of it."""
+        """Publish a checkpoint and return the outcome."""
         version, folder, how = question
         if how == "die":
             Publication.commit = _die  # type: ignore[method-assign]
@@ -96,7 +102,7 @@ class Program:
             FleetLoader.update = update  # type: ignore[method-assign]
 
     async def _damage(self, objects: str) -> None:
-        """Overwrite a version's delta by other bytes."""
+        """Overwrite a version's delta with random bytes."""
         async with opened(self._url) as nats:
             bucket = objects.partition("/")[0]
             for info in await list_prefix(nats, objects, is_signed=False):

@@ -1,4 +1,4 @@
-"""A chaos run: requests through a suffering fleet, and each result compared with the undisturbed one."""
+"""A chaos run: requests through a fleet with faults. Each result is compared with the undisturbed one."""
 
 import asyncio
 import contextlib
@@ -32,16 +32,16 @@ __all__ = ["Settings", "Summary", "run"]
 
 FLEET = "chaos"
 GRACE_S = 60.0
-"""For a lost request to find a worker: all of them may be away for a while."""
+"""Seconds for a lost request to find a worker, because all workers may be away for a while."""
 PREFILL_MIN_TOKENS = 2
-"""The prompts here are short."""
+"""Lower than the default, because the prompts here are short."""
 STREAM_EVERY = 40
-"""One of so many short requests is streamed, one after another, while all others are completed."""
+"""One of this many short requests is streamed, one after another. All other requests are completed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run; the requests and the faults follow from it, their timing roughly."""
+    """Settings of a run. They determine the requests and the faults, and roughly their timing."""
 
     num_requests: int = 10_000
     seed: int = 0
@@ -49,25 +49,25 @@ class Settings:
     num_workers: int = 3
     max_in_flight: int = 128
     step_s: float = 0.004
-    """Of the workers' engines: requests must be under way for a while to be caught by faults."""
+    """Seconds of an engine step. Requests must run long enough to be hit by faults."""
     max_num_seqs: int = 32
-    """Of each worker: less than is in flight, so that some wait in the queue."""
+    """Slots of each worker: fewer than the requests in flight, so that some wait in the queue."""
     lease_s: float = 5.0
-    """Of the workers."""
+    """Lease of the workers in seconds."""
     num_prefill: int = 0
-    """How many of the workers are prefill workers; then all others are decode workers."""
+    """Number of prefill workers. If it is above 0, all other workers are decode workers."""
     kv_load_s: float = 0.01
-    """How long KV takes from these to those."""
+    """Seconds of a KV transfer from a prefill worker to a decode worker."""
 
     @property
     def engine(self) -> SyntheticConfig:
-        """Of the workers, but for their role."""
+        """Engine configuration of the workers, without their role."""
         return SyntheticConfig(
             step_s=self.step_s, max_num_seqs=self.max_num_seqs, vocab_size=VOCAB_SIZE, kv_load_s=self.kv_load_s
         )
 
     def role(self, index: int) -> Role:
-        """Of one worker."""
+        """Return the role of a worker."""
         if not self.num_prefill:
             return "both"
         return "prefill" if index < self.num_prefill else "decode"
@@ -75,19 +75,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run."""
+    """Result of a run."""
 
     num_results: int
     num_tokens: int
     attempts: Counter[int]
-    """Results, each sample for itself, by the attempts they took."""
+    """Number of results, each sample counted separately, by their number of attempts."""
     faults: Counter[str]
     counters: dict[str, Any]
-    """The client's that are not zero."""
+    """Counters of the client that are not zero."""
     seconds: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report of the run."""
         return [
             f"{self.num_results} results, all equal to the undisturbed ones, none twice, none missing",
             f"{self.num_tokens} tokens in {self.seconds:.1f} s",
@@ -98,14 +98,15 @@ class Summary:
 
 
 async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) -> Summary:
-    """Run to the end, and look that nothing is left.
+    """Run to the end, and check that nothing remains.
 
     Args:
-        stderr: the file descriptor that takes the workers' logs.
-        say: called with one line for each fault.
+        stderr: file descriptor for the workers' logs.
+        say: function that receives one line for each fault.
 
     Raises:
-        AssertionError: a result is missing, came twice, failed or is not the undisturbed one; or something is left.
+        AssertionError: a result is missing, arrived twice, failed or differs from the undisturbed one, or something
+            remains.
     """
     requests = make_requests(settings.num_requests, settings.seed)
     engine = settings.engine
@@ -129,14 +130,14 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
         course = _Course(rb, expected, legs=2 if settings.num_prefill else 1)
         await course.run(settings, requests, suffering, say)
         await suffering.revive()
-        # A client may still count a life that was killed just now; the server knows better.
+        # A client may still count an incarnation that was just killed, but the server does not.
         await until(observer.workers, {f"w{index}" for index in range(settings.num_workers)})
         await observer.check_at_rest()
         return course.summary(suffering.counts)
 
 
 class _Course:
-    """One run under way."""
+    """One run in progress."""
 
     def __init__(self, rb: rollbus.Client, expected: Mapping[str, Generation], *, legs: int) -> None:
         self._rb = rb
@@ -150,7 +151,7 @@ class _Course:
     async def run(
         self, settings: Settings, requests: list[GenerateRequest], suffering: Victims, say: Callable[[str], None]
     ) -> None:
-        """Serve all requests while faults happen, and check each result."""
+        """Send all requests during faults, and check each result."""
         streamed = [request for request in requests if request.request_id.startswith("short")][::STREAM_EVERY]
         streamed_ids = {request.request_id for request in streamed}
         others = (request for request in requests if request.request_id not in streamed_ids)
@@ -188,7 +189,7 @@ class _Course:
             self._compare(generation)
 
     def _compare(self, generation: Generation) -> None:
-        """Note a failure or a difference; the run goes on, to show all of them."""
+        """Record a failure or difference and continue, so that the run shows all of them."""
         request_id = generation.request_id
         story = f"{request_id}: attempts={generation.attempts} workers={generation.worker_ids}"
         if generation.error is not None:
@@ -207,7 +208,7 @@ class _Course:
             np.testing.assert_array_equal(tokens, self._expected[request.request_id].token_ids)
 
     def summary(self, faults: Counter[str]) -> Summary:
-        """What came of it, once all is done."""
+        """Return the summary after the run."""
         children = [child for result in self._results for child in (result, *result.siblings)]
         counters = dataclasses.asdict(self._rb.stats())
         return Summary(

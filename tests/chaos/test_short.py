@@ -1,4 +1,4 @@
-"""A short chaos run; `python -m tests.chaos` is the long one, and `tests.soak` has workers that are all alike."""
+"""A short chaos run. `python -m tests.chaos` runs longer, and `tests.soak` has workers of only one role."""
 
 from pathlib import Path
 
@@ -25,9 +25,9 @@ SETTINGS = Settings(
 
 @pytest.mark.proves("P1", "P8")
 async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
-    """Requests while workers and server are killed, stopped and restarted: each result once, as if undisturbed.
+    """During kills, stops and restarts of workers and server, each result arrives once and as if undisturbed.
 
-    Here two workers serve each together.
+    Here a prefill and a decode worker serve each request together.
     """
     require_binary()
     said: list[str] = []
@@ -41,7 +41,7 @@ async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_schedule_follows_from_the_seed() -> None:
-    """Faults are the same for the same seed, others for another, and of every kind in the long run."""
+    """The same seed gives the same faults, and another seed gives others. A long schedule contains every kind."""
     some = [
         list(zip(schedule(seed, num_workers=3, seconds_between=1.0), range(200), strict=False)) for seed in (1, 1, 2)
     ]

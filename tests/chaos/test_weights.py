@@ -1,4 +1,4 @@
-"""A short walk through published versions; `python -m tests.chaos.weights` is the long one."""
+"""A short run through published versions. `python -m tests.chaos.weights` runs longer."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P9")
 async def test_every_version_is_exact_whatever_goes_wrong(tmp_path: Path) -> None:
-    """30 versions, each while something fails: folders, tokens and the store are as they must be after each."""
+    """After each of 30 versions that are published during faults, folders, tokens and the store are exact."""
     require_binary()
     said: list[str] = []
     with (tmp_path / "workers.log").open("wb") as log:

@@ -1,10 +1,10 @@
-"""A walk through versions of weights: each is published while something goes wrong, and then the fleet has it exactly.
+"""A run through weight versions: each is published during a fault, and afterwards the fleet has it exactly.
 
     python -m tests.chaos.weights --versions 300 --seed 1
 
-The tensors are random bits of several dtypes, of which none, few or all change. Three workers share a machine's folders
-and serve requests all the time. After each version the folders have the hashes of whole checkpoints, and each token
-bears the version of the weights that made it: it is the token of a fresh engine on that version's whole checkpoint.
+The tensors are random bits of several dtypes, of which none, few or all change. Three workers share the folders of one
+machine and serve requests throughout. After each version, the folders have the hashes of whole checkpoints. Each token
+names the weight version that produced it, and equals the token of a fresh engine with that version's whole checkpoint.
 """
 
 import argparse
@@ -45,38 +45,38 @@ from tests.support.worker_process import worker_process
 __all__ = ["Settings", "walk"]
 
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
-"""Loads and canaries take long enough to be met by a fault."""
+"""Loads and canaries take long enough for a fault to hit them."""
 NUM_STREAMS = 4
-"""Requests in flight all the time."""
+"""Number of streams in flight throughout."""
 NUM_QUESTIONS = 3
-"""Asked after each version, when every worker has it."""
+"""Number of requests after each version, when every worker has it."""
 GRACE_S = 60.0
-"""For a lost request to find a worker: all of them may be away for a while."""
+"""Seconds for a lost request to find a worker, because all workers may be away for a while."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How far it goes; versions and faults follow from it, their timing roughly."""
+    """Settings of a run. They determine versions and faults, and roughly their timing."""
 
     num_versions: int = 30
     seed: int = 0
     num_workers: int = 3
     lease_s: float = 2.0
-    """Of the workers."""
+    """Lease of the workers in seconds."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a walk."""
+    """Result of a run."""
 
     num_versions: int
     num_tokens: int
     faults: Counter[str]
     refusals: Counter[str]
-    """Publications that failed and were made again, by the type of the error."""
+    """Failed publications that were repeated, by type of the error."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report of the run."""
         return [
             f"{self.num_versions} versions, all exact; {self.num_tokens} tokens, each of its version",
             "faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())),
@@ -85,10 +85,10 @@ class Summary:
 
 
 class Walk:
-    """One walk under way.
+    """One run in progress.
 
     Args:
-        cache: of the machine on which all workers are.
+        cache: cache folder of the machine with all workers.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Walk:
         self.num_tokens = 0
 
     async def run(self, settings: Settings, say: Callable[[str], None]) -> None:
-        """Go through all versions while requests are served."""
+        """Publish all versions while requests are served."""
         rng = random.Random(settings.seed)
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(self._stream(i), name="walk.stream") for i in range(NUM_STREAMS)]
             for number in range(settings.num_versions):
                 kind = KINDS[number] if number < len(KINDS) else rng.choice(["nothing", rng.choice(KINDS)])
-                # Where nothing changed there is no delta to damage.
+                # A version without changes has no delta to damage.
                 self._checkpoints.change("few" if kind == "delta damaged" else None)
                 victim = rng.randrange(settings.num_workers)
                 started = time.monotonic()
@@ -121,7 +121,7 @@ class Walk:
                 stream.cancel()
 
     async def _check(self, version: int) -> None:
-        """Every worker has the version, and nothing else is on the machine or in any token."""
+        """Check that every worker has the version, and that all folders and tokens are exact."""
         await self._suffering.revive()
         await until_true(lambda: self._have(version))
         self._checkpoints.check(self._cache)
@@ -135,7 +135,7 @@ class Walk:
             self.num_tokens += len(generation.token_ids)
 
     def _have(self, version: int) -> bool:
-        """All workers that live now serve it."""
+        """Return True if all current worker processes serve the version."""
         heard = {worker.pid: worker for worker in self._rb.fleet.workers}
         return heard.keys() == {*self._suffering.pids} and all(
             (worker.state, worker.weight_version) == (WorkerState.SERVING, version) for worker in heard.values()
@@ -154,15 +154,15 @@ class Walk:
 
 
 async def walk(settings: Settings, folder: Path, *, stderr: int, say: Callable[[str], None]) -> Summary:
-    """Go to the end, and look that nothing is left.
+    """Run to the end, and check that nothing remains.
 
     Args:
-        folder: empty, for checkpoints and caches.
-        stderr: the file descriptor that takes the workers' logs.
-        say: called with one line for each version.
+        folder: empty folder for checkpoints and caches.
+        stderr: file descriptor for the workers' logs.
+        say: function that receives one line for each version.
 
     Raises:
-        AssertionError: a folder or a token is not that of its version, or something is left.
+        AssertionError: a folder or a token is not that of its version, or something remains.
     """
     checkpoints, cache = Checkpoints(folder, settings.seed), folder / "machine"
 
@@ -189,7 +189,7 @@ async def walk(settings: Settings, folder: Path, *, stderr: int, say: Callable[[
 
 
 def main() -> int:
-    """Walk; returns 0 if everything was right."""
+    """Run the versions and return 0 if everything was right."""
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.weights", description="Published weights and faults.")
     parser.add_argument("--versions", type=int, default=defaults.num_versions)

@@ -1,4 +1,4 @@
-"""The trainer of a walk through versions of weights, and what goes wrong while it publishes one."""
+"""The trainer of a run through weight versions, and the faults while it publishes a version."""
 
 import asyncio
 import os
@@ -55,18 +55,18 @@ KINDS = (
     "newer version",
     "disk full",
 )
-"""Each once in this order, then any, and half of the time nothing."""
+"""Each kind once in this order, then random kinds, half of them `nothing`."""
 AGAIN_S = 0.1
-"""Before a publication that was refused is tried again."""
+"""Seconds before a failed publication is repeated."""
 SERVER_AWAY_S = 0.3
 
 
 class Trainer:
-    """Publishes by a process of its own, has the fleet switch, and survives what goes wrong meanwhile.
+    """Publishes from a separate process, updates the fleet, and handles the faults meanwhile.
 
     Args:
-        rb: a client that commands; it is another one than the publisher's.
-        start_late: starts a worker on a machine of its own, with this cache and these options.
+        rb: client that sends commands, separate from the publisher's client.
+        start_late: function that starts a worker on a separate machine, with this cache and these options.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Trainer:
     ) -> None:
         self.faults: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        """Of publications and updates, by the error's type."""
+        """Rejected publications and updates, by type of the error."""
         self._rb = rb
         self._url = url
         self._suffering = suffering
@@ -112,17 +112,17 @@ class Trainer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End it."""
+        """Stop the publisher."""
         await self._lives.aclose()
 
     def _publisher(self, name: str) -> AbstractAsyncContextManager[Way]:
         return running(name, "tests.chaos.publisher", self._url, name, self._checkpoints.folders[0])
 
     async def publish(self, kind: str, victim: int) -> int:
-        """Publish the present tensors while this goes wrong; returns the version that all workers get.
+        """Publish the current tensors during this fault and return the version that all workers get.
 
         Args:
-            victim: which worker suffers, if one does.
+            victim: number of the affected worker, for faults of workers.
         """
         self._kind, self._victim = kind, victim
         await self._tries[kind]()
@@ -130,7 +130,7 @@ class Trainer:
         return self._version
 
     async def _publish(self, how: str = "update", *, way: Way | None = None) -> None:
-        """Publish the present tensors as the next version; as later ones until one is recorded."""
+        """Publish the current tensors as the next version, and as further versions until one is recorded."""
         while True:
             self._version += 1
             answer = await (way or self._way).ask(self._version, self._checkpoints.write(self._version), how)
@@ -144,7 +144,7 @@ class Trainer:
             await asyncio.sleep(AGAIN_S)
 
     async def _is_recorded(self) -> bool:
-        """Workers get the version, whether or not all have it yet."""
+        """Return True if the version is recorded, whether or not all workers have it yet."""
         async with opened(self._url) as nats:
             state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)
         command = None if state is None or "weights" not in state.registers else state.registers["weights"].command
@@ -166,7 +166,7 @@ class Trainer:
             await subscribe(nats, Subjects(FLEET).acks_to("trainer"), look)
             tasks.create_task(kill(), name="walk.kill")
             await self._publish()
-            # Where the worker was too quick it is killed all the same.
+            # If the worker was faster than the fault, it is killed nevertheless.
             met.set()
 
     async def _strike_server(self) -> None:
@@ -185,7 +185,7 @@ class Trainer:
         await self._publish()
 
     async def _sleep(self) -> None:
-        """Another publisher takes over; the one that slept commits nothing until that one has gone."""
+        """Let another publisher take over. The stopped publisher commits nothing until the other one has closed."""
         os.kill(self._way.pid, signal.SIGSTOP)
         try:
             async with self._publisher("other") as other:
@@ -209,7 +209,7 @@ class Trainer:
         await self._publish("damage")
 
     async def _refused(self, version: int, *, way: Way | None = None) -> None:
-        """Try to publish; it must be refused."""
+        """Try to publish, and check that the attempt is rejected."""
         answer = await (way or self._way).ask(version, self._checkpoints.folders[self._version], "update")
         assert "error" in answer, answer
         self.refusals[answer["error"]] += 1
@@ -220,7 +220,7 @@ class Trainer:
             await self._get_there(Path(cache))
 
     async def _get_there(self, cache: Path) -> None:
-        """Start a worker on a machine of its own, and wait until it has the version."""
+        """Start a worker on a separate machine, and wait until it has the version."""
         async with self._start_late(cache) as process:
             await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
             self._checkpoints.check(cache)
@@ -228,7 +228,7 @@ class Trainer:
             assert await process.wait() == 0
 
     async def _fill_disk(self) -> None:
-        """Have a worker without room for the weights, which serves nothing, and give it room."""
+        """Start a worker without room for the weights, check that it does not serve, and give it room."""
         await self._publish()
         with tempfile.TemporaryDirectory(prefix="rollbus-walk-") as cache:
             async with self._start_late(Path(cache), "--stage-bytes", "1") as process:
@@ -240,7 +240,7 @@ class Trainer:
             await self._get_there(Path(cache))
 
     async def _overtake(self) -> None:
-        """Have the fleet switch to a version while it stages an older one."""
+        """Switch the fleet to a version while it stages an older one."""
         stored = []
         for _ in range(2):
             self._checkpoints.change("few")
@@ -263,14 +263,14 @@ class Trainer:
         assert await self._is_recorded()
 
     async def _update(self, objects: str, version: int, on_ack: OnAck | None = None) -> None:
-        """Have the fleet switch to a stored version, unless a newer one is in the way."""
+        """Switch the fleet to a stored version. Count the error if a newer version prevents it."""
         try:
             await self._rb.fleet.update_weights(objects=objects, version=version, model=MODEL, on_ack=on_ack)
         except (rollbus.CommandIncomplete, rollbus.ControlError) as error:
             self.refusals[type(error).__name__] += 1
 
     async def check_store(self) -> None:
-        """Once all is cleaned, there are only the chain record, and the parts of the versions that it names."""
+        """Check that after a cleanup the store contains only the chain record and the chunks of its versions."""
         await self._lives.aclose()
         async with opened(self._url) as nats:
             state = await DesiredStore(nats, Subjects(FLEET)).read(MODEL)

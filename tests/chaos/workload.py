@@ -1,4 +1,4 @@
-"""The requests of a chaos run, and what each must give: computed from the synthetic engine alone, without a bus."""
+"""The requests of a chaos run and their expected results, computed by the synthetic engine without a bus."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -21,22 +21,22 @@ from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 __all__ = ["VOCAB_SIZE", "make_requests", "undisturbed"]
 
 VOCAB_SIZE = 300
-"""Small, so that some requests end by themselves."""
+"""Small, so that some requests end at a stop token."""
 NUM_SESSIONS = 20
 TIMEOUT_S = 600.0
-"""Far above what any of them takes: a request that is forgotten must not hold up the run for an hour."""
+"""Seconds far above the time of any request, so that a forgotten request does not delay the run for an hour."""
 SHARES = {"short": 40, "long": 15, "seeded": 15, "penalties": 10, "samples": 5, "session": 10, "large": 5}
 
 
 def make_requests(count: int, seed: int) -> list[GenerateRequest]:
-    """`count` requests of all kinds, the same for the same seed; each has one result that it must give."""
+    """Return `count` requests of all kinds, the same for the same seed. Each has exactly one right result."""
     rng = random.Random(seed)
     kinds = rng.choices(list(SHARES), list(SHARES.values()), k=count)
     return [_make(kind, f"{kind}-{index}", rng) for index, kind in enumerate(kinds)]
 
 
 def _make(kind: str, request_id: str, rng: random.Random) -> GenerateRequest:
-    # Without a seed, what is not greedy depends on chance, and would have no one result.
+    # A request that is not greedy has one right result only with a seed.
     sampling: dict[str, Any] = {
         "seeded": {"temperature": 1.0, "seed": rng.randrange(2**32)},
         "penalties": {"temperature": 0.7, "seed": rng.randrange(2**32), "presence_penalty": 0.5},
@@ -67,7 +67,7 @@ def _make(kind: str, request_id: str, rng: random.Random) -> GenerateRequest:
 
 @dataclass
 class _Output:
-    """What the engine made of one child."""
+    """The output of the engine for one child request."""
 
     request: GenerateRequest
     steps: list[RequestStep] = field(default_factory=list)
@@ -76,12 +76,12 @@ class _Output:
 async def undisturbed(
     requests: Sequence[GenerateRequest], config: SyntheticConfig, model: Path | None = None
 ) -> dict[str, Generation]:
-    """What each request gives on an engine of its own, by request id.
+    """Return the result of each request on an undisturbed engine, by request id.
 
     Args:
-        model: the checkpoint that it is started on.
+        model: checkpoint with which the engine starts.
     """
-    # The same model, at full speed.
+    # The same model, without delays.
     engine = SyntheticEngine(msgspec.structs.replace(config, step_s=0.0), model)
     await engine.start()
     outputs: dict[str, _Output] = {}
@@ -137,7 +137,7 @@ def _child(asked: GenerateRequest, child: int, output: _Output, siblings: tuple[
 def _tops(
     parts: Iterable[TopLogprobs | None],
 ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
-    """The token ids and logprobs of all parts, [positions, width] each; None where there are none."""
+    """Return the token ids and logprobs of all parts as [positions, width] each, or None without parts."""
     found = [part for part in parts if part is not None]
     if not found:
         return None, None

@@ -1,4 +1,4 @@
-"""The fleet is gone, and the NATS server with it: requests fail after the grace time, not at their deadlines."""
+"""If workers and the NATS server are gone, requests fail after the grace time and not at their deadlines."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ SLOW = {"step_s": 0.05, "max_num_seqs": 1}
 
 
 async def failing(rb: rollbus.Client, *, after: asyncio.Event | None = None) -> RequestError:
-    """The error of a request that would run for minutes; `after` is set when it has a token."""
+    """Return the error of a request that would run for minutes, and set `after` when it has a token."""
     with pytest.raises(RequestError) as caught:  # noqa: PT012
         async for _ in rb.generate(greedy(1, 10_000)):
             if after is not None:
@@ -33,7 +33,7 @@ async def failing(rb: rollbus.Client, *, after: asyncio.Event | None = None) -> 
 
 @pytest.mark.proves("P1", "P69")
 async def test_everything_is_killed_at_once(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs fails as `worker_lost`, what waits and what is new as `no_workers`."""
+    """Running requests fail with `worker_lost`, and waiting and new requests with `no_workers`."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 0.5)
     async with contextlib.AsyncExitStack() as stack:
@@ -60,7 +60,7 @@ async def test_everything_is_killed_at_once(fleet: str, monkeypatch: pytest.Monk
 
 
 async def test_a_fleet_that_had_gone_before_the_server(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers said goodbye: the grace time runs from then, whether or not the server is there."""
+    """If the workers stopped in order, the grace time starts then, whether or not the server is present."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 3600.0)
     async with (
@@ -82,7 +82,7 @@ async def test_a_fleet_that_had_gone_before_the_server(fleet: str, monkeypatch: 
 
 
 async def test_requests_wait_for_the_only_worker_to_start(nats_url: str, fleet: str) -> None:
-    """A worker that starts is waited for beyond the grace time, and no longer than it says that it may take."""
+    """Requests wait for a starting worker beyond the grace time, up to the start time that the worker announces."""
     async with (
         worker_by_hand(nats_url, fleet) as worker,
         rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.2) as rb,
@@ -97,7 +97,7 @@ async def test_requests_wait_for_the_only_worker_to_start(nats_url: str, fleet: 
         await worker.announce(WorkerState.FAILED)
         worker.incarnation = "life-2"
         await worker.announce(WorkerState.STARTING)
-        # Several rounds in which it would fail.
+        # Several rounds in which the request could fail.
         _, pending = await asyncio.wait([completing], timeout=2)
         assert pending
         worker.start_left_s = None
@@ -117,7 +117,7 @@ async def test_requests_wait_for_the_only_worker_to_start(nats_url: str, fleet: 
 
 
 async def test_a_server_that_is_back_within_the_grace_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away for longer than a lease, and shorter than that and the grace time: nothing fails."""
+    """If the server is away for longer than a lease but less than lease and grace time, no request fails."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 0.5)
     async with (
@@ -130,7 +130,7 @@ async def test_a_server_that_is_back_within_the_grace_time(fleet: str, monkeypat
         stream = rb.generate(greedy(1, 300))
         chunks = [await anext(stream)]
         await server.kill()
-        # The length of the outage is what this test is about.
+        # The test is about an outage of this length.
         await asyncio.sleep(3)
         await server.restart()
         chunks += [chunk async for chunk in stream]

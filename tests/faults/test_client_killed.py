@@ -1,4 +1,4 @@
-"""A client is killed or stopped: engines do not work for nobody, and one that comes back gets all of its results."""
+"""If a client is killed, engines end its requests. A stopped client that continues gets all of its results."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=NUM_SLOTS, max_model_len=10_
 
 @contextlib.asynccontextmanager
 async def client_program(url: str, fleet: str, num_requests: int, max_tokens: int) -> AsyncIterator[Process]:
-    """Run `tests.support.client_program` until its first chunk is there, and longer."""
+    """Run `tests.support.client_program`, and yield it when its first chunk has arrived."""
     arguments = (url, fleet, str(num_requests), str(max_tokens))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.client_program", *arguments, stdout=PIPE
@@ -45,7 +45,7 @@ async def client_program(url: str, fleet: str, num_requests: int, max_tokens: in
 
 
 def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvTransfer | None]]:
-    """For each request that an engine is given from now on, what came with it; by the role of the engine."""
+    """Return a record of the KV parameters of each request that engines receive from now on, by role of the engine."""
     given: dict[str, list[KvTransfer | None]] = defaultdict(list)
     add = SyntheticEngine.add
 
@@ -60,7 +60,7 @@ def record_adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[KvTransfer | 
 
 
 async def until_queued(observer: Observer, at_least: int) -> None:
-    """Wait until so many requests are in the queue."""
+    """Wait until this number of requests is in the queue."""
 
     async def are_queued() -> bool:
         return sum(counts.get("messages", 0) for counts in (await observer.queued()).values()) >= at_least
@@ -73,7 +73,10 @@ async def until_queued(observer: Observer, at_least: int) -> None:
 async def test_a_killed_client_is_worked_for_no_longer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """SIGKILL: when its lease ends, what it had in the engine is aborted, and nothing in the queue runs any more."""
+    """After SIGKILL of a client and the end of its lease, the engine aborts its requests.
+
+    Its queued requests do not run.
+    """
     given = record_adds(monkeypatch)
     num_requests = 60
     async with (
@@ -85,10 +88,10 @@ async def test_a_killed_client_is_worked_for_no_longer(
             program.kill()
             await until(observer.queued, {})
             await until_true(parts.are_idle)
-        # They take a second each: some may have run within the lease.
+        # Each request takes a second, so some may have run within the lease.
         last = given[role_of(SHAPES[shape][-1])]
         assert len(last) < num_requests
-        # They brought KV, where there is who makes it; on a busy machine one may have waited too long for it.
+        # With a prefill worker, at least one had KV. On a busy machine, one may have waited too long for it.
         assert any(kv is not None and kv.params is not None for kv in last) == (shape == "disaggregated")
 
         async with rollbus.connect(nats_url, fleet=fleet) as rb:
@@ -98,8 +101,11 @@ async def test_a_killed_client_is_worked_for_no_longer(
 @pytest.mark.proves("P67")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str, shape: str) -> None:
-    """SIGSTOP for longer than its lease: its requests are ended in the engine; after SIGCONT every one completes."""
-    # For longer than the lease, so that some have run, some run and some wait when it ends.
+    """If a client is stopped for longer than its lease, the engine ends its requests.
+
+    After SIGCONT, every request completes.
+    """
+    # The load exceeds the lease, so some requests have finished, some run and some wait when the lease ends.
     num_requests, max_tokens = 4 * NUM_SLOTS, 500
     load = await Load.of([greedy(index, max_tokens, request_id=f"r-{index}") for index in range(num_requests)], CONFIG)
     async with (

@@ -1,6 +1,7 @@
-"""A cluster of three servers loses some of them, or is parted: nothing is lost, doubled or different.
+"""If a cluster of three servers loses some servers or is partitioned, no result is lost, duplicate or different.
 
-How long nothing came is logged (`--log-cli-level=info`), and asserted nowhere: a slow machine takes its time.
+The tests log the time without results (`--log-cli-level=info`) and do not assert it, because a slow machine takes
+longer.
 """
 
 import asyncio
@@ -34,15 +35,18 @@ pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
-"""With few slots, so that many requests wait in the queue."""
+"""Few slots, so that many requests wait in the queue."""
 LEASE_S = 5.0
-"""Where workers must notice that they are cut off. One that has no core for so long starts anew: no result differs."""
+"""Lease for tests in which workers must detect a partition.
+
+A worker without a core for this time restarts, without an effect on results.
+"""
 MODEL = "synthetic"
 DESIRED = f"KV_{BUCKET}"
 
 
 class Running(NamedTuple):
-    """A cluster, who looks at it, and the worker at each of its servers that has one."""
+    """A cluster, its observer, and the workers by the number of their server."""
 
     cluster: NatsCluster
     observer: Observer
@@ -51,7 +55,7 @@ class Running(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def running(fleet: str, *places: int, **fields: object) -> AsyncIterator[Running]:
-    """Run a cluster, with a worker at each of `places`; their queue is on all three servers."""
+    """Run a cluster with a worker at each of `places`. All three servers store the queue."""
     require_binary()
     async with contextlib.AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(nats_cluster())
@@ -73,12 +77,12 @@ async def running(fleet: str, *places: int, **fields: object) -> AsyncIterator[R
 
 
 def state_of(worker: Worker) -> WorkerState | None:
-    """What the worker is doing; None: it is not connected yet."""
+    """Return the state of the worker, or None if it is not connected yet."""
     return worker.presence().state if "_control" in worker.__dict__ else None
 
 
 class Gaps:
-    """The longest time in which no result came."""
+    """The longest time without a result."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -86,7 +90,7 @@ class Gaps:
         self.num_results = 0
 
     def add(self) -> None:
-        """Note a result."""
+        """Record a result."""
         now = time.monotonic()
         gap_s, self._last = now - self._last, now
         self.num_results += 1
@@ -97,7 +101,10 @@ class Gaps:
 
 @pytest.mark.proves("P87")
 async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
-    """Client and workers are at different servers, of which one loses the queue: no result differs."""
+    """If the server that leads the queue is killed under load, no result differs.
+
+    Client and workers use different servers.
+    """
     load = await Load.mixed(120, CONFIG)
     async with running(fleet, 0, 1) as (cluster, observer, _), rollbus.connect(cluster.urls[2], fleet=fleet) as rb:
         await rb.fleet.wait_for_workers(2)
@@ -116,7 +123,7 @@ async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
 
 @pytest.mark.proves("P87")
 async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
-    """As for an upgrade, each once the one before is current: every result is the undisturbed one."""
+    """If servers restart one after another, each when the previous one is current, every result is undisturbed."""
     load = await Load.mixed(150, CONFIG)
     async with running(fleet, 0, 1) as (cluster, observer, _), rollbus.connect(cluster.urls[2], fleet=fleet) as rb:
         await rb.fleet.wait_for_workers(2)
@@ -134,7 +141,10 @@ async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
 
 @pytest.mark.proves("P88")
 async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is accepted, commands fail and say why, nothing is lost; when they are back, all goes on."""
+    """While two of three servers are gone, no request is accepted, and commands fail with the reason.
+
+    Afterwards all requests complete.
+    """
     load = await Load.mixed(80, CONFIG)
     async with (
         running(fleet, 0, lease_s=LEASE_S) as (cluster, observer, workers),
@@ -165,15 +175,16 @@ async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch
 
 @pytest.mark.proves("P89")
 async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, tmp_path: Path) -> None:
-    """The side of one server holds a worker, a client and the leader of what is desired; the other updates without it.
+    """A worker that was disconnected during an update serves no old weights for later requests.
 
-    What the client asks for afterwards has the new weights, before the servers are together again or after.
+    The disconnected server has a worker, a client and the leader of the desired state. The other servers update without
+    it. Later requests of the client get the new weights, even if it sends them before the reconnect.
     """
     checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(3)]
     fields = {"lease_s": LEASE_S, "weight_roots": (str(tmp_path),), "model_path": str(checkpoints[0])}
     long, lost, after = (
         [greedy(prompt, length, request_id=f"{kind}{prompt}") for prompt in range(count)]
-        # More than one worker has slots for, so that both have some.
+        # More requests than slots of one worker, so that both workers have some.
         for kind, length, count in (("long", 3000, 9), ("lost", 3000, 9), ("after", 10, 4))
     )
     async with (
@@ -198,7 +209,7 @@ async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, t
             updated = await large.fleet.update_weights(checkpoints[2], version=2)
             assert set(updated.applied) == {"w1"}
             later = [tasks.create_task(small.complete(request)) for request in after]
-            # They reach no worker: that at hand does not know what is desired of it.
+            # These requests reach no worker, because the connected worker does not know its desired state.
             await until_true(lambda: state_of(workers[0]) is WorkerState.UPDATING)
             assert workers[0].presence().weight_version == 1
             await cluster.heal()
