@@ -1,9 +1,8 @@
 """A trainer in its own process, which tests kill or stop.
 
 The command is `python -m tests.support.client_program URL FLEET N MAX`. The program reads an endless response stream
-and
-prints `started` after its first chunk. It then sends N greedy requests of MAX tokens each at once. For each result it
-prints one line of JSON: prompt, attempts, workers, tokens.
+and prints `started` after its first chunk. It then sends N greedy requests of MAX tokens each at once. For each result
+it prints one line of JSON: prompt, attempts, workers, tokens.
 """
 
 import asyncio

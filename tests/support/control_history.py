@@ -31,8 +31,7 @@ class ControlHistory:
     """Receives all command messages, acks and frames of one fleet in the server's order.
 
     When a later command or a write of the desired state arrives, the promise of the earlier command ends. So the
-    history
-    reports no false violation, but it checks nothing between that moment and the next ack.
+    history reports no false violation, but it checks nothing between that moment and the next ack.
     """
 
     def __init__(self) -> None:

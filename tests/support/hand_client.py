@@ -1,4 +1,4 @@
-"""A client of which the test says every word, for what a real one would never do."""
+"""A client whose messages the test writes, for behavior that a real client never shows."""
 
 import asyncio
 import contextlib
@@ -41,10 +41,10 @@ WINDOW_BYTES = 8 * 1024 * 1024
 
 
 class HandClient:
-    """One life of one client; made by `hand_client`.
+    """One incarnation of one client; `hand_client` creates it.
 
     Args:
-        answers: acknowledge every frame at once, with credit; else the test does.
+        answers: acknowledge each frame immediately and grant credit; if False, the test does this.
     """
 
     def __init__(self, nats: Connection, fleet: str, *, name: str, incarnation: str, answers: bool) -> None:
@@ -54,22 +54,22 @@ class HandClient:
         self.incarnation = incarnation
         self.answers = answers
         self.receivers: dict[str, LinkReceiver] = {}
-        """Of the incarnation of each worker that was heard last."""
+        """The receiver for the latest incarnation of each worker."""
         self._links: dict[str, FollowedLinks] = {}
         self.frames: list[tuple[str, Frame]] = []
-        """Every frame that came, taken or not, with its worker."""
+        """All received frames, accepted or not, each with its worker."""
         self.sizes: list[int] = []
-        """Of these frames."""
+        """The sizes of these frames in bytes."""
         self.offers: list[tuple[str, RequestKey]] = []
-        """In order, with the worker."""
+        """The accepted offers in order, each with its worker."""
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
-        """Those taken, by request id."""
+        """The accepted chunks, by request id."""
         self.presences: dict[str, WorkerPresence] = {}
-        """The latest of each worker."""
+        """The latest presence of each worker."""
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
-        """Listen."""
+        """Subscribe to frames and presence, create the queue and ping the workers."""
         await subscribe(self.nats, self.subjects.frames_to(self.name), self._take)
         await subscribe(self.nats, self.subjects.presences, self._take_presence)
         await ensure_queue(self.nats, self.subjects, MODEL)
@@ -99,13 +99,13 @@ class HandClient:
         self._changed.set()
 
     async def until(self, is_met: Callable[[], object]) -> None:
-        """Wait until something that was received makes `is_met` true."""
+        """Wait until `is_met` returns true; check it after each received message."""
         while not is_met():
             self._changed.clear()
             await self._changed.wait()
 
     async def until_serving(self, *workers: str) -> None:
-        """Wait until all of these announce that they serve."""
+        """Wait until the presence of all these workers has the state `serving`."""
         await self.until(
             lambda: all(
                 worker in self.presences and self.presences[worker].state is WorkerState.SERVING for worker in workers
@@ -113,61 +113,61 @@ class HandClient:
         )
 
     async def until_state(self, worker: str, state: WorkerState) -> None:
-        """Wait until a worker announces this state."""
+        """Wait until the presence of a worker has this state."""
         await self.until(lambda: worker in self.presences and self.presences[worker].state is state)
 
     async def left_in_queue(self) -> int:
-        """Requests that no worker has acked."""
+        """Return the number of requests without a queue ack."""
         depths = await queue_depths(self.nats, self.subjects, (MODEL,))
         return sum(depth.waiting + depth.in_hand for depth in depths)
 
     async def until_left(self, count: int) -> None:
-        """Wait until so many requests are left in the queue; each look is a round trip."""
+        """Wait until the queue has this number of requests; each poll is a round trip."""
         while await self.left_in_queue() != count:
             pass
 
     async def until_ended(self, *request_ids: str) -> None:
-        """Wait for the terminal chunks of these."""
+        """Wait for the terminal chunks of these requests."""
         await self.until(lambda: all(self.ended(request_id) for request_id in request_ids))
 
     def ended(self, request_id: str) -> bool:
-        """The terminal chunk of the request was taken."""
+        """Return True if the client accepted the terminal chunk of the request."""
         return any(chunk.is_terminal for chunk in self.chunks[request_id])
 
     def error_of(self, request_id: str) -> str | None:
-        """The error code in the last chunk of a request."""
+        """Return the error code in the last chunk of a request."""
         error = self.chunks[request_id][-1].error
         return None if error is None else error.code
 
     def message(self, request: GenerateRequest, **fields: Any) -> bytes:
-        """A request as it is published."""
+        """Return the encoded message of a request."""
         fields = {"client": self.name, "incarnation": self.incarnation, **fields}
         return encode(RequestMessage(request=msgspec.Raw(encode(request)), **fields))
 
     async def enqueue(self, request: GenerateRequest, *, lane: Lane = "normal", **fields: Any) -> None:
-        """Publish a request to the queue; it is stored on return."""
+        """Publish a request to the queue; return after the queue has stored it."""
         subject = self.subjects.request(self.name, MODEL, lane)
         await self.nats.jetstream().publish(subject, self.message(request, **fields))
 
     async def hand_over(self, request: GenerateRequest, worker: str, **fields: Any) -> None:
-        """Give a request to one worker."""
+        """Publish a request directly to one worker."""
         await publish(self.nats, self.subjects.direct(self.name, worker), self.message(request, **fields))
 
     async def answer(self, worker: str, abort: Sequence[RequestKey] = ()) -> None:
-        """Acknowledge what was taken from `worker`, with credit."""
+        """Acknowledge all accepted frames of `worker` and grant credit."""
         receiver = self.receivers.setdefault(worker, LinkReceiver(self.incarnation))
         await self.say(worker, receiver.message(window=WINDOW_BYTES, now=time.monotonic(), abort=abort))
 
     async def say(self, worker: str, message: LinkMessage) -> None:
-        """Publish a message about a link."""
+        """Publish a link message."""
         await publish(self.nats, self.subjects.link(self.name, worker), encode(message))
 
     async def abort(self, worker: str, *keys: RequestKey) -> None:
-        """Stop requests, and say nothing else."""
+        """Publish a link message that only aborts requests."""
         await self.say(worker, LinkMessage(WIRE_VERSION, list(keys), self.incarnation))
 
     async def announce(self, state: ClientState = ClientState.LIVE, *, lease_s: float = 5.0) -> None:
-        """Publish this life's presence."""
+        """Publish the presence of this incarnation."""
         presence = ClientPresence(client=self.name, incarnation=self.incarnation, state=state, lease_s=lease_s)
         await publish(self.nats, self.subjects.client(self.name), encode_json(presence))
 
@@ -176,9 +176,9 @@ class HandClient:
 async def hand_client(
     url: str, fleet: str, *, name: str = "hand", incarnation: str = "h1", answers: bool = True
 ) -> AsyncIterator[HandClient]:
-    """Provide a client of the model `synthetic` that listens; nothing of it stays.
+    """Run a client of the model `synthetic` and close its connection at the end.
 
-    Until it announces itself, workers of this process wait for its word for longer than any test takes.
+    It publishes no presence by itself. Workers of this process therefore use a default lease that outlasts every test.
     """
     async with opened(url) as nats:
         client = HandClient(nats, fleet, name=name, incarnation=incarnation, answers=answers)

@@ -1,4 +1,4 @@
-"""Workers that answer commands as the test says, and a client that gives them."""
+"""Workers that answer commands as the test specifies, and a client that sends these commands."""
 
 import asyncio
 import contextlib
@@ -33,35 +33,35 @@ __all__ = [
 ]
 
 Reply = Callable[[AnyCommand], Sequence[dict[str, Any]]]
-"""Gives the fields of the answers to a command, in order."""
+"""Returns the fields of the acks to a command, in order."""
 
 ACCEPTED = {"status": AckStatus.ACCEPTED}
 APPLIED = {"status": AckStatus.APPLIED}
 
 
 def failed(code: ControlCode, message: str = "by hand") -> dict[str, Any]:
-    """The fields of an answer that says no."""
+    """Return the fields of a `failed` ack."""
     return {"status": AckStatus.FAILED, "error": AckError(code=code, message=message)}
 
 
 def obedient(command: AnyCommand) -> Sequence[dict[str, Any]]:
-    """Applies whatever is asked for, and has all that is to be ended."""
+    """Return the acks of a worker that applies the command; an abort finds all its requests."""
     return (ACCEPTED, {**APPLIED, "request_ids": command.request_ids} if isinstance(command, Abort) else APPLIED)
 
 
 def silent(_command: AnyCommand) -> Sequence[dict[str, Any]]:
-    """Says nothing."""
+    """Return no acks."""
     return ()
 
 
 def unless(kind: type[AnyCommand], *answers: dict[str, Any]) -> Reply:
-    """A worker that obeys, but for one kind of command."""
+    """Return a reply with these acks for one kind of command, and with the acks of `obedient` for all others."""
     return lambda command: answers if isinstance(command, kind) else obedient(command)
 
 
 @dataclass
 class ControlledWorker:
-    """A worker that has nothing but answers."""
+    """A worker that only publishes presence and acks."""
 
     nats: Connection
     subjects: Subjects
@@ -72,14 +72,14 @@ class ControlledWorker:
     weight_version: int = 0
     reply: Reply = obedient
     heard: list[AnyCommand] = field(default_factory=list)
-    """Commands for this worker, repeats included."""
+    """The commands for this worker, including repeated ones."""
     waiting: asyncio.Queue[AnyCommand] = field(default_factory=lambda: asyncio.Queue(1000))
-    """The same, for a test that takes them one by one."""
+    """The same commands, for a test that reads them one by one."""
     controller: str = ""
-    """Who gave the last one."""
+    """The controller of the latest command."""
 
     async def announce(self, state: WorkerState | None = None, *, lease_s: float = 60.0, **fields: Any) -> None:
-        """Say that this worker lives."""
+        """Publish the presence of this worker."""
         self.state = state or self.state
         said = presence(
             worker=self.name,
@@ -95,13 +95,13 @@ class ControlledWorker:
         await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
     async def ack(self, command: AnyCommand, **fields: Any) -> None:
-        """Answer `command`."""
+        """Publish an ack to `command`."""
         about: dict[str, Any] = {"incarnation": self.incarnation, "epoch": command.epoch, **fields}
         ack = Ack(id=command.id, command=command.command, worker=self.name, model=self.model, **about)
         await publish(self.nats, self.subjects.ack(self.controller, self.name), encode_json(ack))
 
     async def take(self, message: Msg) -> None:
-        """Hear a command, and answer it if it is for this worker."""
+        """Receive a command and ack it if it is for this worker."""
         command = decode_command(message.data)
         if command.model not in (None, self.model) or self.name not in (command.workers or (self.name,)):
             return
@@ -112,14 +112,14 @@ class ControlledWorker:
             await self.ack(command, **fields)
 
     async def answer_ping(self, _message: Msg) -> None:
-        """Say that this worker lives, if it does."""
+        """Publish the presence of this worker, unless its state is `stopped` or `failed`."""
         if self.state not in (WorkerState.STOPPED, WorkerState.FAILED):
             await self.announce()
 
 
 @dataclass
 class Controls:
-    """Workers by hand, and who gives them commands."""
+    """Hand-written workers and the client that sends them commands."""
 
     rb: rollbus.Client
     workers: dict[str, ControlledWorker]
@@ -127,11 +127,11 @@ class Controls:
     nats: Connection
 
     def __getitem__(self, worker: str) -> ControlledWorker:
-        """One of the workers."""
+        """Return one of the workers."""
         return self.workers[worker]
 
     def count(self, command: str) -> int:
-        """How often all workers together have heard a command."""
+        """Return how often all workers together have received a command."""
         return sum(heard.command == command for worker in self.workers.values() for heard in worker.heard)
 
 
@@ -139,7 +139,7 @@ class Controls:
 async def controlled(
     nats_url: str, fleet: str, *names: str, models: dict[str, str] | None = None, client_url: str | None = None
 ) -> AsyncIterator[Controls]:
-    """Run workers by hand that serve `m`, or what `models` says, and the client `me`, which may go another way."""
+    """Run hand-written workers and the client `me`; `models` gives a worker's model if it is not `m`."""
     subjects = Subjects(fleet)
     async with opened(nats_url) as nats, asyncio.timeout(SOON_S):
         workers = {name: ControlledWorker(nats, subjects, name, model=(models or {}).get(name, "m")) for name in names}

@@ -1,4 +1,4 @@
-"""A controller that writes its commands as JSON by hand, and a log of all that workers say, in the order of saying."""
+"""A controller with hand-written JSON commands, and a log of all acks and frames in the server's order."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ MODEL = "synthetic"
 
 
 class HandController:
-    """Made by `hand_controller`."""
+    """Publishes and records commands and logs the answers; `hand_controller` creates it."""
 
     def __init__(self, nats: Connection, fleet: str, name: str) -> None:
         self.nats = nats
@@ -30,12 +30,12 @@ class HandController:
         self.name = name
         self.store = DesiredStore(nats, self.subjects)
         self.said: list[Ack | Frame] = []
-        """Acks for this controller, and frames of all workers for all clients, as they came."""
+        """Acks for this controller and frames of all workers for all clients, in the order of arrival."""
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
-        """Listen, with one subscription, which keeps the order."""
+        """Subscribe once to all subjects of the fleet, because one subscription keeps the order."""
         await subscribe(self.nats, self.subjects.presences.replace("presence.*", ">"), self._take)
 
     async def _take(self, message: Msg) -> None:
@@ -47,7 +47,7 @@ class HandController:
         self._changed.set()
 
     async def until(self, is_met: Callable[[], object]) -> None:
-        """Wait until something that was heard makes `is_met` true."""
+        """Wait until `is_met` returns true; check it after each received message."""
         while not is_met():
             self._changed.clear()
             await self._changed.wait()
@@ -57,47 +57,47 @@ class HandController:
         await publish(self.nats, self.subjects.control(self.name), data)
 
     async def command(self, command: str, **fields: object) -> str:
-        """Publish a command; returns its id."""
+        """Publish a command; return its id."""
         command_id = str(fields.setdefault("id", f"{self.name}-{next(self._numbers)}"))
         await self.say(json.dumps({"command": command, **fields}).encode())
         return command_id
 
     async def record(self, command: str, **fields: object) -> int:
-        """Record a command and tell nobody; returns its epoch."""
+        """Record a command without publishing it; return its epoch."""
         fields.setdefault("id", f"{self.name}-{next(self._numbers)}")
         _, epoch = await self.store.record(MODEL, decode_command(json.dumps({"command": command, **fields}).encode()))
         return epoch
 
     async def desired(self) -> DesiredState:
-        """What is recorded."""
+        """Return the desired state."""
         state = await self.store.read(MODEL)
         return DesiredState(model=MODEL) if state is None else state
 
     def acks(self, command_id: str) -> list[Ack]:
-        """All words on a command."""
+        """Return all acks to a command."""
         return [said for said in self.said if isinstance(said, Ack) and said.id == command_id]
 
     def finals(self, command_id: str) -> list[Ack]:
-        """The final words on a command, repeated ones too."""
+        """Return the final acks to a command, including repeated ones."""
         return [ack for ack in self.acks(command_id) if ack.status.is_final]
 
     async def final(self, command_id: str) -> Ack:
-        """Wait for the first final word on a command."""
+        """Wait for the first final ack to a command."""
         await self.until(lambda: self.finals(command_id))
         return self.finals(command_id)[0]
 
     async def do(self, command: str, **fields: object) -> Ack:
-        """Publish a command and wait for the first final word on it."""
+        """Publish a command and wait for its first final ack."""
         return await self.final(await self.command(command, **fields))
 
     async def applied(self, command: str, **fields: object) -> Ack:
-        """The same, and it must be `applied`."""
+        """Publish a command and assert that its first final ack is `applied`."""
         ack = await self.do(command, **fields)
         assert ack.status is AckStatus.APPLIED, ack
         return ack
 
     def check(self) -> None:
-        """I5: on each command each worker says one final word, the same if it is asked again, and nothing after."""
+        """Assert I5: a worker sends one final ack per command and repeats only this ack after it."""
         words: dict[tuple[str, str], list[Ack]] = {}
         for said in self.said:
             if isinstance(said, Ack):
@@ -107,14 +107,14 @@ class HandController:
             assert all(ack == acks[first] for ack in acks[first:]), acks
 
     def chunks_between(self, first: Ack, last: Ack) -> int:
-        """How many chunks were published after one word and before another."""
+        """Return the number of chunks published between two acks."""
         between = self.said[self.said.index(first) : self.said.index(last)]
         return sum(len(said.chunks) for said in between if isinstance(said, Frame))
 
 
 @contextlib.asynccontextmanager
 async def hand_controller(url: str, fleet: str, *, name: str = "boss") -> AsyncIterator[HandController]:
-    """Provide a controller of the model `synthetic`; afterwards I5 held."""
+    """Run a controller of the model `synthetic`, then assert I5."""
     async with opened(url) as nats:
         controller = HandController(nats, fleet, name)
         await controller.open()

@@ -1,4 +1,4 @@
-"""A worker whose every message the test writes: for faults that a real one commits too rarely."""
+"""A worker whose messages the test writes, for faults that real workers show too rarely."""
 
 import asyncio
 import contextlib
@@ -43,31 +43,31 @@ MODEL = "m"
 
 @dataclass(frozen=True)
 class Taken:
-    """A request that came, from the queue or directly."""
+    """A request that the worker received from the queue or directly."""
 
     message: RequestMessage
     queued: QueuedRequest | None
-    """None: it came directly."""
+    """The queue message; None for a direct request."""
 
     @property
     def key(self) -> RequestKey:
-        """What frames about it name."""
+        """The key for frames about this request."""
         return RequestKey(request_id_of(self.message.request) or "", self.message.attempt, self.message.child)
 
     @property
     def keys(self) -> tuple[RequestKey, ...]:
-        """Those of all samples in the message."""
+        """The keys of all child requests in the message."""
         return self.key, *(replace(self.key, child=other.child) for other in self.message.siblings)
 
     @property
     def request(self) -> GenerateRequest:
-        """What is asked for."""
+        """The decoded request."""
         return decode_request(self.message.request)
 
 
 @dataclass
 class HandWorker:
-    """A worker by hand. It takes what is in the queue and acks it at once, without a word to the client."""
+    """A hand-written worker, which acks each queued request immediately and sends no offer to the client."""
 
     nats: Connection
     subjects: Subjects
@@ -83,15 +83,15 @@ class HandWorker:
     start_left_s: float | None = None
     client: str = "me"
     state: WorkerState = WorkerState.SERVING
-    """As last announced; a worker that has stopped answers no ping."""
+    """The state in the latest presence; a stopped worker does not answer pings."""
     client_incarnation: str = ""
-    """As of the last presence or request of the client."""
+    """The incarnation in the latest presence or request of the client."""
     requests: asyncio.Queue[Taken] = field(default_factory=lambda: asyncio.Queue(10_000))
     links: asyncio.Queue[LinkMessage] = field(default_factory=lambda: asyncio.Queue(10_000))
     presences: asyncio.Queue[ClientPresence] = field(default_factory=lambda: asyncio.Queue(10_000))
 
     async def announce(self, state: WorkerState = WorkerState.SERVING, *, lease_s: float = 60.0) -> None:
-        """Say that this worker lives."""
+        """Publish the presence of this worker."""
         self.state = state
         said = presence(
             worker=self.name,
@@ -108,58 +108,58 @@ class HandWorker:
             capabilities=capabilities(request_groups=True, group_backlog=self.has_backlog)
             if self.reads_siblings
             else None,
-            # It computes prompts at once.
+            # The worker claims to prefill any prompt immediately.
             engine_stats=EngineStats(prefill_tokens_per_s=1e9),
         )
         await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
 
     async def frame(self, number: int, *chunks: Chunk, admitted: tuple[RequestKey, ...] = ()) -> None:
-        """Send a frame of the current link; without content it is a heartbeat."""
+        """Publish a frame on the current link; a frame without content is a heartbeat."""
         frame = Frame(
             WIRE_VERSION, self.incarnation, number, list(admitted), list(chunks), self.link, self.client_incarnation
         )
         await publish(self.nats, self.subjects.frame(self.client, self.name), encode(frame))
 
     async def take(self) -> Taken:
-        """The next request that arrives."""
+        """Wait for the next request."""
         return await self.requests.get()
 
     async def next_key(self) -> RequestKey:
-        """The key of the next request that arrives."""
+        """Wait for the next request and return its key."""
         return (await self.take()).key
 
     async def next_link(self) -> LinkMessage:
-        """The next message of the client about this worker's current link."""
+        """Wait for the client's next message about the current link."""
         while True:
             message = await self.links.get()
             if (message.incarnation, message.link) == (self.incarnation, self.link):
                 return message
 
     async def acked(self, number: int) -> LinkMessage:
-        """The next message that acknowledges all frames below `number`."""
+        """Wait for the next message that acknowledges all frames below `number`."""
         while (message := await self.next_link()).acked < number:
             pass
         return message
 
     async def resend_wanted(self) -> LinkMessage:
-        """The next message that asks for frames again."""
+        """Wait for the next message that requests frames again."""
         while not (message := await self.next_link()).resend:
             pass
         return message
 
     async def aborted(self, count: int = 1) -> list[RequestKey]:
-        """The next keys that the client wants stopped."""
+        """Wait until the client has aborted `count` requests and return their keys."""
         keys: list[RequestKey] = []
         while len(keys) < count:
             keys += (await self.links.get()).abort
         return keys
 
     def take_queued(self, queued: QueuedRequest) -> None:
-        """Take a request from the queue."""
+        """Store a request from the queue."""
         self._take(Taken(decode_request_message(queued.data), queued))
 
     async def take_direct(self, message: Msg) -> None:
-        """Take a request that came directly."""
+        """Store a direct request."""
         self._take(Taken(decode_request_message(message.data), None))
 
     def _take(self, taken: Taken) -> None:
@@ -167,17 +167,17 @@ class HandWorker:
         self.requests.put_nowait(taken)
 
     async def take_link(self, message: Msg) -> None:
-        """Take what the client says."""
+        """Store a link message of the client."""
         self.links.put_nowait(decode_link_message(message.data))
 
     async def take_presence(self, message: Msg) -> None:
-        """Take a client's presence."""
+        """Store a client's presence."""
         presence = decode_client_presence(message.data)
         self.client_incarnation = presence.incarnation
         self.presences.put_nowait(presence)
 
     async def answer_ping(self, _message: Msg) -> None:
-        """Say that this worker lives, if it does."""
+        """Publish the presence of this worker, unless it has stopped."""
         if self.state is not WorkerState.STOPPED:
             await self.announce(self.state)
 
@@ -186,7 +186,12 @@ class HandWorker:
 async def worker_by_hand(
     nats_url: str, fleet: str, name: str = "hand", *, pulls: bool = True, acks: bool = True
 ) -> AsyncIterator[HandWorker]:
-    """A worker by hand that answers pings, and pulls from its queue unless told otherwise."""
+    """Run a hand-written worker that answers pings.
+
+    Args:
+        pulls: pull requests from the queue.
+        acks: ack the pulled requests.
+    """
     nats = await open_connection(nats_url, name=name, timeout_s=SOON_S)
     worker = HandWorker(nats, Subjects(fleet), name=name)
     acking: asyncio.Queue[QueuedRequest] = asyncio.Queue(10_000)
@@ -207,7 +212,7 @@ async def worker_by_hand(
         await subscribe(nats, worker.subjects.links_to(name), worker.take_link)
         await subscribe(nats, worker.subjects.directs_to(name), worker.take_direct)
         await subscribe(nats, worker.subjects.clients, worker.take_presence)
-        # The server knows them before a client asks who is there.
+        # The server must know the subscriptions before a client pings.
         await nats.flush()
         async with asyncio.TaskGroup() as tasks:
             puller = QueuePuller(nats, worker.subjects, MODEL, room=lambda: 1000, on_request=take)
@@ -223,7 +228,7 @@ async def worker_by_hand(
 
 @contextlib.asynccontextmanager
 async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, rollbus.Client]]:
-    """A worker by hand, announced, and the client `me`."""
+    """Run a hand-written worker and the client `me`, which knows the worker."""
     async with (
         worker_by_hand(nats_url, fleet) as worker,
         rollbus.connect(nats_url, fleet=fleet, client="me") as rb,
@@ -235,7 +240,7 @@ async def hand_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWork
 
 @contextlib.asynccontextmanager
 async def session_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandWorker, rollbus.Client, str]]:
-    """A worker by hand, the client `me`, and a session that goes to this worker; another one takes nothing."""
+    """Run a hand-written worker, the client `me` and a session of this worker; a second worker pulls nothing."""
     session = next(f"s{i}" for i in range(100) if rendezvous(f"s{i}", ["hand", "idle"]) == "hand")
     async with worker_by_hand(nats_url, fleet, "idle", pulls=False), hand_worker(nats_url, fleet) as (worker, rb):
         await rb.fleet.wait_for_workers(2)
@@ -243,7 +248,7 @@ async def session_worker(nats_url: str, fleet: str) -> AsyncIterator[tuple[HandW
 
 
 def chunk(key: RequestKey, index: int, *tokens: int, total: int | None = None) -> Chunk:
-    """Tokens without logprobs and routing; terminal where the total of all tokens is given."""
+    """Return a chunk of tokens without logprobs and routed experts; `total` makes it terminal."""
     return Chunk(
         request_id=key.request_id,
         attempt=key.attempt,
@@ -256,7 +261,7 @@ def chunk(key: RequestKey, index: int, *tokens: int, total: int | None = None) -
 
 
 def failure(key: RequestKey, index: int, code: ErrorCode, total: int = 0) -> Chunk:
-    """A terminal chunk with an error."""
+    """Return a terminal chunk with an error."""
     return Chunk(
         request_id=key.request_id,
         attempt=key.attempt,
@@ -268,6 +273,6 @@ def failure(key: RequestKey, index: int, code: ErrorCode, total: int = 0) -> Chu
 
 
 def request(max_tokens: int = 3, **fields: object) -> GenerateRequest:
-    """A greedy request without logprobs."""
+    """Return a greedy request without logprobs."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=None)
     return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A load for fault tests: requests of all kinds, and the checking of every result against the undisturbed one."""
+"""A load for fault tests: requests of all kinds, whose results must equal the results without faults."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -15,7 +15,7 @@ Strike = Callable[[], Awaitable[object]]
 
 
 class Load:
-    """Requests, and what each must give on engines of one configuration; made by `mixed` or `of`."""
+    """Requests and their expected results on engines of one configuration; `mixed` or `of` creates it."""
 
     def __init__(self, requests: Sequence[GenerateRequest], expected: Mapping[str, Generation]) -> None:
         self.requests = requests
@@ -23,12 +23,12 @@ class Load:
 
     @classmethod
     async def mixed(cls, count: int, config: SyntheticConfig, *, seed: int = 0) -> "Load":
-        """All kinds of requests; `config` needs the vocabulary of `VOCAB_SIZE`."""
+        """Make requests of all kinds; `config` needs the vocabulary size `VOCAB_SIZE`."""
         return await cls.of(make_requests(count, seed), config)
 
     @classmethod
     async def of(cls, requests: Sequence[GenerateRequest], config: SyntheticConfig) -> "Load":
-        """These requests."""
+        """Make a load of these requests."""
         return cls(requests, await undisturbed(requests, config))
 
     async def run(
@@ -40,12 +40,12 @@ class Load:
         legs: int = 1,
         on_result: Callable[[], object] = lambda: None,
     ) -> list[Generation]:
-        """Complete all of it and check every result (I1 to I3, and equality).
+        """Complete all requests and check each result (I1 to I3, and equality with the expected result).
 
         Args:
-            strikes: what to do when so many results are there.
+            strikes: what to call after this number of results.
             legs: how many workers may serve one attempt.
-            on_result: called at each result.
+            on_result: called after each result.
         """
         left = dict(strikes or {})
         results = []

@@ -1,4 +1,4 @@
-"""The event loops that connections must work on."""
+"""The event loops that connections support."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,11 +14,11 @@ __all__ = ["on_both_loops", "run_on"]
 RUNNERS: dict[str, Callable[[Coroutine[Any, Any, None]], None]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 on_both_loops = pytest.mark.parametrize("loop", RUNNERS)
-"""For tests that take the name of a loop."""
+"""Parametrizes a test with the argument `loop`."""
 
 
 def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
-    """Run `scenario` on this loop; one that hangs fails where it hangs."""
+    """Run `scenario` on this loop; the time limit lies inside the loop, so a traceback shows where `scenario` hangs."""
 
     async def bounded() -> None:
         async with asyncio.timeout(HANGS_AFTER_S):

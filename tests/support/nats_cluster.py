@@ -1,12 +1,11 @@
-"""Three nats-servers as one cluster with JetStream, whose servers and routes tests break.
+"""A JetStream cluster of three nats-servers, whose servers and routes tests break.
 
     async with nats_cluster() as cluster:
         ...worker at cluster.urls[0], client at cluster.urls[1]...
         await cluster.replicate()
         await cluster.servers[await cluster.leader("KV_rollbus")].kill()
 
-Every route leads through a TCP proxy of its own, so that servers can be parted from one another while their clients
-stay connected.
+Each route leads through its own TCP proxy. So a test can partition the servers while their clients stay connected.
 """
 
 import asyncio
@@ -37,19 +36,19 @@ from tests.support.waits import until, until_true
 __all__ = ["NatsCluster", "nats_cluster", "replicate"]
 
 NAMES = ("n0", "n1", "n2")
-"""Of the servers, in order."""
+"""The server names, in order."""
 NOWHERE = "127.0.0.1:9"
-"""What servers tell one another as their address, so that no route goes past the proxies."""
+"""The address that servers advertise to each other, so that no route bypasses the proxies."""
 LOOK_S = patient(5.0)
-"""For a server's monitoring to answer once; one that is stopped does not."""
+"""Timeout of one monitoring request; a stopped server does not answer."""
 
 
 @contextlib.asynccontextmanager
 async def nats_cluster(*, users: Iterable[User] | None = None) -> AsyncIterator["NatsCluster"]:
-    """Run three servers; on return they have a leader, and each is connected to each.
+    """Run three connected servers with a leader.
 
     Args:
-        users: who may connect; None: everybody, and may do everything.
+        users: users with access. None gives everyone full access.
     """
     known = None if users is None else tuple(users)
     async with contextlib.AsyncExitStack() as stack:
@@ -67,10 +66,10 @@ async def nats_cluster(*, users: Iterable[User] | None = None) -> AsyncIterator[
 
 
 class NatsCluster:
-    """The servers and the routes between them; made by `nats_cluster`.
+    """The servers and the routes between them; `nats_cluster` creates it.
 
     Attributes:
-        servers: each can be killed, stopped in order and restarted, with its store: `EmbeddedServer`.
+        servers: the servers, each an `EmbeddedServer`, which a test can kill, stop and restart with its store.
     """
 
     def __init__(self, servers: list[EmbeddedServer], routes: dict[tuple[int, int], TcpProxy]) -> None:
@@ -80,18 +79,18 @@ class NatsCluster:
         self._stopped: set[int] = set()
 
     def __repr__(self) -> str:
-        """One line with the servers that run."""
+        """Return the running and the stopped servers on one line."""
         running = [NAMES[index] for index in range(len(NAMES)) if self.servers[index].is_running]
         return f"<NatsCluster running={running} stopped={sorted(self._stopped)}>"
 
     @property
     def urls(self) -> list[str]:
-        """Where clients connect, by server; each tells them of the others."""
+        """The client URL of each server; each server advertises the others to its clients."""
         return [server.url for server in self.servers]
 
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
-        """Have embedded servers with these stores form the cluster."""
+        """Make embedded servers with these stores form the cluster."""
 
         def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
             text = server_config(listen=listen, store_dir=store_dir, max_payload_bytes=max_payload_bytes)
@@ -114,7 +113,7 @@ class NatsCluster:
             yield
 
     async def learn_ports(self, index: int) -> None:
-        """Keep the ports that a server chose at its first start, and lead the others' routes to it."""
+        """Store the ports that a server chose at its first start, and connect the other servers' routes to it."""
         ports = []
         for words in ("route connections", "http monitor"):
             pattern = re.compile(rf"{words} on 127\.0\.0\.1:(\d+)")
@@ -128,22 +127,22 @@ class NatsCluster:
                 proxy.lead_to(f"nats://127.0.0.1:{ports[0]}")
 
     def stop(self, index: int) -> None:
-        """Have a server stand still, as a machine that hangs (SIGSTOP); its connections stay open."""
+        """Freeze a server with SIGSTOP, like a machine that hangs; its connections stay open."""
         self._stopped.add(index)
         os.kill(self.servers[index].pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let the servers that stand still go on."""
+        """Resume the frozen servers."""
         for index in self._stopped:
             if self.servers[index].is_running:
                 os.kill(self.servers[index].pid, signal.SIGCONT)
         self._stopped.clear()
 
     def isolate(self, *indexes: int, silently: bool = False) -> None:
-        """Part these servers from the others, but not from each other.
+        """Partition these servers from the others, but not from each other.
 
         Args:
-            silently: bytes are held back and nobody is told; else connections are closed and refused.
+            silently: hold back bytes on open connections; if False, close connections and refuse new ones.
         """
         for (one, other), proxy in self._routes.items():
             if (one in indexes) != (other in indexes):
@@ -160,7 +159,7 @@ class NatsCluster:
             proxy.thaw()
 
     async def ready(self) -> None:
-        """Wait until all running servers know one leader and are current."""
+        """Wait until all running servers know the same leader and are current."""
         await until(self._are_current, expected=True)
 
     async def _are_current(self) -> bool:
@@ -169,7 +168,7 @@ class NatsCluster:
         leaders = {meta.get("leader") for meta in metas.values()}
         if len(leaders) != 1 or not leaders <= set(metas):
             return False
-        # Only the leader knows of the others.
+        # Only the leader knows the state of the other servers.
         peers = {peer["name"]: peer for peer in metas[leaders.pop()].get("replicas") or ()}  # type: ignore[index]
         current = {name for name, peer in peers.items() if peer["current"] and not peer.get("offline")}
         return len(peers) == len(NAMES) - 1 and len(current & set(metas)) == len(metas) - 1
@@ -182,7 +181,7 @@ class NatsCluster:
         return meta
 
     async def meta_leader(self) -> int:
-        """The server that decides where streams and consumers lie; waits until there is one."""
+        """Wait for the leader that places streams and consumers; return its index."""
         found: list[str] = []
 
         async def is_known() -> bool:
@@ -194,7 +193,7 @@ class NatsCluster:
         return NAMES.index(found[0])
 
     async def lead(self, stream: str, index: int) -> None:
-        """Have a server lead a stream of three replicas. For servers that let everybody in."""
+        """Make a server the leader of a stream with three replicas; requires servers without users."""
         async with opened(self.urls[index]) as connection:
 
             async def leads() -> bool:
@@ -208,7 +207,7 @@ class NatsCluster:
             await until(leads, expected=True)
 
     async def leader(self, stream: str, consumer: str | None = None) -> int:
-        """The server that leads a stream, or one of its consumers; waits until there is one."""
+        """Wait for the leader of a stream or of one of its consumers; return its index."""
         found: list[str] = []
 
         async def is_known() -> bool:
@@ -232,7 +231,7 @@ class NatsCluster:
         return ""
 
     async def _look(self, index: int, path: str) -> dict[str, Any]:
-        """What the monitoring of a server says; nothing where it does not answer."""
+        """Return the monitoring answer of a server, or an empty dict if it does not answer."""
 
         def get() -> dict[str, Any]:
             url = f"http://127.0.0.1:{self._ports[index][1]}/{path}"
@@ -244,31 +243,31 @@ class NatsCluster:
         return await asyncio.to_thread(get)
 
     async def replicate(self) -> None:
-        """Give every stream that there is three current replicas. For servers that let everybody in."""
+        """Give each stream three current replicas; requires servers without users."""
         async with opened(self.urls[self._running()[0]]) as connection:
             await replicate(connection)
 
 
 async def replicate(connection: Connection) -> None:
-    """Give every stream of the connection's account three current replicas."""
+    """Give each stream of the connection's account three current replicas."""
 
     async def lagging() -> list[str]:
         try:
             return await _replicate(connection)
-        except Unanswered as error:  # as while a leader is elected
+        except Unanswered as error:  # for example during a leader election
             return [str(error)]
 
     await until(lagging, [])
 
 
 async def _replicate(connection: Connection) -> list[str]:
-    """Ask for three replicas of all streams; return the names of those that have fewer current ones."""
+    """Request three replicas of each stream; return the streams and consumers with fewer current replicas."""
     infos = []
     for name in (await ask(connection, "STREAM.NAMES"))["streams"] or []:
         info = await ask(connection, f"STREAM.INFO.{name}")
         if info["config"]["num_replicas"] < len(NAMES):
             await ask(connection, f"STREAM.UPDATE.{name}", {**info["config"], "num_replicas": len(NAMES)})
-        # A stream's consumers follow it, each a little later.
+        # The consumers of a stream get their replicas later than the stream.
         consumers = (await ask(connection, f"CONSUMER.NAMES.{name}"))["consumers"] or []
         infos += [info, *[await ask(connection, f"CONSUMER.INFO.{name}.{consumer}") for consumer in consumers]]
     return [
@@ -281,7 +280,7 @@ async def _replicate(connection: Connection) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def _routes() -> AsyncIterator[dict[tuple[int, int], TcpProxy]]:
-    """A proxy for each way from one server to another; they lead nowhere yet."""
+    """Run a proxy for each ordered pair of servers; the proxies have no target yet."""
     async with asyncio.TaskGroup() as tasks:
         pairs = [(one, other) for one in range(len(NAMES)) for other in range(len(NAMES)) if one != other]
         routes = {pair: TcpProxy(f"nats://{NOWHERE}", tasks) for pair in pairs}

@@ -1,4 +1,4 @@
-"""Messages of the NATS protocol lost, doubled and out of order: what no server does, but a way through many may."""
+"""A filter that drops, duplicates and delays NATS messages, as a path through several servers may do."""
 
 import random
 import re
@@ -11,14 +11,14 @@ MESSAGE = re.compile(rb"H?MSG (\S+) .*?(\d+)\r\n")
 
 
 class NatsNoise:
-    """Harms some of the messages that a server sends to a client; made for one connection by `filter`.
+    """Disturbs some of the messages that a server sends to a client; `filter` makes the filter of one connection.
 
     Args:
-        subjects: which messages: a regular expression that their subjects must match.
-        seed: makes it repeatable, given the same messages.
-        drop: the share of messages that are lost.
-        double: of messages that come twice.
-        delay: of messages that come after up to three later ones.
+        subjects: regular expression of the subjects to disturb.
+        seed: random seed; the same messages give the same result.
+        drop: share of messages to drop.
+        double: share of messages to send twice.
+        delay: share of messages to send after up to three later messages.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class NatsNoise:
         self._random = random.Random(seed)
         self._shares = {"dropped": drop, "doubled": double, "delayed": delay}
         self.counts: Counter[str] = Counter()
-        """What was done, over all connections."""
+        """Number of disturbed messages by kind, over all connections."""
 
     def filter(self) -> Callable[[bytes], bytes]:
-        """What becomes of the bytes of one connection, from its first on."""
+        """Return a filter for the bytes of one new connection."""
         unread = bytearray()
         delayed: list[list[int | bytes]] = []
 
         def take(message: bytes) -> bytes:
-            """Decide about one message, and add those whose time has come."""
+            """Choose the outcome of one message and append the delayed messages that are due."""
             outcome = self._choose()
             due = b"".join(bytes(late[1]) for late in delayed if late[0] == 0)
             delayed[:] = [[int(late[0]) - 1, late[1]] for late in delayed if late[0] != 0]

