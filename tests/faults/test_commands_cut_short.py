@@ -1,6 +1,6 @@
-"""Commands in the middle of which the server goes away, or a worker stands still or dies: what was recorded comes true.
+"""Recorded commands take effect, even if the server is away during the command, or a worker freezes or dies.
 
-Who gave the command hears the truth, and no result shows anything of it.
+The controller gets the true command result, and the results of requests show no effect.
 """
 
 import asyncio
@@ -34,21 +34,24 @@ pytestmark = pytest.mark.slow
 LEASE = ("--lease-s", "2")
 ENGINE_ARGS: dict[str, Any] = {"step_s": 0.003, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
 SLOW_LOADS: dict[str, Any] = {**ENGINE_ARGS, "faults": {"load_s": 1.0}}
-"""What happens to a worker that loads weights happens before it has them."""
+"""Loads are slow, so that faults affect a worker before it has loaded the weights."""
 REQUESTS = [greedy(prompt, 100 + 40 * prompt, request_id=f"r{prompt}") for prompt in range(20)]
-"""More than both workers run at once, of many lengths: when the first ends, both have others for a second and more."""
+"""More requests than both workers run at once, of many lengths.
+
+When the first ends, both workers have other requests for at least a second.
+"""
 
 
 async def go_away(server: EmbeddedServer) -> None:
-    """Be away for 3 s."""
+    """Stop the server for 3 s."""
     await server.kill()
-    # The length of the outage is what this is about.
+    # The test is about an outage of this length.
     await asyncio.sleep(3)
     await server.restart()
 
 
 async def results_of(rb: rollbus.Client, has_begun: asyncio.Event) -> list[Generation]:
-    """Run all requests; tells when the first has ended, so that others are in flight."""
+    """Run all requests, and set the event when the first has ended, so that other requests are in flight."""
     results = []
     async for generation in rb.complete_many(REQUESTS):
         results.append(generation)
@@ -57,7 +60,10 @@ async def results_of(rb: rollbus.Client, has_begun: asyncio.Event) -> list[Gener
 
 
 class Stage:
-    """Waits for worker `a` to say that it has come to a stage of a command; None: that it was heard."""
+    """Waits until worker `a` reports a stage of a command.
+
+    The stage None means that the worker received the command.
+    """
 
     def __init__(self, stage: str | None) -> None:
         self._stage = stage
@@ -65,26 +71,29 @@ class Stage:
         self._is_reached = asyncio.Event()
 
     def take(self, ack: Ack) -> None:
-        """Take an answer, on the client's own thread."""
+        """Handle an ack on the client's own thread."""
         if (ack.worker, ack.stage) == ("a", self._stage):
             self._loop.call_soon_threadsafe(self._is_reached.set)
 
     async def wait(self) -> None:
-        """Until then."""
+        """Wait for the stage."""
         await self._is_reached.wait()
 
 
 def all_in(state: WorkerState) -> Callable[[FleetState], bool]:
-    """Both workers are in this state."""
+    """Return a function that is True if both workers are in this state."""
     return lambda fleet: [worker.state for worker in fleet.workers] == [state] * 2
 
 
 @pytest.mark.parametrize("command", ["update", "pause"])
 async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str, tmp_path: Path) -> None:
-    """Both workers apply it all the same, and the ledger says so; every request is answered in full."""
+    """If the server is away during a command, both workers still apply it, and every request completes.
+
+    The command result lists both workers as applied.
+    """
     require_binary()
     one, two = (write_checkpoint(tmp_path / str(version), seed=version) for version in (1, 2))
-    # With a lease that outlasts the outage on a busy machine, too.
+    # The lease outlasts the outage, also on a busy machine.
     own: dict[str, Any] = {"model_path": str(one), "weight_version": 1, "lease_s": 30.0}
     fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), **own}
     config = SyntheticConfig.from_args(SLOW_LOADS if command == "update" else ENGINE_ARGS)
@@ -108,14 +117,14 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
         await stage.wait()
         await go_away(server)
         ledger = await doing
-        # The observer was cut off too: it has to be back before it can hear that what was promised ends.
+        # The observer was disconnected too. It must be connected again before it can observe the end of all promises.
         await until(observer.workers, {"a", "b"})
         if command == "pause":
             state = await until_state(rb, all_in(WorkerState.PAUSED))
             assert [worker.pause_mode for worker in state.workers] == ["wait", "wait"]
             await rb.fleet.resume()
         results = await running
-        # Not who owes an answer: it has not heard all.
+        # Do not check for missing acks, because the observer has not received all of them.
         await until(observer.queued, {})
         await until(observer.busy_workers, {})
         assert observer.history.problems == []
@@ -128,7 +137,10 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
 
 
 async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """It is missing in the ledger, the other is what the ledger says; when it goes on, it comes to the new weights."""
+    """A worker that is frozen during an update is missing in the command result.
+
+    When it continues, it loads the new weights.
+    """
     one, two = (write_checkpoint(tmp_path / "roots" / str(version), seed=version) for version in (1, 2))
     async with (
         observing(nats_url, fleet) as observer,
@@ -163,7 +175,10 @@ async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str,
 
 
 async def test_a_worker_killed_in_a_waiting_pause(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """It is missing; the other is paused, and so is the killed one when it is back; the resume leads to all answers."""
+    """A worker that is killed during a waiting pause is missing in the result.
+
+    After its restart it is paused too, and after the resume all requests complete.
+    """
     one = write_checkpoint(tmp_path / "roots" / "1", seed=1)
     async with (
         observing(nats_url, fleet) as observer,

@@ -1,4 +1,4 @@
-"""Commands while requests run: what workers said holds, and nothing shows in the results but what must."""
+"""Commands while requests run: acks are true, and the results of requests show only the intended effects."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 @pytest.mark.proves("P21")
 async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
-    """Kept and awaited pauses, alone, twice, and crossed by another controller's resumes, leave every result exact."""
+    """Pauses with `keep` and `wait`, repeated and crossed by another controller's resumes, leave results exact."""
     load = await Load.mixed(150, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -60,7 +60,7 @@ async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
 
 
 async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Weights are replaced twice under streams, and once under a pause: in a stream versions only rise."""
+    """If weights are replaced under streams and during a pause, the versions in each stream only increase."""
     checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(4)]
 
     def worker(name: str) -> contextlib.AbstractAsyncContextManager[object]:
@@ -101,6 +101,6 @@ async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_
 
 
 async def _tolerant(command: Awaitable[CommandResult]) -> None:
-    """Carry out a command in whose place a later one may come."""
+    """Await a command that a later command may replace."""
     with contextlib.suppress(CommandIncomplete):
         await command

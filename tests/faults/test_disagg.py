@@ -1,4 +1,4 @@
-"""What goes wrong between a prefill and a decode worker ends in another attempt, and never in a mixture or a hang."""
+"""Faults between a prefill and a decode worker cause another attempt, and never a mixed result or a hang."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,10 @@ SLOW_LOADS = SyntheticConfig(kv_load_s=0.5)
 async def loading(
     both: Disaggregated, request: GenerateRequest, rb: rollbus.Client | None = None
 ) -> AsyncIterator[asyncio.Task[Generation | RequestError]]:
-    """A request whose KV is on the way to the engine of `d`; on leaving it has ended."""
+    """Run a request until its KV is on the way to the engine of `d`, and yield its task.
+
+    At the end of the block, the request has ended.
+    """
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(outcome((rb or both.rb).complete(request)))
         await until_true(lambda: is_loading(both))
@@ -49,13 +52,13 @@ async def loading(
 
 
 def is_loading(both: Disaggregated) -> bool:
-    """KV is on the way to the engine of `d`."""
+    """Return True if KV is on the way to the engine of `d`."""
     return bool(both.engines["d"]._loading)
 
 
 async def check_serves(both: Disaggregated) -> None:
-    """Both workers are well."""
-    # That a command was applied, and how a worker is since, come by different ways.
+    """Check that both workers serve."""
+    # Command acks and presence use different subjects, so the client may know an older state of the workers.
     await until_known(both.rb, *both.workers.values())
     result = await both.rb.complete(long("next"))
     await check_equal([result], [long("next")], ALONE)
@@ -68,8 +71,8 @@ async def check_serves(both: Disaggregated) -> None:
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("how", ["abort", "cancel", "deadline", "pause", "close"])
 async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str, fleet: str, how: str) -> None:
-    """However a request ends in the middle of a transfer: its caller knows at once, and the engine lives."""
-    # The deadline leaves time for what comes before the transfer, on a busy machine, too.
+    """If a request ends during a KV transfer, its caller learns this immediately, and the engine survives."""
+    # The deadline leaves time for the steps before the transfer, also on a busy machine.
     timeout_s, decode = (1.0, replace(SLOW_LOADS, kv_load_s=2.0)) if how == "deadline" else (None, SLOW_LOADS)
     async with (
         disaggregated(nats_url, fleet, decode=decode) as both,
@@ -88,7 +91,7 @@ async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str,
                 case "pause":
                     ledger = await both.rb.fleet.pause(mode="abort")
                     assert len(ledger.applied) == 2
-                    # Applied means that nothing is in the engine any more, also nothing that was to be aborted.
+                    # `applied` means that the engine has no request any more, also none with a pending abort.
                     assert not is_loading(both)
                     await both.rb.fleet.resume()
             with contextlib.suppress(asyncio.CancelledError):
@@ -106,7 +109,7 @@ async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str,
 
 @pytest.mark.usefixtures("unhurried")
 async def test_a_caller_that_leaves_at_prefill_stops_it(nats_url: str, fleet: str) -> None:
-    """Aborted at the prefill worker, or while it waits for one: nothing of it is left, and no decode leg begins."""
+    """A request that is aborted at or before the prefill worker leaves nothing, and its decode phase does not begin."""
     slow = SyntheticConfig(max_num_seqs=1, step_s=1.0)
     async with disaggregated(nats_url, fleet, prefill=slow) as both, asyncio.TaskGroup() as tasks:
         ended = [tasks.create_task(outcome(both.rb.complete(long(name)))) for name in ("at", "waiting")]
@@ -126,12 +129,12 @@ async def test_a_caller_that_leaves_at_prefill_stops_it(nats_url: str, fleet: st
 
 
 def folders(root: Path) -> tuple[Path, Path]:
-    """Two checkpoints of one model."""
+    """Write two checkpoints of one model."""
     return write_checkpoint(root / "one", fill=1), write_checkpoint(root / "two", fill=2)
 
 
 async def tokens_after(rb: rollbus.Client, request: GenerateRequest, first: int, count: int) -> list[int]:
-    """What the present weights go on with after the first token of a request."""
+    """Return the tokens that the current weights generate after the first token of a request."""
     prompt = [*(int(token) for token in request.prompt_token_ids), first]
     again = await rb.complete(long("again", prompt_token_ids=prompt, max_tokens=count))
     return [int(token) for token in again.token_ids]
@@ -142,12 +145,15 @@ async def tokens_after(rb: rollbus.Client, request: GenerateRequest, first: int,
 async def test_weights_that_change_between_the_legs_make_the_kv_useless(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """The first token is the old weights', all others the new ones', which have computed the prompt themselves."""
+    """If weights change between the phases, the first token is from the old weights.
+
+    The new weights compute the prompt again and all other tokens.
+    """
     one, two = folders(tmp_path)
     request = long("r", max_tokens=6)
     fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
     async with disaggregated(nats_url, fleet, **fields) as both:
-        # Until the update lets it go on, the decode leg has to wait in the queue.
+        # The decode phase must wait in the queue until the update.
         both.workers["d"]._puller.pause()
         stream = both.rb.generate(request)
         chunks = [await anext(stream)]
@@ -161,7 +167,7 @@ async def test_weights_that_change_between_the_legs_make_the_kv_useless(
 
 
 async def until_given(both: Disaggregated, worker: str, count: int) -> None:
-    """Wait until an engine was given so many requests."""
+    """Wait until an engine has received this number of requests."""
     await until_true(
         lambda: len([request for request, _ in both.given[worker] if request.request_id != "canary"]) >= count
     )
@@ -173,7 +179,10 @@ async def until_given(both: Disaggregated, worker: str, count: int) -> None:
 async def test_a_leg_without_a_token_does_not_outlive_its_weights(
     nats_url: str, fleet: str, tmp_path: Path, worker: str
 ) -> None:
-    """Its KV is, or would be, half of the old weights: it fails as `kv_transfer_failed`, and is made anew alone."""
+    """A phase without a token fails with `kv_transfer_failed` when its weights change.
+
+    Its KV mixes or would mix both weights. A decode worker serves the next attempt alone.
+    """
     one, two = folders(tmp_path)
     request = long("r", max_tokens=6)
     fields: dict[str, Any] = {"model_path": str(one), "weight_roots": (str(tmp_path),)}
@@ -204,7 +213,7 @@ async def test_a_leg_without_a_token_does_not_outlive_its_weights(
 @pytest.mark.proves("P95")
 @pytest.mark.usefixtures("unhurried")
 async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fleet: str) -> None:
-    """The request goes on from its first token, without prefill from then on."""
+    """After a failed KV transfer, a decode worker continues from the first token without a prefill phase."""
     decode = SyntheticConfig(faults=SyntheticFaults(kv_loads=1))
     async with disaggregated(nats_url, fleet, decode=decode) as both:
         result = await both.rb.complete(long("r"))
@@ -216,7 +225,10 @@ async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fle
 
 @pytest.mark.usefixtures("unhurried")
 async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: str) -> None:
-    """What it had goes to another prefill worker, and once there is none, to decode alone."""
+    """Requests of a stopped prefill worker go to another prefill worker.
+
+    If no prefill worker remains, they go to a decode worker alone.
+    """
     slow = SyntheticConfig(step_s=0.3)
     async with disaggregated(nats_url, fleet, prefill=slow, workers=("p1", "p2", "d")) as both:
         requests = [long("one"), long("two")]
@@ -234,7 +246,10 @@ async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: st
 
 @pytest.mark.usefixtures("unhurried")
 async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str) -> None:
-    """Its process ends, and what it had, which costs an attempt, is served by decode alone."""
+    """If a prefill engine dies, its process exits, and a decode worker serves its requests in the next attempt.
+
+    The next attempt has no prefill phase.
+    """
     async with (
         observing(nats_url, fleet) as observer,
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -251,7 +266,7 @@ async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str
 
 
 async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:
-    """Wait until a prefill engine has a request; returns its worker."""
+    """Wait until a prefill engine has a request, and return its worker."""
 
     def places() -> list[str]:
         return [name for name, given in both.given.items() if wanted.request_id in {r.request_id for r, _ in given}]
@@ -261,7 +276,7 @@ async def until_at(both: Disaggregated, wanted: GenerateRequest) -> str:
 
 
 def observe_events(monkeypatch: pytest.MonkeyPatch, observer: Callable[[AttemptMachine, Event], None]) -> None:
-    """Show each event of the requests of this process to `observer`, before it is handled."""
+    """Pass each event of the requests of this process to `observer` before it is handled."""
     handle = AttemptMachine.handle
 
     def handle_observed(self: AttemptMachine, event: Event, now: float) -> Sequence[Instruction]:
@@ -272,7 +287,7 @@ def observe_events(monkeypatch: pytest.MonkeyPatch, observer: Callable[[AttemptM
 
 
 def record_losses(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
-    """The workers that clients of this process lose attempts at, from now on."""
+    """Return the set of workers at which clients of this process lose attempts from now on."""
     workers: set[str | None] = set()
 
     def record(request: AttemptMachine, event: Event) -> None:
@@ -284,7 +299,7 @@ def record_losses(monkeypatch: pytest.MonkeyPatch) -> set[str | None]:
 
 
 def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Workers, with their pids, to be killed as soon as a client of this process hears that they took a request."""
+    """Return the process ids of workers to kill when a client of this process receives their next offer."""
     doomed: dict[str, int] = {}
 
     def strike(request: AttemptMachine, event: Event) -> None:
@@ -297,7 +312,7 @@ def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.proves("P95")
 async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL under load, of one of two of each role: every request comes back once, equal to the undisturbed one."""
+    """If one of two workers of each role is killed under load, every request completes once, as if undisturbed."""
     engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
     load = await Load.mixed(90, SyntheticConfig.from_args(engine))
     async with contextlib.AsyncExitStack() as stack:
@@ -305,7 +320,7 @@ async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypat
         processes = {}
         for name in ("p0", "p1", "d0", "d1"):
             role = "prefill" if name.startswith("p") else "decode"
-            # Prefill is slow enough to be caught at it.
+            # Slow prefill, so that the kill happens during prefill phases.
             arguments = {**engine, "role": role, "kv_load_s": 0.01, "step_s": 0.1 if role == "prefill" else 0.003}
             processes[name] = await stack.enter_async_context(
                 worker_process(nats_url, fleet, "--lease-s", "2", "--worker-id", name, engine_args=arguments)
@@ -317,7 +332,7 @@ async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypat
         async def kill(name: str) -> None:
             doomed[name] = processes[name].pid
 
-        # A few at a time, so that some are still to come then.
+        # Few requests at a time, so that some are sent after the kills.
         strikes = {10: partial(kill, "p0"), 40: partial(kill, "d0")}
         results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)
         children = [child for result in results for child in (result, *result.siblings)]

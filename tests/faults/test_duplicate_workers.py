@@ -1,4 +1,4 @@
-"""Two workers of one id: one of them gives way, says to which process, and no request hangs."""
+"""If two workers have one id, one of them exits and names the other process, and no request hangs."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ LIMIT_S = 60
 
 @contextlib.asynccontextmanager
 async def requesting(rb: rollbus.Client) -> AsyncIterator[list[int]]:
-    """Send one request after the other while the block runs, at least one; yields the attempts that each took."""
+    """Send one request after the other during the block, at least one, and yield the list of their attempts."""
     attempts: list[int] = []
 
     async def send() -> None:
@@ -50,7 +50,7 @@ async def requesting(rb: rollbus.Client) -> AsyncIterator[list[int]]:
 
 
 async def holder(rb: rollbus.Client, process: Process) -> WorkerPresence:
-    """The only worker of the fleet, once that is this process, and serves."""
+    """Return the presence of this process when it is the only worker of the fleet and serves."""
     async with asyncio.timeout(LIMIT_S):
         held = [(process.pid, WorkerState.SERVING)]
         state = await until_state(rb, lambda state: [(one.pid, one.state) for one in state.workers] == held)
@@ -58,7 +58,7 @@ async def holder(rb: rollbus.Client, process: Process) -> WorkerPresence:
 
 
 async def error_of(process: Process) -> str:
-    """What a worker that gives way writes at its end."""
+    """Return the stderr output of a worker that exits because of a duplicate id."""
     assert process.stderr is not None
     async with asyncio.timeout(LIMIT_S):
         written = (await process.stderr.read()).decode()
@@ -72,7 +72,10 @@ async def error_of(process: Process) -> str:
 async def test_a_second_worker_of_an_id_gives_way(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
 ) -> None:
-    """It names the first one's host, pid and start, exits with a code of its own, and no request notices."""
+    """A second worker of an id exits with its own exit code and names the first worker's host, pid and start.
+
+    No request is affected.
+    """
     async with contextlib.AsyncExitStack() as stack:
         server, options, fleet = Server(nats_url), (*SAME, *LASTING), tmp_path.name
         if is_guarded:
@@ -98,7 +101,7 @@ async def test_a_second_worker_of_an_id_gives_way(
 @pytest.mark.proves("P4")
 @pytest.mark.slow
 async def test_of_two_workers_that_start_together_one_serves(nats_url: str, fleet: str) -> None:
-    """Exactly one exits, either of them, and clients know at once which one is left."""
+    """If two workers with one id start together, exactly one exits, and clients know the remaining one immediately."""
     async with (
         worker_process(nats_url, fleet, *SAME) as one,
         worker_process(nats_url, fleet, *SAME) as other,
@@ -120,14 +123,14 @@ async def test_of_two_workers_that_start_together_one_serves(nats_url: str, flee
 @pytest.mark.proves("P4")
 @pytest.mark.slow
 async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet: str) -> None:
-    """After SIGSTOP for longer than its lease, the id is that of the worker which has held it meanwhile."""
+    """After SIGSTOP for longer than its lease, a worker exits if another worker has its id meanwhile."""
     async with (
         worker_process(nats_url, fleet, *SAME, stderr=PIPE) as first,
         rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await holder(rb, first)
         os.kill(first.pid, signal.SIGSTOP)
-        # It serves once it has listened for a lease, so that the first one's lease is over.
+        # The second worker serves after it has listened for a lease, so the lease of the first has expired.
         listening = worker_process(nats_url, fleet, *SAME, "--listen-s", "6")
         async with listening as second, asyncio.timeout(LIMIT_S):
             while ((await holder(rb, second)).held_s or 0) <= TIE_S:
@@ -142,7 +145,7 @@ async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_worker_that_starts_again_at_once_serves(nats_url: str, fleet: str, how: signal.Signals) -> None:
-    """The one before it is silent, or has said that it stopped: its id is free."""
+    """A worker can restart with its id immediately after the previous process was killed or stopped."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, worker_process(nats_url, fleet, *SAME) as first:
         await holder(rb, first)
         first.send_signal(how)
@@ -157,7 +160,7 @@ async def test_a_worker_that_starts_again_at_once_serves(nats_url: str, fleet: s
 async def test_two_workers_that_both_stay_serve_everything(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers of earlier releases do not look for another one of their id; what either has comes to its end."""
+    """Workers of earlier releases do not check for duplicate ids. All requests of both workers complete."""
 
     async def hear_nothing(_self: IdGuard, _message: object) -> None:
         return
@@ -169,7 +172,7 @@ async def test_two_workers_that_both_stay_serve_everything(
         asyncio.timeout(LIMIT_S),
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="same") as (other, _),
     ):
-        # What a worker is can be asked once it has connected.
+        # The lifecycle exists only after the worker has connected.
         await until_true(lambda: hasattr(other, "_lifecycle") and other._lifecycle.state is WorkerState.SERVING)
         await load.run(rb)
         served = [worker.stats().links.offered for worker in (one, other)]
@@ -178,7 +181,7 @@ async def test_two_workers_that_both_stay_serve_everything(
 
 
 async def test_two_workers_of_an_earlier_release_serve_what_they_have(nats_url: str, fleet: str) -> None:
-    """Their announcements and frames alternate; each request ends at the worker that has it, at its first attempt."""
+    """If presence and frames of two workers with one id alternate, each request completes in its first attempt."""
     async with (
         worker_by_hand(nats_url, fleet) as one,
         worker_by_hand(nats_url, fleet) as other,
@@ -202,7 +205,7 @@ async def test_two_workers_of_an_earlier_release_serve_what_they_have(nats_url: 
 
 
 async def serve(worker: HandWorker) -> None:
-    """Answer each request in two frames, and announce the worker between them."""
+    """Answer each request in two frames, and publish presence of the worker between them."""
     number = 0
     while True:
         key = await worker.next_key()

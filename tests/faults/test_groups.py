@@ -1,4 +1,7 @@
-"""Steps of groups while a worker is killed and weights are replaced: each prompt once, each token of its version."""
+"""During steps of groups, a worker is killed or weights are replaced.
+
+Each prompt still completes once, and each token matches its weight version.
+"""
 
 import asyncio
 from pathlib import Path
@@ -24,13 +27,13 @@ LONG = greedy(1, 800)
 
 
 def prompts() -> list[GroupPrompt]:
-    """Greedy prompts whose answers have these lengths."""
+    """Return greedy prompts whose answers have these lengths."""
     return [GroupPrompt(greedy(10 + i, length), key=i) for i, length in enumerate(LENGTHS)]
 
 
 @pytest.mark.slow
 async def test_a_worker_killed_in_the_midst_of_a_step_costs_nothing(nats_url: str, fleet: str) -> None:
-    """One of two workers is killed while groups run and are carried over: each answer equals an undisturbed one."""
+    """If one of two workers is killed during and between steps, each answer equals an undisturbed one."""
     expected = await undisturbed(
         [greedy(10 + i, length, request_id=f"{i}") for i, length in enumerate(LENGTHS)],
         SyntheticConfig.from_args(ENGINE_ARGS),
@@ -44,7 +47,7 @@ async def test_a_worker_killed_in_the_midst_of_a_step_costs_nothing(nats_url: st
         await rb.fleet.wait_for_workers(2)
         async with rb.groups(prompts(), n=2, need=3, over=2) as groups, asyncio.TaskGroup() as tasks:
             steps.append(await groups.step())
-            # While the stops of the first step may still be under way.
+            # Aborts of the first step may still be in progress.
             doomed.kill()
             steps += await tasks.create_task(all_of(groups))
 
@@ -60,7 +63,7 @@ async def test_a_worker_killed_in_the_midst_of_a_step_costs_nothing(nats_url: st
 
 
 async def test_a_pause_that_aborts_is_continued_in_the_same_step(one_worker: StartServed) -> None:
-    """A pause of the fleet with mode `abort` stops answers that no step has stopped: they go on after the resume."""
+    """Answers that a pause with mode `abort` ends continue after the resume in the same step."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000)
     async with (
         one_worker(config=config) as (rb, _, engine),
@@ -84,7 +87,7 @@ async def test_a_pause_that_aborts_is_continued_in_the_same_step(one_worker: Sta
 
 
 async def test_weights_replaced_between_steps_show_in_each_token(one_worker: StartServed, tmp_path: Path) -> None:
-    """A carried answer has tokens of both versions, in order, and its beginning is what the old weights gave."""
+    """A continued answer has tokens of both versions in order, and its beginning equals that of the old weights."""
     old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
     config = SyntheticConfig(step_s=0.001, max_model_len=100_000)
     async with (
@@ -109,7 +112,7 @@ async def test_weights_replaced_between_steps_show_in_each_token(one_worker: Sta
     np.testing.assert_array_equal(generation.token_ids[:num_old], before.token_ids[:num_old])
     assert generation.routed_experts is not None
     assert before.routed_experts is not None
-    # Rows of the first part are those of the old weights: none was replaced.
+    # Rows of the first part are from the old weights and were not replaced.
     num_rows = LONG.prompt_len + num_old - 1
     np.testing.assert_array_equal(generation.routed_experts[:num_rows], before.routed_experts[:num_rows])
     assert not np.array_equal(before.token_ids, after.token_ids)

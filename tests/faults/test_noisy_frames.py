@@ -1,4 +1,4 @@
-"""Frames and acknowledgements that are lost, doubled and out of order: the numbers of the link make it good."""
+"""The frame numbers of a link repair frames and acks that are lost, duplicate or reordered."""
 
 import pytest
 
@@ -16,7 +16,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 @pytest.mark.proves("P33")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: str) -> None:
-    """Some frames are lost, doubled and late, some acks lost and doubled: all is right at the first attempt."""
+    """If frames or frame acks are lost, duplicate or late, each request is right in its first attempt."""
     load = await Load.mixed(50, CONFIG)
     frames = NatsNoise(r"\.frame\.", seed=1, drop=0.01, double=0.02, delay=0.01)
     acks = NatsNoise(r"\.link\.", seed=2, drop=0.1, double=0.1)

@@ -1,4 +1,4 @@
-"""A worker has taken a request, and its client never hears of it: the queue gives it to the next."""
+"""If a worker has accepted a request and its offer never reaches the client, the queue delivers the request again."""
 
 import asyncio
 import contextlib
@@ -30,9 +30,9 @@ CONFIG = SyntheticConfig(step_s=0.001)
 async def test_what_was_never_offered_goes_to_the_next_worker(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """The only worker pulls a request and is cut off before its offer leaves; a second one serves it from the queue.
+    """If the only worker is disconnected before its offer leaves, a second worker serves the request from the queue.
 
-    A decode leg likewise, with the KV that was meant for the first.
+    The same holds for a decode phase, with the KV of the first worker.
     """
     monkeypatch.setattr(streams, "QueueLimits", lambda: QueueLimits(ack_wait_s=2.0))
     *before, first = SHAPES[shape]
@@ -50,7 +50,7 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
             await others.enter_async_context(role_worker(nats_url, fleet, name, CONFIG))
         await until_paired(rb, *SHAPES[shape])
         await rb.complete(greedy(0, 2))
-        # It hears, and cannot speak: its standing pull brings it the request.
+        # The worker can receive and cannot send. Its open pull delivers the request.
         proxy.freeze(Direction.TO_SERVER)
         completing = tasks.create_task(load.run(rb, legs=len(SHAPES[shape])))
         await until_true(lambda: cut_off.stats().links.offered == 2)
@@ -66,7 +66,10 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
 async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prefill worker takes a leg and is cut off before its offer leaves: decode alone serves it, as first attempt."""
+    """If a prefill worker is disconnected before its offer leaves, a decode worker serves the request alone.
+
+    The request has only one attempt.
+    """
     load = await Load.of([greedy(1, 50, request_id="r")], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,

@@ -1,4 +1,4 @@
-"""The network parts without a word, before a worker or before the client, for less and for more than a lease."""
+"""The network freezes in front of a worker or the client, for less and for more than a lease."""
 
 import asyncio
 import contextlib
@@ -26,20 +26,23 @@ pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 PREFILL = replace(CONFIG, step_s=0.1, max_num_seqs=4)
-"""So slow that whatever happens, happens in the middle of some requests' prefill."""
+"""Slow, so that every fault happens during the prefill phase of some requests."""
 NUM_REQUESTS = 40
 """More than twice the slots of a worker."""
 BRIEFLY_S = 0.4
-"""Far less than the lease of a worker without its margin."""
+"""Seconds, far less than the lease of a worker without its margin."""
 LEASE_S = 3.0
-"""Of a worker that is cut off for longer. Less the margin, a machine that is busy must not use it up by itself."""
+"""Lease of a worker that is disconnected for longer, in seconds.
+
+A busy machine must not exceed the lease without the margin by itself.
+"""
 
 
 @contextlib.asynccontextmanager
 async def running(
     proxy: TcpProxy, nats_url: str, fleet: str, workers: Sequence[str], cut_off: str, **fields: float
 ) -> AsyncIterator[Shaped]:
-    """Run workers, of the roles that their names say; one of them, with these fields, is behind the proxy."""
+    """Run workers with the roles of their names. The worker `cut_off` has these fields and is behind the proxy."""
     found = Shaped()
     async with contextlib.AsyncExitStack() as stack:
         for name in workers:
@@ -50,7 +53,7 @@ async def running(
 
 
 async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
-    """Wait until the client knows that this worker has these requests; where none is named, any."""
+    """Wait until the client knows that this worker has these requests, or any request if none is given."""
 
     def found() -> set[str]:
         live = list(rb._registry._runtime.coordinator._calls.values())
@@ -65,9 +68,9 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
     ("direction", "cut_off"), [(way, "w") for way in (*Direction, Direction.BOTH)] + [(Direction.BOTH, "p")]
 )
 async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direction: Direction, cut_off: str) -> None:
-    """For less than its lease no byte passes, one way or both: links go on, and no request needs another attempt.
+    """If a worker is frozen for less than its lease in one or both directions, no request needs another attempt.
 
-    The same with legs at a prefill worker, which come by another way than the queue.
+    The same holds for prefill phases, which reach the worker without the queue.
     """
     load = await Load.mixed(NUM_REQUESTS, CONFIG)
     shape = "one" if cut_off == "w" else "disaggregated"
@@ -84,7 +87,7 @@ async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direc
         async def part() -> None:
             await until_at(rb, cut_off)
             proxy.freeze(direction)
-            # How long it lasts is what this test is about.
+            # The test is about an outage of this length.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
@@ -96,7 +99,10 @@ async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direc
 
 
 async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: str) -> None:
-    """The connection breaks before an announcement is confirmed: the next one confirms another, and nothing is lost."""
+    """If the connection breaks before presence is confirmed, a later presence renews the lease.
+
+    The worker is not fenced.
+    """
     async with (
         tcp_proxy(nats_url) as proxy,
         hand_client(nats_url, fleet) as client,
@@ -122,12 +128,13 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
 async def test_a_worker_cut_off_for_long_hands_over(
     nats_url: str, fleet: str, direction: Direction, cut_off: str
 ) -> None:
-    """For more than its lease: its requests go on elsewhere, it gives up all it had, and serves again afterwards.
+    """If a worker is frozen for more than its lease, its requests resume elsewhere, and it is fenced.
 
-    Those of a decode worker go on by another prefill leg.
+    Afterwards it serves again. Requests of a decode worker resume with another prefill phase.
     """
     mixed = make_requests(NUM_REQUESTS, seed=0)
-    # What such a worker makes may still reach the client for a while: then these take longer than its lease holds.
+    # If only the direction to the worker is frozen, its frames still reach the client for a while. These requests then
+    # run for longer than its lease.
     max_tokens = 300 if direction is Direction.BOTH else 1000
     lasting = [greedy(index, max_tokens, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *mixed], CONFIG)
@@ -159,7 +166,7 @@ async def test_a_worker_cut_off_for_long_hands_over(
         await until_true(lambda: worker.presence().incarnation != life and is_idle(parts.engines[cut_off]))
 
         proxy.thaw()
-        # What it said before it was cut off arrives now, and reads as if it served already.
+        # Presence from before the freeze arrives now and shows the worker as serving.
         await until_known(rb, worker)
         again = await Load(mixed, load.expected).run(rb, legs=len(workers))
         assert {name for generation in again for name in generation.worker_ids} == {*workers, other}
@@ -167,9 +174,9 @@ async def test_a_worker_cut_off_for_long_hands_over(
 
 
 async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fleet: str) -> None:
-    """For more than its lease: the legs that it has begin anew at another, and so does whatever it is handed meanwhile.
+    """If a prefill worker is frozen for more than its lease, its phases restart at another prefill worker.
 
-    What it makes of them reaches nobody, and it serves again afterwards.
+    Its later output reaches no client, and it serves again afterwards.
     """
     load = await Load.mixed(NUM_REQUESTS, CONFIG)
     async with (
@@ -207,7 +214,7 @@ async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fle
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape: str) -> None:
-    """For less than the leases nothing reaches the client: afterwards all arrives, and no request was lost."""
+    """If the client is frozen for less than the leases, all data arrive afterwards, and no request is lost."""
     load = await Load.mixed(NUM_REQUESTS, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -220,7 +227,7 @@ async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape
         async def part() -> None:
             await until_at(rb, SHAPES[shape][0])
             proxy.freeze()
-            # How long it lasts is what this test is about.
+            # The test is about an outage of this length.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
@@ -235,9 +242,9 @@ async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape
 async def test_a_client_cut_off_for_long_resumes(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """For more than its lease: its requests are ended in the engines, and all complete after its return."""
+    """If a client is frozen for more than its lease, engines end its requests, and all complete after its return."""
     monkeypatch.setattr(runtime, "LEASE_S", 1.5)
-    # For longer than lease and margin: of the others nothing is in an engine any more by then.
+    # These requests run for longer than lease and margin. All other requests have left the engine by then.
     lasting = [greedy(index, 1600, request_id=f"lasting-{index}") for index in range(4)]
     load = await Load.of([*lasting, *make_requests(NUM_REQUESTS, seed=0)], CONFIG)
     async with (

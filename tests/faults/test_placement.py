@@ -1,4 +1,4 @@
-"""Placed requests among real workers: groups stay together, and kills, freezes, updates and rivals lose nothing."""
+"""Placed requests at real workers: groups stay together, and kills, freezes, updates and other clients lose nothing."""
 
 import asyncio
 import contextlib
@@ -30,25 +30,25 @@ PROMPT_LEN = 3 * PIECE_TOKENS
 
 
 def prompt(seed: int) -> list[int]:
-    """A prompt of three pieces."""
+    """Return a prompt of three blocks."""
     rng = random.Random(seed)
     return [rng.randrange(VOCAB_SIZE) for _ in range(PROMPT_LEN)]
 
 
 def group(seed: int, n: int = SAMPLES) -> GenerateRequest:
-    """Samples of one prompt, of which no token depends on chance."""
+    """Return a request for samples of one prompt, with a seed that determines all tokens."""
     sampling = SamplingParams(n=n, max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
     return GenerateRequest(request_id=f"g{seed}", prompt_token_ids=prompt(seed), sampling=sampling, timeout_s=600.0)
 
 
 def samples(generation: Generation) -> tuple[Generation, ...]:
-    """All samples of a request."""
+    """Return all samples of a request."""
     return generation, *generation.siblings
 
 
 @contextlib.asynccontextmanager
 async def workers(nats_url: str, fleet: str, names: Sequence[str], config: SyntheticConfig) -> AsyncIterator[None]:
-    """Workers of these names in this process."""
+    """Run workers with these names in this process."""
     async with contextlib.AsyncExitStack() as stack:
         for name in names:
             await stack.enter_async_context(synthetic_worker(nats_url, fleet, config=config, worker_id=name))
@@ -57,7 +57,7 @@ async def workers(nats_url: str, fleet: str, names: Sequence[str], config: Synth
 
 @pytest.mark.usefixtures("unhurried")
 async def test_samples_of_one_request_compute_their_prompt_once(nats_url: str, fleet: str) -> None:
-    """With room for all, each group is at one worker, and all of its samples but one find the prompt in the cache."""
+    """With enough slots, all samples of a group run at one worker, and all but one find the prompt in the cache."""
     load = await Load.of([group(seed) for seed in range(12)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -73,13 +73,16 @@ async def test_samples_of_one_request_compute_their_prompt_once(nats_url: str, f
     assert {len([each for each in samples(result) if not each.cached_tokens]) for result in results} == {1}
     assert {result.worker_ids for result in results} == {("a",), ("b",), ("c",)}
     assert stats.placed[PlacementReason.PLACED_GROUP] == 12 * SAMPLES
-    # The cache knows how many tokens of a prompt it can give, to a token.
+    # The cache reports the number of cached prompt tokens exactly.
     assert 0 < stats.expected_cached_tokens <= 12 * (SAMPLES - 1) * PROMPT_LEN
     assert stats.placed_cached_tokens >= 12 * (SAMPLES - 1) * (PROMPT_LEN - PIECE_TOKENS)
 
 
 async def test_a_killed_worker_loses_nothing_of_the_groups_placed_there(nats_url: str, fleet: str) -> None:
-    """Killed with groups in its engine, on their way to it and following it: each sample comes once, as undisturbed."""
+    """If a worker is killed with placed groups, each sample completes once and equals the undisturbed one.
+
+    Some groups are in its engine, some are on their way to it, and some follow a leader there.
+    """
     load = await Load.of([group(seed) for seed in range(30)], CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -100,7 +103,7 @@ async def test_a_killed_worker_loses_nothing_of_the_groups_placed_there(nats_url
 
 
 async def test_a_frozen_worker_costs_one_wait(nats_url: str, fleet: str) -> None:
-    """The worker that has the prefix stands still: what was placed there is served elsewhere, and no more is placed."""
+    """If the worker with the prefix is frozen, placed requests run elsewhere, and no more are placed there."""
     async with (
         observing(nats_url, fleet) as observer,
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -125,7 +128,10 @@ async def test_a_frozen_worker_costs_one_wait(nats_url: str, fleet: str) -> None
 
 @pytest.mark.usefixtures("unhurried")
 async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A prompt goes to the worker that has it, until an update; then nobody has it, and it is computed anew."""
+    """A prompt is placed at the worker that caches it.
+
+    After an update no worker caches it, and it is computed again.
+    """
     old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
     fields = {"config": CONFIG, "model_path": str(old), "weight_roots": (str(tmp_path),)}
     one = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -143,7 +149,7 @@ async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_p
         first, second = await ask(), await ask()
         assert rb.stats().placed[PlacementReason.PLACED_PREFIX] == 1
         await rb.fleet.update_weights(new, version=1)
-        # Both have announced their caches' new epochs.
+        # Both workers have published the new epoch of their caches.
         await rb.fleet.state()
         third, fourth = await ask(), await ask()
         assert rb.stats().placed[PlacementReason.PLACED_PREFIX] == 2
@@ -155,7 +161,7 @@ async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_p
 
 
 async def test_two_clients_place_at_the_same_workers(nats_url: str, fleet: str) -> None:
-    """Neither sees what the other has placed: workers refuse what is too much, and the queue takes it."""
+    """Two clients do not know each other's placements. Workers reject surplus requests, and the queue accepts them."""
     small = SyntheticConfig.from_args({**ENGINE_ARGS, "max_num_seqs": 6})
     mine, theirs = ([group(seed) for seed in range(start, start + 20)] for start in (0, 100))
     loads = [await Load.of(requests, small) for requests in (mine, theirs)]

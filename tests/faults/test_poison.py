@@ -1,4 +1,4 @@
-"""Requests that kill the engines they meet: they are found and refused, and those beside them are finished."""
+"""Requests that kill engines are detected and fail, and other requests complete."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=300, faults=S
 
 @contextlib.asynccontextmanager
 async def undying_worker(nats_url: str, fleet: str, worker_id: str) -> AsyncIterator[list[EngineDead]]:
-    """A worker that is started again whenever its engine has died; yields the deaths so far."""
+    """Run a worker that restarts each time its engine dies, and yield the deaths so far."""
     deaths: list[EngineDead] = []
     worker: Worker | None = None
 
@@ -58,14 +58,14 @@ async def undying_worker(nats_url: str, fleet: str, worker_id: str) -> AsyncIter
 
 
 async def results_of(rb: rollbus.Client, requests: list[GenerateRequest]) -> dict[str, Generation]:
-    """All of them by their ids."""
+    """Return all results by request id."""
     return {generation.request_id: generation async for generation in rb.complete_many(requests)}
 
 
 @pytest.mark.proves("P3")
 @pytest.mark.parametrize("workers", [("a",), ("a", "b", "c")])
 async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
-    """Of 60 requests two kill engines: these alone end as poison, after at most three engines each."""
+    """Of 60 requests, only the two that kill engines fail as poison, after at most three engines each."""
     good = [greedy(index, 20, request_id=f"good-{index}") for index in range(58)]
     bad = [greedy(BAD, 20, request_id=f"bad-{index}") for index in range(2)]
     requests = [*good[:10], bad[0], *good[10:30], bad[1], *good[30:]]
@@ -89,8 +89,11 @@ async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: 
 
 
 async def test_a_process_that_is_killed_without_a_word_counts_the_same(nats_url: str, fleet: str) -> None:
-    """The kernel kills each worker that computes one of the requests; another worker of the same name follows each."""
-    # A step is long enough for the offers to reach the client on a busy machine: if the client has not received the
+    """A bad request fails as poison also if the kernel kills its worker processes without an error.
+
+    Another worker with the same name follows each of them.
+    """
+    # A step is long enough for the offers to reach the client on a busy machine. If the client has not received the
     # offer, it does not count the death.
     arguments = {"step_s": 2.0, "vocab_size": 300, "faults": {"dies_of": BAD, "dies_silently": True}}
     requests = [greedy(index, 2, request_id=f"good-{index}") for index in range(4)]
@@ -116,7 +119,7 @@ async def test_a_process_that_is_killed_without_a_word_counts_the_same(nats_url:
 
 
 async def test_requests_with_a_token_are_not_blamed(nats_url: str, fleet: str) -> None:
-    """Requests outlive any number of engines that had each made a token of them: another client's is the cause."""
+    """A request with a token from each dead engine never fails as poison: another request is the cause."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = [tasks.create_task(rb.complete(request(6))) for _ in range(2)]
         for life in range(5):
@@ -136,7 +139,10 @@ async def test_requests_with_a_token_are_not_blamed(nats_url: str, fleet: str) -
 
 @pytest.mark.proves("P54")
 async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -> None:
-    """The next goes out with the first token of the one before; what had a token goes out at once."""
+    """Suspects are published one at a time, each after the first token of the previous one.
+
+    Requests with a token follow immediately.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = [tasks.create_task(rb.complete(request(3, request_id=name))) for name in "abcd"]
         keys = {key.request_id: key for key in [await worker.next_key() for _ in "abcd"]}
@@ -155,7 +161,7 @@ async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -
         for name in "abc":
             assert seen.request_id == name
             await worker.frame(number, chunk(seen, 0, 1), admitted=(seen,))
-            # Before it has ended.
+            # The next suspect is published before this one ends.
             following = await worker.next_key() if name != "c" else seen
             await worker.frame(number + 1, chunk(seen, 1, 2, 3, total=3))
             number, seen = number + 2, following
@@ -164,7 +170,10 @@ async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -
 
 
 async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats_url: str, fleet: str) -> None:
-    """Its deadline and its caller's cancellation hold; the message says for what it waited."""
+    """A suspect that waits can be cancelled and aborted, and it can exceed its deadline.
+
+    The message states why it waited.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         tried = tasks.create_task(rb.complete(request(1, request_id="tried")))
         keys = [await worker.next_key()]
@@ -184,7 +193,7 @@ async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats
         assert worker.requests.empty()
         await worker.frame(0, chunk(on_trial, 0, 1, total=1), admitted=(on_trial,))
         generation = await tried
-        # Nothing of the others comes after it.
+        # No other request arrives after it.
         another = tasks.create_task(rb.complete(request(1, request_id="another")))
         key = await worker.next_key()
         await worker.frame(1, chunk(key, 0, 1, total=1), admitted=(key,))
@@ -198,7 +207,7 @@ async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats
 
 
 async def test_a_suspect_whose_weights_are_gone_holds_up_nobody(nats_url: str, fleet: str) -> None:
-    """No worker has the weights that it asks for any more: the next suspect is tried beside it."""
+    """A suspect whose required weights no worker has does not delay the next suspect."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         worker.weight_version = 7
         await worker.announce()
@@ -220,7 +229,7 @@ async def test_a_suspect_whose_weights_are_gone_holds_up_nobody(nats_url: str, f
 
 
 async def test_suspects_without_a_fleet_end_together(nats_url: str, fleet: str) -> None:
-    """With the only worker gone for good, what is held back fails after the grace time as what is not."""
+    """If the only worker is gone, waiting suspects fail after the grace time like other requests."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.5) as rb,
         asyncio.TaskGroup() as tasks,
@@ -239,5 +248,5 @@ async def test_suspects_without_a_fleet_end_together(nats_url: str, fleet: str) 
 
 
 def request_of_samples(count: int) -> GenerateRequest:
-    """A bad request of several samples."""
+    """Return a bad request for several samples."""
     return GenerateRequest(prompt_token_ids=[BAD], sampling=SamplingParams(max_tokens=5, n=count, seed=1))

@@ -1,4 +1,4 @@
-"""A vLLM engine or its worker is killed midway: nobody waits in vain, and no process stays."""
+"""If a vLLM engine or its worker is killed during a request, no caller hangs, and no process remains."""
 
 import asyncio
 import signal
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def endless() -> GenerateRequest:
-    """A request that takes far longer than the test."""
+    """Return a request that takes far longer than the test."""
     return GenerateRequest(prompt_token_ids=[11, 12, 13], sampling=SamplingParams(max_tokens=8000, ignore_eos=True))
 
 
 async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> RequestFailed:
-    """Kill `victim` once tokens flow, and return how the stream ends."""
+    """Kill `victim` after the first tokens, and return the error of the stream."""
     stream = rb.generate(endless())
     await anext(stream)
     victim.send_signal(signal.SIGKILL)
@@ -35,7 +35,10 @@ async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> Reque
 
 @pytest.mark.proves("P2")
 async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, real_workers: RealWorkers) -> None:
-    """Kill -9 of a worker midway: another goes on, tokens and experts equal an undisturbed run's, no process stays."""
+    """After kill -9 of a worker, another worker completes its request with undisturbed tokens and experts.
+
+    No process of the killed worker remains.
+    """
     sampling = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
     request = GenerateRequest(prompt_token_ids=range(11, 61), sampling=sampling)
     pair = await real_workers.have(2)
@@ -61,7 +64,7 @@ async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, re
 
 @pytest.mark.proves("P71")
 async def test_a_killed_engine_core_is_told_to_all(nats_url: str, real_workers: RealWorkers) -> None:
-    """The engine core dies: its requests fail as `engine_dead`, and the worker exits with a non-zero code."""
+    """If the engine core dies, its requests fail with `engine_dead`, and the worker exits with a non-zero code."""
     (worker,) = (await real_workers.have(1)).values()
     children = worker.children(recursive=True)
     core = next(child for child in children if "EngineCore" in child.name() + " ".join(child.cmdline()))

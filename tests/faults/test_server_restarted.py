@@ -1,4 +1,4 @@
-"""The NATS server goes away for a while, with its store or without: nothing of it shows in the results."""
+"""If the NATS server is away for a while, with or without its store, results of requests do not change."""
 
 import asyncio
 import shutil
@@ -19,13 +19,13 @@ from tests.support.nats_server import require_binary
 pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
-"""With few slots, so that many requests wait in the queue."""
+"""Few slots, so that many requests wait in the queue."""
 
 
 @pytest.mark.proves("P5")
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> None:
-    """Killed under load and restarted at once: links go on, the queue is still there, no request is asked for again."""
+    """If the server is killed under load and restarts, links and queue continue, and no request is repeated."""
     require_binary()
     load = await Load.mixed(60, CONFIG)
     async with (
@@ -50,7 +50,7 @@ async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> No
 
 @pytest.mark.proves("P5")
 async def test_a_server_away_for_three_seconds(fleet: str) -> None:
-    """Killed under load and restarted after 3 s: every request completes, a stream that is being read among them."""
+    """If the server is killed under load and restarts after 3 s, every request completes."""
     require_binary()
     load = await Load.mixed(40, CONFIG)
     async with (
@@ -61,7 +61,7 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
 
         async def go_away() -> None:
             await server.kill()
-            # The length of the outage is what this test is about.
+            # The test is about an outage of this length.
             await asyncio.sleep(3)
             await server.restart()
 
@@ -74,7 +74,7 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
 async def test_a_server_that_lost_its_store(
     fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """Killed and restarted with an empty disk: what waited in the queue is missed, and published again."""
+    """If the server restarts with an empty disk, the client publishes the queued requests again as orphans."""
     require_binary()
     monkeypatch.setattr(dispatch, "ORPHAN_AGE_S", 1.0)
     load = await Load.mixed(40, CONFIG)

@@ -1,4 +1,4 @@
-"""A client behind a narrow line, with much routing for it: the worker merges and waits, and nothing is dropped."""
+"""A client with a slow connection and many routed experts: the worker merges frames and waits, and drops nothing."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ ROW_BYTES = 32 * 8
 PROMPT_LEN = 8000
 NUM_REQUESTS = 12
 TOTAL_BYTES = NUM_REQUESTS * PROMPT_LEN * ROW_BYTES
-"""24 MB: many times what a client's window allows."""
+"""24 MB: many times the window of a client."""
 
 
 @pytest.mark.proves("P6")
@@ -31,11 +31,11 @@ TOTAL_BYTES = NUM_REQUESTS * PROMPT_LEN * ROW_BYTES
 async def test_a_slow_client_loses_nothing(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
-    """Routing for a client that takes 8 MB/s: no more than its window is on the way, the rest waits at the worker.
+    """For a client that receives 8 MB/s, only its window of routed experts is in transit. The rest waits at the worker.
 
-    That of the prompts is most of it, and comes from a prefill worker where there is one.
+    Most rows belong to prompts, and come from the prefill worker if the fleet has one.
     """
-    # On a busy machine the offer of a prefill worker would be too late for some, behind the routing of others.
+    # On a busy machine, some offers of a prefill worker would be late behind the rows of other requests.
     monkeypatch.setattr(machine, "HAND_OVER_S", 60.0)
     requests = [
         GenerateRequest(
@@ -62,24 +62,24 @@ async def test_a_slow_client_loses_nothing(
 
         assert {generation.attempts for generation in results} == {1}
         check_legs(results, shape)
-        # The server counts a write that is under way as a whole.
+        # The server counts a write in progress as a whole.
         assert most.pending_bytes < 1.5 * MAX_WINDOW_BYTES
-        # What the engine made at once, less what was on the way: it did wait here, and it is no more than was made.
+        # The worker buffered the engine's output less the bytes in transit, and no more than the engine made.
         assert TOTAL_BYTES / 4 < most.held_bytes < 1.1 * TOTAL_BYTES
         await observer.check_at_rest()
 
 
 class Most:
-    """The largest values seen."""
+    """Largest observed values."""
 
     def __init__(self) -> None:
         self.pending_bytes = 0
-        """In the server, for the client."""
+        """Bytes in the server for the client."""
         self.held_bytes = 0
-        """At the worker."""
+        """Bytes at the worker."""
 
     async def watch(self, observer: Observer, worker: Worker) -> None:
-        """Look again and again, until cancelled."""
+        """Update the values repeatedly until cancelled."""
         while True:
             self.pending_bytes = max(self.pending_bytes, await observer.pending_bytes("client slow"))
             self.held_bytes = max(self.held_bytes, worker.presence().held_bytes)

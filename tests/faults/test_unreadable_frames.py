@@ -1,4 +1,4 @@
-"""Frames that do not decode: what they belong to is resumed or fails, and everything else goes on."""
+"""If a frame does not decode, its requests resume or fail, and all other requests continue."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ JETSTREAM_ERROR = b'{"type":"io.nats.jetstream.api.v1.account_info_response","er
 
 
 def spoilt(frame: Frame, key: RequestKey) -> bytes:
-    """The frame with three bytes of token ids, which is no number of tokens, in the first chunk of `key`."""
+    """Return the frame with three bytes of token ids, which is no whole token, in the first chunk of `key`."""
     content = msgspec.msgpack.decode(encode(frame))
     for item in content[4]:
         if RequestKey(*item[:3]) == key:
@@ -37,7 +37,7 @@ def spoilt(frame: Frame, key: RequestKey) -> bytes:
 
 
 async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestKey, offers: bool = False) -> None:
-    """Send frame `number` with the first token of each request, spoilt in that of `bad`."""
+    """Send frame `number` with the first token of each request, damaged in the chunk of `bad`."""
     content = [chunk(key, 0, 7) for key in keys]
     admitted = list(keys) if offers else []
     frame = Frame(1, worker.incarnation, number, admitted, content, worker.link, worker.client_incarnation)
@@ -47,7 +47,10 @@ async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestK
 @pytest.mark.proves("P58")
 @pytest.mark.parametrize("offers", [True, False])
 async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet: str, offers: bool) -> None:
-    """It fails at once and is aborted; nothing is asked for again, and the link goes on with others."""
+    """If an undecodable frame names one request, this request fails immediately and is aborted.
+
+    The link continues without a resend.
+    """
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(error_of(rb.complete(request(2)), RequestFailed))
         key = await worker.next_key()
@@ -68,7 +71,7 @@ async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet
 
 
 async def test_a_frame_for_anothers_request_ends_it_not(nats_url: str, fleet: str) -> None:
-    """A worker whose undecodable frame names a request that another worker has is told to stop, and no more."""
+    """If an undecodable frame names another worker's request, the request continues, and the sender gets an abort."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         worker_by_hand(nats_url, fleet, "liar", pulls=False) as liar,
@@ -89,7 +92,7 @@ async def test_a_frame_for_anothers_request_ends_it_not(nats_url: str, fleet: st
 
 @pytest.mark.proves("P58")
 async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str, fleet: str) -> None:
-    """After two resends in vain the link is broken, and everything on it becomes a new attempt."""
+    """After two unsuccessful resends, the link is broken, and all its requests get a new attempt."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = [tasks.create_task(rb.complete(request(1))) for _ in range(3)]
         keys = [await worker.next_key() for _ in completing]
@@ -99,7 +102,7 @@ async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str,
             assert (await worker.resend_wanted()).acked == 1
             await send(worker, 1, *keys[:2], bad=keys[0])
         again = [await worker.next_key() for _ in completing]
-        # To a worker: its client has lost its place, and only a new link helps.
+        # The client requests the start of the link from the worker, because only a new link helps.
         assert (await worker.resend_wanted()).acked == 0
         worker.link += 1
         await worker.frame(0, *(chunk(key, 0, 9, total=1) for key in again), admitted=tuple(again))
@@ -112,14 +115,14 @@ async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str,
 
 
 async def test_a_request_that_no_two_workers_can_frame_ends(nats_url: str, fleet: str) -> None:
-    """The request whose chunk does not decode at either worker is a protocol error; those beside it go on."""
+    """A request whose chunk does not decode at two workers fails with `protocol_error`. Other requests continue."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         bad = tasks.create_task(error_of(rb.complete(request(1)), RequestFailed))
         bad_id = (key := await worker.next_key()).request_id
         good = tasks.create_task(rb.complete(request(1)))
         keys = [key, await worker.next_key()]
         async with worker_by_hand(nats_url, fleet, "hand2") as second:
-            # Both workers pull; what either gets is in one queue.
+            # Both workers pull, and the requests of both are in one queue.
             second.requests = worker.requests
             await second.announce()
             for serving in (worker, second):
@@ -144,12 +147,12 @@ async def test_a_request_that_no_two_workers_can_frame_ends(nats_url: str, fleet
 
 
 def without_end(data: bytes) -> bytes:
-    """A message that breaks off."""
+    """Return the message without its last three bytes."""
     return data[:-3]
 
 
 def wrong_shape(data: bytes) -> bytes:
-    """A frame with chunks whose token ids are of no number of tokens."""
+    """Return a frame whose chunks have token ids with an invalid number of bytes."""
     content = msgspec.msgpack.decode(data)
     for item in content[4]:
         item[5] = b"abc"
@@ -161,13 +164,13 @@ def wrong_shape(data: bytes) -> bytes:
 async def test_one_worker_makes_one_frame_that_does_not_decode(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
 ) -> None:
-    """Everything is served all the same, also by that worker, which opens a new link."""
+    """After one undecodable frame, every request completes, also at the same worker, which opens a new link."""
     load = await Load.mixed(60, CONFIG)
     broken: list[Frame] = []
 
     def encode_badly(frame: Frame) -> bytes:
         data = encode(frame)
-        # What the frame itself admits would be nobody's loss: the client has not heard of it.
+        # Requests that this frame offers would not count as lost, because the client has no earlier offer.
         if not broken and not frame.admitted and len({item.request_id for item in frame.chunks}) > 1:
             broken.append(frame)
             return harm(data)
@@ -182,7 +185,7 @@ async def test_one_worker_makes_one_frame_that_does_not_decode(
         stats = rb.stats()
 
         assert stats.bad_messages >= 3
-        # A request of a session was handed to the worker directly, and may be withdrawn before its offer has come.
+        # A request of a session was sent to the worker directly and may be withdrawn before its offer arrives.
         named = {item.request_id for item in broken[0].chunks}
         assert stats.attempts_lost >= sum(not name.startswith("session") for name in named)
         assert {generation.attempts for generation in results} == {1, 2}
@@ -192,7 +195,7 @@ async def test_one_worker_makes_one_frame_that_does_not_decode(
 
 @pytest.mark.slow
 async def test_junk_between_frames_that_are_lost_ends_and_breaks_nothing(nats_url: str, fleet: str) -> None:
-    """Answers of JetStream on the subjects of frames, by the thousand, while frames are lost: no attempt is."""
+    """Thousands of JetStream answers on the subjects of frames, while frames are lost, cause no lost attempt."""
     load, junk = await Load.mixed(50, CONFIG), 2000
     noise = NatsNoise(r"\.frame\.", seed=1, drop=0.01)
     async with (
@@ -210,6 +213,6 @@ async def test_junk_between_frames_that_are_lost_ends_and_breaks_nothing(nats_ur
 
         assert {generation.attempts for generation in results} == {1}
         assert rb.stats().missing_frames > 0
-        # It may lie behind the last result.
+        # The last of these messages may arrive after the last result.
         await until_true(lambda: rb.stats().bad_messages > junk / 2)
         await observer.check_at_rest()

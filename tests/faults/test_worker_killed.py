@@ -1,4 +1,4 @@
-"""A worker goes away, with or without a word: another finishes what it had, and nobody notices in the result."""
+"""If a worker is killed or stopped, another worker completes its requests, and the results do not change."""
 
 import asyncio
 import contextlib
@@ -28,19 +28,19 @@ SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 
 async def alone(request: GenerateRequest) -> npt.NDArray[np.int32]:
-    """The tokens that it gives on an engine of its own."""
+    """Return the tokens of the request on a separate engine."""
     expected = await undisturbed([request], SyntheticConfig.from_args(SLOW))
     return expected[request.request_id].token_ids
 
 
 async def busy(rb: rollbus.Client) -> str:
-    """The worker that has a request in flight; it is asked, not remembered."""
+    """Return the worker that has a request in flight, from a fresh fleet state."""
     state = await until_state(rb, lambda state: any(worker.in_flight for worker in state.workers))
     return next(worker.worker for worker in state.workers if worker.in_flight)
 
 
 async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: str, fleet: str) -> None:
-    """Killed midway and nobody else there: after the grace time the stream fails as `worker_lost`."""
+    """If the only worker is killed during a stream, the stream fails with `worker_lost` after the grace time."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         worker_process(nats_url, fleet, *LEASE, engine_args=SLOW) as process,
@@ -62,7 +62,7 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
 
 @pytest.mark.proves("P2")
 async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fleet: str) -> None:
-    """Of two workers one is killed under load: every request comes back once, equal to the same one undisturbed."""
+    """If one of two workers is killed under load, every request completes once and equals the undisturbed one."""
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
         observing(nats_url, fleet) as observer,
@@ -86,9 +86,9 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
 @pytest.mark.proves("P2", "P53")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
 async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
-    """Killed while its chunks are read: another goes on, and the reader sees one stream of the undisturbed tokens.
+    """If a worker is killed during a stream, another worker continues the stream with undisturbed tokens.
 
-    Each attempt has two legs where there is a prefill worker.
+    With a prefill worker, each attempt has two phases.
     """
     wanted = greedy(5, 200, request_id="r")
     async with (
@@ -103,7 +103,7 @@ async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: 
             processes[name] = await stack.enter_async_context(process)
         await until_paired(rb, *workers)
         stream = rb.generate(wanted)
-        # Of the second leg there is something, too.
+        # The second phase has a chunk too.
         chunks = [await anext(stream), await anext(stream)]
         killed = await busy(rb)
         processes[killed].kill()
@@ -113,14 +113,14 @@ async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: 
     check_stream(chunks, wanted)
     *before, one, other = workers
     served = (*before, killed, *before, other if killed == one else one)
-    # In chunks each leg has a number of its own.
+    # In chunks, each phase has its own attempt number.
     assert list(dict.fromkeys((chunk.attempt, chunk.worker_id) for chunk in chunks)) == list(enumerate(served))
     np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
 
 
 @pytest.mark.proves("P70")
 async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
-    """SIGTERM: the process exits with 0, and another worker goes on with its streams at once, token by token."""
+    """After SIGTERM the process exits with 0, and another worker continues its streams with the next token."""
     wanted = greedy(5, 200, request_id="r")
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -143,7 +143,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P1", "P71")
 async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:
-    """When the engine dies, open requests fail as `engine_dead` and the process exits with a non-zero code."""
+    """If the engine dies, open requests fail with `engine_dead`, and the process exits with a non-zero code."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 20}) as process,
@@ -159,7 +159,7 @@ async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None
 
 @pytest.mark.proves("P3")
 async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: str, fleet: str) -> None:
-    """After the second engine that died under it, a request is poison: the third worker never sees it."""
+    """After two engines have died with a request, it fails as poison, and no third worker receives it."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         worker_process(nats_url, fleet, engine_args={"die_after_steps": 3}),
@@ -172,6 +172,6 @@ async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: 
 
         assert caught.value.code is ErrorCode.POISON_REQUEST
         assert not caught.value.retryable
-        # The engines die before their processes do.
+        # Each engine dies before its process does.
         await until_state(rb, lambda state: len(state.workers) == 1)
     assert third.returncode is not None

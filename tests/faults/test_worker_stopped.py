@@ -1,4 +1,4 @@
-"""A worker process stands still for longer than its lease and goes on: what it had is elsewhere, and it starts anew."""
+"""If a worker is frozen for longer than its lease, its requests run elsewhere, and its incarnation ends."""
 
 import signal
 
@@ -22,7 +22,10 @@ ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 
 @pytest.mark.proves("P2")
 async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
-    """SIGSTOP under load, SIGCONT when all is done elsewhere: every result once and right, and it serves again."""
+    """A worker that is frozen under load and continues later gets a new incarnation and serves again.
+
+    Every result is right.
+    """
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
         observing(nats_url, fleet) as observer,
@@ -42,7 +45,7 @@ async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) 
         assert {generation.worker_ids[-1] for generation in resumed} == {"b"}
 
         a.send_signal(signal.SIGCONT)
-        # Stopped, it was given up; what it said before may be heard now.
+        # The client marked the frozen worker lost. Its presence from before the freeze may arrive now.
         await until_worker(rb, "a", lambda worker: worker.incarnation != life and worker.state is WorkerState.SERVING)
         await observer.check_at_rest()
         b.terminate()
@@ -54,9 +57,12 @@ async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) 
 
 
 async def test_a_prefill_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
-    """Likewise with legs in its hands: they are begun anew by decode alone, and later legs are given to it again."""
+    """A frozen prefill worker gets a new incarnation.
+
+    A decode worker restarts its requests alone, and later phases go to it again.
+    """
     load = await Load.mixed(60, SyntheticConfig.from_args(ENGINE_ARGS))
-    # So slow that it has some when it is stopped.
+    # Slow, so that the worker has phases when it is frozen.
     prefill = {**ENGINE_ARGS, "role": "prefill", "step_s": 0.1, "max_num_seqs": 4}
     decode = {**ENGINE_ARGS, "role": "decode"}
     async with (

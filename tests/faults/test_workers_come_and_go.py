@@ -1,4 +1,4 @@
-"""Workers join and leave in order while requests run: each gets its share, and nothing shows in the results."""
+"""Workers join and leave in order while requests run: each serves some requests, and the results do not change."""
 
 import contextlib
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 PREFILL = replace(CONFIG, step_s=0.05)
-"""So slow that one that leaves has something to hand over."""
+"""Slow, so that a worker that leaves has requests to hand over."""
 
 
 class Comings:
-    """The workers of a fleet, which join and leave by their names, on leaving all of them."""
+    """The workers of a fleet, which join and leave by name. At the end of the block, all leave."""
 
     def __init__(self, nats_url: str, fleet: str) -> None:
         self._at = nats_url, fleet
@@ -33,18 +33,21 @@ class Comings:
             await self.leave(name)
 
     async def join(self, name: str) -> None:
-        """Start a worker of the role that its name says."""
+        """Start a worker with the role of its name."""
         config = PREFILL if role_of(name) == "prefill" else CONFIG
         self._lives[name] = contextlib.AsyncExitStack()
         await self._lives[name].enter_async_context(role_worker(*self._at, name, config))
 
     async def leave(self, name: str) -> None:
-        """Stop one in order."""
+        """Stop a worker in order."""
         await self._lives.pop(name).aclose()
 
 
 async def test_workers_join_and_leave_under_load(nats_url: str, fleet: str) -> None:
-    """Three workers take turns, two at a time: all serve, those that leave hand over at once, and all is exact."""
+    """If three workers take turns, two at a time, all serve requests, and all results are exact.
+
+    Requests of a leaving worker move to another worker immediately.
+    """
     load = await Load.mixed(150, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
@@ -67,9 +70,9 @@ async def test_workers_join_and_leave_under_load(nats_url: str, fleet: str) -> N
 
 
 async def test_workers_of_both_roles_join_and_leave_under_load(nats_url: str, fleet: str) -> None:
-    """Two of each role take turns: requests have two legs as soon as there is who may serve them, else one.
+    """If two workers of each role take turns, requests have two phases while both roles are present, and otherwise one.
 
-    Those whose leg is at a worker that leaves go on at once, by two legs again where that is possible.
+    Requests at a leaving worker continue immediately, with two phases if possible.
     """
     load = await Load.mixed(150, CONFIG)
     async with (
@@ -86,7 +89,7 @@ async def test_workers_of_both_roles_join_and_leave_under_load(nats_url: str, fl
             80: lambda: workers.join("p2"),
             100: lambda: workers.leave("p1"),
         }
-        # A few at a time: what is asked for is decided when it is sent.
+        # Few requests at a time, because the client decides about the phases when it sends a request.
         results = await load.run(rb, strikes=strikes, max_in_flight=24, legs=2)
 
         check_legs(results, "disaggregated")

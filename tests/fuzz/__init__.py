@@ -1,1 +1,1 @@
-"""Bytes and messages made to break decoders and what follows them: an error of ours, and bounded memory."""
+"""Fuzz tests of decoders and their callers: invalid input causes an error of rollbus and uses bounded memory."""

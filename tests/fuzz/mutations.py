@@ -1,4 +1,4 @@
-"""Strategies that harm encoded messages as a hostile peer, or a broken one, would."""
+"""Strategies that damage encoded messages as a hostile or broken peer would."""
 
 import struct
 
@@ -11,7 +11,7 @@ EDGES = st.sampled_from(
     [0, 1, -1, 127, 128, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1, -(2**31), -(2**63)]
 )
 HEADERS = (b"\xc6", b"\xdb", b"\xdd", b"\xdf", b"\xc9")
-"""In msgpack, before a length of 32 bits: bytes, text, an array, a map, an extension."""
+"""msgpack markers in front of a length of 32 bits: bytes, text, array, map and extension."""
 
 
 def _integer(value: int) -> bytes:
@@ -22,7 +22,7 @@ def _integer(value: int) -> bytes:
 
 @st.composite
 def _harm(draw: st.DrawFn, data: bytes) -> bytes:
-    """One change: what stands between two places gives way to something else."""
+    """Replace the bytes between two positions, or insert bytes."""
     start, end = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
     match draw(st.sampled_from(["bit", "byte", "cut", "drop", "twice", "length", "integer", "digits", "insert"])):
         case "bit":
@@ -41,7 +41,7 @@ def _harm(draw: st.DrawFn, data: bytes) -> bytes:
         case "integer":
             end, new = start + 1, _integer(draw(EDGES))
         case "digits":
-            # What JSON has in place of numbers.
+            # JSON text in place of a number.
             new = draw(st.sampled_from([b"1e999", b"-1", b"9" * 400, b"[" * 50, b"null"]))
         case _:
             end, new = start, draw(st.binary(max_size=8))
@@ -50,7 +50,7 @@ def _harm(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def harmed(draw: st.DrawFn, encoded: st.SearchStrategy[bytes]) -> bytes:
-    """A message with up to four changes."""
+    """Return a message with up to four changes."""
     data = draw(encoded)
     for _ in range(draw(st.integers(1, 4))):
         data = draw(_harm(data))

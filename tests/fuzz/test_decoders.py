@@ -1,4 +1,4 @@
-"""Whatever bytes come, a decoder gives a value or its documented error, and takes memory in proportion to them."""
+"""For any bytes, a decoder returns a value or raises its documented error, in memory proportional to the bytes."""
 
 import tracemalloc
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from tests.schemas.test_codec import DECODERS
 pytestmark = pytest.mark.slow
 
 BYTES_PER_BYTE = 128
-"""The most that a byte may become: an empty map, of one byte, is an object of 64 and a place in another."""
+"""Maximum memory for each input byte: an empty map of one byte becomes an object of 64 bytes and a reference."""
 SPARE_BYTES = 256 * 1024
-"""For errors and their texts, and what is made once."""
+"""Memory for errors, their texts and objects that are created once."""
 every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 
 def check(decode: Callable[[bytes], object], data: bytes) -> None:
-    """Decode; only documented errors leave the decoder, and no more memory is taken than such bytes may need."""
-    # Not for the whole module: what draws examples makes a million objects more.
+    """Decode, and check that only documented errors occur and that memory stays within the limit."""
+    # Trace only here: Hypothesis creates a million further objects while it draws examples.
     tracemalloc.start(1)
     try:
         decode(data)
@@ -43,7 +43,7 @@ def check(decode: Callable[[bytes], object], data: bytes) -> None:
 @example(data=b"[" * 200_000)
 @example(data=b'{"v":' + b"9" * 100_000)
 def test_any_bytes(name: str, data: bytes) -> None:
-    """Bytes that nobody encoded."""
+    """Arbitrary bytes cause a value or a documented error."""
     check(DECODERS[name][0], data)
 
 
@@ -51,7 +51,10 @@ def test_any_bytes(name: str, data: bytes) -> None:
 @every_decoder
 @given(data=st.data())
 def test_harmed_messages(name: str, data: st.DataObject) -> None:
-    """Messages with flipped bits, changed numbers, huge lengths, parts missing or doubled."""
+    """Damaged messages cause a value or an error.
+
+    Bits are flipped, numbers changed, lengths huge, and parts missing or duplicate.
+    """
     decode, encoded = DECODERS[name]
     check(decode, data.draw(harmed(encoded)))
 
@@ -60,6 +63,6 @@ def test_harmed_messages(name: str, data: st.DataObject) -> None:
 @settings(max_examples=20)
 @given(data=st.data())
 def test_messages_in_each_others_place(name: str, data: st.DataObject) -> None:
-    """A whole message of another kind is an error, or is understood as far as it is the same."""
+    """A message of another type causes an error, or decodes as far as both types agree."""
     other = data.draw(st.sampled_from(sorted(DECODERS)))
     check(DECODERS[name][0], data.draw(DECODERS[other][1]))

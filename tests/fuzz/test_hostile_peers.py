@@ -1,4 +1,4 @@
-"""Hostile workers and clients on a real server: who speaks nonsense gets an error, and nobody else notices."""
+"""Hostile workers and clients on a real server get errors, and other peers are not affected."""
 
 import asyncio
 import random
@@ -28,16 +28,16 @@ pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 NUM_BAD = 600
-"""Of each kind."""
+"""Number of broken messages of each kind."""
 
 
 def token(key: RequestKey, index: int) -> Chunk:
-    """One token, and no end."""
+    """Return a chunk with one token and no end."""
     return chunk(key, index, 7)
 
 
 def row(key: RequestKey, index: int) -> Chunk:
-    """One row of the largest shape, ahead of all tokens."""
+    """Return a chunk with one row of the largest shape, before all tokens."""
     routed = RoutedExperts.from_rows(np.zeros((1, 1024, 256), "u1"), index)
     return Chunk(
         request_id=key.request_id, attempt=0, child=0, chunk_index=index, weight_version=0, routed_experts=routed
@@ -47,7 +47,7 @@ def row(key: RequestKey, index: int) -> Chunk:
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("part", [token, row, chunk])
 async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]) -> None:
-    """More tokens or rows than were asked for, or chunks of nothing, end the request; the worker is told to stop."""
+    """More tokens or rows than requested, or empty chunks, end the request, and the worker receives an abort."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
         key = await worker.next_key()
@@ -62,7 +62,7 @@ async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callabl
 
 
 async def test_a_worker_that_speaks_of_anothers_request(nats_url: str, fleet: str) -> None:
-    """Chunks and an end from a worker that does not have the request change nothing; it is told to stop."""
+    """If a worker sends chunks and an end of another worker's request, the client ignores them and sends an abort."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
         worker_by_hand(nats_url, fleet, "liar", pulls=False) as liar,
@@ -84,19 +84,19 @@ async def test_a_worker_that_speaks_of_anothers_request(nats_url: str, fleet: st
 
 
 def broken(data: bytes, rng: random.Random) -> bytes:
-    """The beginning of a message, and a byte that is in no msgpack and no JSON."""
+    """Return the beginning of a message with a byte that is invalid in msgpack and JSON."""
     return data[: rng.randrange(len(data) - 1)] + b"\xc1"
 
 
 async def bad_of(worker: Worker) -> tuple[int, int, int]:
-    """Requests, messages and commands that a worker could not read."""
+    """Return the numbers of requests, messages and commands that the worker could not decode."""
     stats = worker.stats()
     return stats.intake.bad, stats.bad_messages, stats.bad_commands
 
 
 @pytest.mark.proves("P11")
 async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str, one_worker: StartServed) -> None:
-    """Broken requests, link messages, presences and commands by the hundred: counted, and a client's load goes on."""
+    """A worker counts hundreds of broken requests, link messages, presences and commands, and serves other clients."""
     rng = random.Random(1)
     load = await Load.mixed(40, CONFIG)
     async with (

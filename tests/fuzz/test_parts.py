@@ -1,4 +1,4 @@
-"""What a decoder leaves as text or bytes is read with the same care: routing in canaries, objects, KV parameters."""
+"""Text and bytes inside decoded messages are validated too: routed experts of canaries, objects and KV parameters."""
 
 import contextlib
 from types import SimpleNamespace
@@ -28,7 +28,10 @@ SIZES = st.integers(-1, 5) | st.sampled_from([2**31, 2**62, -(2**63)])
 @given(texts | st.binary().map(lambda data: data.decode("latin-1")), st.tuples(SIZES, SIZES, SIZES))
 @example("AAé=", (1, 1, 2))
 def test_a_canarys_routing(routed_experts: str, shape: tuple[int, int, int]) -> None:
-    """Rows of the shape that it names, or an error that says what is wrong; never more memory than there are bytes."""
+    """`canary_rows` returns rows of the named shape or raises an error with a text.
+
+    The rows never exceed the received bytes.
+    """
     canary = Canary(token_ids=(1,), logprobs=(-0.5,), routed_experts=routed_experts, shape=shape)
     try:
         rows = canary_rows(canary)
@@ -46,7 +49,7 @@ OBJECT = ObjectInfo(name="f", bucket="b", nuid="n", size=9, chunks=1, digest="SH
 @given(harmed(st.just(msgspec.json.encode(OBJECT))))
 @example(b'{"name":"f","bucket":"b","nuid":"n","size":9,"chunks":1,"digest":"SHA-256=\xc3\xa9"}')
 def test_a_description_of_an_object(data: bytes) -> None:
-    """It is sound, or `bad_source` says why not."""
+    """An object description is valid, or the error states the reason."""
     try:
         info = decode_info(data)
         decode_digest(info)
@@ -57,7 +60,7 @@ def test_a_description_of_an_object(data: bytes) -> None:
 @given(st.text())
 @example("$O.b.M.é")
 def test_a_name_in_a_subject(subject: str) -> None:
-    """Any subject bears a name, or none."""
+    """`name_of` returns a name or None for any subject."""
     name = name_of(subject)
 
     assert name is None or isinstance(name, str)
@@ -67,7 +70,7 @@ def test_a_name_in_a_subject(subject: str) -> None:
 @example(b"\x81\xa1\xff\xc0")
 @example(b"\x81\xa1a" + b"\x91" * 100_000)
 def test_where_kv_lies(params: bytes) -> None:
-    """What a client says of KV is a map for the connector, or refused; a synthetic engine reads it too."""
+    """The connector gets KV parameters as a map, or they are rejected. The synthetic engine validates them too."""
     request = GenerateRequest(prompt_token_ids=[1, 2], return_routed_experts=False)
     config = SimpleNamespace(is_kv_consumer=True)
     try:

@@ -1,4 +1,4 @@
-"""What peers make up of links, workers and clients: an error of ours, and no more memory than is set aside for it."""
+"""Forged messages about links, workers and clients cause an error of rollbus and use limited memory."""
 
 from typing import cast
 
@@ -43,7 +43,7 @@ said = st.builds(
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["alice", "bob"]), said | harmed(said.map(encode))), max_size=12))
 def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes]]) -> None:
-    """Any messages about any link: another client's requests go on, and what is kept is within what was made."""
+    """After any messages about any link, requests of other clients continue, and buffered bytes stay limited."""
     links = make_links()
     alice, carol = Ear(links), Ear(links, client="carol", incarnation="c1")
     names = [alice.offer(f"r{i}")[0] for i in range(2)]
@@ -60,12 +60,12 @@ def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes
 
     assert hers in links.requests.names
     assert links.outbound.held_bytes < 10_000
-    # One for each client that could be heard of, and the lives that a message made up.
+    # One link for each client that could send messages, and for the incarnations in forged messages.
     assert len(list(links.outbound.links())) <= 4
 
 
 def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that asks for nonsense and acknowledges nothing loses its link, with all that is kept for it."""
+    """A client that sends invalid requests and acknowledges nothing loses its link with all buffered data."""
     monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 10_000)
     links = make_links()
     ear = Ear(links)
@@ -82,7 +82,10 @@ def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPat
 
 
 def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above a bound new workers are not seen; those that are there stay, until their leases end, however long."""
+    """Beyond a limit, the client ignores new workers.
+
+    Known workers stay until their leases end, which have a maximum.
+    """
     monkeypatch.setattr(presence_table, "MAX_WORKERS", FEW)
     view = PresenceTable()
     for i in range(100):
@@ -95,7 +98,7 @@ def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.Monkey
 
 
 def test_offers_that_nobody_wants_are_told_so_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that offers without end is not remembered for more aborts than that; another one has its own."""
+    """The client stores a limited number of aborts for each worker that sends endless offers."""
     monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
     links = ClientLinks(
         cast(Connection, None), Subjects("f"), ("c", "c1"), cast(AttemptCoordinator, None), cast(Losses, None)

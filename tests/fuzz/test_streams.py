@@ -1,4 +1,4 @@
-"""A client takes what a hostile worker sends until it makes no sense: an error of ours, and bounded memory."""
+"""A client accepts the chunks of a hostile worker only as long as they are valid, and uses bounded memory."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -26,17 +26,17 @@ REQUEST = GenerateRequest(
 
 
 def part(index: int, **fields: object) -> Chunk:
-    """A chunk without an end."""
+    """Return a chunk without an end."""
     return Chunk(request_id="r", attempt=0, child=0, chunk_index=index, weight_version=0, **fields)  # type: ignore[arg-type]
 
 
 def rows(index: int) -> Chunk:
-    """One row of routing, ahead of all tokens."""
+    """Return a chunk with one row of routed experts, before all tokens."""
     return part(index, routed_experts=RoutedExperts.from_rows(np.zeros((1, 2, 2), "u1"), index))
 
 
 def prompt_logprobs(index: int, count: int) -> Chunk:
-    """Logprobs of prompt tokens; none where there are to be none."""
+    """Return a chunk with this number of prompt logprobs, possibly none."""
     return part(index, prompt_logprobs=PromptLogprobs(1 + index * count, np.zeros(count, "<f4").tobytes()))
 
 
@@ -52,7 +52,7 @@ ENDLESS: dict[str, Callable[[int], Chunk]] = {
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_endless_parts_are_refused(kind: str) -> None:
-    """Parts that each make sense and never end are an error as soon as there are more than were asked for."""
+    """Valid chunks without an end cause an error as soon as they exceed the request."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     for index in range(len(PROMPT) + MAX_TOKENS + 1):
         try:
@@ -64,7 +64,7 @@ def test_endless_parts_are_refused(kind: str) -> None:
 
 
 def test_one_part_larger_than_the_request_is_refused() -> None:
-    """So is a single chunk with more than all that was asked for; nothing of it is taken."""
+    """A single chunk that exceeds the request is rejected, and none of its data is added."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     with pytest.raises(RemoteProtocolError, match="received 5 tokens and 0 rows; allowed: 4 and 7"):
         stream.add(part(0, token_ids_data=b"\1\0\0\0" * (MAX_TOKENS + 1)))
@@ -73,7 +73,7 @@ def test_one_part_larger_than_the_request_is_refused() -> None:
 
 
 def frames_of(scenario: Scenario, segment_bytes: int) -> Iterator[bytes]:
-    """What an honest worker sends, a chunk a frame."""
+    """Yield the frames of a correct worker, with one chunk in each frame."""
     for number, chunk in enumerate(scenario.chunks(segment_bytes)):
         yield encode(Frame(WIRE_VERSION, "w", number, [], [chunk], 0, "c"))
 
@@ -81,7 +81,7 @@ def frames_of(scenario: Scenario, segment_bytes: int) -> Iterator[bytes]:
 @pytest.mark.slow
 @given(scenarios(), st.sampled_from([200, 2**20]), st.data())
 def test_harmed_frames(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
-    """Frames with anything changed in them end in an error, or in no more chunks than there can be of the request."""
+    """Damaged frames cause an error, or deliver no more chunks than the request allows."""
     stream, receiver = scenario.stream(), LinkReceiver("c")
     delivered = 0
     for clock in itertools.islice(itertools.count(), 3):

@@ -1,1 +1,4 @@
-"""Load and faults for long, while memory and file descriptors of all that lives throughout stay flat."""
+"""Soak runs: load and faults for a long time.
+
+Memory and file descriptors of surviving processes must stay constant.
+"""

@@ -1,4 +1,4 @@
-"""`python -m tests.soak --minutes 10`, which is `make soak`: see `tests.soak.run`."""
+"""Command line of the soak run: `python -m tests.soak --minutes 10`, which is `make soak`. See `tests.soak.run`."""
 
 import argparse
 import asyncio
@@ -10,7 +10,7 @@ from tests.soak.run import Settings, run
 
 
 def main() -> int:
-    """Run it; returns 0 if every result was right and nothing grew."""
+    """Run the soak and return 0 if every result was right and no process grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Load and faults, and what they cost.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=Settings.seed, help="of requests and faults")

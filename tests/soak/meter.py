@@ -1,4 +1,4 @@
-"""What processes take, looked at again and again, and whether that grows."""
+"""Measures memory and file descriptors of processes repeatedly, and detects growth."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ __all__ = ["BOUNDS", "Bound", "Meter", "Trend"]
 
 MIB = 1024**2
 FEWEST_LOOKS = 9
-"""Three in each third: fewer say nothing."""
+"""Minimum number of measurements: three in each third of the run."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """By how much a process may take more at the end than at the beginning."""
+    """Maximum growth of a process from the beginning to the end."""
 
     rss_mib: float
     num_fds: int
 
 
 BOUNDS: Mapping[str, Bound] = {
-    # It keeps the ids of past requests; connections come and go with faults.
+    # The client stores ids of earlier requests, and faults open and close its connections.
     "client": Bound(rss_mib=10, num_fds=4),
     "worker": Bound(rss_mib=6, num_fds=2),
-    # Its heap is collected as it sees fit, and it knows the ids of the last two minutes.
+    # The server's garbage collector runs at its own times, and the server stores the ids of the last two minutes.
     "server": Bound(rss_mib=32, num_fds=4),
 }
-"""By kind of process."""
+"""Limits by kind of process."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """What one process took in the first and in the last third of the time, as medians."""
+    """Medians of one process in the first and in the last third of the run."""
 
     name: str
     rss_mib: tuple[float, float]
@@ -42,12 +42,12 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """It grew by no more than it may."""
+        """True if the process grew by no more than its limit."""
         rss_growth = self.rss_mib[1] - self.rss_mib[0]
         return rss_growth <= self.bound.rss_mib and self.num_fds[1] - self.num_fds[0] <= self.bound.num_fds
 
     def __str__(self) -> str:
-        """For people."""
+        """Return a line for the report."""
         (rss, last_rss), (fds, last_fds) = self.rss_mib, self.num_fds
         return (
             f"{self.name}: {rss:.1f} to {last_rss:.1f} MiB (may grow by {self.bound.rss_mib:g}), "
@@ -56,10 +56,10 @@ class Trend:
 
 
 class Meter:
-    """Looks at processes.
+    """Measures processes.
 
     Args:
-        pids: by name, which begins with a kind of `BOUNDS`.
+        pids: process ids by name, which begins with a kind of `BOUNDS`.
     """
 
     def __init__(self, pids: Mapping[str, int]) -> None:
@@ -68,20 +68,20 @@ class Meter:
         self._fds: dict[str, list[int]] = {name: [] for name in pids}
 
     def look(self) -> None:
-        """Look once.
+        """Measure each process once.
 
         Raises:
-            psutil.NoSuchProcess: one of them has ended.
+            psutil.NoSuchProcess: a process has exited.
         """
         for name, process in self._processes.items():
             self._rss[name].append(process.memory_info().rss / MIB)
             self._fds[name].append(process.num_fds())
 
     def trends(self) -> list[Trend]:
-        """What became of each process.
+        """Return the trend of each process.
 
         Raises:
-            ValueError: there were too few looks to say.
+            ValueError: there are too few measurements.
         """
         return [
             Trend(name, _ends(self._rss[name]), _ends(self._fds[name]), BOUNDS[name.split()[0]])

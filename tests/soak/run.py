@@ -1,4 +1,7 @@
-"""A soak: the same kinds of requests again and again, under faults, each result compared; and what it costs to live."""
+"""A soak run: the same kinds of requests repeatedly under faults.
+
+It compares each result and measures the processes.
+"""
 
 import asyncio
 import contextlib
@@ -30,48 +33,54 @@ from tests.support.worker_process import worker_process
 __all__ = ["Settings", "Summary", "run"]
 
 FAULTS = ("worker killed", "worker stopped", "worker restarted", "server stopped", "client cut", "client frozen")
-"""Those after which client, server and the other workers live on as the processes that they were."""
+"""Faults that client, server and the other workers survive without a restart."""
 NUM_KINDS = 400
-"""Requests that differ; then they come again under other ids."""
+"""Number of different requests. They are repeated with other ids."""
 NUM_NAMES = 32
-"""Other ids for each; then these come again too, as a client remembers 65,536 ids, which take their time to come."""
+"""Number of ids for each request.
+
+Ids are then repeated, because a client remembers 65,536 ids, and new ids would let it grow for a long time.
+"""
 PAUSE_S = 5.0
-"""Between commands."""
+"""Seconds between commands."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Settings of a run."""
 
     seconds: float = 600.0
     warm_up_s: float = 120.0
-    """Of these, before the first look: caches fill, and the server knows the ids of two minutes."""
+    """Seconds before the first measurement: caches fill, and the server stores the ids of two minutes.
+
+    They are included in `seconds`.
+    """
     look_every_s: float = 2.0
     seconds_between_faults: float = 5.0
     num_steady: int = 2
-    """Workers that are measured, beside the one that is killed."""
+    """Number of measured workers, in addition to the one that is killed."""
     max_in_flight: int = 64
     seed: int = 0
     engine: SyntheticConfig = field(
         default_factory=lambda: SyntheticConfig(step_s=0.01, max_num_seqs=24, vocab_size=VOCAB_SIZE)
     )
     lease_s: float = 8.0
-    """Longer than what stops for a moment on a busy machine, shorter than the longest faults."""
+    """Longer than a process stalls on a busy machine, and shorter than the longest faults."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of it."""
+    """Result of a run."""
 
     num_results: int
     attempts: Counter[int]
     faults: Counter[str]
     num_commands: int
-    """That all workers applied; others were cut short by a fault."""
+    """Number of commands that all workers applied. A fault interrupted the other commands."""
     trends: list[Trend]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report of the run."""
         return [
             f"{self.num_results} results, all equal to the undisturbed ones; {self.num_commands} commands",
             "faults: " + ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())),
@@ -84,11 +93,11 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
     """Run to the end.
 
     Args:
-        stderr: the file descriptor that takes the workers' logs.
-        say: called with one line for each fault.
+        stderr: file descriptor for the workers' logs.
+        say: function that receives one line for each fault.
 
     Raises:
-        AssertionError: a result failed or is not the undisturbed one, or a worker that nobody killed has ended.
+        AssertionError: a result failed or differs from the undisturbed one, or a worker without a fault exited.
     """
     requests = make_requests(NUM_KINDS, settings.seed)
     expected = await undisturbed(requests, settings.engine)
@@ -106,20 +115,21 @@ async def run(settings: Settings, *, stderr: int, say: Callable[[str], None]) ->
     ):
         async with rollbus.connect(network.url, fleet=FLEET, client="trainer", worker_grace_s=GRACE_S) as rb:
             await rb.fleet.wait_for_workers(num_workers)
-            # The first worker is the one that suffers.
+            # Only the first worker has faults.
             steady = {f"worker w{index}": pid for index, pid in enumerate(suffering.pids) if index}
             course = _Course(settings, rb, Meter({"client": os.getpid(), "server": server.pid, **steady}))
             await course.run(requests, expected, suffering, say)
         await suffering.revive()
         assert suffering.pids[1:] == list(steady.values())
-        # One that was started just now would not understand that it is to stop. Another client counts the living alone.
+        # A worker that has just started does not handle the signal to stop yet. A new client counts only workers that
+        # run.
         async with rollbus.connect(server.url, fleet=FLEET) as rb:
             await rb.fleet.wait_for_workers(num_workers)
         return course.summary(suffering)
 
 
 class _Course:
-    """One soak under way."""
+    """One soak run in progress."""
 
     def __init__(self, settings: Settings, rb: rollbus.Client, meter: Meter) -> None:
         self._settings = settings
@@ -140,7 +150,7 @@ class _Course:
         suffering: Victims,
         say: Callable[[str], None],
     ) -> None:
-        """Serve while faults happen; ends with what is in flight when the time is over."""
+        """Send requests during faults. After the time is over, wait for the requests in flight."""
         async with asyncio.TaskGroup() as others:
             background = [
                 others.create_task(self._trouble(suffering, say), name="soak.trouble"),
@@ -182,7 +192,7 @@ class _Course:
             await asyncio.sleep(self._settings.look_every_s)
 
     async def _command(self) -> None:
-        """Pause and go on; a fault may cut either short, and then it is said again."""
+        """Pause and resume repeatedly. A fault may interrupt a resume, which is then repeated."""
         while self._left_s > PAUSE_S:
             await asyncio.sleep(PAUSE_S)
             with contextlib.suppress(RollbusError):
@@ -194,6 +204,6 @@ class _Course:
             self._num_commands += 1
 
     def summary(self, suffering: Victims) -> Summary:
-        """What came of it."""
+        """Return the summary of the run."""
         trends = self._meter.trends()
         return Summary(self._num_results, self._attempts, suffering.counts, self._num_commands, trends)

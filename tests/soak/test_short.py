@@ -1,4 +1,4 @@
-"""A minute of what `make soak` does for ten, and that growth would be seen."""
+"""A short version of `make soak`, and tests that the meter detects growth."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ SETTINGS = Settings(seconds=50.0, warm_up_s=15.0, look_every_s=1.0, seconds_betw
 @pytest.mark.proves("P10")
 @pytest.mark.slow
 async def test_a_minute_of_faults_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Requests and commands under faults: each result as if undisturbed, and no process that lives through it grows."""
+    """Under faults, each result equals the undisturbed one, and no process that survives the run grows."""
     require_binary()
     said: list[str] = []
     with (tmp_path / "workers.log").open("wb") as log:
@@ -30,25 +30,25 @@ async def test_a_minute_of_faults_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 class Growing:
-    """Stands for a process that has more from its ninth look on, and much in its sixth."""
+    """Simulates a process that uses more from its ninth measurement on, and has a peak in its sixth."""
 
     def __init__(self, rss_mib: float, num_fds: int) -> None:
         self._more = rss_mib, num_fds
         self._looks = 0
 
     def memory_info(self) -> SimpleNamespace:
-        """Asked first in each look."""
+        """Return the memory, which each measurement reads first."""
         self._looks += 1
         return SimpleNamespace(rss=MIB * (50 + 500 * (self._looks == 6) + self._more[0] * (self._looks > 8)))
 
     def num_fds(self) -> int:
-        """Asked then."""
+        """Return the number of file descriptors, which each measurement reads second."""
         return 10 + self._more[1] * (self._looks > 8)
 
 
 @pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].rss_mib + 1, 0), (0, 3)])
 def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
-    """Memory or file descriptors that a process did not have at the beginning are growth; a peak in between is none."""
+    """Memory or file descriptors above those of the beginning are growth. A peak in the middle is not."""
     monkeypatch.setattr(psutil, "Process", lambda _pid: Growing(rss_mib, num_fds))
     meter = Meter({"worker w1": 1})
     for _ in range(12):
@@ -60,7 +60,7 @@ def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds
 
 
 def test_too_few_looks_say_nothing() -> None:
-    """A run that is over before there were enough looks does not pass as flat."""
+    """A run with too few measurements raises an error and does not count as flat."""
     meter = Meter({"client": psutil.Process().pid})
     for _ in range(8):
         meter.look()
