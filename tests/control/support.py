@@ -1,4 +1,4 @@
-"""Checkpoints of a few bytes, workers that serve them on the synthetic engine, and what one wants to know of them."""
+"""Small checkpoints, workers that serve them on the synthetic engine, and helpers that compare results."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ TENSORS = {
     "model-1.safetensors": "model.layers.0.self_attn.q_proj.weight",
     "model-2.safetensors": "model.layers.0.mlp.down_proj.weight",
 }
-"""Of a checkpoint, by file."""
+"""The tensor in each file of a checkpoint."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]) -> None:
@@ -47,7 +47,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray[Any, np.dtype
 
 
 def write_checkpoint(folder: Path, *, seed: int, shape: tuple[int, int] = SHAPE) -> Path:
-    """Write a checkpoint of two shards whose numbers depend on `seed`; returns its folder."""
+    """Write a checkpoint of two shards whose numbers depend on `seed`, and return its folder."""
     folder.mkdir(parents=True)
     numbers = np.random.default_rng(seed)
     for file, name in TENSORS.items():
@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, *, seed: int, shape: tuple[int, int] = SHAPE)
 
 
 def write_adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj") -> Path:
-    """Write a LoRA adapter for one module of such a checkpoint; returns its folder."""
+    """Write a LoRA adapter for one module of the checkpoint above, and return its folder."""
     folder.mkdir(parents=True)
     tensors = {
         f"base_model.model.{module}.lora_A.weight": np.ones((2, SHAPE[1]), np.float32),
@@ -72,7 +72,7 @@ def write_adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_pro
 
 
 def folders(root: Path) -> tuple[Path, Path]:
-    """Two checkpoints of the same model below `root`."""
+    """Write two checkpoints of the same model below `root`, and return their folders."""
     return write_checkpoint(root / "one", seed=1), write_checkpoint(root / "two", seed=2)
 
 
@@ -80,9 +80,9 @@ def folders(root: Path) -> tuple[Path, Path]:
 async def start(
     nats_url: str, fleet: str, name: str, model: Path, *options: str, **engine_args: Any
 ) -> AsyncIterator[Process]:
-    """Run a worker process on the synthetic engine, with weights of version 1 and the folder of `model` as root.
+    """Run a worker process on the synthetic engine, with weights of version 1 and the parent of `model` as root.
 
-    It is stopped in order on leaving, unless it has ended before.
+    When the block ends, the worker is stopped in order, unless it has exited before.
     """
     own = ("--worker-id", name, "--served-model-name", MODEL, "--weight-version", "1")
     source = ("--model", str(model), "--engine", "synthetic", "--weight-root", str(model.parent))
@@ -98,7 +98,7 @@ async def start(
 async def serving(
     nats_url: str, fleet: str, model: Path, count: int, *, options: Sequence[str] = (), **engine_args: Any
 ) -> AsyncIterator[tuple[rollbus.Client, list[Process]]]:
-    """A client, and the workers `w0`, `w1` ... that serve `model`; in the end the invariants hold."""
+    """Yield a client and the workers `w0`, `w1` ... that serve `model`; check the invariants at the end."""
     async with observing(nats_url, fleet) as observer, contextlib.AsyncExitStack() as stack:
         processes = [
             await stack.enter_async_context(start(nats_url, fleet, f"w{i}", model, *options, **engine_args))
@@ -111,13 +111,13 @@ async def serving(
 
 
 def ask(*token_ids: int, max_tokens: int = 16, **fields: object) -> GenerateRequest:
-    """A greedy request."""
+    """Return a greedy request."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=list(token_ids) or [1, 2, 3], sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def assert_same(one: Generation, other: Generation) -> None:
-    """Both have the same tokens, logprobs and routing."""
+    """Assert that both generations have the same tokens, log probabilities and routed experts."""
     assert one.token_ids.tolist() == other.token_ids.tolist()
     for a, b in ((one.logprobs, other.logprobs), (one.routed_experts, other.routed_experts)):
         assert a is not None

@@ -16,22 +16,25 @@ pytestmark = pytest.mark.slow
 
 
 async def with_adapter(rb: rollbus.Client) -> Generation:
-    """What the adapter `math` makes of a prompt."""
+    """Return the generation of a prompt with the adapter `math`."""
     return await rb.complete(ask(lora="math"))
 
 
 def tokens(generation: Generation) -> list[int]:
-    """Its tokens."""
+    """Return the token ids of a generation."""
     return [int(token_id) for token_id in generation.token_ids]
 
 
 def lora_versions(generation: Generation) -> set[int]:
-    """The versions of the adapter that its tokens bear."""
+    """Return the adapter versions of a generation's tokens."""
     return set() if generation.lora_versions is None else {int(version) for version in generation.lora_versions}
 
 
 async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Loaded, replaced under its name, kept over new weights, had by a late worker, unloaded: tokens bear it all."""
+    """An adapter is loaded, replaced under its name, kept over new weights, loaded by a late worker and unloaded.
+
+    Each token has the version of its adapter and of its weights.
+    """
     one, two = folders(tmp_path / "root")
     first = write_adapter(tmp_path / "root" / "first")
     second = write_adapter(tmp_path / "mine" / "second", module="model.layers.0.mlp.down_proj")
@@ -60,7 +63,10 @@ async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_p
 
 
 async def test_a_load_that_fails_leaves_the_adapter_of_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An adapter of another base is refused; requests get the one that was there, and the fleet serves as before."""
+    """A worker rejects an adapter for another base model.
+
+    Requests still get the adapter that was loaded before, and the fleet serves as before.
+    """
     one, _ = folders(tmp_path)
     good = write_adapter(tmp_path / "good")
     foreign = write_adapter(tmp_path / "foreign", module="model.layers.7.self_attn.q_proj")

@@ -1,4 +1,4 @@
-"""Workers that are killed in the middle of an update: nothing of the half switch is left, and the record is found."""
+"""Workers that are killed during an update: no part of the update remains, and they load the recorded weights."""
 
 import asyncio
 from pathlib import Path
@@ -15,15 +15,18 @@ from tests.support.fleet_states import until_worker
 pytestmark = pytest.mark.slow
 
 SHAPE = (512, 512)
-"""Of tensors of a megabyte: a worker that fetches 0.1 MB a second is at it for long."""
+"""The shape of tensors of a megabyte: a worker that fetches 0.1 MB a second needs a long time for them."""
 
 
 async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """Its engine had lost the old weights. Started again on its own checkpoint it loads what is recorded."""
+    """A worker that is killed after it has replaced its engine's weights loads the recorded weights at its restart.
+
+    It does so although it is started again on its own checkpoint.
+    """
     one, two = folders(tmp_path)
-    hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first is the proof at the start
+    hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first load is the one of the start
     loading = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -51,7 +54,10 @@ async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
 
 
 async def test_a_worker_killed_while_it_stages_gets_there_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Behind at the record it serves nothing; started again it stages the rest, and switches before it serves."""
+    """A worker that has not staged the recorded weights serves nothing.
+
+    If it is killed and restarted, it stages the rest and switches before it serves.
+    """
     one = write_checkpoint(tmp_path / "root" / "one", seed=1, shape=SHAPE)
     two = write_checkpoint(tmp_path / "root" / "two", seed=2, shape=SHAPE)
     own_cache = ("--cache-dir", str(tmp_path / "other-machine"))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 class OneAtOnce:
-    """A store in which the first worker that asks is served at once, and the others wait for `gate`."""
+    """A store that serves the first worker immediately, and other workers only after `gate` is set."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -28,7 +28,7 @@ class OneAtOnce:
         self._first: WeightSources | None = None
 
     async def checkpoint(self, sources: WeightSources, report: Callable[[str], None]) -> Path:
-        """As `WeightSources.checkpoint`."""
+        """Return the folder as `WeightSources.checkpoint` does."""
         report("fetching")
         self._first = self._first or sources
         if sources is not self._first:
@@ -39,7 +39,10 @@ class OneAtOnce:
 async def test_an_update_waits_for_those_that_have_staged(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are fenced at the record, stand in the ledger as late, and get there by themselves."""
+    """An update with `min_staged` waits only for that number of workers.
+
+    The other workers serve nothing after the record, are in the ledger as not awaited, and load the weights later.
+    """
     store = OneAtOnce(write_checkpoint(tmp_path / "2", fill=2))
 
     async def checkpoint(self: WeightSources, _source: WeightSource, report: Callable[[str], None]) -> Path:

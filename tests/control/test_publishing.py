@@ -1,4 +1,4 @@
-"""Weights that a trainer publishes, on a real server and on worker processes: what is stored, loaded and refused."""
+"""Weights that a trainer publishes, on a real server and on worker processes: stored, loaded and rejected."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ def weights(seed: int) -> Arrays:
 
 
 def stepped(tensors: Arrays) -> Arrays:
-    """Return a copy with one other number in each tensor."""
+    """Return a copy with one changed number in each tensor."""
     tensors = {name: tensor.copy() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor[3, 1] += 1
@@ -55,7 +55,7 @@ async def folders(nats_url: str, fleet: str) -> list[str]:
 
 
 async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The checkpoint's other files are in the anchor; a delta has what changed."""
+    """An anchor holds the checkpoint's other files too; a delta holds only the changes."""
     folder = write_checkpoint(tmp_path / "one", seed=1)
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -86,7 +86,7 @@ async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str
 async def test_what_was_not_published_before_is_refused_and_nothing_stays(
     nats_url: str, fleet: str, change: Any, message: str
 ) -> None:
-    """The next publication is compared with what was committed."""
+    """A publication with wrong tensors stores nothing; the next one is compared with the committed version."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
@@ -102,7 +102,7 @@ async def test_what_was_not_published_before_is_refused_and_nothing_stays(
 
 
 async def test_an_error_of_the_callers_iterator_is_the_callers(nats_url: str, fleet: str) -> None:
-    """It is raised as it is."""
+    """`publish` raises an error of the caller's iterator unchanged."""
 
     def broken() -> Iterator[tuple[str, object]]:
         yield from list(weights(1).items())[:1]
@@ -118,7 +118,7 @@ async def test_an_error_of_the_callers_iterator_is_the_callers(nats_url: str, fl
 
 
 async def test_a_cancelled_publication_leaves_nothing(nats_url: str, fleet: str) -> None:
-    """The next one of the same publisher works."""
+    """A cancelled publication stores nothing, and the publisher's next publication works."""
     is_drawn, goes_on = threading.Event(), threading.Event()
 
     def slow() -> Iterator[tuple[str, object]]:
@@ -142,7 +142,7 @@ async def test_a_cancelled_publication_leaves_nothing(nats_url: str, fleet: str)
 
 
 async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: str) -> None:
-    """The chain's order is that of commits."""
+    """A version must be newer than the last published version, unless `allow_rollback` is set."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
@@ -156,7 +156,7 @@ async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: s
 
 
 async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anchor(nats_url: str, fleet: str) -> None:
-    """The message has the first one's name."""
+    """A second publisher is rejected with the name of the first; a later publisher begins with an anchor."""
     async with rollbus.connect(nats_url, fleet=fleet, client="trainer") as rb:
         async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
             await publisher.publish(weights(1), version=1, update=False)
@@ -170,7 +170,7 @@ async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anch
 async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """More workers than there are, and a canary that no weights could give."""
+    """`publish` rejects a `min_staged` above the number of workers and an impossible canary before it stores data."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     canary = rollbus.Canary(token_ids=(1,), logprobs=(0.0,))
     async with (
@@ -185,7 +185,7 @@ async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
 
 
 async def test_a_stored_version_notes_what_the_desired_state_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Not only what this publisher had loaded: here an admin did."""
+    """The chain record notes a version in the desired state, also if an admin, not the publisher, had it loaded."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     async with (
         serving(nats_url, fleet, one, 1) as (rb, _),
@@ -201,7 +201,7 @@ async def test_a_stored_version_notes_what_the_desired_state_names(nats_url: str
 
 
 async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) -> None:
-    """The error says how to go on."""
+    """Without workers, `publish` stores the version, and its error states the call that loads it later."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
@@ -213,7 +213,7 @@ async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) 
 
 
 async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An anchor, and then a delta: tokens bear the version, and a worker that starts later gets there by itself."""
+    """Workers load an anchor and then a delta, and tokens have the version; a late worker loads it by itself."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     two = stepped(weights(2))
     async with serving(nats_url, fleet, one, 2) as (rb, _):
@@ -236,7 +236,7 @@ async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tm
 
 
 async def test_after_a_transfer_the_next_version_is_an_anchor(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """What came by the engines' transfer ends the chain; the version after the anchor is a delta again."""
+    """Weights of an engine transfer end the chain: the next version is an anchor, and then a delta."""
     one, other = write_checkpoint(tmp_path / "one", seed=1), write_checkpoint(tmp_path / "other", seed=9)
     info = {"data": base64.b64encode((other / next(iter(TENSORS))).read_bytes()).decode()}
     tensors = [weights(2)]
@@ -259,7 +259,7 @@ async def test_after_a_transfer_the_next_version_is_an_anchor(nats_url: str, fle
 
 
 async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """From a folder, or from tensors and a configuration; each version replaces the one before."""
+    """An adapter comes from a folder, or from tensors and a configuration; each version replaces the last."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     folder = write_adapter(tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -294,7 +294,7 @@ async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path:
 
 
 async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
-    """Each gives its tensors, as an anchor and then as a delta; rank 0 commits one version."""
+    """Each rank publishes its tensors, as an anchor and then as a delta, and rank 0 commits one version."""
     async with contextlib.AsyncExitStack() as stack:
         publishers = [
             await stack.enter_async_context(
@@ -320,7 +320,7 @@ async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str) -> None:
-    """The others end with its name, and the next version is published by all."""
+    """If a rank fails, the other ranks fail with its number; all ranks can publish the next version."""
     async with contextlib.AsyncExitStack() as stack:
         publishers = [
             await stack.enter_async_context(
@@ -357,7 +357,7 @@ async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str)
 
 
 async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:
-    """Nothing is published; the next version is an anchor."""
+    """With a tensor of two ranks or a missing rank, nothing is published; the next version is an anchor."""
     async with contextlib.AsyncExitStack() as stack:
         zero, one = [
             await stack.enter_async_context(

@@ -1,4 +1,4 @@
-"""A publisher without asyncio, and one without a server."""
+"""A publisher without asyncio, and a publisher without a server."""
 
 import threading
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_without_asyncio(nats_url: str, fleet: str) -> None:
-    """The tensors are drawn on the caller's thread."""
+    """`publish_blocking` draws the tensors on the caller's thread."""
     threads = set()
 
     def drawn() -> Iterator[tuple[str, object]]:
@@ -36,7 +36,7 @@ def test_without_asyncio(nats_url: str, fleet: str) -> None:
 
 
 def test_an_adapter_without_asyncio(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """From a folder, and from tensors that are drawn on the caller's thread."""
+    """`publish_adapter_blocking` accepts a folder, and tensors that it draws on the caller's thread."""
     folder = write_adapter(tmp_path / "adapter")
     with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
         first = publisher.publish_adapter_blocking("tuned", folder, version=1, update=False)
@@ -46,7 +46,7 @@ def test_an_adapter_without_asyncio(nats_url: str, fleet: str, tmp_path: Path) -
 
 
 async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> None:
-    """The client's thread goes on while its owner's loop is blocked."""
+    """The client's thread works while the event loop of its caller is blocked."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
             assert publisher.last_version is None
@@ -55,7 +55,7 @@ async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> N
 
 
 async def test_a_publisher_without_a_server_says_so(fleet: str) -> None:
-    """As `connect` does."""
+    """Without a server, a publisher raises `BusBroken`, as `connect` does."""
     with pytest.raises(rollbus.BusBroken), rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
         pytest.fail("it is connected")
     with pytest.raises(rollbus.BusBroken):

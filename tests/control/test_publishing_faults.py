@@ -14,7 +14,10 @@ pytestmark = pytest.mark.slow
 async def test_after_a_commit_that_was_stored_but_failed_comes_an_anchor(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The publisher does not hold the content of the version that was stored."""
+    """After a commit that was stored but raised an error, the publisher publishes an anchor.
+
+    It does not know the content of the last stored version, so it cannot compute a delta.
+    """
     real = ChainKey.write
     lost: list[int | None] = []
 

@@ -1,4 +1,4 @@
-"""Publishing into a bucket that is full, in each way: it is cleaned first, and refused if that does not help."""
+"""Publishing into a full bucket, in each way: the bucket is cleaned first, then the publication is rejected."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.slow
 
 MEGABYTE = 1024**2
 BUCKET_BYTES = 7 * MEGABYTE
-"""With what is spared for the record: two versions of a megabyte."""
+"""The size of a bucket that fits two versions of a megabyte and the space that is reserved for the record."""
 
 
 @contextlib.asynccontextmanager
 async def small_bucket(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[rollbus.Client]:
-    """A client, and a bucket of which all may go at once that nobody needs."""
+    """Yield a client and a small bucket from which all unused objects may be removed immediately."""
     monkeypatch.setattr(fleet_loader, "PRESSED_S", 0.0)
     async with connected(nats_url, name="test") as nats:
         await ensure_bucket(nats, published_bucket(fleet, MODEL), max_bytes=BUCKET_BYTES)
@@ -41,7 +41,7 @@ def tensors(version: int, size: int = MEGABYTE) -> dict[str, np.ndarray[Any, Any
 async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of versions that nobody needs two fit; publishing goes on for as many as one likes."""
+    """Two unused versions fit into the bucket, and publishing can continue without limit."""
     async with small_bucket(nats_url, fleet, monkeypatch) as rb:
         for version in range(1, 6):
             # A new publisher each time, so that each version is an anchor.
@@ -53,13 +53,13 @@ async def test_a_full_bucket_is_cleaned_before_a_version_is_refused(
 
 
 async def publish_adapters(publisher: rollbus.WeightPublisher) -> None:
-    """Adapters alone: no version of the weights is ever planned."""
+    """Publish adapters only, so that no version of the weights is planned."""
     for version in range(1, 6):
         await publisher.publish_adapter("a", tensors(version), version=version, config={}, update=False)
 
 
 async def publish_first_after_adapters(publisher: rollbus.WeightPublisher) -> None:
-    """A first version out of an iterator: what it takes is not known before it is drawn."""
+    """Publish a first version from an iterator, whose size is unknown before it is drawn."""
     for version in (1, 2):
         await publisher.publish_adapter("a", tensors(version), version=version, config={}, update=False)
     published = await publisher.publish(iter(tensors(3).items()), version=3, update=False)
@@ -73,7 +73,7 @@ async def test_what_is_not_planned_has_the_bucket_cleaned_when_it_is_full(
     monkeypatch: pytest.MonkeyPatch,
     publish: Callable[[rollbus.WeightPublisher], Awaitable[None]],
 ) -> None:
-    """While it is stored: nobody needs the adapters of before."""
+    """If the bucket becomes full while an unplanned publication is stored, the older adapters are removed."""
     async with (
         small_bucket(nats_url, fleet, monkeypatch) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
@@ -84,7 +84,10 @@ async def test_what_is_not_planned_has_the_bucket_cleaned_when_it_is_full(
 async def test_a_first_version_that_cannot_fit_is_refused_before_its_first_byte(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If its tensors are given all at once; of an iterator it is known when the bucket is full. Nothing stays."""
+    """A first version that is too large is rejected before its first byte, if its tensors are given all at once.
+
+    With an iterator it is rejected when the bucket is full. In both cases nothing remains in the bucket.
+    """
     async with (
         small_bucket(nats_url, fleet, monkeypatch) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,

@@ -1,4 +1,4 @@
-"""Published weights on a real engine: what it computes with them is what one does that was started on them, exactly."""
+"""Published weights on a real engine: results equal exactly those of an engine that started with these weights."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 QUESTIONS = [greedy(20 + 9 * seed, 16, 40 + seed, request_id=f"q{seed}") for seed in range(3)]
 FILE = "model.safetensors"
 CHANGED = 0.03
-"""Of the elements of each tensor."""
+"""The share of elements that change in each tensor."""
 
 
 def trained(before: Path, folder: Path, seed: int) -> Path:
-    """Write a checkpoint in which a few elements of every tensor are others; returns its folder."""
+    """Write a checkpoint in which a few elements of every tensor differ, and return its folder."""
     shutil.copytree(before, folder)
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(before / FILE)
@@ -38,7 +38,7 @@ def trained(before: Path, folder: Path, seed: int) -> Path:
 
 
 async def answers(url: str, fleet: str) -> list[Generation]:
-    """Ask the worker of a fleet, one question at a time: in batches kernels add in another order."""
+    """Send one question at a time to a fleet's worker: in batches, kernels add in another order."""
     async with rollbus.connect(url, fleet=fleet) as rb:
         found = [await rb.complete(question) for question in QUESTIONS]
     for question, generation in zip(QUESTIONS, found, strict=True):
@@ -47,7 +47,7 @@ async def answers(url: str, fleet: str) -> list[Generation]:
 
 
 def assert_exactly(received: Sequence[Generation], expected: Sequence[Generation], version: int) -> None:
-    """Tokens, logprobs and sets of experts are equal, to the last bit; every token bears the version."""
+    """Assert equal tokens, log probabilities and sets of experts to the last bit, with this version."""
     for mine, other in zip(received, expected, strict=True):
         assert {*mine.weight_versions.tolist()} == {version}
         np.testing.assert_array_equal(mine.token_ids, other.token_ids)
@@ -57,7 +57,7 @@ def assert_exactly(received: Sequence[Generation], expected: Sequence[Generation
 
 @contextlib.contextmanager
 def started_on(url: str, checkpoints: Sequence[Path], cache: Path) -> Iterator[list[RealWorkers]]:
-    """Give a fleet for each checkpoint, whose workers start with it."""
+    """Yield a fleet for each checkpoint, whose workers start with it."""
     fleets = [RealWorkers(url, checkpoint, version=0, cache=cache) for checkpoint in checkpoints]
     try:
         yield fleets
@@ -70,7 +70,10 @@ def started_on(url: str, checkpoints: Sequence[Path], cache: Path) -> Iterator[l
 async def test_published_versions_are_those_of_fresh_engines(
     nats_url: str, tiny_moe_float32: Path, tmp_path: Path
 ) -> None:
-    """After each of three deltas, and in a worker that has lost its folders and begins with the anchor."""
+    """After each of three deltas, a worker computes exactly the results of a fresh engine with those weights.
+
+    The same holds for a worker that has lost its folders and begins with the anchor.
+    """
     checkpoints = [tiny_moe_float32]
     for step in (1, 2, 3):
         checkpoints.append(trained(checkpoints[-1], tmp_path / f"step-{step}", step))

@@ -1,4 +1,4 @@
-"""New weights on real engines, while they work: the command line, two vLLM workers, a third that comes later."""
+"""New weights on busy real engines: the command line, two vLLM workers and a third that starts later."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 class Fleets(NamedTuple):
-    """What runs for this test."""
+    """The fleets and weights of this module's tests."""
 
     url: str
     old: RealWorkers
-    """Start with other weights than the new ones."""
+    """Workers that start with other weights than the new ones."""
     fresh: str
     """A fleet whose worker was started with the new weights."""
     new: Path
@@ -42,7 +42,7 @@ class Fleets(NamedTuple):
 
 @pytest.fixture
 def fleets(nats_url: str, real_workers: RealWorkers, real_fleet: str, tiny_moe_float32: Path) -> Fleets:
-    """Give both fleets; of the old one tests start as many workers as they need."""
+    """Return both fleets; tests start as many workers of the old fleet as they need."""
     return Fleets(nats_url, real_workers, real_fleet, tiny_moe_float32)
 
 
@@ -50,7 +50,7 @@ QUESTIONS = [greedy(20 + seed, 24, seed, request_id=f"r{seed}") for seed in rang
 
 
 async def answers(rb: rollbus.Client, requests: Sequence[GenerateRequest] = QUESTIONS) -> dict[str, Generation]:
-    """What the fleet makes of these requests, by their ids."""
+    """Return the fleet's generations of these requests, by request id."""
     results = {generation.request_id: generation async for generation in rb.complete_many(requests)}
     for request in requests:
         check_generation(results[request.request_id or ""], request)
@@ -58,10 +58,10 @@ async def answers(rb: rollbus.Client, requests: Sequence[GenerateRequest] = QUES
 
 
 def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
-    """The last token of version 1 is the last one that the first weights sampled: the cut is exact.
+    """Assert that the last token of version 1 is the last one that the first weights sampled: the cut is exact.
 
     Args:
-        undisturbed: what the first weights alone make of the request.
+        undisturbed: the generation of the request with the first weights alone.
     """
     versions = [chunk.weight_version for chunk in chunks for _ in range(chunk.num_tokens)]
     assert len(versions) == len(undisturbed.token_ids)
@@ -76,7 +76,8 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
     np.testing.assert_array_equal(token_ids[:cut], undisturbed.token_ids[:cut])
     np.testing.assert_allclose(logprobs[:cut], old_logprobs[:cut], atol=TOLERANCE)
     assert abs(logprobs[cut] - old_logprobs[cut]) > TOLERANCE
-    # The row of the last of these tokens is made when the next one is sampled, hence by the second weights.
+    # The row of the last of these tokens is computed when the next token is sampled, so it comes from the second
+    # weights.
     past = undisturbed.prompt_len + cut - 1
     old_rows = expert_sets(undisturbed.routed_experts)
     np.testing.assert_array_equal(expert_sets(rows)[:past], old_rows[:past])
@@ -85,9 +86,9 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
 
 @pytest.mark.proves("P19")
 async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) -> None:
-    """Streams finish, with tokens of version 1, then of 2; after that all answers equal a fresh engine's on them."""
+    """Streams finish with tokens of version 1 and then of version 2; later results equal those of a fresh engine."""
     old = await fleets.old.have(2)
-    # Long enough for the command to start, check the source and pause the engines meanwhile.
+    # The requests are long enough for the command to start, check the source and pause the engines during them.
     requests = [greedy(120 + seed, 4000, seed, request_id=f"r{seed}") for seed in range(100, 104)]
     async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
         before = await answers(rb)
@@ -115,7 +116,10 @@ async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) ->
 
 
 async def test_a_worker_that_starts_later_has_the_new_weights(fleets: Fleets) -> None:
-    """Started with the old checkpoint, it loads the desired one first, and answers as a fresh engine on that."""
+    """A worker that starts later with the old checkpoint loads the desired weights before it serves.
+
+    Its results equal those of a fresh engine with the desired weights.
+    """
     early = await fleets.old.have(2)
     [late] = set(await fleets.old.have(3)) - set(early)
     assert (await run_rollbus(fleets.url, fleets.old.fleet, "drain", *early)).code == 0
@@ -135,14 +139,17 @@ async def test_a_worker_that_starts_later_has_the_new_weights(fleets: Fleets) ->
 
 
 async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -> None:
-    """Exit code 3: the ledger says who is missing; others serve the new version, as they say, and as they should."""
+    """The command exits with 3, and the ledger names the killed worker as missing.
+
+    The other workers announce and serve the new version.
+    """
     update = ("update-weights", str(fleets.new), "--version", "3", "--json")
     workers = await fleets.old.have(max(2, len(fleets.old.living)))
     victim, process = workers.popitem()
     async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
         await until_state(rb, all_serve)
         [core] = [child for child in process.children(recursive=True) if "Engine" in child.name()]
-        core.suspend()  # in the midst of it, then
+        core.suspend()  # so that the worker is killed during the update
         async with asyncio.TaskGroup() as tasks:
             updating = tasks.create_task(run_rollbus(fleets.url, fleets.old.fleet, *update))
             await until_worker(rb, victim, WorkerState.UPDATING)
@@ -175,7 +182,10 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
 async def test_long_prompts_under_an_update_have_kv_of_the_versions_that_they_tell(
     fleets: Fleets, tiny_moes: tuple[Path, Path]
 ) -> None:
-    """What had no token is all of the new weights; what had some tells from which position its KV is of which."""
+    """A request without a token at the update is computed completely with the new weights.
+
+    A request with tokens reports from which position its KV cache belongs to which version.
+    """
     await fleets.old.have(1)
     requests = [greedy(1200, 24, seed, request_id=f"long{seed}", cache_salt="during") for seed in range(40)]
     first = greedy(1200, 24, 1000, request_id="first")
@@ -184,7 +194,7 @@ async def test_long_prompts_under_an_update_have_kv_of_the_versions_that_they_te
         async with asyncio.TaskGroup() as tasks:
             stream = Stream(first, tasks, rb)
             during = tasks.create_task(answers(rb, requests))
-            # The others wait for their turn behind it, or are half computed.
+            # The other requests wait behind this one, or their prompts are partly computed.
             await stream.has_begun.wait()
             assert (await rb.fleet.update_weights(tiny_moes[1], version=4, mode="keep")).is_complete
         after = await answers(rb, [replace(request, cache_salt="after") for request in requests])

@@ -1,4 +1,4 @@
-"""What is refused: each refusal says what is wrong, and nothing has changed afterwards."""
+"""Rejected commands: each error states its cause, and nothing has changed afterwards."""
 
 import asyncio
 import contextlib
@@ -26,28 +26,28 @@ from tests.support.worker_process import LASTING
 pytestmark = pytest.mark.slow
 
 MakeSource = Callable[[Path, Path], Path]
-"""From the allowed root and a folder beside it: what is asked for."""
+"""A function from the allowed root and a folder beside it to the source that a command names."""
 
 
 def outside(_root: Path, beside: Path) -> Path:
-    """A good checkpoint, in a folder that is not allowed."""
+    """Write a valid checkpoint in a folder that is not allowed."""
     return write_checkpoint(beside / "good", seed=3)
 
 
 def up_and_out(root: Path, beside: Path) -> Path:
-    """The same, by way of `..`."""
+    """Write a valid checkpoint in a folder that is not allowed, and return a path to it with `..`."""
     write_checkpoint(beside / "good", seed=3)
     return root / ".." / beside.name / "good"
 
 
 def linked_out(root: Path, beside: Path) -> Path:
-    """A link in the root that leads out of it."""
+    """Write a link in the root that points out of it."""
     (root / "link").symlink_to(write_checkpoint(beside / "good", seed=3))
     return root / "link"
 
 
 def truncated(root: Path, _beside: Path) -> Path:
-    """A shard that lacks its last byte."""
+    """Write a checkpoint with a shard that lacks its last byte."""
     folder = write_checkpoint(root / "truncated", seed=3)
     shard = folder / "model-2.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
@@ -55,39 +55,39 @@ def truncated(root: Path, _beside: Path) -> Path:
 
 
 def incomplete(root: Path, _beside: Path) -> Path:
-    """A shard that is not there."""
+    """Write a checkpoint that lacks a shard."""
     folder = write_checkpoint(root / "incomplete", seed=3)
     (folder / "model-2.safetensors").unlink()
     return folder
 
 
 def misshapen(root: Path, _beside: Path) -> Path:
-    """Tensors of other shapes."""
+    """Write a checkpoint with tensors of other shapes."""
     return write_checkpoint(root / "misshapen", seed=3, shape=(8, 5))
 
 
 def absent(root: Path, _beside: Path) -> Path:
-    """Nothing."""
+    """Return a path at which no file exists."""
     return root / "absent"
 
 
 def foreign_adapter(root: Path, _beside: Path) -> Path:
-    """An adapter for a module that the model does not have."""
+    """Write an adapter for a module that the model does not have."""
     return write_adapter(root / "foreign", module="model.layers.7.self_attn.q_proj")
 
 
 def adapter_outside(_root: Path, beside: Path) -> Path:
-    """A good adapter, in a folder that is not allowed."""
+    """Write a valid adapter in a folder that is not allowed."""
     return write_adapter(beside / "adapter")
 
 
 def standing(state: FleetState) -> object:
-    """All of the fleet's state that a refused command must leave alone."""
+    """Return all parts of the fleet's state that a rejected command must not change."""
     workers = [
         (worker.worker, worker.incarnation, worker.state, worker.weight_version, worker.target_version, worker.loras)
         for worker in state.workers
     ]
-    # What was recorded and set back leaves an epoch, and nothing else.
+    # A command that was recorded and then undone leaves only an epoch.
     desired = {
         model: [(name, it.command) for name, it in told.registers.items()] for model, told in state.desired.items()
     }
@@ -96,9 +96,9 @@ def standing(state: FleetState) -> object:
 
 @contextlib.asynccontextmanager
 async def unchanged(nats_url: str, fleet: str, tmp_path: Path, *commands: str) -> AsyncIterator[tuple[Path, Path]]:
-    """Two workers with weights of version 2; yields their root and a folder beside it. In the end all is as before.
+    """Run two workers with weights of version 2; check at the end that nothing has changed.
 
-    `commands` are given after the update, before the block.
+    Yields the root of the workers and a folder beside it. `commands` run after the update and before the block.
     """
     root, beside = tmp_path / "root", tmp_path / "beside"
     one, two = folders(root)
@@ -108,7 +108,7 @@ async def unchanged(nats_url: str, fleet: str, tmp_path: Path, *commands: str) -
         assert ready.code == 0, ready
         for command in commands:
             assert (await run_rollbus(nats_url, fleet, command)).code == 0
-        # What the last command has changed shows a little later than that it was applied.
+        # The presence of workers shows the last command's change a little later than its ack.
         ready_state = await until_state(
             rb, lambda state: all_serve(state) and {worker.weight_version for worker in state.workers} == {2}
         )
@@ -137,16 +137,17 @@ NAMED: dict[MakeSource, str] = {
     incomplete: "model-2.safetensors",
     misshapen: "[8, 5]",
 }
-"""What the message must name."""
+"""The text that the error message must contain."""
 
 
 @pytest.mark.proves("P22")
 async def test_bad_sources_are_refused_by_all_before_anything_is_touched(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """Outside the roots, also by `..` or a link; truncated, incomplete, of other shapes, of another base: exit code 1.
+    """A command with an invalid source exits with 1, and both workers state the reason.
 
-    Both workers say why; versions, desired state, adapters and what the weights give are as before.
+    Invalid are paths outside of the roots, also by `..` or a link, and truncated or incomplete shards, other shapes and
+    adapters of another base. Versions, desired state, adapters and results of the weights do not change.
     """
     async with unchanged(nats_url, fleet, tmp_path) as (root, beside):
         for i, (command, make, code) in enumerate(SOURCES):
@@ -164,7 +165,7 @@ async def test_bad_sources_are_refused_by_all_before_anything_is_touched(
 
 
 async def test_a_version_that_is_not_newer_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An older version, and the same one from another source, are refused before any worker is asked."""
+    """An older version, and the same version from another source, are rejected before any worker gets the command."""
     async with unchanged(nats_url, fleet, tmp_path) as (root, _):
         for version in ("1", "2"):
             ended = await run_rollbus(nats_url, fleet, "update-weights", str(root / "one"), "--version", version)
@@ -172,7 +173,7 @@ async def test_a_version_that_is_not_newer_is_refused(nats_url: str, fleet: str,
 
 
 async def test_commands_for_nobody_are_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A model or worker that is not there is a usage error that names it; an empty fleet is exit code 5."""
+    """An unknown model or worker is a usage error that names it; an empty fleet is exit code 5."""
     update = ("update-weights", str(tmp_path / "root" / "one"), "--version", "3")
     async with unchanged(nats_url, fleet, tmp_path):
         for args in (("--model", "other"), ("--worker", "w0", "--worker", "w9")):
@@ -188,7 +189,7 @@ async def test_commands_for_nobody_are_refused(nats_url: str, fleet: str, tmp_pa
 
 
 async def final(acks: asyncio.Queue[Ack]) -> Ack:
-    """The next final answer."""
+    """Return the next final ack."""
     while not (ack := await acks.get()).status.is_final:
         pass
     return ack
@@ -196,7 +197,7 @@ async def final(acks: asyncio.Queue[Ack]) -> Ack:
 
 @pytest.mark.proves("P75")
 async def test_a_stale_command_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A command of an epoch that another has passed is answered `stale` by every worker, and has no effect."""
+    """Every worker answers `stale` to a command whose epoch is older than the recorded one, and does not apply it."""
     subjects = Subjects(fleet)
     acks: asyncio.Queue[Ack] = asyncio.Queue(100)
 
@@ -218,7 +219,10 @@ async def test_a_stale_command_is_refused(nats_url: str, fleet: str, tmp_path: P
 
 
 async def test_a_full_disk_changes_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Weights that cannot be fetched into a cache that takes nothing: refused by name, and all serve as before."""
+    """If a worker cannot write fetched weights into its cache, the command fails with `storage`.
+
+    All workers serve as before.
+    """
     root = tmp_path / "root"
     one, two = folders(root)
     full = tmp_path / "full"
@@ -236,7 +240,10 @@ async def test_a_full_disk_changes_nothing(nats_url: str, fleet: str, tmp_path: 
 async def test_an_engine_on_several_machines_takes_nothing_from_the_store(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """Fetched files would be on the worker's machine only: weights and adapters in the store are refused by name."""
+    """An engine on several machines rejects weights and adapters from the object store with the reason.
+
+    The fetched files would exist on the worker's machine only.
+    """
     root = tmp_path / "root"
     one, two = folders(root)
     adapter = write_adapter(root / "adapter")

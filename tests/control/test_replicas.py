@@ -1,4 +1,4 @@
-"""How many replicas streams are made with, and changing those that exist, on three real servers."""
+"""The number of replicas of new streams, and changes of existing streams, on three real servers."""
 
 import dataclasses
 from pathlib import Path
@@ -22,12 +22,12 @@ ALL = {QUEUE, "rb~f~m~resume", "KV_rollbus", "OBJ_rollbus-f"}
 
 
 async def changed(server: Server, count: int, **options: int) -> list[ReplicaChange]:
-    """All streams, in the order in which they became current."""
+    """Return the changes of all streams, in the order in which the streams became current."""
     return [change async for change in set_replicas(server, "f", count, timeout_s=SOON_S, **options)]
 
 
 async def replicas(server: Server) -> dict[str, int]:
-    """Of each stream and of the consumers of the queue."""
+    """Return the number of replicas of each stream and of the queue's consumers."""
     async with connected(server, name="test") as nats:
         found = {name: (await ask(nats, f"STREAM.INFO.{name}"))["config"]["num_replicas"] for name in ALL}
         consumer = (await ask(nats, f"CONSUMER.INFO.{QUEUE}.normal"))["cluster"]
@@ -36,7 +36,10 @@ async def replicas(server: Server) -> dict[str, int]:
 
 @pytest.mark.slow
 async def test_replicas_are_raised_and_lowered_stream_by_stream(tmp_path: Path) -> None:
-    """Made with one as told, raised to three, objects lowered; a message is on every server, other fleets stay."""
+    """Streams are created with one replica as configured and raised to three, and objects are lowered to one.
+
+    Streams of other fleets do not change.
+    """
     require_binary()
     (tmp_path / "weights").write_bytes(b"1" * 1000)
     async with nats_cluster() as cluster:
@@ -63,14 +66,14 @@ async def test_replicas_are_raised_and_lowered_stream_by_stream(tmp_path: Path) 
             assert (await ask(nats, "STREAM.INFO.rb~other~m"))["config"]["num_replicas"] == 1
         with pytest.raises(BusBroken, match="4 replicas of the desired states need as many servers in the cluster"):
             await changed(one, 4)
-        # By default: three here.
+        # The default is three replicas on this cluster.
         await provision(dataclasses.replace(one, replicas=None), "third", ["m"])
         async with connected(one, name="test") as nats:
             assert (await ask(nats, "STREAM.INFO.rb~third~m"))["config"]["num_replicas"] == 3
 
 
 async def test_a_server_by_itself_has_one_replica(nats_url: str, fleet: str) -> None:
-    """That is what is made; more are refused in words."""
+    """A server without a cluster creates streams with one replica, and rejects more with a message."""
     await provision(Server(nats_url), fleet, ["m"])
     async with connected(nats_url, name="test") as nats:
         assert (await ask(nats, f"STREAM.INFO.rb~{fleet}~m"))["config"]["num_replicas"] == 1
@@ -81,7 +84,7 @@ async def test_a_server_by_itself_has_one_replica(nats_url: str, fleet: str) -> 
 
 
 def test_numbers_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By options, in the environment and in the library."""
+    """Options, the environment and the library reject a number of replicas that is out of range."""
     with pytest.raises(InvalidRequest, match="replicas"):
         Server("a", replicas=6)
     monkeypatch.setenv("ROLLBUS_REPLICAS", "many")

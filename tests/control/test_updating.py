@@ -1,4 +1,4 @@
-"""New weights through the real command line, on worker processes: what tokens bear, and what holds when it fails."""
+"""New weights through the real command line, on worker processes: the versions of tokens, and failures."""
 
 import asyncio
 import json
@@ -21,9 +21,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P16")
 async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Streams of two workers go on to their ends, first with tokens of version 1, then of 2, none of 1 after one of 2.
+    """Streams on two workers finish, first with tokens of version 1 and then only with tokens of version 2.
 
-    A third worker that starts afterwards from the old weights serves version 2, and equals one started on the new ones.
+    A third worker that starts later from the old weights serves version 2, with the results of a worker that was
+    started on the new weights.
     """
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2, step_s=0.01) as (rb, _):
@@ -59,7 +60,10 @@ async def test_weights_change_while_requests_stream(nats_url: str, fleet: str, t
 
 
 async def test_a_worker_killed_during_the_update_is_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Exit code 3: the ledger says who is missing; the other serves version 2 as it says; the killed one catches up."""
+    """The command exits with 3, and the ledger names the killed worker as missing.
+
+    The other worker announces and serves version 2. The killed worker loads version 2 after its restart.
+    """
     one, two = folders(tmp_path)
     slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
     async with serving(nats_url, fleet, one, 2, **slow) as (rb, [_, victim]), asyncio.TaskGroup() as tasks:
@@ -83,7 +87,10 @@ async def test_a_worker_killed_during_the_update_is_named(nats_url: str, fleet: 
 
 
 async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The only worker is killed in the middle: exit code 4. What was recorded holds: started again it has version 2."""
+    """If the only worker is killed during the update, the command exits with 4.
+
+    The record remains valid: the worker has version 2 after its restart.
+    """
     one, two = folders(tmp_path)
     slow: dict[str, Any] = {"faults": {"load_s": 2.0}}
     async with serving(nats_url, fleet, one, 1, **slow) as (rb, [process]), asyncio.TaskGroup() as tasks:
@@ -111,9 +118,12 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
 async def test_a_worker_that_could_not_load_serves_nothing(
     fault: str, code: str, state: WorkerState, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """Exit code 3: it keeps its version, says why and takes nothing; the other serves; a restart brings it back."""
+    """A worker that cannot load keeps its version, reports the reason and accepts nothing; the exit code is 3.
+
+    The other worker serves. A restart makes the failed worker serve the new version.
+    """
     one, two = folders(tmp_path)
-    fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first is the proof at the start
+    fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first load is the one of the start
     async with serving(nats_url, fleet, one, 1) as (rb, _):
         async with start(nats_url, fleet, "w1", one, **fails):
             await rb.fleet.wait_for_workers(2)
@@ -137,7 +147,7 @@ async def test_a_worker_that_could_not_load_serves_nothing(
 
 @pytest.mark.proves("P19")
 async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An engine that says ok and routes otherwise: its canary differs from the others', and it serves nothing."""
+    """An engine that reports success but routes wrongly serves nothing: its canary differs from the others."""
     one, two = folders(tmp_path)
     lies: dict[str, Any] = {"faults": {"load": "wrong_experts", "good_loads": 1}}
     async with serving(nats_url, fleet, one, 2) as (rb, _), start(nats_url, fleet, "w2", one, **lies):
@@ -153,7 +163,10 @@ async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fl
 
 
 async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Exit code 1, one line that says so, and a worker that starts afterwards is not led to weights that nobody has."""
+    """If all workers fail, the command exits with 1 and an error line, and the desired state is restored.
+
+    The desired state contains no weights, so all workers stay at their version.
+    """
     one, two = folders(tmp_path)
     fails: dict[str, Any] = {"faults": {"load": "refused", "good_loads": 1}}
     async with serving(nats_url, fleet, one, 2, **fails) as (rb, _):
@@ -172,7 +185,7 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
 async def test_before_the_first_update_there_are_the_weights_of_the_start(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """All loaded something else than was expected, and nothing was desired before: they go back to their own."""
+    """If all workers load unexpected weights and no weights were desired before, they return to their start weights."""
     one, two = folders(tmp_path)
     path = tmp_path / "canary.json"
     async with serving(nats_url, f"{fleet}-other", two, 1):
@@ -193,7 +206,10 @@ async def test_before_the_first_update_there_are_the_weights_of_the_start(
 
 
 async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An older version is refused, and nothing changed, unless --allow-rollback is given; then it is as it was."""
+    """A worker rejects an older version without a change, unless the command has --allow-rollback.
+
+    With it, the worker returns to the earlier results.
+    """
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1) as (rb, _):
         before = await rb.complete(ask())
@@ -210,9 +226,9 @@ async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path
 
 
 async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A canary of --json goes in as --expected-canary: the same weights pass, others are refused as not verified.
+    """With the canary of --json as --expected-canary, the same weights pass and other weights fail as not verified.
 
-    The only worker then goes back to the version before.
+    The only worker then returns to the version before.
     """
     one, two = folders(tmp_path)
     path = tmp_path / "canary.json"
@@ -232,7 +248,7 @@ async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet:
 
 
 async def test_weights_and_adapters_come_through_nats(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With --upload workers need no folder: they load what was sent, and so does one that starts afterwards."""
+    """With --upload, workers need no folder: they load the uploaded weights, also a worker that starts later."""
     one, two = folders(tmp_path / "theirs")
     mine = two.rename(tmp_path / "mine")
     async with serving(nats_url, fleet, one, 1) as (rb, _):
@@ -243,7 +259,7 @@ async def test_weights_and_adapters_come_through_nats(nats_url: str, fleet: str,
             await run_rollbus(nats_url, fleet, "drain", "w0")
             second = await rb.complete(ask())
 
-    # On a machine with a full disk a word of that stands on stderr.
+    # On a machine with a full disk, stderr contains a warning.
     assert ended.code == 0, ended.stderr
     assert {*first.weight_versions.tolist()} == {2}
     assert second.worker_ids == ("w1",)

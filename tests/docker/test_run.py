@@ -1,4 +1,4 @@
-"""`tests/docker/run` says what is missing before it does anything."""
+"""`tests/docker/run` reports missing programs before it does anything."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from tests.support.patience import SOON_S
 from tests.support.processes import ROOT
 
 USED = ("bash", "dirname", "env", "id", "mktemp", "rm", "sed")
-"""Programs that are on every machine."""
+"""Programs that every machine has."""
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run(clone: Path, **programs: str) -> subprocess.CompletedProcess[str]:
-    """Run the proof where there are no other programs than these; each is a line of shell."""
+    """Run `tests/docker/run` with no other programs than these; each program is a line of shell."""
     folder = clone.parent / "bin"
-    # No links: what is written here must never be the machine's own program.
+    # The folder contains no links, so that this code never overwrites the machine's own program.
     lines = {name: f'exec {shutil.which(name)} "$@"' for name in USED} | programs
     for name, line in lines.items():
         with (folder / name).open("x") as file:
@@ -41,7 +41,7 @@ def run(clone: Path, **programs: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_machine_without_docker_is_told_what_the_sandbox_needs(clone: Path) -> None:
-    """Each program that is missing is named, with the command that installs it."""
+    """The script names each program that the sandbox lacks, with the command that installs it."""
     done = run(clone, python3="exit 1", unshare="exit 1")
 
     assert done.returncode == 2
@@ -51,7 +51,7 @@ def test_a_machine_without_docker_is_told_what_the_sandbox_needs(clone: Path) ->
 
 
 def test_a_missing_tool_of_the_proof_is_named(clone: Path) -> None:
-    """Where Docker answers, the tools of the steps are looked for first."""
+    """If Docker answers, the script first checks for the tools of its steps."""
     done = run(clone, docker="exit 0", make="exit 0", curl="exit 0")
 
     assert (done.returncode, done.stderr) == (2, "tests/docker/run needs jq: apt-get install jq\n")
@@ -59,7 +59,7 @@ def test_a_missing_tool_of_the_proof_is_named(clone: Path) -> None:
 
 @pytest.mark.parametrize("docker", ["exit 0", "exit 1"])
 def test_a_fresh_clone_gets_its_environment_first(clone: Path, docker: str) -> None:
-    """The tests of the last step need `.venv`: it is made before all else, and the proof ends where it cannot be."""
+    """The script creates `.venv` first, because the tests of its last step need it, and ends if that fails."""
     sandbox = dict.fromkeys(("mmdebstrap", "slirp4netns", "unshare", "python3"), "exit 1")
     note = f'[ "$1" = info ] || echo docker "$@" >&2; {docker}'
     done = run(
