@@ -234,7 +234,7 @@ async def test_a_fence_that_is_not_confirmed_is_said(
 
 
 async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
-    """A version that is older than the recorded version or the workers' version is rejected.
+    """A version older than the recorded one, or not newer than the workers' version, is rejected.
 
     No worker receives the rejected command. A rollback requires `allow_rollback`.
     """

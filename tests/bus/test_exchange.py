@@ -94,9 +94,9 @@ async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str,
 async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offer(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An offer that arrives after its worker has stopped does not count.
+    """The attempt of an offer that is handled after its worker has stopped is lost.
 
-    The request continues on another incarnation.
+    Another incarnation continues the request from the received token.
     """
     monkeypatch.setattr("rollbus.bus.client.runtime.UNHEARD_S", 0.5)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

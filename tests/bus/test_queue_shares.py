@@ -62,7 +62,7 @@ async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> None:
-    """A kept request that is removed is not published later, and the requests behind it are."""
+    """If a request that the client keeps back is removed, it is not published, and the later requests are."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
         tokens = [await alice.send(b"%d" % number) for number in range(20)]
@@ -77,7 +77,7 @@ async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> 
 
 
 async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> None:
-    """If the client learns of no worker that accepted its requests, a probe finds the free share."""
+    """If the client learns of no worker that accepted its requests, a periodic publication finds the free share."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_per_client=1))
         tokens = [await alice.send() for _ in range(3)]
