@@ -1,6 +1,6 @@
-"""The invariants that hold after every test and fault, as checks.
+"""Checks of the invariants that hold after every test and fault.
 
-I1 to I3 are of results, I4 and I5 of what workers said to commands, I6 to I8 of what is left behind.
+I1 to I3 concern results, I4 and I5 concern the acks of workers to commands, and I6 to I8 concern leftovers.
 
 async with observing(server.url, fleet) as observer:
     async with ...workers and clients...:
@@ -39,9 +39,9 @@ from tests.support.waits import until
 __all__ = ["Observer", "assert_equal", "check_results", "check_stream", "observing"]
 
 ANSWER_S = patient(6.0)
-"""For one answer of JetStream: a cluster's list of consumers takes 4 s where one has no leader."""
+"""Timeout of one JetStream answer: a cluster needs 4 s to list consumers if one has no leader."""
 SOON_AFTER_S = 0.25
-"""For the answers of other servers of a cluster on the same machine."""
+"""Wait for the answers of the other servers of a cluster on the same machine."""
 ARRAYS = (
     "token_ids",
     "logprobs",
@@ -57,7 +57,7 @@ ARRAYS = (
 
 
 def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequest], *, legs: int = 1) -> None:
-    """Each request has exactly one result, complete and by the row rule; attempts and workers fit (I1 to I3).
+    """Assert that each request has one complete result with valid rows, attempts and workers (I1 to I3).
 
     Args:
         legs: how many workers may serve one attempt.
@@ -75,7 +75,7 @@ def check_results(results: Sequence[Generation], requests: Iterable[GenerateRequ
 
 
 def assert_equal(received: Generation, expected: Generation) -> None:
-    """Both are the same byte for byte, siblings included; how they came about may differ."""
+    """Assert that both results and their siblings are byte for byte equal; attempts and workers may differ."""
     assert (received.finish_reason, received.stop_reason) == (expected.finish_reason, expected.stop_reason)
     for name in ARRAYS:
         mine, other = getattr(received, name), getattr(expected, name)
@@ -93,7 +93,7 @@ def assert_equal(received: Generation, expected: Generation) -> None:
 
 
 def check_stream(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
-    """The chunks of each child are numbered without a gap, end once, and bring rows with their tokens (I1 to I3)."""
+    """Assert that each child request has gapless chunks, one terminal chunk, and the rows of its tokens (I1 to I3)."""
     assert {chunk.child for chunk in chunks} == set(range(request.sampling.n))
     for child in range(request.sampling.n):
         _check_child([chunk for chunk in chunks if chunk.child == child], request)
@@ -120,13 +120,15 @@ def _check_child(chunks: Sequence[Chunk], request: GenerateRequest) -> None:
 
 @contextlib.asynccontextmanager
 async def observing(url: str, fleet: str, *, num_servers: int = 1) -> AsyncIterator["Observer"]:
-    """Look at a fleet from outside; on leaving, nothing of what the block began is left (I7), nor was dropped (I8).
+    """Observe a fleet from outside and check its invariants at the end of the block.
 
-    Of commands that were given in the block, workers have kept what they said (I4, I5).
+    At the end no task, thread or connection of the block is left (I7), and the server has dropped no message (I8). For
+    the commands of the block, workers acted as their acks state (I4, I5).
 
     Args:
-        num_servers: of the cluster at `url`, all of which must run whenever the observer is asked. Messages of several
-            servers have no common order, and some are not heard: nothing is said of I4 and I5 there.
+        num_servers: servers of the cluster at `url`. All must run at each query of the observer. With more than one
+            server, I4 and I5 are not checked: messages of several servers have no common order, and the observer does
+            not receive all.
     """
     tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     async with opened(url) as connection:
@@ -141,7 +143,7 @@ async def observing(url: str, fleet: str, *, num_servers: int = 1) -> AsyncItera
         return [task.get_name() for task in asyncio.all_tasks() - tasks]
 
     async def threads_left() -> list[str]:
-        # What `asyncio.to_thread` uses stays with its event loop, and idles.
+        # The threads of `asyncio.to_thread` stay idle until their event loop closes.
         return [
             thread.name for thread in set(threading.enumerate()) - threads if not thread.name.startswith("asyncio_")
         ]
@@ -151,7 +153,7 @@ async def observing(url: str, fleet: str, *, num_servers: int = 1) -> AsyncItera
 
 
 class Observer:
-    """What the server and the workers say about one fleet; made by `observing`."""
+    """Queries the server and the workers about one fleet; `observing` creates it."""
 
     def __init__(self, connection: Connection, fleet: str, num_servers: int) -> None:
         self._nats = connection
@@ -160,17 +162,17 @@ class Observer:
         self._root = self._subjects.ping.removesuffix("ping")
         self._hears_frames = False
         self.history = ControlHistory()
-        """What was heard of commands."""
+        """The observed commands, acks and frames."""
 
     async def listen(self) -> None:
-        """Hear of commands from now on, and of frames once there was one: most fleets are given none."""
+        """Record commands from now on, and frames after the first command: most fleets receive no command."""
         receive = self._nats._process_msg
 
         async def note(sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
             self.history.take(subject.decode(), data)
             await receive(sid, subject, reply, data, headers)
 
-        # Here messages still are in the order in which they came; handlers have one of their own for each subscription.
+        # Here the messages still have their order of arrival; each subscription has a separate handler.
         self._nats._process_msg = note  # type: ignore[method-assign]
         for kind in ("control.*", "ack.*.*"):
             await subscribe(self._nats, f"{self._root}{kind}", self._hear_frames)
@@ -184,27 +186,27 @@ class Observer:
                 await subscribe(self._nats, f"{self._root}{kind}", _ignore)
 
     async def check_at_rest(self) -> None:
-        """Once all requests have ended: nothing waits or is in hand, and no worker works or holds anything (I6, I7).
+        """Wait until no queue holds a request and no worker has requests or buffered bytes (I6, I7).
 
-        No worker owes an answer to a command (I5).
+        Wait also until each accepted command has its final ack (I5).
         """
         await until(self.queued, {})
         await until(self.busy_workers, {})
         await until(self.unanswered, [])
 
     async def unanswered(self) -> list[str]:
-        """Commands that a worker has accepted, and said nothing final of."""
+        """Return the commands that a worker has accepted without a final ack."""
         return self.history.unanswered({presence.incarnation for presence in (await self.presences()).values()})
 
     async def queued(self) -> dict[str, Mapping[str, int]]:
-        """By stream and consumer, what is in it; those without are left out. Every stream is within its bounds (I6)."""
+        """Return the counts of non-empty streams and consumers; assert that each stream is within its bounds (I6)."""
         found: dict[str, Mapping[str, int]] = {}
         names = await self._ask("$JS.API.STREAM.NAMES", {"subject": f"{self._root}>"})
         for name in names["streams"] or []:
             stream = await self._ask(f"$JS.API.STREAM.INFO.{name}")
             config, state = stream["config"], stream["state"]
             assert 0 < config["max_msgs"] >= state["messages"]
-            # Where the disk is too small for its bound, the server's own bound holds.
+            # If the disk is too small for the bound of the stream, the server's own bound applies.
             assert config["max_bytes"] == -1 or 0 < config["max_bytes"] >= state["bytes"]
             if state["messages"]:
                 found[name] = {"messages": state["messages"]}
@@ -216,7 +218,7 @@ class Observer:
         return found
 
     async def busy_workers(self) -> dict[str, tuple[int, int]]:
-        """Requests in flight and bytes held, by worker; those with neither are left out."""
+        """Return the requests in flight and the held bytes of each worker that has any."""
         presences = await self.presences()
         return {
             worker: (presence.in_flight, presence.held_bytes)
@@ -225,7 +227,7 @@ class Observer:
         }
 
     async def presences(self) -> dict[str, WorkerPresence]:
-        """What each worker that is connected says now."""
+        """Ping the workers and return the presence of each connected worker."""
         found: dict[str, WorkerPresence] = {}
         changed = asyncio.Event()
 
@@ -246,14 +248,14 @@ class Observer:
         return found
 
     async def workers(self) -> set[str]:
-        """Workers that are connected, by the names of their subscriptions."""
+        """Return the names of connected workers, as their subscriptions show them."""
         links = self._subjects.links_to("x").removesuffix("x")
         connections = await self._list_connections()
         subjects = [subject for connection in connections for subject in connection.get("subscriptions_list") or []]
         return {subject.removeprefix(links) for subject in subjects if subject.startswith(links)}
 
     async def connections(self) -> list[str]:
-        """The names of connections that have a subscription in the fleet."""
+        """Return the names of all other connections with a subscription in the fleet."""
         return [
             str(connection.get("name"))
             for connection in await self._list_connections()
@@ -262,12 +264,12 @@ class Observer:
         ]
 
     async def pending_bytes(self, name: str) -> int:
-        """What lies in the server for the connections with `name` in their names."""
+        """Return the bytes that the server buffers for connections whose names contain `name`."""
         found = [connection for connection in await self._list_connections() if name in str(connection.get("name"))]
         return sum(int(connection["pending_bytes"]) for connection in found)
 
     async def num_slow_consumers(self) -> int:
-        """Connections that the server gave up for being slow, since its start: each means dropped messages."""
+        """Return the number of connections that the server closed as slow consumers; each closed one lost messages."""
         # Servers without a connection of the account do not answer.
         answers = await self._ask_servers("$SYS.REQ.ACCOUNT.PING.STATZ", num_wanted=1)
         return sum(
@@ -285,7 +287,7 @@ class Observer:
     async def _ask_servers(
         self, subject: str, question: object = None, *, num_wanted: int | None = None
     ) -> list[dict[str, Any]]:
-        """The answers of all servers of the cluster; of some, with `num_wanted`, those that come soon after these."""
+        """Return the answers of all servers; with `num_wanted`, wait for this number and then briefly for more."""
         num_wanted = num_wanted or self._num_servers
         answers: list[dict[str, Any]] = []
         has_all = asyncio.Event()
@@ -311,7 +313,7 @@ class Observer:
         payload = b"" if question is None else json.dumps(question).encode()
         async with asyncio.timeout(SOON_S):
             while True:
-                # A cluster leaves unanswered what comes while it elects a leader.
+                # A cluster does not answer a request during a leader election.
                 with contextlib.suppress(nats_errors.TimeoutError):
                     answer = await self._nats.request(subject, payload, timeout=ANSWER_S)
                     break
@@ -321,4 +323,4 @@ class Observer:
 
 
 async def _ignore(_message: Msg) -> None:
-    """The history has taken it."""
+    """Ignore the message, which the history has already recorded."""

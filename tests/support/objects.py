@@ -1,4 +1,4 @@
-"""Buckets of objects as tests use them."""
+"""Object store buckets for tests."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from rollbus.bus.nats.jetstream import ask
 __all__ = ["BUCKET_BYTES", "files_in", "fresh_bucket", "stored_messages", "write_folder"]
 
 BUCKET_BYTES = 64 * 1024**2
-"""Small: it is set aside on a server that all tests share."""
+"""Small, because a bucket reserves its size on the server that all tests share."""
 
 
 @contextlib.asynccontextmanager
 async def fresh_bucket(nats: Connection) -> AsyncIterator[str]:
-    """Name a bucket that is not there yet; it is deleted on leaving."""
+    """Return the name of a bucket that does not exist yet, and delete the bucket at the end of the block."""
     bucket = f"test-{uuid.uuid4().hex[:12]}"
     try:
         yield bucket
@@ -29,13 +29,13 @@ async def fresh_bucket(nats: Connection) -> AsyncIterator[str]:
 
 
 async def stored_messages(nats: Connection, bucket: str) -> int:
-    """How many parts and descriptions a bucket holds."""
+    """Return the number of messages in a bucket: object chunks and descriptions."""
     messages: int = (await ask(nats, f"STREAM.INFO.OBJ_{bucket}"))["state"]["messages"]
     return messages
 
 
 def write_folder(folder: Path, **sizes: int) -> Path:
-    """Write files of random bytes; `__` in a name is a folder."""
+    """Write files of random bytes; `__` in a name separates folders."""
     for name, size in sizes.items():
         path = folder / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,5 +44,5 @@ def write_folder(folder: Path, **sizes: int) -> Path:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """All files below a folder, by path."""
+    """Return all files below a folder, by path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

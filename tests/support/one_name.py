@@ -1,4 +1,4 @@
-"""Under which names a process has imported files of ours."""
+"""The names under which a process has imported files of this repository."""
 
 import sys
 from pathlib import Path
@@ -7,16 +7,16 @@ __all__ = ["FOLDERS", "ROOT", "misnamed"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
-"""The parts of `rollbus`, at the top of the repository."""
+"""The packages of `rollbus`, at the top of the repository."""
 
 
 def misnamed() -> list[str]:
-    """The modules of this process with a file in one of our folders, and a name that does not begin with `rollbus.`."""
+    """Return modules of this process from one of `FOLDERS` whose name does not begin with `rollbus.`."""
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         spec = getattr(module, "__spec__", None)
-        # A program that was started with -m is called __main__, and its spec has its name.
+        # A program started with -m has the module name __main__; its spec has the real name.
         names = {spec.name if name == "__main__" and spec is not None else name}
         if file is not None and not all(known.startswith("rollbus.") for known in names):
             path = Path(file).resolve()

@@ -1,4 +1,4 @@
-"""A collector for tests: takes OTLP over HTTP in a thread of the test's own process, and keeps the spans."""
+"""A trace collector for tests, which receives OTLP over HTTP in a thread of the test process and stores the spans."""
 
 import contextlib
 import gzip
@@ -20,7 +20,7 @@ __all__ = ["Collector", "ReceivedSpan", "collector"]
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """One span, as it came."""
+    """One received span."""
 
     service: str
     name: str
@@ -39,27 +39,27 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """What has come so far."""
+    """The received spans and the configured answer."""
 
     url: str = ""
     status: int = 200
-    """With which it answers."""
+    """The HTTP status of each answer."""
     answers: threading.Event = field(default_factory=threading.Event)
-    """While not set, requests wait for their answer."""
+    """Requests wait for their answer until this event is set."""
     spans: list[ReceivedSpan] = field(default_factory=list)
 
     def named(self, name: str) -> list[ReceivedSpan]:
-        """The spans whose names begin so, in the order of their beginnings."""
+        """Return the spans with this first word in their names, in the order of their start."""
         found = [span for span in self.spans if span.name.split(" ")[0] == name]
         return sorted(found, key=lambda span: span.start_ns)
 
     async def until(self, name: str, count: int) -> list[ReceivedSpan]:
-        """Wait for so many spans of that name."""
+        """Wait for at least `count` spans with this name and return them."""
         await until_true(lambda: len(self.named(name)) >= count)
         return self.named(name)
 
     def take(self, body: bytes) -> None:
-        """Decode a request."""
+        """Decode a request and store its spans."""
         for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             service = _values(of_resource.resource.attributes)["service.name"]
             for of_scope in of_resource.scope_spans:
@@ -94,7 +94,7 @@ def _value(value: Any) -> Any:
 
 @contextlib.contextmanager
 def collector() -> Iterator[Collector]:
-    """Listen until the block ends."""
+    """Run a collector until the block ends."""
     received = Collector()
     received.answers.set()
 

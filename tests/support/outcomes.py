@@ -1,4 +1,4 @@
-"""How requests and commands end, well or not."""
+"""Outcomes of requests and commands: results or errors."""
 
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -13,7 +13,7 @@ E = TypeVar("E", bound=Exception)
 
 
 async def outcome(completing: Awaitable[Generation]) -> Generation | RequestError:
-    """What comes of a request, well or not."""
+    """Return the result of a request, or its error."""
     try:
         return await completing
     except RequestError as exc:
@@ -21,12 +21,12 @@ async def outcome(completing: Awaitable[Generation]) -> Generation | RequestErro
 
 
 async def error_of(failing: Awaitable[object], kind: type[E]) -> E:
-    """The error of what must fail."""
+    """Assert that the awaitable raises an error of this class; return the error."""
     with pytest.raises(kind) as caught:
         await failing
     return caught.value
 
 
 async def incomplete(command: Awaitable[CommandResult]) -> CommandIncomplete:
-    """The error that a command ends with."""
+    """Return the error of an incomplete command."""
     return await error_of(command, CommandIncomplete)

@@ -1,4 +1,4 @@
-"""What workers say of themselves, made by hand where no worker runs."""
+"""Presence of workers, for tests without real workers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["capabilities", "presence"]
 
 
 def presence(**fields: Any) -> WorkerPresence:
-    """An idle worker that serves, but for `fields`."""
+    """Return the presence of an idle worker in the state `serving`; `fields` replace its values."""
     idle: dict[str, Any] = {
         "worker": "w",
         "incarnation": "1",
@@ -24,7 +24,7 @@ def presence(**fields: Any) -> WorkerPresence:
 
 
 def capabilities(**fields: Any) -> Capabilities:
-    """A small dense model, but for `fields`."""
+    """Return the capabilities of a small dense model; `fields` replace their values."""
     small: dict[str, Any] = {
         "engine": "e",
         "engine_version": "1",

@@ -1,4 +1,4 @@
-"""Python programs as child processes of a test, and the waiting for processes to be gone."""
+"""Python programs as child processes of a test, and checks of processes."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def python_program(source: str, temporary: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run `source` in a new interpreter, in a session of its own; it is killed on leaving if it still runs.
+    """Run `source` in a new interpreter and session; kill it at the end of the block if it still runs.
 
-    Its temporary files go to the folder `temporary`, if given.
+    If the folder `temporary` is given, the program stores its temporary files there.
     """
     program = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],
@@ -37,7 +37,7 @@ def python_program(source: str, temporary: Path | None = None) -> Iterator[subpr
 
 
 def read_line(program: subprocess.Popen[str]) -> str:
-    """Read one line of the program's output; fails if it ended without one."""
+    """Read one line of the program's output; fail if the program ends before it prints a line."""
     if program.stdout is None:
         raise ValueError("the program's output is not a pipe")
     line = program.stdout.readline()
@@ -47,7 +47,7 @@ def read_line(program: subprocess.Popen[str]) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process runs; one that has ended but was not reaped yet does not."""
+    """Return True if a process runs; a zombie does not run."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -64,7 +64,7 @@ def parent_of(pid: int) -> int:
 
 
 def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Poll `condition`, for what cannot be waited for, such as other processes' children; False after a minute."""
+    """Poll `condition`, for example about children of other processes; return False after `SOON_S`."""
     deadline_s = time.monotonic() + SOON_S
     while not condition():
         if time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""Both ends of a queue, as tests use them: publishing with results to wait for, pulling into a list."""
+"""Both ends of a queue: a client that collects publish results, and a worker that collects pulled requests."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ MODEL = "Qwen/Qwen3-30B"
 
 
 class Publishing:
-    """A client that publishes requests; made by `publishing`."""
+    """A client that publishes requests; `publishing` creates it."""
 
     def __init__(self, nats: Connection, fleet: str, name: str) -> None:
         self.nats = nats
@@ -43,7 +43,7 @@ class Publishing:
         msg_id: str | None = None,
         ttl_s: float = 60.0,
     ) -> str:
-        """Publish without waiting; returns the token."""
+        """Publish without waiting; return the token."""
         token = f"token-{next(self._numbers)}"
         await self.publisher.publish(
             token=token, model=model, lane=lane, data=data, msg_id=msg_id or f"{self.name}.{token}", ttl_s=ttl_s
@@ -51,7 +51,7 @@ class Publishing:
         return token
 
     async def result(self, token: str) -> PublishResult:
-        """Wait for what became of a publish: the first result, if there should be several."""
+        """Wait for the first result of a publish."""
         while token not in self.results:
             self._arrived.clear()
             await self._arrived.wait()
@@ -70,18 +70,18 @@ class Publishing:
         return await self.result(await self.send(data, lane=lane, model=model, msg_id=msg_id, ttl_s=ttl_s))
 
     async def may_be_stored(self, seq: int, lane: Lane = "normal") -> bool:
-        """Whether the queue may hold the request with this number, stored just now."""
+        """Return True if the queue may hold the request that it stored just now under this number."""
         return (await stored_in(self.nats, Subjects(self.fleet), MODEL, lane)).may_hold(seq, 0.0)
 
     async def publish_all(self, *requests: bytes, lane: Lane = "normal") -> None:
-        """Publish several, which must all be stored."""
+        """Publish these requests and assert that the queue stores all of them."""
         tokens = [await self.send(data, lane=lane) for data in requests]
         for token in tokens:
             assert (await self.result(token)).ok
 
 
 class Pulling:
-    """A worker that pulls requests; made by `pulling`."""
+    """A worker that pulls requests; `pulling` creates it."""
 
     def __init__(self, nats: Connection, fleet: str, model: str, capacity: int, limits: QueueLimits | None) -> None:
         self.nats = nats
@@ -101,28 +101,28 @@ class Pulling:
 
     @property
     def num_unseen(self) -> int:
-        """Requests that were handed over and not looked at yet."""
+        """Number of pulled requests that the test has not read yet."""
         return self._requests.qsize()
 
     async def take(self) -> QueuedRequest:
-        """Wait for the next request; it stays in hand."""
+        """Wait for the next request; it stays unacked."""
         return await self._requests.get()
 
     async def finish(self, request: QueuedRequest) -> bytes:
-        """Ack a request and have room for another; returns its content."""
+        """Ack a request, free its slot and return its content."""
         await request.ack()
         self.num_held -= 1
         self.puller.wake()
         return request.data
 
     async def take_all(self, count: int) -> list[bytes]:
-        """Take and finish as many requests, one after another."""
+        """Receive and finish this number of requests, one after another."""
         return [await self.finish(await self.take()) for _ in range(count)]
 
 
 @contextlib.asynccontextmanager
 async def publishing(url: str, fleet: str, name: str = "alice") -> AsyncIterator[Publishing]:
-    """Publish from a connection of its own."""
+    """Run a publishing client with its own connection."""
     async with opened(url) as nats, asyncio.TaskGroup() as tasks:
         client = Publishing(nats, fleet, name)
         await client.publisher.start()
@@ -137,7 +137,7 @@ async def publishing(url: str, fleet: str, name: str = "alice") -> AsyncIterator
 async def pulling(
     url: str, fleet: str, *, model: str = MODEL, capacity: int = 1, limits: QueueLimits | None = None
 ) -> AsyncIterator[Pulling]:
-    """Pull on a connection of its own."""
+    """Run a pulling worker with its own connection."""
 
     async def wake() -> None:
         worker.puller.wake()

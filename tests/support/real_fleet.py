@@ -1,4 +1,4 @@
-"""vLLM worker processes behind the bus, which several files of tests share; and requests to them."""
+"""vLLM worker processes that several test files share, and requests to them."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ ENGINE_ARGS = {
     "dtype": "float32",
     "max_model_len": 8192,
     "max_num_seqs": 64,
-    # Room for 131,072 tokens; it is written with zeros when an engine starts.
+    # Enough for 131,072 tokens; an engine fills it with zeros when it starts.
     "kv_cache_memory_bytes": 1 << 28,
 }
 STOP_TIMEOUT_S = SOON_S
@@ -28,15 +28,15 @@ WEIGHT_VERSION = 5
 
 
 class RealWorkers:
-    """The vLLM workers of one fleet; some may be killed, and others started.
+    """The vLLM workers of one fleet; tests may kill some of them and start others.
 
     Args:
-        version: that the weights of `model` have.
-        cache: for what they fetch; None: where users have it.
-        engine_args: beside those that all engines have here.
+        version: version of the weights in `model`.
+        cache: folder for fetched objects; None selects the default of users.
+        engine_args: engine arguments in addition to `ENGINE_ARGS`.
 
     Attributes:
-        fleet: its name, of which `have` takes another one where a test has left workers that do not serve.
+        fleet: name of the fleet. `have` chooses a new name if a test has left workers that do not serve.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RealWorkers:
 
     @property
     def living(self) -> dict[str, psutil.Popen]:
-        """Those that run, by their ids."""
+        """The running workers, by worker id."""
         return {name: process for name, process in self._processes.items() if process.poll() is None}
 
     async def have(self, count: int) -> dict[str, psutil.Popen]:
-        """Start or stop workers until exactly so many serve; a start takes long, several hardly longer."""
+        """Start or stop workers until exactly `count` serve. One start takes long; several starts run in parallel."""
         if not await self._serve_still():
             self._kill()
             self.fleet = _new_name()
@@ -75,7 +75,10 @@ class RealWorkers:
         return self.living
 
     async def _serve_still(self) -> bool:
-        """Workers that served and are alive do so yet, or soon: no test has left them paused, or without weights."""
+        """Return True if all workers that served before and still run serve soon.
+
+        False means that a test has left a worker paused or without weights.
+        """
         try:
             await self._wait(len(self._served & self.living.keys()), SOON_S)
         except NoWorkers:
@@ -89,7 +92,7 @@ class RealWorkers:
             await rb.fleet.wait_for_workers(count, timeout_s=timeout_s)
 
     def stop(self) -> None:
-        """End all of them as an operator would."""
+        """Stop all workers with SIGTERM, as an operator would."""
         try:
             self._stop(*self.living)
         finally:
@@ -103,10 +106,10 @@ class RealWorkers:
     def _start(self) -> None:
         name = f"w{len(self._processes)}"
         arguments = ["--nats", self._nats_url, "--fleet", self.fleet, "--worker-id", name]
-        # All checkpoints that tests update to lie beside the first.
+        # All checkpoints of weight updates lie in the parent folder of the first checkpoint.
         model = ["--model", str(self._model), "--weight-root", str(self._model.parent)]
         options = ["--weight-version", str(self._version), "--engine-args", json.dumps(self._engine_args)]
-        # Killed workers are lost after their lease: as long as it may be without a core, and no longer.
+        # A killed worker is lost after its lease, so the lease is only as long as a worker may be without a core.
         options += ["--lease-s", f"{patient(5.0):g}", "--listen-s", "0", *self._cache]
         self._processes[name] = psutil.Popen([sys.executable, "-m", "rollbus.workers", *arguments, *model, *options])
 
@@ -121,11 +124,11 @@ def _new_name() -> str:
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
-    """Token ids without meaning, away from the special ones."""
+    """Return random token ids outside the range of special tokens."""
     return np.random.default_rng(seed).integers(10, 500, length)
 
 
 def greedy(length: int, max_tokens: int, seed: int = 0, **fields: object) -> GenerateRequest:
-    """A greedy request that does not end early."""
+    """Return a greedy request that does not end early."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=prompt(length, seed), sampling=sampling, **fields)  # type: ignore[arg-type]

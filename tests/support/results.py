@@ -1,4 +1,4 @@
-"""Comparing what vLLM gave twice: in float32 tokens and expert sets are equal, logprobs to a tolerance."""
+"""Comparison of two vLLM results: in float32 tokens and expert sets are equal, and logprobs agree to a tolerance."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from rollbus import Generation
 __all__ = ["TOLERANCE", "assert_same", "expert_sets"]
 
 TOLERANCE = 1e-4
-"""Of logprobs, between different kernels and batches in float32."""
+"""Tolerance of logprobs between different kernels and batches in float32."""
 
 
 def expert_sets(rows: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """Rows with the experts of each layer sorted: vLLM does not order them."""
+    """Return rows with sorted experts in each layer, because vLLM does not order them."""
     assert rows is not None
     return np.sort(rows, axis=-1)
 
 
 def assert_same(received: Generation, expected: Generation) -> None:
-    """Tokens and expert sets are equal, logprobs to the tolerance."""
+    """Assert that tokens and expert sets are equal and that logprobs agree to the tolerance."""
     np.testing.assert_array_equal(received.token_ids, expected.token_ids)
     assert received.logprobs is not None
     assert expected.logprobs is not None

@@ -1,4 +1,4 @@
-"""Whether the installed vLLM returns routed experts on this machine: from 0.31 on it does so on GPUs only."""
+"""A check whether the installed vLLM returns routed experts on this machine; from 0.31 on it does so only on GPUs."""
 
 import functools
 
@@ -10,7 +10,7 @@ __all__ = ["no_routing_here"]
 
 @functools.cache
 def no_routing_here() -> str | None:
-    """Return why it does not; None: it does."""
-    # Before vLLM is imported, which this does.
+    """Return why vLLM returns no routed experts here, or None if it returns them."""
+    # The environment must be set before `cpu_refusal` imports vLLM.
     set_environment("", None)
     return cpu_refusal()

@@ -1,4 +1,4 @@
-"""Requests with all that an engine makes of them, cut into steps, and what must come out at the other end."""
+"""Requests with the complete output of an engine, split into steps, and the expected result at the client."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,22 +27,22 @@ VERSION = 7
 
 @dataclass(frozen=True)
 class Scenario:
-    """A request, its model's routing, and the steps of an engine that serves it."""
+    """A request, the shape of its model's routed experts, and the steps of the engine that serves it."""
 
     request: GenerateRequest
     routing: RoutedExpertsInfo | None
     steps: list[RequestStep]
     versions: list[int]
-    """Of the weights, for each step."""
+    """The weight version of each step."""
     arrays: dict[str, npt.NDArray[Any] | None]
-    """What the whole answer is, by the names of a `Generation`."""
+    """The arrays of the complete result, by their names in `Generation`."""
     masks: list[list[int]] | None = None
-    """What each token was sampled from; None: the engine makes no masks."""
+    """The sampling mask of each token; None if the engine makes no masks."""
     lora_versions: list[int] | None = None
-    """Of the adapter, for each step; None: the request uses none."""
+    """The adapter version of each step; None if the request uses no adapter."""
 
     def writer(self, segment_bytes: int = 2**20, key: RequestKey | None = None) -> ChunkWriter:
-        """A writer as a worker makes it."""
+        """Return a chunk writer like that of a worker."""
         return ChunkWriter(
             RequestKey("r") if key is None else key,
             prompt_len=self.request.prompt_len,
@@ -52,11 +52,11 @@ class Scenario:
         )
 
     def stream(self) -> ResponseStream:
-        """A stream as a client makes it for `complete`."""
+        """Return a response stream like that of a client in `complete`."""
         return ResponseStream(self.request, child=0, attempt=0, keep=True)
 
     def chunks(self, segment_bytes: int = 2**20, gather: int = 1) -> list[Chunk]:
-        """All chunks, where each `gather` steps are taken before any chunk leaves."""
+        """Return all chunks; the writer adds `gather` steps before it writes chunks."""
         writer = self.writer(segment_bytes)
         chunks: list[Chunk] = []
         lora_versions: Sequence[int | None] = self.lora_versions or [None] * len(self.steps)
@@ -68,7 +68,7 @@ class Scenario:
 
 
 def drain(writer: ChunkWriter) -> list[Chunk]:
-    """Everything that is unsent."""
+    """Return all unsent chunks."""
     chunks: list[Chunk] = []
     while (chunk := writer.next_chunk()) is not None:
         chunks.append(chunk)
@@ -76,7 +76,7 @@ def drain(writer: ChunkWriter) -> list[Chunk]:
 
 
 def assert_complete(scenario: Scenario, chunks: Sequence[Chunk]) -> None:
-    """The chunks are accepted, numbered without a gap, and hold the whole answer and nothing else."""
+    """Assert that the chunks are valid, have no gap in their numbers, and hold exactly the complete result."""
     stream = scenario.stream()
     delivered = [chunk for part in chunks for chunk in stream.add(part)]
 
@@ -104,7 +104,7 @@ def make_scenario(
     routing: RoutedExpertsInfo | None = None,
     widths: tuple[int | None, int | None] = (0, None),
 ) -> Scenario:
-    """A random answer of `cuts[-1]` tokens, of which step i ends before token `cuts[i]`.
+    """Make a random result of `cuts[-1]` tokens, in which step i ends before token `cuts[i]`.
 
     Args:
         widths: `sampling.logprobs` and `sampling.prompt_logprobs`.
@@ -142,7 +142,7 @@ def _logprobs(rng: np.random.Generator, prefix: str, count: int, width: int | No
 
 
 def _steps(arrays: dict[str, Any], cuts: Sequence[int], start: int) -> Iterator[RequestStep]:
-    """Cut an answer into steps as an engine does: each brings the rows of what it computed."""
+    """Split a result into steps as an engine does: each step has the rows that it computed."""
     rows, logprobs = arrays["routed_experts"], arrays["logprobs"]
     prompt_rows = 0 if rows is None else len(rows) - (cuts[-1] - 1)
     begin = 0
@@ -176,7 +176,7 @@ def _top(ids: npt.NDArray[Any] | None, logprobs: npt.NDArray[Any] | None) -> Top
 
 
 def _hand_rows_late(scenario: Scenario, by: int) -> None:
-    """Let each step's rows come `by` steps later, and what is left with the last."""
+    """Delay the rows of each step by `by` steps; the last step has all remaining rows."""
     steps, routing = scenario.steps, scenario.routing
     rows = scenario.arrays["routed_experts"]
     if rows is None or routing is None:
@@ -192,7 +192,7 @@ def _hand_rows_late(scenario: Scenario, by: int) -> None:
 
 
 def with_masks(scenario: Scenario, masks: list[list[int]]) -> Scenario:
-    """The same from an engine that makes these sampling masks, one for each token."""
+    """Return the scenario with these sampling masks, one for each token."""
     at = 0
     for step in scenario.steps:
         own = masks[at : at + len(step.token_ids)]
@@ -204,7 +204,10 @@ def with_masks(scenario: Scenario, masks: list[list[int]]) -> Scenario:
 
 @st.composite
 def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
-    """Any prompt, start, answer, routing, logprobs and split into steps, with an adapter that is swapped or without."""
+    """Draw a scenario with any prompt, start, result, routed experts, logprobs and steps.
+
+    With `uses_lora` the request uses an adapter whose version changes between steps.
+    """
     prompt_len = draw(st.integers(1, 30))
     num_tokens = draw(st.integers(1, 20))
     num_experts = draw(st.sampled_from([0, 1, 16, 256, 257, 60_000]))
@@ -224,7 +227,7 @@ def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
     )
     _hand_rows_late(scenario, draw(st.sampled_from([0, 0, 1, 100])))
     if draw(st.booleans()):
-        # At most 50 ids, so that they fit the smallest parts.
+        # At most 50 ids, so that a mask fits the smallest segment.
         some_ids = st.lists(st.integers(0, 999), min_size=1, max_size=50)
         masks = draw(st.lists(some_ids, min_size=num_tokens, max_size=num_tokens))
         scenario = with_masks(scenario, masks)
@@ -237,6 +240,6 @@ def scenarios(draw: st.DrawFn, *, uses_lora: bool = False) -> Scenario:
 
 
 def simple() -> Scenario:
-    """A prompt of 2 and 2 tokens in two steps, with routing of 1 layer, top 1."""
+    """Return a scenario with a prompt of 2 tokens, 2 steps of one token, and routed experts of 1 layer and top 1."""
     routing = RoutedExpertsInfo(num_layers=1, top_k=1, num_experts=4, dtype="u1")
     return make_scenario(np.random.default_rng(0), prompt_len=2, cuts=[1, 2], routing=routing)
