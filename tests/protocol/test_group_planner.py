@@ -167,7 +167,7 @@ def test_a_step_without_prompts_takes_what_is_left() -> None:
 
 
 def test_a_step_of_failures_ends() -> None:
-    """As many failures as groups may run at once end a step, so that endless prompts that all fail do not hang it."""
+    """As many failures as groups may run at once end a step, so that prompts that always fail cannot block it."""
     planner = GroupPlanner(need=1, limit=2, max_lag=None)
     planner.begin_step({})
     for group in range(2):

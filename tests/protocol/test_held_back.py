@@ -1,4 +1,4 @@
-"""What a client keeps back while its share of a lane is full: in order, each once, none forgotten."""
+"""The requests that a client holds while its share of a lane is full: in order, each once, none lost."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ SUBJECTS = ("normal", "high")
 
 
 class World:
-    """A client that publishes, and a naive queue with a share of `SHARE` for each subject."""
+    """A client that publishes, and a simple queue with a share of `SHARE` for each subject."""
 
     def __init__(self) -> None:
         self.held_back = HeldBack()
@@ -47,13 +47,13 @@ class World:
         self.held_back.add(self.subject_of[number], number)
 
     def accept(self, subject: str) -> None:
-        """A worker takes the first request."""
+        """Let a worker accept the first request."""
         if self.queued[subject]:
             self.queued[subject].pop(0)
             self.held_back.add_room(subject)
 
     def lose_room(self, subject: str) -> None:
-        """A request leaves without a word to the client."""
+        """Remove a request without a notification to the client."""
         self.queued[subject] = self.queued[subject][1:]
 
     def discard(self, which: int) -> None:
@@ -87,7 +87,7 @@ EVENTS: st.SearchStrategy[Callable[[World], None]] = st.one_of(
 @pytest.mark.proves("P44")
 @given(st.lists(EVENTS, max_size=60))
 def test_what_is_kept_back_is_stored_in_order_and_once(events: list[Callable[[World], None]]) -> None:
-    """Whatever happens: all that was not discarded is stored in the end, once, in the order of publishing."""
+    """After any events, each request that was not discarded is finally stored once, in the order of publication."""
     world = World()
     for event in events:
         event(world)
@@ -105,7 +105,10 @@ def test_what_is_kept_back_is_stored_in_order_and_once(events: list[Callable[[Wo
 
 
 def test_a_full_share_is_followed_by_one_request_for_each_that_leaves() -> None:
-    """While nothing leaves the queue, nothing is tried but by a probe."""
+    """While no request leaves the queue, the client publishes a held request only as a probe.
+
+    Each request that leaves releases one held request.
+    """
     world = World()
     for _ in range(10):
         world.publish("normal")

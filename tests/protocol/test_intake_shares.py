@@ -1,4 +1,4 @@
-"""Placed requests and those of the queue take turns: neither a flood nor ignorance of the queue starves anybody."""
+"""Placed and queued requests take turns, so that neither a flood of requests nor an unknown queue starves a client."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ asks = st.tuples(st.sampled_from(CLIENTS), LANES, WAITING)
 
 
 def placed(shares: IntakeShares, client: str = "a", now: float = 0.0, *, num_free: int = 1) -> bool:
-    """One request of lane normal while others wait in the same lane."""
+    """Try to accept a placed request of lane normal while requests of that lane wait in the queue."""
     return shares.admit_placed(client, "normal", NORMAL, num_free=num_free, now=now)
 
 
@@ -28,7 +28,7 @@ def placed(shares: IntakeShares, client: str = "a", now: float = 0.0, *, num_fre
 def test_while_requests_wait_the_queue_has_every_second_slot(
     events: list[tuple[str, Lane, tuple[Lane, ...]] | None],
 ) -> None:
-    """At any time at most one more placed request was admitted than of the queue, however they come."""
+    """At any time, at most one more placed request than queued requests was accepted, in any order of arrival."""
     shares = IntakeShares()
     num_placed = num_queued = in_turn = 0
     for event in events:
@@ -47,7 +47,7 @@ def test_while_requests_wait_the_queue_has_every_second_slot(
 
 @given(st.integers(1, 40))
 def test_a_flood_of_placed_requests_gets_half_of_the_slots(num_slots: int) -> None:
-    """With a flood of both, slots go to them in turns; neither waits for more than the one slot of the other."""
+    """If both kinds of requests are plentiful, slots alternate between placed and queued requests."""
     shares = IntakeShares()
     given_to = []
     for _ in range(num_slots):
@@ -62,7 +62,7 @@ def test_a_flood_of_placed_requests_gets_half_of_the_slots(num_slots: int) -> No
 
 @given(st.lists(st.tuples(st.sampled_from(CLIENTS), LANES), max_size=50))
 def test_with_an_empty_queue_placed_requests_take_everything(requests: list[tuple[str, Lane]]) -> None:
-    """Nobody is kept from a free slot that nobody else waits for, whatever was given before."""
+    """If the queue is empty, placed requests get every free slot, whatever was accepted before."""
     shares = IntakeShares()
     placed(shares)
     for client, lane in requests:
@@ -71,7 +71,7 @@ def test_with_an_empty_queue_placed_requests_take_everything(requests: list[tupl
 
 @given(st.integers(1, 64), st.integers(1, 200))
 def test_while_the_queue_is_unknown_half_of_the_free_slots_stay_free(num_slots: int, num_asked: int) -> None:
-    """A worker whose slots all become free at once gives away half of them before it has asked the queue, or one."""
+    """Before a worker knows the queue, placed requests get at most half of its free slots, and at least one."""
     shares = IntakeShares()
     free = num_slots
     for _ in range(num_asked):
@@ -82,7 +82,10 @@ def test_while_the_queue_is_unknown_half_of_the_free_slots_stay_free(num_slots: 
 
 
 def test_a_slot_after_another_is_left_for_the_queue_until_it_is_known() -> None:
-    """With one slot at a time an unknown queue gets every second one, so that the worker pulls and learns of it."""
+    """While the queue is unknown and one slot is free at a time, every second slot is for the queue.
+
+    The worker then pulls and learns the queue's state.
+    """
     shares = IntakeShares()
     ask: Callable[[], bool] = lambda: shares.admit_placed("a", "normal", None, num_free=1, now=0.0)  # noqa: E731
 
@@ -95,7 +98,7 @@ def test_a_slot_after_another_is_left_for_the_queue_until_it_is_known() -> None:
 
 @given(st.lists(st.sampled_from(["queued", *CLIENTS, *["a"] * 5]), max_size=300))
 def test_no_client_gets_more_than_its_share_of_the_placed_ones(events: list[str]) -> None:
-    """Of the clients that ask, none is given more than one request ahead of another, however often one of them asks."""
+    """No client gets more than one placed request more than another, however often it asks."""
     shares = IntakeShares()
     for client in CLIENTS:
         placed(shares, client)
@@ -110,7 +113,7 @@ def test_no_client_gets_more_than_its_share_of_the_placed_ones(events: list[str]
 
 
 def test_a_client_that_asks_no_more_holds_up_nobody() -> None:
-    """A share is kept for a client for as long as it asks; then the others have all of the placed ones."""
+    """A client keeps its share only while it asks. After that, the other clients get all placed requests."""
     shares = IntakeShares()
     assert placed(shares, "flood")
     assert not placed(shares, "other")
@@ -123,7 +126,7 @@ def test_a_client_that_asks_no_more_holds_up_nobody() -> None:
 
 
 def test_a_client_that_comes_later_has_no_claim_on_what_was_given_before() -> None:
-    """A newcomer is given as much as the others from now on, and not first what they had already."""
+    """A new client gets the same share as the others from now on, and does not catch up on earlier requests."""
     shares = IntakeShares()
     for _ in range(20):
         placed(shares, "first")
@@ -138,7 +141,7 @@ def test_a_client_that_comes_later_has_no_claim_on_what_was_given_before() -> No
 
 
 def test_the_clients_that_are_told_apart_are_bounded() -> None:
-    """Any number of clients may ask; the oldest are forgotten, which costs nobody a share."""
+    """The number of known clients is bounded. Removing the oldest costs no client its share."""
     shares = IntakeShares()
     for number in range(3 * MAX_CLIENTS):
         placed(shares, f"c{number}")
@@ -160,5 +163,8 @@ def test_the_clients_that_are_told_apart_are_bounded() -> None:
     ],
 )
 def test_more_urgent_requests_of_the_queue_go_first(lane: Lane, waiting: tuple[Lane, ...], is_admitted: bool) -> None:
-    """Lane high goes before all that is placed, and a placed request before none of a lane that is more urgent."""
+    """Queued requests of lane high go before all placed requests.
+
+    A placed request waits for queued requests of a higher lane.
+    """
     assert IntakeShares().admit_placed("a", lane, waiting, num_free=4, now=0.0) is is_admitted

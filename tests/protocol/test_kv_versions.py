@@ -1,4 +1,4 @@
-"""Which weights the KV of a result is of: told by the tokens' versions, and by when the engine computed KV anew."""
+"""The weight versions of a result's KV, derived from the tokens' versions and from recomputations of the KV."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,7 +23,7 @@ PROMPT_LEN = 5
 def chunk(
     versions: Sequence[int], *, recomputed: bool | None = False, lora: int | None = None, index: int = 0
 ) -> Chunk:
-    """A chunk with tokens, all of one version."""
+    """Return a chunk whose tokens have one version."""
     [version] = set(versions)
     return Chunk(
         request_id="r",
@@ -38,7 +38,7 @@ def chunk(
 
 
 def by_hand(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[int], list[bool]]:
-    """The version of each position's KV at the end, and whether KV was mixed for each token: one token at a time."""
+    """Return the version of each KV position at the end, and whether KV was mixed for each token, token by token."""
     kv: list[int] = []
     mixed = []
     for number, (version, is_anew) in enumerate(zip(versions, recomputed, strict=True)):
@@ -53,7 +53,7 @@ def by_hand(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[i
 @pytest.mark.proves("P17")
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=8))
 def test_spans_and_mask_are_those_of_an_engine_played_by_hand(steps: list[tuple[int, bool, int]]) -> None:
-    """Whatever the updates and preemptions, also back to an older version."""
+    """Spans and mask equal a simulation token by token, for any updates and preemptions."""
     chunks = [chunk([version] * count, recomputed=is_anew) for version, is_anew, count in steps]
     versions = [version for version, _, count in steps for _ in range(count)]
     marks = [is_anew and i == 0 for _, is_anew, count in steps for i in range(count)]
@@ -73,7 +73,7 @@ def test_spans_and_mask_are_those_of_an_engine_played_by_hand(steps: list[tuple[
 
 
 def test_an_update_leaves_the_kv_before_the_last_token_old() -> None:
-    """The KV of the last old token is computed when the first new one is sampled."""
+    """The KV of the last old token is computed when the first new token is sampled, so it has the new version."""
     arrays = kv_arrays([chunk([1, 1, 1]), chunk([2, 2])], PROMPT_LEN)
 
     assert arrays["kv_version_spans"] == ((0, 1), (PROMPT_LEN + 2, 2))
@@ -81,7 +81,7 @@ def test_an_update_leaves_the_kv_before_the_last_token_old() -> None:
 
 
 def test_adapters_have_spans_of_their_own() -> None:
-    """A new version of the adapter mixes KV as new weights do."""
+    """A new version of the adapter has its own span and mixes KV as new weights do."""
     arrays = kv_arrays([chunk([1, 1], lora=3), chunk([1], lora=4)], PROMPT_LEN)
 
     assert arrays["kv_version_spans"] == ((0, 1),)
@@ -90,7 +90,7 @@ def test_adapters_have_spans_of_their_own() -> None:
 
 
 def test_what_a_worker_does_not_say_is_not_guessed() -> None:
-    """A worker of an earlier release leaves the field out: until all KV is known to be computed anew, nothing is."""
+    """Without the field, as from an earlier release, the spans are unknown until all KV is recomputed."""
     silent = kv_arrays([chunk([1, 1]), chunk([2], recomputed=None), chunk([2])], PROMPT_LEN)
     later = kv_arrays([chunk([1, 1], recomputed=None), chunk([2], recomputed=True)], PROMPT_LEN)
     empty = kv_arrays([], PROMPT_LEN)
@@ -102,7 +102,7 @@ def test_what_a_worker_does_not_say_is_not_guessed() -> None:
 
 
 def test_a_chunk_begins_where_kv_was_computed_anew() -> None:
-    """Steps are merged up to the one that computed KV anew, and from it on; only the first chunk from there says so."""
+    """A chunk starts at each step that recomputed KV, and only this chunk reports the recomputation."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=20)
     writer.reports_kv = True
     for number in range(8):
@@ -116,7 +116,7 @@ def test_a_chunk_begins_where_kv_was_computed_anew() -> None:
 
 
 def test_an_engine_that_does_not_report_says_nothing() -> None:
-    """The field is absent, and what the steps say does not change that."""
+    """If the engine does not report recomputations, the field is absent."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1 << 20)
     writer.add_step(RequestStep(key="r", token_ids=np.zeros(1, np.int32), finish_reason=FinishReason.LENGTH), 1)
     end = writer.next_chunk()
@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_report_says_nothing() -> None:
 
 
 def test_another_attempt_has_computed_all_kv() -> None:
-    """The first token of a later attempt says so to the caller, if its worker reports at all."""
+    """The first chunk of a later attempt reports recomputed KV, if its worker reports recomputations."""
     request = GenerateRequest(
         prompt_token_ids=[1] * PROMPT_LEN,
         sampling=SamplingParams(max_tokens=6, temperature=0.0, logprobs=None),

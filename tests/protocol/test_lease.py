@@ -1,4 +1,4 @@
-"""Who is still there: leases on clocks that are handed in."""
+"""Leases of workers and clients, with the time as an argument."""
 
 import pytest
 
@@ -10,18 +10,18 @@ from rollbus.schemas.presence import ClientPresence, ClientState
 def presence(
     incarnation: str = "a", *, client: str = "c", state: ClientState = ClientState.LIVE, lease_s: float = 5.0
 ) -> ClientPresence:
-    """What a client says of itself."""
+    """Return a client's presence."""
     return ClientPresence(client=client, incarnation=incarnation, state=state, lease_s=lease_s)
 
 
 def closed(incarnation: str = "a") -> ClientPresence:
-    """The last word of a client."""
+    """Return the final presence of a client."""
     return presence(incarnation, state=ClientState.CLOSED)
 
 
 @pytest.mark.proves("P64")
 def test_ones_own_lease_ends_a_margin_early() -> None:
-    """A worker stops before others give it up; the lease counts from when the announcement was published."""
+    """A worker's own lease ends a margin before others mark it lost. It counts from the publication of the presence."""
     own = WorkerLease(5.0, 1.0, now=100.0)
     first = [own.is_held(104.0), own.is_held(104.1)]
     own.confirm(103.0)
@@ -32,7 +32,7 @@ def test_ones_own_lease_ends_a_margin_early() -> None:
 
 
 def test_an_older_confirmation_takes_nothing_back() -> None:
-    """Confirmations may overtake each other: the latest announcement counts."""
+    """If confirmations arrive out of order, the latest presence counts."""
     own = WorkerLease(5.0, 1.0, now=0.0)
     own.confirm(10.0)
     own.confirm(9.0)
@@ -41,7 +41,7 @@ def test_an_older_confirmation_takes_nothing_back() -> None:
 
 
 def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
-    """After an outage the next confirmed announcement begins another stretch."""
+    """After an outage, the next confirmed presence starts the lease again."""
     own = WorkerLease(5.0, 1.0, now=0.0)
     over = own.is_held(50.0)
     own.confirm(50.0)
@@ -51,13 +51,13 @@ def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
 
 @pytest.mark.parametrize("margin_s", [-1.0, 5.0, 6.0])
 def test_a_margin_fits_its_lease(margin_s: float) -> None:
-    """A margin as long as the lease would leave no time to act."""
+    """The margin must be shorter than the lease, or the worker has no time to act."""
     with pytest.raises(ValueError, match="less than the lease"):
         WorkerLease(5.0, margin_s, now=0.0)
 
 
 def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
-    """It is reported once, as not closed; each announcement starts the lease anew."""
+    """An expired client is reported once and not as closed. Each presence restarts the lease."""
     leases = ClientLeases(margin_s=1.0)
     assert leases.renew(presence(), 0.0) == []
     leases.renew(presence(), 3.0)
@@ -68,7 +68,7 @@ def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
 
 
 def test_an_expired_client_that_is_heard_again_is_alive() -> None:
-    """A client that was away and returns is served again: its next requests are not dropped."""
+    """An expired client that publishes again is alive, and its next requests are accepted."""
     leases = ClientLeases(margin_s=1.0)
     for sign in (lambda: leases.renew_lease("c", "a", 100.0), lambda: leases.renew(presence(), 100.0)):
         leases.renew(presence(), 0.0)
@@ -81,7 +81,7 @@ def test_an_expired_client_that_is_heard_again_is_alive() -> None:
 
 
 def test_a_closed_client_ends_at_once_and_for_good() -> None:
-    """Nothing that still arrives of it brings it back."""
+    """A closed client ends immediately, and later messages do not revive it."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
     ended = leases.renew(closed(), 1.0)
@@ -94,7 +94,7 @@ def test_a_closed_client_ends_at_once_and_for_good() -> None:
 
 
 def test_an_expired_client_can_still_be_closed() -> None:
-    """The word that it will not come back counts after its lease, too."""
+    """A final presence also counts after the lease has expired."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
     leases.expire(50.0)
@@ -103,7 +103,7 @@ def test_an_expired_client_can_still_be_closed() -> None:
 
 
 def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
-    """Nothing ends, but its requests that still wait in the queue are known to be nobody's."""
+    """If an unknown client closes, no request ends. Its requests in the queue are known to have no client."""
     leases = ClientLeases(margin_s=1.0)
 
     assert leases.renew(closed(), 0.0) == []
@@ -111,7 +111,7 @@ def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
 
 
 def test_a_later_life_ends_the_one_before() -> None:
-    """The first announcement of another incarnation ends the older ones for good; other clients are not touched."""
+    """The first presence of a new incarnation ends the older incarnations for good. Other clients are not affected."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("a"), 0.0)
     leases.renew(presence("a", client="d"), 0.0)
@@ -126,7 +126,7 @@ def test_a_later_life_ends_the_one_before() -> None:
 
 
 def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
-    """A request may have waited long: only an announcement tells which life is the later one."""
+    """A message of an unknown incarnation ends no other one, because only a presence shows which one is later."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("b"), 0.0)
     leases.renew_lease("c", "a", 0.0)
@@ -138,7 +138,7 @@ def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
 
 
 def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
-    """A stopped process that wakes up after its successor was announced stays dead."""
+    """A frozen process that runs again after its successor's presence stays dead."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("a"), 0.0)
     leases.expire(50.0)
@@ -151,7 +151,7 @@ def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
 
 
 def test_messages_renew_the_announced_lease() -> None:
-    """Whoever acknowledges frames is there, also when an announcement is late."""
+    """Each message of a client, for example a frame ack, renews its lease, also if a presence is late."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=10.0), 0.0)
     leases.renew_lease("c", "a", 8.0)
@@ -161,7 +161,7 @@ def test_messages_renew_the_announced_lease() -> None:
 
 
 def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
-    """However many requests a dead client left in the queue, its lease ends, and none of them brings it back."""
+    """A request from the queue does not renew a lease, because a dead client may have left it there."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
     leases.start_lease("c", "a", 4.0)
@@ -176,7 +176,7 @@ def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
 
 @pytest.mark.proves("P65")
 def test_ones_own_outage_ends_nobody() -> None:
-    """Every lease starts anew when the connection is back: until then nobody could be heard."""
+    """After an outage of the worker's connection, each lease restarts, because no message could arrive meanwhile."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
     leases.restart_leases(100.0)
@@ -186,7 +186,7 @@ def test_ones_own_outage_ends_nobody() -> None:
 
 
 def test_no_lease_is_endless() -> None:
-    """Whatever a client announces, it ends some time after it was last heard."""
+    """The lease of a client ends within a maximum time, whatever lease it announces."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=1e300), 0.0)
 
@@ -194,7 +194,7 @@ def test_no_lease_is_endless() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound new clients are not followed, and the oldest of the dead are forgotten."""
+    """Beyond the limit, new clients are not followed, and the oldest dead clients are removed."""
     monkeypatch.setattr(lease, "MAX_CLIENTS", 3)
     leases = ClientLeases(margin_s=1.0)
     for i in range(5):

@@ -1,4 +1,4 @@
-"""Who has answered a command, and how."""
+"""The result of a command: which workers answered it, and how."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ ID = "command-1"
 
 
 def presence(worker: str, incarnation: str = "1") -> WorkerPresence:
-    """A worker that serves."""
+    """Return the presence of a serving worker."""
     return presences.presence(worker=worker, incarnation=incarnation)
 
 
 def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object) -> Ack:
-    """An answer to the command."""
+    """Return an ack of the command."""
     return Ack(
         id=ID,
         command="pause",
@@ -37,12 +37,12 @@ def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object
 
 
 def roll(*workers: str) -> AckTracker:
-    """These must answer, from second 100 on."""
+    """Return a tracker of acks that these workers owe since second 100."""
     return AckTracker("pause", ID, [presence(worker) for worker in workers], 100.0)
 
 
 def test_all_have_applied() -> None:
-    """The ledger is complete when each that had to answer has applied the command; it says how long that took."""
+    """A command is complete when each required worker has applied it. The result has its duration."""
     asked = roll("a", "b")
     for worker in ("a", "b"):
         assert asked.add_ack(ack(worker, AckStatus.ACCEPTED))
@@ -59,7 +59,7 @@ def test_all_have_applied() -> None:
     [(AckStatus.FAILED, "failed"), (AckStatus.UNSUPPORTED, "unsupported"), (AckStatus.STALE, "stale")],
 )
 def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus, column: str) -> None:
-    """Whatever else it answered finally stands in its own column."""
+    """Each other final answer has its own column and makes the result incomplete."""
     asked = roll("a", "b")
     asked.add_ack(ack("a", AckStatus.APPLIED))
     asked.add_ack(ack("b", status))
@@ -71,12 +71,15 @@ def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus
 
 
 def test_nobody_is_not_everybody() -> None:
-    """A ledger without any worker is not complete."""
+    """A result without workers is not complete."""
     assert not roll().result(101.0).is_complete
 
 
 def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -> None:
-    """The late one's last word is kept; both still owe an answer, so that the command is repeated to them."""
+    """A worker without a final answer is late, with its last ack, and a worker without an ack is missing.
+
+    Both get the command again.
+    """
     asked = roll("a", "b")
     asked.add_ack(ack("a", AckStatus.ACCEPTED))
     asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
@@ -88,7 +91,7 @@ def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -
 
 
 def test_repeats_are_no_news() -> None:
-    """The answer to a repeated command changes nothing, and no final answer is followed by another."""
+    """A repeated ack changes nothing, and no answer changes a final answer."""
     asked = roll("a", "b")
     assert asked.add_ack(ack("a", AckStatus.ACCEPTED))
     assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
@@ -104,7 +107,7 @@ def test_repeats_are_no_news() -> None:
 
 
 def test_a_newer_workers_status_is_not_final() -> None:
-    """What this side cannot read ends nothing."""
+    """An unknown status of a later release is not final."""
     asked = roll("a")
     asked.add_ack(ack("a", AckStatus.UNKNOWN))
 
@@ -113,7 +116,7 @@ def test_a_newer_workers_status_is_not_final() -> None:
 
 
 def test_others_answers_do_not_count() -> None:
-    """A worker that need not answer is in no column, and no answer to another command is taken."""
+    """An answer of another worker and an answer to another command are ignored."""
     asked = roll("a")
 
     assert not asked.add_ack(ack("b", AckStatus.APPLIED))
@@ -123,7 +126,10 @@ def test_others_answers_do_not_count() -> None:
 
 
 def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
-    """A worker that knows the id from another command repeats that one's answer: what we asked for was not done."""
+    """An answer to another command under the same id counts as a failure.
+
+    The worker knows the id from that command and did not run this one.
+    """
     asked = roll("a")
     assert asked.add_ack(replace(ack("a", AckStatus.APPLIED), command="resume"))
 
@@ -136,7 +142,7 @@ def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
 
 
 def test_one_that_dies_owing_is_missing_at_once() -> None:
-    """Nothing more is expected of it, and the ledger says why; it is not repeated to."""
+    """A lost worker that owes an answer is missing immediately, with the reason, and gets no repetition."""
     asked = roll("a", "b")
     asked.add_ack(ack("a", AckStatus.ACCEPTED))
     asked.add_ack(ack("b", AckStatus.APPLIED))
@@ -149,7 +155,7 @@ def test_one_that_dies_owing_is_missing_at_once() -> None:
 
 
 def test_one_that_comes_back_as_another_is_missing() -> None:
-    """Whichever is noticed first, its presence or its answer; the new life's answer is not that of the old."""
+    """A worker with a new incarnation is missing, whether its presence or its ack shows the change first."""
     asked = roll("a", "b")
     asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
     asked.add_ack(ack("b", AckStatus.APPLIED, incarnation="2"))
@@ -158,7 +164,7 @@ def test_one_that_comes_back_as_another_is_missing() -> None:
 
 
 def test_the_end_of_an_earlier_life_does_not_matter() -> None:
-    """News of a life that had ended before the command was given is no news of the one that owes."""
+    """The end of an earlier incarnation does not affect the incarnation that owes an answer."""
     asked = AckTracker("pause", ID, [presence("a", "2")], 100.0)
 
     assert not asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
@@ -166,7 +172,7 @@ def test_the_end_of_an_earlier_life_does_not_matter() -> None:
 
 
 def test_a_last_word_counts_more_than_a_lost_lease() -> None:
-    """A worker that was taken for dead and then answers in the same life has answered."""
+    """A worker that was marked lost and then answers in the same incarnation has answered."""
     asked = roll("a")
     asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
     assert asked.add_ack(ack("a", AckStatus.APPLIED))
@@ -176,7 +182,7 @@ def test_a_last_word_counts_more_than_a_lost_lease() -> None:
 
 
 def test_the_error_says_who_and_why() -> None:
-    """One line with every kind of failure, and what else is known."""
+    """The error lists each worker that did not apply the command with its reason, in one line."""
     asked = roll("a", "b", "c", "d", "e")
     error = AckError(code=ControlCode.BAD_SOURCE, message="model.safetensors is truncated")
     asked.add_ack(ack("a", AckStatus.APPLIED))
@@ -200,7 +206,7 @@ def test_the_error_says_who_and_why() -> None:
 
 
 def test_the_error_of_a_large_fleet_stays_short() -> None:
-    """It names some workers and counts the others."""
+    """For a large fleet, the error lists some workers and counts the others."""
     names = [f"w{i:03}" for i in range(200)]
     asked = roll(*names)
     error = AckError(code=ControlCode.ENGINE_ERROR, message="x" * 900)
@@ -223,7 +229,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bool, str]]) -> None:
-    """Whatever comes, in whatever order: the columns divide those that had to answer, and nobody leaves a final one."""
+    """After any events, each required worker is in exactly one column, and no worker leaves a final column."""
     asked = roll("a", "b")
     final: dict[str, AckStatus] = {}
     for worker, what, incarnation in events:
@@ -242,7 +248,7 @@ def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bo
 
 
 def test_a_quorum_of_a_number_is_met_by_those_that_applied() -> None:
-    """As many as it names have applied it, whichever they are; a refusal does not count."""
+    """A quorum of a number is met by any workers that applied the command. Failures do not count."""
     asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(count=2))
     asked.add_ack(ack("a", AckStatus.APPLIED))
     asked.add_ack(ack("b", AckStatus.FAILED))
@@ -254,7 +260,10 @@ def test_a_quorum_of_a_number_is_met_by_those_that_applied() -> None:
 
 
 def test_workers_that_are_not_waited_for_do_not_make_a_command_partial() -> None:
-    """They stand in the ledger with what they said; one that was waited for and failed makes it incomplete."""
+    """Workers outside the quorum are listed with their answers.
+
+    Only a failure of a worker in the quorum makes the result incomplete.
+    """
     asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(workers=frozenset("a")))
     asked.add_ack(ack("b", AckStatus.FAILED))
     asked.add_ack(ack("c", AckStatus.PROGRESS, stage="fetching"))
@@ -270,7 +279,10 @@ def test_workers_that_are_not_waited_for_do_not_make_a_command_partial() -> None
 
 
 def test_the_pause_of_a_fleet_is_from_the_first_stop_to_the_last_resume() -> None:
-    """Reckoned from when the answers came: a worker answers when its engine goes on."""
+    """The pause of a fleet lasts from the first pause to the last resume, computed from the arrival of the acks.
+
+    A worker answers when its engine resumes.
+    """
     asked = AckTracker("update_weights", ID, [presence(name) for name in "abc"], 100.0)
     for name, paused_s, now in (("a", 1.0, 102.0), ("b", 0.5, 104.0)):
         done = replace(ack(name, AckStatus.APPLIED), command="update_weights", timing=UpdateTiming(paused_s=paused_s))

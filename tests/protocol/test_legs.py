@@ -1,4 +1,4 @@
-"""A stream that is served in two legs, wherever it is cut and whatever is lost, ends as an undisturbed one does."""
+"""A response stream of a prefill and a decode phase equals one of a single worker, with any segmentation and losses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,23 +25,23 @@ from tests.support.scenarios import drain
 pytestmark = pytest.mark.slow
 
 WIDE, NARROW = 300, 16
-"""Experts whose ids take two bytes, and one."""
+"""Numbers of experts whose ids take two bytes and one byte."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one attempt goes."""
+    """The course of one attempt."""
 
     is_cut: bool = False
-    """It begins with a prefill leg."""
+    """True if the attempt begins with a prefill phase."""
     lost_after: int | None = None
-    """Chunks of either leg after which it is lost; None: it is not."""
+    """Number of chunks of both phases after which the attempt is lost; None if it is not lost."""
     keeps_kv: bool = True
-    """The prefill leg leaves its KV."""
+    """True if the prefill phase leaves its KV."""
 
 
 def config(num_experts: int, role: str = "both") -> SyntheticConfig:
-    """Of engines that give the same, in any role."""
+    """Return the configuration of engines that generate the same tokens in each role."""
     return SyntheticConfig.from_args(
         {"vocab_size": 50, "num_layers": 2, "top_k": 2, "num_experts": num_experts, "role": role}
     )
@@ -50,7 +50,7 @@ def config(num_experts: int, role: str = "both") -> SyntheticConfig:
 async def leg_chunks(
     request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvTransfer | None, segment_bytes: int
 ) -> AsyncIterator[Chunk]:
-    """The chunks that come of one message."""
+    """Yield the chunks that one message causes."""
     await engine.add("k", request, kv)
     writer = ChunkWriter(
         RequestKey(request.request_id, attempt, 0),
@@ -77,7 +77,7 @@ async def serve(
     keep: bool = True,
     segment_bytes: int = 64,
 ) -> tuple[ResponseStream, list[Chunk]]:
-    """Run a request to its end: by `attempts`, and then whole."""
+    """Run a request until it ends: by `attempts`, and then by one whole attempt."""
     stream = ResponseStream(request, child=0, attempt=0, keep=keep)
     delivered: list[Chunk] = []
     plans = iter(attempts)
@@ -125,7 +125,10 @@ attempts = st.lists(
 def test_legs_and_losses_leave_no_trace(
     request: GenerateRequest, plans: list[Attempt], num_experts: int, segment_bytes: int
 ) -> None:
-    """Tokens, logprobs, rows, prompt logprobs and the end equal those of one worker; chunks are one stream."""
+    """Tokens, logprobs, rows, prompt logprobs and the end equal those of one worker.
+
+    The chunks form one response stream.
+    """
     expected, _ = asyncio.run(serve(request, [], num_experts=num_experts))
     stream, delivered = asyncio.run(serve(request, plans, num_experts=num_experts, segment_bytes=segment_bytes))
 
@@ -142,7 +145,10 @@ def test_legs_and_losses_leave_no_trace(
 
 
 async def test_two_legs_are_one_attempt() -> None:
-    """The first token comes without the prefill leg's end, and what was transferred counts as cached."""
+    """Two phases are one attempt: the first token arrives without the end of the prefill phase.
+
+    Transferred tokens count as cached.
+    """
     stream, delivered = await serve(sized(40, 5), [Attempt(is_cut=True)], segment_bytes=4096)
 
     assert [(chunk.attempt, chunk.num_tokens, chunk.is_terminal) for chunk in delivered][:2] == [
@@ -155,7 +161,7 @@ async def test_two_legs_are_one_attempt() -> None:
 
 
 async def test_a_prefill_leg_may_be_all() -> None:
-    """A stop token as the first one ends the whole, and nothing of the KV is told."""
+    """A stop token as the first token ends the request in its prefill phase. The caller receives no KV parameters."""
     first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
     sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, stop_token_ids=[token])
@@ -169,7 +175,7 @@ async def test_a_prefill_leg_may_be_all() -> None:
 
 
 async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None:
-    """A stop token before `min_tokens` ends the leg, which has no more tokens to go, and not the whole."""
+    """A stop token before `min_tokens` ends only the prefill phase, and the decode phase continues."""
     first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
     sampling = SamplingParams(max_tokens=5, min_tokens=3, temperature=0, ignore_eos=True, stop_token_ids=[token])
@@ -182,7 +188,7 @@ async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None
 
 
 async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
-    """They come in a chunk of their own, of which the caller sees nothing."""
+    """KV parameters that do not fit beside other data have their own chunk, which the caller does not receive."""
     engine = SyntheticEngine(config(WIDE, "prefill"))
     chunks = [chunk async for chunk in leg_chunks(sized(40, 1), 0, engine, KvTransfer(), 30)]
     assert [(chunk.num_tokens, chunk.routed_experts, chunk.is_terminal) for chunk in chunks][-1] == (0, None, True)
@@ -196,7 +202,10 @@ async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
 
 
 async def test_a_withdrawn_leg_leaves_the_whole() -> None:
-    """Nobody took the prefill leg: under the next number the request is whole again, and it was no attempt."""
+    """If no worker accepts the prefill phase, the next number has the whole request.
+
+    This does not count as an attempt.
+    """
     request = sized(40, 5)
     stream = ResponseStream(request, child=0, attempt=3, keep=True)
 
@@ -206,7 +215,7 @@ async def test_a_withdrawn_leg_leaves_the_whole() -> None:
 
 
 async def test_kv_of_other_weights_gives_other_tokens() -> None:
-    """Were it used all the same, it would show: the tests of what keeps it from that can fail."""
+    """KV of other weights leads to other tokens, so the tests that forbid its use can fail."""
     request = sized(40, 5)
     prefill = SyntheticEngine(SyntheticConfig(role="prefill", seed=1))
     stream = ResponseStream(request, child=0, attempt=0, keep=True)
@@ -222,7 +231,7 @@ async def test_kv_of_other_weights_gives_other_tokens() -> None:
 
 
 async def test_kv_of_another_prompt_is_no_kv() -> None:
-    """The engine says so, and ends the request alone."""
+    """The engine rejects KV of another prompt and fails only that request."""
     decode = SyntheticEngine(SyntheticConfig(role="decode"))
     for params in (b"\xc1", b"\x83\xaanum_tokens\x02\xa7context\x03\xa7weights\x04"):
         await decode.add("k", sized(40, 5), KvTransfer(params=params, connector="synthetic", weight_version=0))
@@ -231,7 +240,10 @@ async def test_kv_of_another_prompt_is_no_kv() -> None:
 
 
 async def test_stale_rows_would_show() -> None:
-    """Rows of a prompt whose KV was fetched are not those of the prompt: only who asks from its end on is right."""
+    """Rows of positions with transferred KV are not valid.
+
+    Only rows from the end of the transferred positions are correct.
+    """
     request = sized(40, 2)
     whole, _ = await serve(request, [])
     stream = ResponseStream(request, child=0, attempt=0, keep=True)

@@ -1,4 +1,4 @@
-"""A link over a channel that loses, doubles and reorders in both directions: nothing is lost, doubled or mixed up."""
+"""A link over a channel that loses, duplicates and reorders in both directions delivers each frame once, in order."""
 
 from dataclasses import dataclass
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 
 ERROR = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
 SHAPES = {0: None, 1: (2, 2), 2: (64, 64)}
-"""Layers and top-k: no routing, 4 bytes a row, 4 KiB a row, which soon exceeds the initial credit."""
+"""Layers and top-k: no routed experts, 4 bytes per row, and 4 KiB per row, which soon exceeds the initial credit."""
 
 
 @dataclass(slots=True)
 class Request:
-    """A request at both ends: what the engine will make of it, and what the client has of it."""
+    """A request at both ends: the engine's planned output, and the client's received output."""
 
     scenario: Scenario
     link: tuple[str, int]
@@ -39,12 +39,12 @@ class Request:
     num_tokens: int = 0
     num_rows: int = 0
     is_over: bool = False
-    """The engine, or the worker, has ended it."""
+    """True if the engine or the worker has ended the request."""
     is_given_up: bool = False
-    """The client lost its place and reads it no more."""
+    """True if the client lost its position on the link and does not read the request any more."""
 
     def next_step(self) -> RequestStep:
-        """Let the engine run once more."""
+        """Return the engine's next step."""
         step = self.scenario.steps[self.num_steps]
         self.num_steps += 1
         self.num_tokens += len(step.token_ids)
@@ -53,17 +53,17 @@ class Request:
         return step
 
     def abort(self) -> RequestStep:
-        """Let the engine stop here."""
+        """Return the engine's last step after an abort."""
         self.is_over = True
         return RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=FinishReason.ABORT)
 
     @property
     def version(self) -> int:
-        """Of the last step."""
+        """The weight version of the last step."""
         return self.scenario.versions[max(self.num_steps - 1, 0)]
 
     def check(self) -> None:
-        """What the client has is the beginning of what the engine made; without an error it is all of that."""
+        """Assert that the client has a prefix of the engine's output. Without an error, it must have all of it."""
         end = self.stream.end
         if end is None:
             return
@@ -82,7 +82,7 @@ class Request:
 
 
 class LinkMachine(RuleBasedStateMachine):
-    """A worker and a client, and what is under way between them."""
+    """A worker, a client, and the messages on their way between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,18 +95,18 @@ class LinkMachine(RuleBasedStateMachine):
         self.receiver = LinkReceiver("c")
         self.has_forgotten = False
         self.followed: set[int] = set()
-        """Lives of the worker that the client has heard of."""
+        """Incarnations of the worker whose frames the client has received."""
         self.received = self.window = 0
-        """Bytes taken on the link that the client follows, and the largest window that it granted there."""
+        """Bytes received on the current link, and the largest window that the client granted there."""
 
     @initialize(max_frame_bytes=st.sampled_from([1500, 6000, 60_000, 2**20]))
     def begin(self, max_frame_bytes: int) -> None:
-        """Any server's `max_payload`."""
+        """Start with a `max_payload` of any server."""
         self.max_frame_bytes = max_frame_bytes
         self.open_link("w0", 0)
 
     def open_link(self, incarnation: str, link: int) -> None:
-        """Begin a link at the worker; what the one before had is lost."""
+        """Start a link at the worker and drop the state of the earlier link."""
         self.sender = LinkSender(
             incarnation=incarnation, link=link, client_incarnation="c", max_frame_bytes=self.max_frame_bytes
         )
@@ -117,20 +117,20 @@ class LinkMachine(RuleBasedStateMachine):
 
     @property
     def link(self) -> tuple[str, int]:
-        """The worker's."""
+        """The worker's current link."""
         return self.sender.incarnation, self.sender.link
 
     @property
     def running(self) -> list[Request]:
-        """Requests that the engine works on."""
+        """The requests that the engine runs."""
         return [request for request in self.requests.values() if request.link == self.link and not request.is_over]
 
     def key_of(self, request: Request) -> RequestKey:
-        """The wire key of a request."""
+        """Return the wire key of a request."""
         return next(key for key, other in self.requests.items() if other is request)
 
     def pick(self, index: int) -> tuple[RequestKey, Request]:
-        """One of those that run."""
+        """Return one of the running requests."""
         request = self.running[index % len(self.running)]
         return self.key_of(request), request
 
@@ -143,11 +143,11 @@ class LinkMachine(RuleBasedStateMachine):
         )
         return key
 
-    # What the worker does.
+    # Events at the worker.
 
     @rule(seed=st.integers(0, 2**32), shape=st.sampled_from([0, 1, 1, 2]), num_steps=st.integers(1, 12))
     def open(self, seed: int, shape: int, num_steps: int) -> None:
-        """Take on a request."""
+        """Accept a request."""
         rng = np.random.default_rng(seed)
         routing = None
         if (dims := SHAPES[shape]) is not None:
@@ -167,7 +167,7 @@ class LinkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(indices=st.lists(st.integers(0, 20), min_size=1, max_size=8))
     def step(self, indices: list[int]) -> None:
-        """Let the engine make some steps."""
+        """Let the engine run some steps."""
         for index in indices:
             if self.running:
                 key, request = self.pick(index)
@@ -177,28 +177,28 @@ class LinkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(index=st.integers(0, 20))
     def abort(self, index: int) -> None:
-        """Let the engine stop a request, as after a client's abort."""
+        """Let the engine abort a request, as after a client's abort."""
         key, request = self.pick(index)
         self.sender.add_step(key, request.abort(), request.version)
 
     @precondition(lambda self: self.sender.keys)
     @rule(index=st.integers(0, 20))
     def fail(self, index: int) -> None:
-        """End a request with an error, also one whose last step waits for credit."""
+        """End a request with an error, also a request whose last step waits for credit."""
         key = list(self.sender.keys)[index % len(self.sender.keys)]
         self.requests[key].is_over = True
         self.sender.fail(key, ERROR, 1)
 
     @rule()
     def reject(self) -> None:
-        """Refuse a request."""
+        """Reject a request."""
         key = self.new_request(make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]))
         self.requests[key].is_over = True
         self.sender.reject(key, ERROR, 1)
 
     @rule()
     def seal(self) -> None:
-        """Send the next frame, and see that there was credit for it and room."""
+        """Send the next frame, and assert that credit and size permit it."""
         data = self.sender.seal()
         if data is None:
             return
@@ -216,24 +216,24 @@ class LinkMachine(RuleBasedStateMachine):
 
     @rule()
     def heartbeat(self) -> None:
-        """Say how far the link is."""
+        """Send a heartbeat with the number of the next frame."""
         self.to_client.append(self.sender.heartbeat())
 
     @rule(is_new_life=st.booleans())
     def restart(self, is_new_life: bool) -> None:
-        """Begin a new link, in this life or the next."""
+        """Start a new link in the same or the next incarnation."""
         incarnation, link = self.link
         if is_new_life:
             self.open_link(f"w{int(incarnation[1:]) + 1}", 0)
         else:
             self.open_link(incarnation, link + 1)
 
-    # What the channel does.
+    # Events on the channel.
 
     @precondition(lambda self: self.to_client)
     @rule(index=st.integers(0, 20), fate=st.sampled_from(["arrive", "arrive", "doubled", "lost"]), first=st.booleans())
     def carry_frame(self, index: int, fate: str, first: bool) -> None:
-        """Deliver any frame under way, or lose it."""
+        """Deliver, duplicate or lose any frame on its way."""
         at = 0 if first else index % len(self.to_client)
         data = self.to_client[at] if fate == "doubled" else self.to_client.pop(at)
         if fate != "lost":
@@ -242,7 +242,7 @@ class LinkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.to_worker)
     @rule(index=st.integers(0, 20), fate=st.sampled_from(["arrive", "arrive", "doubled", "lost"]))
     def carry_message(self, index: int, fate: str) -> None:
-        """Deliver any message under way, or lose it."""
+        """Deliver, duplicate or lose any message on its way."""
         at = index % len(self.to_worker)
         data = self.to_worker[at] if fate == "doubled" else self.to_worker.pop(at)
         if fate != "lost":
@@ -250,14 +250,14 @@ class LinkMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.001, 0.1, 0.3]))
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self.now += seconds
 
-    # What the client does.
+    # Events at the client.
 
     @rule(window=st.sampled_from([1, 300, 5000, 2**20]))
     def speak(self, window: int) -> None:
-        """Acknowledge, grant credit, ask for what is missing."""
+        """Acknowledge frames, grant credit and request missing frames."""
         self.window = max(self.window, window)
         message = self.receiver.message(window=window, now=self.now)
         assert self.received + window <= message.credit <= self.received + self.window
@@ -265,7 +265,7 @@ class LinkMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """Lose the client's place on the link."""
+        """Let the client lose its position on the link."""
         self.links = FollowedLinks("c")
         self.receiver = LinkReceiver("c")
         self.received = self.window = 0
@@ -275,11 +275,12 @@ class LinkMachine(RuleBasedStateMachine):
             request.is_given_up = True
 
     def client_receives(self, data: bytes) -> None:
-        """Read a frame as a client does."""
+        """Handle a frame as a client does."""
         frame = decode_frame(data)
         life = int(frame.incarnation[1:])
         if life not in self.followed and life < max(self.followed, default=0):
-            # Lives do not overlap: one of which nothing was heard before the next began is not heard later.
+            # Incarnations do not overlap: if the client received no frame of an incarnation before the next one
+            # started, it receives none later.
             return
         self.followed.add(life)
         before = self.receiver.incarnation, self.receiver.link
@@ -299,7 +300,7 @@ class LinkMachine(RuleBasedStateMachine):
             self.client_takes(frame)
 
     def client_takes(self, frame: Frame) -> None:
-        """Read the content of a frame."""
+        """Handle the content of a frame."""
         for chunk in frame.chunks:
             request = self.requests[RequestKey(chunk.request_id, chunk.attempt, chunk.child)]
             if request.is_given_up:
@@ -309,7 +310,7 @@ class LinkMachine(RuleBasedStateMachine):
             request.check()
 
     def worker_receives(self, data: bytes) -> None:
-        """Read a message as a worker does."""
+        """Handle a message as a worker does."""
         message = decode_link_message(data)
         progress = self.sender.receive(message)
         if (message.incarnation, message.link) != self.link:
@@ -322,13 +323,13 @@ class LinkMachine(RuleBasedStateMachine):
         if progress.resend:
             assert progress.resend == self.frames[self.acked :]
             self.to_client += progress.resend
-        # Messages that overtook each other look like it too; between real peers none does.
+        # Reordered messages can look like a lost position too. This does not happen between real peers.
         if progress.needs_new_link and self.has_forgotten:
             self.has_forgotten = False
             self.restart(is_new_life=False)
 
     def teardown(self) -> None:
-        """Once the channel is fair, all that was taken arrives, and nobody holds anything any more."""
+        """Assert that over a reliable channel all accepted output arrives, and that both ends release their buffers."""
         if not hasattr(self, "sender"):
             return
         self.to_client.clear()
@@ -358,7 +359,7 @@ class LinkMachine(RuleBasedStateMachine):
             assert request.link != self.link or request.is_given_up or request.stream.end is not None
 
     def take_all(self, channel: list[bytes]) -> list[bytes]:
-        """All that is under way, in order."""
+        """Remove and return all data on its way, in order."""
         data, channel[:] = list(channel), []
         return data
 

@@ -1,4 +1,4 @@
-"""What a client takes from a link and tells its worker: each frame once and in order, and what is missing again."""
+"""How a client receives a link: each frame once and in order, with acks, credit and requests for missing frames."""
 
 import pytest
 from hypothesis import given
@@ -14,23 +14,23 @@ WINDOW = 2**20
 
 
 def frame(number: int, *, incarnation: str = "w", link: int = 0, client: str = "c") -> Frame:
-    """A frame with an offer."""
+    """Return a frame with an offer."""
     return Frame(WIRE_VERSION, incarnation, number, OFFER, [], link, client)
 
 
 def heartbeat(number: int, *, incarnation: str = "w", link: int = 0) -> Frame:
-    """A frame without content."""
+    """Return a frame without content."""
     return Frame(WIRE_VERSION, incarnation, number, [], [], link, "c")
 
 
 def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[FrameVerdict]:
-    """What the receiver makes of frames of 100 bytes."""
+    """Return the receiver's verdicts on frames of 100 bytes."""
     return [receiver.receive(item, 100, now) for item in frames]
 
 
 @pytest.mark.proves("P57")
 def test_frames_are_taken_once_and_in_order() -> None:
-    """A doubled frame is told as such; one behind a gap is not taken, and comes again when the gap is filled."""
+    """A duplicate frame is reported. A frame behind a gap is not accepted until the gap is filled."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0), frame(0), frame(2), frame(1), frame(1), frame(2), frame(3))
 
@@ -48,7 +48,7 @@ def test_frames_are_taken_once_and_in_order() -> None:
 
 @pytest.mark.proves("P56")
 def test_credit_counts_what_was_taken_and_never_falls() -> None:
-    """The offset granted is that of the frames taken plus the window; a smaller window takes nothing back."""
+    """The granted offset is the size of the accepted frames plus the window. A smaller window does not lower it."""
     receiver = LinkReceiver("c")
     receive(receiver, frame(0), frame(0), frame(2))
     first = receiver.message(window=1000, now=0)
@@ -61,14 +61,17 @@ def test_credit_counts_what_was_taken_and_never_falls() -> None:
 
 
 def test_before_the_first_frame_only_aborts_are_said() -> None:
-    """Without a link there is nothing to acknowledge: the message names no incarnation of the worker."""
+    """Before the first frame, a message contains aborts and no incarnation of the worker, because no link exists."""
     message = LinkReceiver("c").message(window=WINDOW, now=0, abort=OFFER)
 
     assert (message.client_incarnation, message.incarnation, message.abort) == ("c", "", OFFER)
 
 
 def test_a_gap_is_asked_for_at_once_and_then_at_intervals() -> None:
-    """The first frame behind a gap makes a message due; while nothing comes it is asked for again, not too often."""
+    """The first frame behind a gap makes a message due.
+
+    The client repeats the request at intervals until frames arrive.
+    """
     receiver = LinkReceiver("c")
     receive(receiver, frame(0))
     due = [receiver.is_ack_due(WINDOW)]
@@ -87,7 +90,10 @@ def test_a_gap_is_asked_for_at_once_and_then_at_intervals() -> None:
 
 
 def test_a_resend_under_way_is_not_asked_for_again() -> None:
-    """As long as missing frames come, time starts anew with each; what was dropped behind them is missing, too."""
+    """Each missing frame that arrives restarts the resend interval.
+
+    Frames dropped behind the gap are requested as well.
+    """
     receiver = LinkReceiver("c")
     receive(receiver, frame(3))
     asked = [receiver.message(window=WINDOW, now=0).resend]
@@ -104,7 +110,7 @@ def test_a_resend_under_way_is_not_asked_for_again() -> None:
 
 @pytest.mark.proves("P57")
 def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
-    """A heartbeat beyond what was taken is a gap; one that names the next frame is not."""
+    """A heartbeat beyond the next frame number reveals a gap. A heartbeat with the next number does not."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0), heartbeat(1))
     due = [receiver.is_ack_due(WINDOW)]
@@ -117,7 +123,7 @@ def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
 
 
 def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
-    """A frame number is only compared; a heartbeat that knows better ends a gap that was never there."""
+    """A frame number far ahead is an ordinary gap. A heartbeat with the next number ends it."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0), frame(2**53))
     asked = [receiver.message(window=WINDOW, now=0).resend]
@@ -131,7 +137,7 @@ def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
 
 
 def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames() -> None:
-    """Few small frames wait for more; a quarter of the window, or 64 frames, do not. Telling starts it over."""
+    """An ack is due after a quarter of the window or 64 frames. Sending a message resets both counts."""
     receiver = LinkReceiver("c")
     receive(receiver, *map(frame, range(MAX_UNACKED_FRAMES - 1)))
     due = [receiver.is_ack_due(WINDOW), receiver.is_ack_due(4 * 100 * (MAX_UNACKED_FRAMES - 1))]
@@ -147,7 +153,7 @@ def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames(
 
 
 def test_a_later_link_replaces_the_one_before() -> None:
-    """A later link begins anew from frame 0; what comes of the one before, or of another incarnation, is stale."""
+    """A later link starts at frame 0. Frames of an earlier link or of another incarnation are stale."""
     receiver = LinkReceiver("c")
     news = [receiver.is_new_link(frame(0))]
     receive(receiver, frame(0), frame(1))
@@ -165,7 +171,7 @@ def test_a_later_link_replaces_the_one_before() -> None:
 
 
 def test_frames_for_another_life_of_the_client_are_stale() -> None:
-    """What a worker still sends to an earlier life of this client's name opens no link."""
+    """Frames for an earlier incarnation of this client are stale and open no link."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0, client="b"), frame(0, client=""), frame(0))
     is_new = receiver.is_new_link(frame(0, client="b", link=5))
@@ -176,7 +182,7 @@ def test_frames_for_another_life_of_the_client_are_stale() -> None:
 
 @pytest.mark.parametrize("number", [0, 5])
 def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
-    """Whatever number is seen first, frames are taken from 0: what was sent before is asked for."""
+    """Frames are accepted from number 0, whichever number arrives first. The client requests the missing frames."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(number))
 
@@ -187,7 +193,7 @@ def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
 @pytest.mark.proves("P57")
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_any_order_of_arrival_is_made_good(order: list[int]) -> None:
-    """However frames of a sender arrive, one exchange of what is missing gives each exactly once, in order."""
+    """After any order of arrival, one request for missing frames delivers each frame exactly once and in order."""
     sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
     sealed = []
     for i in range(31):

@@ -1,4 +1,4 @@
-"""The frames that a worker seals: numbered, whole, within credit and size, and kept until they are acknowledged."""
+"""The frames that a worker seals: numbered, complete, within credit and size, and stored until acknowledged."""
 
 import numpy as np
 import pytest
@@ -14,32 +14,32 @@ from rollbus.schemas.presence import RoutedExpertsInfo
 from tests.support.scenarios import Scenario, assert_complete, make_scenario, simple
 
 MAX_FRAME_BYTES = 64 * 1024 - 4096
-"""Of a server with a `max_payload` of 64 KiB."""
+"""Frame limit of a server with a `max_payload` of 64 KiB."""
 SEGMENT_BYTES = 32 * 1024
 ERROR = ChunkError(ErrorCode.WORKER_STOPPED, "stopped")
 WIDE = RoutedExpertsInfo(num_layers=64, top_k=16, num_experts=256, dtype="u1")
-"""1 KiB a row."""
+"""A model with 1 KiB per row."""
 
 
 def make_sender(max_frame_bytes: int = MAX_FRAME_BYTES) -> LinkSender:
-    """A new link."""
+    """Return the sender of a new link."""
     return LinkSender(incarnation="w", link=3, client_incarnation="c", max_frame_bytes=max_frame_bytes)
 
 
 def make_keys(count: int) -> list[RequestKey]:
-    """Keys with the longest ids there are."""
+    """Return keys with request ids of the maximum length."""
     return [RequestKey(f"{i:0128}") for i in range(count)]
 
 
 def seal(sender: LinkSender) -> bytes:
-    """The next frame, of which there is one."""
+    """Seal the next frame, which must exist."""
     data = sender.seal()
     assert data is not None
     return data
 
 
 def seal_all(sender: LinkSender | PlainSender) -> list[Frame]:
-    """All frames that may be sent now."""
+    """Seal and return all frames that may be sent now."""
     if isinstance(sender, PlainSender):
         return [decode_frame(data) for data in sender.frames()]
     frames = []
@@ -49,23 +49,23 @@ def seal_all(sender: LinkSender | PlainSender) -> list[Frame]:
 
 
 def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> LinkInstructions:
-    """Let the client speak."""
+    """Let the sender receive a message of the client."""
     return sender.receive(LinkMessage(WIRE_VERSION, [], "c", "w", 3, acked, credit, resend))
 
 
 def take_all(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
-    """Let the engine make all of a request at once."""
+    """Add all steps of a request at once."""
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
         sender.add_step(key, step, version)
 
 
 def long_prompt(num_kib: int) -> Scenario:
-    """A request of one token whose rows take `num_kib` KiB."""
+    """Return a request of one token whose rows take `num_kib` KiB."""
     return make_scenario(np.random.default_rng(0), prompt_len=num_kib, cuts=[1], routing=WIDE)
 
 
 def use_up_credit(sender: LinkSender) -> int:
-    """Send data until there is no more credit; returns how many frames that took."""
+    """Send data until the credit is used up, and return the number of frames."""
     (key,) = make_keys(1)
     scenario = long_prompt(2 * INITIAL_CREDIT_BYTES // 1024)
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
@@ -75,7 +75,7 @@ def use_up_credit(sender: LinkSender) -> int:
 
 @pytest.mark.proves("P59")
 def test_no_frame_is_larger_than_allowed() -> None:
-    """Thousands of offers and large chunks are spread over frames that each fit a `max_payload` of 64 KiB, in order."""
+    """Thousands of offers and large chunks are spread in order over frames that fit a `max_payload` of 64 KiB."""
     sender = make_sender()
     tell(sender, credit=2**30)
     keys = make_keys(3000)
@@ -97,7 +97,7 @@ def test_no_frame_is_larger_than_allowed() -> None:
 
 
 def test_little_is_one_frame_and_nothing_is_none() -> None:
-    """One step of few requests is one message that also offers them; without anything there is none."""
+    """One step of few requests is one frame with their offers. Without data there is no frame."""
     sender = make_sender()
     scenario = simple()
     assert sender.seal() is None
@@ -116,7 +116,7 @@ def test_little_is_one_frame_and_nothing_is_none() -> None:
 
 
 def test_without_credit_steps_gather_and_are_merged() -> None:
-    """Out of credit nothing with data is sent; with credit again, what gathered is one chunk."""
+    """Without credit no data is sent. After new credit, the buffered steps leave as one chunk."""
     sender = make_sender()
     num_frames = use_up_credit(sender)
     key = RequestKey("late")
@@ -137,7 +137,7 @@ def test_without_credit_steps_gather_and_are_merged() -> None:
 
 @pytest.mark.proves("P56")
 def test_credit_is_exceeded_by_one_frame_at_most() -> None:
-    """A frame begins below the granted offset and ends at most one part above it, however much has gathered."""
+    """A frame starts below the granted offset and exceeds it by at most one segment, however much is buffered."""
     sender = make_sender(2**20)
     use_up_credit(sender)
     scenario = make_scenario(np.random.default_rng(0), prompt_len=8, cuts=[1], routing=WIDE)
@@ -156,7 +156,7 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
 
 @pytest.mark.proves("P56")
 def test_what_needs_no_credit_is_sent_without() -> None:
-    """Offers, errors, rejections and ends that bring nothing go out when there is no credit."""
+    """Offers, errors, rejections and terminal chunks without data are sent without credit."""
     sender = make_sender()
     use_up_credit(sender)
     failed, empty, data, rejected = (RequestKey(name) for name in ("failed", "empty", "data", "rejected"))
@@ -181,7 +181,7 @@ def test_what_needs_no_credit_is_sent_without() -> None:
 
 @pytest.mark.parametrize("error", [ERROR, None])
 def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> None:
-    """What a failed or stopped request had waiting is never sent and held no more; its end is its next chunk."""
+    """The unsent data of a failed or aborted request is discarded. Its next chunk is the terminal chunk."""
     sender = make_sender()
     num_frames = use_up_credit(sender)
     (key,) = make_keys(1)
@@ -203,7 +203,7 @@ def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> N
 
 
 def test_a_failed_request_does_not_keep_its_turn() -> None:
-    """A request that fails before its large part was sent holds up no other's."""
+    """A request that fails before its large segment was sent does not delay other requests."""
     sender = make_sender()
     first, second = RequestKey("first"), RequestKey("second")
     for key in (first, second):
@@ -221,7 +221,7 @@ def test_a_failed_request_does_not_keep_its_turn() -> None:
 
 
 def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
-    """A prompt of one token has no prompt logprobs, which is told in a chunk of its own before the end."""
+    """A prompt of one token has no prompt logprobs. A chunk of its own reports that before the terminal chunk."""
     sender = make_sender()
     key = RequestKey("r")
     scenario = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1], widths=(None, 0))
@@ -238,7 +238,7 @@ def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
 
 
 def test_large_parts_take_turns_behind_everything_small() -> None:
-    """Each frame has all that is small and one large part; requests with large parts take turns."""
+    """Each frame has all small chunks and one large segment. Requests with large segments take turns."""
     sender = make_sender()
     tell(sender, credit=2**30)
     first, second, small = (RequestKey(name) for name in ("first", "second", "small"))
@@ -260,7 +260,7 @@ def test_large_parts_take_turns_behind_everything_small() -> None:
 
 @pytest.mark.proves("P55")
 def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
-    """A resend repeats all frames from the first missing one, byte for byte, also those sealed since."""
+    """A resend repeats all frames from the first missing frame without a change, also frames sealed since then."""
     sender = make_sender()
     scenario = simple()
     sealed: list[bytes] = []
@@ -279,7 +279,7 @@ def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
 
 
 def test_a_heartbeat_names_the_next_frame() -> None:
-    """It is neither numbered nor kept nor counted against credit."""
+    """A heartbeat has the next frame number. It is not numbered, not stored and uses no credit."""
     sender = make_sender()
     wants_at_first = sender.needs_heartbeat
     sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
@@ -293,7 +293,7 @@ def test_a_heartbeat_names_the_next_frame() -> None:
 
 
 def test_acknowledging_what_was_never_sent_is_refused() -> None:
-    """A client that acknowledges frames beyond the last breaks the protocol, and nothing of its message counts."""
+    """An ack beyond the last frame is a protocol error, and the whole message is ignored."""
     sender = make_sender()
     sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
     sender.seal()
@@ -305,7 +305,7 @@ def test_acknowledging_what_was_never_sent_is_refused() -> None:
 
 
 def test_outdated_messages_change_nothing() -> None:
-    """Acknowledgements and credit never fall, and what is said of another link, life or client does not count."""
+    """Acks and credit never decrease. Messages about another link, incarnation or client are ignored."""
     sender = make_sender()
     use_up_credit(sender)
     tell(sender, acked=3, credit=2**20)
@@ -321,7 +321,7 @@ def test_outdated_messages_change_nothing() -> None:
 
 
 def test_a_client_that_lost_its_place_is_noticed() -> None:
-    """Asked for frames that were acknowledged and are gone, a worker knows that only a new link helps."""
+    """If a client requests frames that it has acknowledged, the worker must start a new link."""
     sender = make_sender()
     use_up_credit(sender)
     tell(sender, acked=3)
@@ -331,7 +331,7 @@ def test_a_client_that_lost_its_place_is_noticed() -> None:
 
 
 def test_requests_are_open_once() -> None:
-    """A key can be opened again only when its terminal chunk has left; steps and failures need it to be open."""
+    """A key can be opened again only after its terminal chunk has left. Steps and failures need an open key."""
     sender = make_sender()
     key = RequestKey("r")
     with pytest.raises(KeyError):
@@ -350,7 +350,7 @@ def test_requests_are_open_once() -> None:
 
 
 def test_a_broken_step_takes_nothing_along() -> None:
-    """A step that makes no sense is refused, and what the sender holds stays as it was."""
+    """An invalid step is rejected and does not change the sender's buffer."""
     sender = make_sender()
     key, scenario = RequestKey("r"), simple()
     sender.open(key, scenario.writer(SEGMENT_BYTES))
@@ -363,7 +363,7 @@ def test_a_broken_step_takes_nothing_along() -> None:
 
 
 def test_a_plain_request_is_numbered_by_itself() -> None:
-    """A program without a link gets frames from 0, the first of which admits the request, none above the limit."""
+    """A program without a link gets frames from 0. The first has the offer, and no frame exceeds the limit."""
     scenario = long_prompt(100)
     key = RequestKey("r")
     sender = PlainSender(key, scenario.writer(SEGMENT_BYTES), incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
@@ -384,7 +384,7 @@ def test_a_plain_request_is_numbered_by_itself() -> None:
 
 
 def test_a_plain_request_that_fails_first_is_rejected() -> None:
-    """An error before the first frame is a rejection: nothing is admitted. Later it ends the request."""
+    """An error before the first frame rejects a plain request without an offer. A later error ends the request."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=SEGMENT_BYTES)
     sender = PlainSender(RequestKey("r"), writer, incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)
     sender.fail(RequestKey("r"), ERROR, 1)
