@@ -1,4 +1,4 @@
-"""What several tests share because it takes long to start. When one of them has broken it, the others get a new one."""
+"""Resources that several tests share because they start slowly. A broken resource is replaced for the next test."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """Starts something when a test first asks for it, and again when it is no longer sound.
+    """Starts a resource when a test first requests it, and replaces it when it is broken.
 
     Args:
-        make: starts it; leaving the context ends it.
-        is_sound: the next test can use it as if it were new.
+        make: starts the resource; leaving the context ends it.
+        is_sound: returns True if the next test can use the resource like a new one.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Shared(Generic[T]):
         self._life.close()
 
     def get(self) -> T:
-        """Return what is there if it is sound, else what is started in its place."""
+        """Return the resource; replace it first if it is broken."""
         if self._made and not self._is_sound(self._made[0]):
             self._made.clear()
-            # That it does not end in order is no news, and not the next test's fault.
+            # An error at the end of the broken resource must not fail the next test.
             with contextlib.suppress(Exception):
                 self._life.close()
         if not self._made:

@@ -1,4 +1,4 @@
-"""Requests whose chunks are read by tasks of their own."""
+"""Requests whose chunks a task reads."""
 
 import asyncio
 from collections.abc import AsyncIterable
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Stream:
-    """A request that is being read; made by `start_stream`."""
+    """A request that a task reads; `start_stream` creates it."""
 
     def __init__(self, request: GenerateRequest, tasks: asyncio.TaskGroup, rb: rollbus.Client) -> None:
         self.request = request
@@ -30,23 +30,23 @@ class Stream:
 
     @property
     def versions(self) -> list[int]:
-        """Of the weights, for each token."""
+        """The weight version of each token."""
         return [chunk.weight_version for chunk in self.chunks for _ in range(chunk.num_tokens)]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended."""
+        """The finish reason; None if the request has not ended."""
         end = self.chunks[-1].end
         return None if end is None else end.finish_reason
 
 
 async def start_stream(tasks: asyncio.TaskGroup, rb: rollbus.Client, request: GenerateRequest) -> Stream:
-    """Have a request read until it ends; returns when it has a token."""
+    """Start to read a request in a task; return after its first token."""
     stream = Stream(request, tasks, rb)
     await stream.has_begun.wait()
     return stream
 
 
 async def all_of(items: AsyncIterable[T]) -> list[T]:
-    """Read something to its end, for a task."""
+    """Return all items of an iterator, for use as a task."""
     return [item async for item in items]

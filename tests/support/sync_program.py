@@ -1,6 +1,6 @@
-"""A trainer without asyncio as a process of its own: `python -m tests.support.sync_program NAME URL FLEET`.
+"""A trainer without asyncio in its own process: `python -m tests.support.sync_program NAME URL FLEET`.
 
-Each function is a program. It prints one line of JSON when it is done, and ends as any program ends.
+NAME selects one of the functions. The program prints one line of JSON when the function is done, then exits normally.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from tests.support.requests import endless, greedy, short
 __all__: list[str] = []
 
 LEFT_OPEN: list[Iterator[rollbus.Chunk]] = []
-"""Streams that are there until the interpreter is gone."""
+"""Streams that exist until the interpreter exits."""
 
 
 def leave_open(url: str, fleet: str) -> None:
-    """End with a client that was not left, and a stream that still runs."""
+    """Exit with an unclosed client and an unfinished stream."""
     rb = rollbus.sync.connect(url, fleet=fleet, client="program").__enter__()
     rb.fleet.wait_for_workers()
     LEFT_OPEN.append(rb.generate(endless()))
@@ -34,7 +34,7 @@ def leave_open(url: str, fleet: str) -> None:
 
 
 def be_interrupted(url: str, fleet: str) -> None:
-    """Get Ctrl-C in each kind of call, and go on with requests of the same ids."""
+    """Interrupt each kind of call with SIGINT, then complete requests with the same ids."""
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()
         groups = rb.groups([endless()], n=1, need=1).__enter__()
@@ -46,14 +46,14 @@ def be_interrupted(url: str, fleet: str) -> None:
             "wait_for_workers": lambda: rb.fleet.wait_for_workers(1000),
         }
         interrupted = [name for name, call in calls.items() if is_interrupted(rb, call)]
-        # The step's group runs on until its groups are left.
+        # The group of the step runs until the context of the groups ends.
         groups.__exit__(None, None, None)
         answers = [rb.complete(short(name)).finish_reason for name in calls]
     say([interrupted, answers])
 
 
 def is_interrupted(rb: rollbus.sync.BlockingClient, call: Callable[[], object]) -> bool:
-    """Send SIGINT while `call` blocks; True if it raised `KeyboardInterrupt`."""
+    """Send SIGINT while `call` blocks; return True if `call` raised `KeyboardInterrupt`."""
 
     def interrupt() -> None:
         if becomes_true(lambda: bool(rb._connected.num_calls)):
@@ -71,7 +71,7 @@ def is_interrupted(rb: rollbus.sync.BlockingClient, call: Callable[[], object]) 
 
 
 def fork(url: str, fleet: str) -> None:
-    """Fork in the midst of requests; the child tries all that it must not, works for itself, and ends."""
+    """Fork during requests; the child tries all forbidden calls, uses its own client and exits."""
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()
         requests = [greedy(index, 20, request_id=f"r{index}") for index in range(60)]
@@ -98,9 +98,9 @@ def fork(url: str, fleet: str) -> None:
 
 
 def fork_with_asyncio(url: str, fleet: str) -> None:
-    """The same for a client with asyncio, whose child leaves it and ends as those of multiprocessing do.
+    """Fork during requests of an asyncio client; the child closes the client and exits like a multiprocessing child.
 
-    It may not close the loop that it was forked in: asyncio's loops share what they wait on with their parent's.
+    The child must not close its inherited event loop, because the loop shares its selector with the parent's loop.
     """
 
     async def main() -> None:
@@ -136,7 +136,7 @@ async def drain(stream: Any) -> None:
 
 
 class Prompts:
-    """A dataset that tries to use its parent's client in the loader's processes."""
+    """A dataset that tries to use the parent's client in the processes of the data loader."""
 
     def __init__(self, rb: rollbus.sync.BlockingClient) -> None:
         self._rb = rb
@@ -149,7 +149,7 @@ class Prompts:
 
 
 def load_data(url: str, fleet: str) -> None:
-    """Ask for completions of what a torch DataLoader with two processes brings, while it brings more."""
+    """Complete requests from a torch DataLoader with two processes, while the loader produces more."""
     errors, pids = set(), set()
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()
@@ -167,14 +167,14 @@ def load_data(url: str, fleet: str) -> None:
 
 
 def own(url: str, fleet: str) -> int:
-    """Tokens of a request through a client of this process's own."""
+    """Complete a request with a new client of this process; return the number of its tokens."""
     with rollbus.sync.connect(url, fleet=fleet) as rb:
         rb.fleet.wait_for_workers()
         return len(rb.complete(short("own")).token_ids)
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The name of the error that a call raises; empty if none."""
+    """Return the class name of the error that a call raises, or an empty string."""
     try:
         call()
     except rollbus.RollbusError as exc:
@@ -183,12 +183,12 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def say(value: object) -> None:
-    """Print a line, at once."""
+    """Print a value as one line of JSON and flush it."""
     sys.stdout.write(f"{json.dumps(value)}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    # A shell starts what is to run in the background with Ctrl-C ignored, and programs inherit that.
+    # A shell starts background programs with SIGINT ignored, and their child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](sys.argv[2], sys.argv[3])

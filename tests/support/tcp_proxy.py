@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a NATS server, for what a network does: cut, partition without a word, narrow line."""
+"""A TCP proxy in front of a NATS server, which simulates a cut, a silent partition and a slow network."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 __all__ = ["Direction", "TcpProxy", "tcp_proxy"]
 
 BUFFER_BYTES = 64 * 1024
-"""In the kernel and here, for each connection and direction: small, so that a slow reader is felt by the sender."""
+"""Buffer size in the kernel and in the proxy, per connection and direction: small, so that a slow reader blocks its
+sender.
+"""
 
 
 class Direction(enum.Flag):
-    """Which way bytes go."""
+    """The direction of bytes."""
 
     TO_SERVER = enum.auto()
     TO_CLIENT = enum.auto()
@@ -23,7 +25,7 @@ class Direction(enum.Flag):
 
 @contextlib.asynccontextmanager
 async def tcp_proxy(url: str) -> AsyncIterator["TcpProxy"]:
-    """Pass connections on to the server at `url`; all of them are closed on leaving."""
+    """Run a proxy to the server at `url`; close all its connections at the end of the block."""
     async with asyncio.TaskGroup() as tasks:
         proxy = TcpProxy(url, tasks)
         await proxy.restore()
@@ -34,7 +36,7 @@ async def tcp_proxy(url: str) -> AsyncIterator["TcpProxy"]:
 
 
 class TcpProxy:
-    """The proxy and the state of its network; made by `tcp_proxy`."""
+    """The proxy and the state of its network; `tcp_proxy` creates it."""
 
     def __init__(self, url: str, tasks: asyncio.TaskGroup) -> None:
         self.lead_to(url)
@@ -43,34 +45,34 @@ class TcpProxy:
         self._listener: asyncio.Server | None = None
         self._pipes: set[_Pipe] = set()
         self.held = Direction(0)
-        """The directions whose bytes are held back now."""
+        """The directions whose bytes the proxy holds back."""
         self.bytes_per_s: float | None = None
-        """What each connection may receive; None: as fast as it goes."""
+        """Bytes per second to each client; None means no limit."""
         self.make_filter: Callable[[], Callable[[bytes], bytes]] | None = None
-        """Makes, for each new connection, what becomes of the bytes for its client."""
+        """Makes the filter for the bytes to the client, once for each new connection."""
 
     def __repr__(self) -> str:
-        """One line with the state."""
+        """Return the state on one line."""
         state = "cut" if self._listener is None else f"holds {self.held}" if self.held else "open"
         return f"<TcpProxy {self.url} {state} connections={self.num_connections}>"
 
     @property
     def url(self) -> str:
-        """Where clients of the server connect instead."""
+        """The URL that clients use in place of the server's URL."""
         return f"nats://127.0.0.1:{self._port}"
 
     @property
     def is_open(self) -> bool:
-        """It accepts connections."""
+        """True if the proxy accepts connections."""
         return self._listener is not None
 
     @property
     def num_connections(self) -> int:
-        """Connections that are passed on now."""
+        """Number of open connections."""
         return sum(pipe.direction is Direction.TO_SERVER for pipe in self._pipes)
 
     def lead_to(self, url: str) -> None:
-        """Pass new connections on to the server at `url`."""
+        """Connect new connections to the server at `url`."""
         parts = urlsplit(url)
         self._server_host, self._server_port = parts.hostname or "", parts.port or 0
 
@@ -83,18 +85,18 @@ class TcpProxy:
             pipe.abort()
 
     async def restore(self) -> None:
-        """Accept connections, on the same port as before."""
+        """Accept connections on the same port as before."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(self._accept, "127.0.0.1", self._port)
         self._port = self._listener.sockets[0].getsockname()[1]
 
     def freeze(self, direction: Direction = Direction.BOTH) -> None:
-        """Hold back all bytes in `direction`, also of new connections; nobody is told, as when a network parts."""
+        """Hold back all bytes in `direction`, also those of new connections, without closing a connection."""
         self.held |= direction
         self._look_again()
 
     def thaw(self) -> None:
-        """Let all bytes through, those held back first."""
+        """Forward all bytes, beginning with those held back."""
         self.held = Direction(0)
         self._look_again()
 
@@ -118,7 +120,7 @@ class TcpProxy:
         client.join(server)
 
     def add(self, pipe: "_Pipe") -> None:
-        """Take on a pipe that was made, and make the other one for a client's."""
+        """Register a new pipe, and connect to the server if the pipe belongs to a client."""
         if self._listener is None:
             pipe.abort()
             return
@@ -127,12 +129,12 @@ class TcpProxy:
             self._tasks.create_task(self._find_server(pipe), name="proxy.find_server")
 
     def remove(self, pipe: "_Pipe") -> None:
-        """Forget a pipe that has ended."""
+        """Remove a pipe that has ended."""
         self._pipes.discard(pipe)
 
 
 class _Pipe(asyncio.Protocol):
-    """One socket of a connection: what is read here is written to the socket of its peer."""
+    """One socket of a connection, whose received bytes go to the socket of its peer."""
 
     def __init__(self, proxy: TcpProxy, direction: Direction) -> None:
         self.direction = direction
@@ -144,7 +146,7 @@ class _Pipe(asyncio.Protocol):
         self._filter = proxy.make_filter() if proxy.make_filter and direction is Direction.TO_CLIENT else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the peer before anything is read."""
+        """Set the buffer sizes, and read nothing until the peer exists."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
@@ -155,14 +157,14 @@ class _Pipe(asyncio.Protocol):
         self._proxy.add(self)
 
     def join(self, peer: "_Pipe") -> None:
-        """Begin to pass on; where one of the two has ended meanwhile, so does the other."""
+        """Start to forward bytes; abort the peer if this socket has closed in the meantime."""
         self._peer = peer
         if self._transport.is_closing():
             peer.abort()
         self.pause_or_go_on()
 
     def pause_or_go_on(self) -> None:
-        """Read exactly when the network lets bytes through and the peer can take them."""
+        """Read only while the network forwards bytes and the peer can accept them."""
         if self._transport.is_closing():
             return
         must_wait = self._peer is None or self._is_peer_full or self._rests is not None
@@ -172,7 +174,7 @@ class _Pipe(asyncio.Protocol):
             self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on, and rest for as long as a narrow line would have taken for them."""
+        """Forward bytes, then pause as long as a slow network would need for them."""
         if self._peer is None:
             return
         self._peer._transport.write(data if self._filter is None else self._filter(data))
@@ -186,11 +188,11 @@ class _Pipe(asyncio.Protocol):
         self.pause_or_go_on()
 
     def pause_writing(self) -> None:
-        """This socket is full: the peer must not read on."""
+        """Pause the peer's reading, because this socket is full."""
         self._tell_peer(is_full=True)
 
     def resume_writing(self) -> None:
-        """This socket takes bytes again."""
+        """Resume the peer's reading, because this socket accepts bytes again."""
         self._tell_peer(is_full=False)
 
     def _tell_peer(self, *, is_full: bool) -> None:
@@ -199,7 +201,7 @@ class _Pipe(asyncio.Protocol):
             self._peer.pause_or_go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the peer too, once it has sent what it was given."""
+        """Close the peer after it has sent its buffered bytes."""
         self._proxy.remove(self)
         if self._rests is not None:
             self._rests.cancel()
@@ -207,7 +209,7 @@ class _Pipe(asyncio.Protocol):
             self._peer._transport.close()
 
     def abort(self) -> None:
-        """Close at once; what is on its way is lost."""
+        """Close both sockets immediately and discard buffered bytes."""
         self._transport.abort()
         if self._peer is not None:
             self._peer._transport.abort()

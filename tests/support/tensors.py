@@ -1,4 +1,4 @@
-"""Checkpoints of random tensors of several dtypes, which change at random: what a trainer without a model publishes."""
+"""Checkpoints of random tensors in several dtypes with random changes, as a trainer would publish them."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from rollbus.schemas.manifest import TensorEntry
 __all__ = ["Amount", "RandomTensor", "Tensors", "changed", "hashes", "hashes_in", "make_tensors", "write"]
 
 Amount = Literal["none", "few", "all", "mixed"]
-"""What of the elements changes."""
+"""The share of elements that change."""
 SHAPES = {
     "model.embed_tokens.weight": ("BF16", (300, 64)),
     "model.layers.0.mlp.down_proj.weight": ("BF16", (64, 256)),
@@ -28,14 +28,14 @@ SHAPES = {
     "model.norm.weight": ("F16", (64,)),
     "model.scale": ("F32", ()),
 }
-"""Of several element sizes; one is empty, one a scalar."""
+"""Tensors with several element sizes, including an empty tensor and a scalar."""
 FEW = 0.03
-"""Of the elements, as a step of RL changes them."""
+"""Share of the bytes that change, similar to a step of RL."""
 FILE = "model.safetensors"
 
 
 class RandomTensor(NamedTuple):
-    """One tensor."""
+    """The dtype, shape and bytes of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ Tensors = Mapping[str, RandomTensor]
 
 
 def make_tensors(rng: random.Random) -> Tensors:
-    """Make the first version: any bits, NaNs too."""
+    """Make the first version from random bits, which may be NaN."""
     found = {}
     for name, (dtype, shape) in SHAPES.items():
         entry = TensorEntry(name=name, dtype=dtype, shape=shape, sha256="0" * 64, file=FILE)
@@ -69,7 +69,7 @@ def _changed(tensor: RandomTensor, amount: Amount, rng: random.Random) -> npt.ND
     if amount == "none" or not len(tensor.content):
         return tensor.content
     if amount == "all":
-        # An odd number changes every byte.
+        # Adding an odd number changes every byte.
         return tensor.content + np.uint8(2 * rng.randrange(128) + 1)
     content = tensor.content.copy()
     for _ in range(max(1, int(FEW * len(content)))):
@@ -78,12 +78,12 @@ def _changed(tensor: RandomTensor, amount: Amount, rng: random.Random) -> npt.ND
 
 
 def hashes(tensors: Tensors) -> dict[str, str]:
-    """Return the SHA-256 of each content."""
+    """Return the SHA-256 of each tensor."""
     return {name: hashlib.sha256(tensor.content.data).hexdigest() for name, tensor in tensors.items()}
 
 
 def hashes_in(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each tensor in the safetensors files of a folder, read by hand."""
+    """Return the SHA-256 of each tensor in the safetensors files of a folder, without a safetensors library."""
     found = {}
     for file in folder.glob("*.safetensors"):
         data = file.read_bytes()
@@ -96,7 +96,7 @@ def hashes_in(folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, tensors: Tensors) -> Path:
-    """Write a whole checkpoint as publishers lay it out, with a configuration; returns the folder."""
+    """Write a complete checkpoint in the layout of publishers, with a configuration; return its folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "none", "rope_theta": 10000.0}))
     entries = ordered(

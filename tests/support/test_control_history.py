@@ -1,4 +1,4 @@
-"""The observer of commands sees what it is there for, and is silent about what is right."""
+"""The command history reports each violation of I4 and I5 and no correct behavior."""
 
 import msgspec
 import numpy as np
@@ -19,23 +19,23 @@ UPDATE = UpdateWeights(id="u", version=2, source=WeightSource(path="/a"))
 
 
 class Fleet:
-    """A fleet whose every message the test writes."""
+    """A fleet whose messages the test writes."""
 
     def __init__(self) -> None:
         self.history = ControlHistory()
         self.state = DesiredState(model="m")
 
     def command(self, command: Command) -> None:
-        """A controller publishes it."""
+        """Publish a command as a controller."""
         self.history.take(SUBJECTS.control("c"), encode_json(command))
 
     def records(self, command: Pause | Resume | UpdateWeights) -> None:
-        """It is written into the desired state."""
+        """Record a command in the desired state."""
         self.state, _ = record(self.state, command)
         self.history.take("$KV.rollbus.f.m", encode_json(self.state))
 
     def ack(self, command: Command, status: AckStatus, incarnation: str = "i", **fields: object) -> None:
-        """A worker answers it."""
+        """Publish a worker's ack."""
         ack = Ack(
             id=command.id, command=command.command, worker="w", incarnation=incarnation, model="m", status=status,
             **fields,  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ class Fleet:
         self.history.take(SUBJECTS.ack("c", "w"), encode_json(ack))
 
     def frame(self, number: int, *, version: int = 1, tokens: int = 1, incarnation: str = "i") -> None:
-        """A worker publishes tokens."""
+        """Publish a frame of a worker with one chunk."""
         ids = np.arange(tokens, dtype="<i4").tobytes()
         chunk = Chunk(
             request_id="r", attempt=0, child=0, chunk_index=number, weight_version=version, token_ids_data=ids
@@ -52,12 +52,12 @@ class Fleet:
 
     @property
     def problems(self) -> list[str]:
-        """What the history found."""
+        """The violations in the history."""
         return self.history.problems
 
 
 def test_tokens_of_a_paused_worker_are_seen() -> None:
-    """A token in a new frame behind the applied pause is a problem; frames sent before, and empty ones, are none."""
+    """A token in a new frame after the applied pause is a violation; earlier and empty frames are not."""
     fleet = Fleet()
     fleet.frame(0)
     fleet.ack(PAUSE, AckStatus.ACCEPTED)
@@ -73,7 +73,7 @@ def test_tokens_of_a_paused_worker_are_seen() -> None:
 
 @pytest.mark.parametrize("how", ["command", "records"])
 def test_a_resume_ends_a_pause(how: str) -> None:
-    """From when a resume is published or recorded, tokens may come; a repeat of the pause changes nothing."""
+    """Tokens are allowed after a resume is published or recorded. A repeated pause command does not change this."""
     fleet = Fleet()
     fleet.records(PAUSE)
     fleet.ack(PAUSE, AckStatus.APPLIED)
@@ -88,7 +88,7 @@ def test_a_resume_ends_a_pause(how: str) -> None:
 
 
 def test_a_pause_that_was_overtaken_before_its_answer_binds_nothing() -> None:
-    """A worker may take the resume from the record, and go on before the resume itself is published."""
+    """A pause does not bind a worker if a resume was recorded before its ack: the worker may have resumed."""
     fleet = Fleet()
     fleet.records(PAUSE)
     fleet.records(Resume(id="r"))
@@ -102,7 +102,7 @@ def test_a_pause_that_was_overtaken_before_its_answer_binds_nothing() -> None:
 
 
 def test_tokens_of_older_weights_are_seen() -> None:
-    """Behind an applied update every token is of its version, until another update is heard of."""
+    """After an applied update each token has the new version, until another update is published."""
     fleet = Fleet()
     fleet.ack(UPDATE, AckStatus.APPLIED, weight_version=2, frames={"me/life": 1})
     fleet.frame(0, version=1)
@@ -116,7 +116,7 @@ def test_tokens_of_older_weights_are_seen() -> None:
 
 
 def test_a_failed_command_binds_nothing() -> None:
-    """Only what was applied is promised."""
+    """A failed or stale command does not bind a worker."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.FAILED)
     fleet.ack(UPDATE, AckStatus.STALE)
@@ -125,7 +125,7 @@ def test_a_failed_command_binds_nothing() -> None:
 
 
 def test_a_spoilt_desired_state_binds_nothing() -> None:
-    """Where it was deleted nobody knows what workers will do."""
+    """After the desired state is deleted, no earlier command binds a worker."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.APPLIED)
     fleet.history.take("$KV.rollbus.f.m", b"")
@@ -134,7 +134,7 @@ def test_a_spoilt_desired_state_binds_nothing() -> None:
 
 
 def test_a_second_final_word_is_seen() -> None:
-    """The same answer may be said again; another one, or a step back, is a problem."""
+    """An incarnation may repeat its final ack. A different final ack or a later progress ack is a violation."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.ACCEPTED)
     fleet.ack(PAUSE, AckStatus.APPLIED)
@@ -149,7 +149,7 @@ def test_a_second_final_word_is_seen() -> None:
 
 
 def test_what_nobody_answers_is_seen() -> None:
-    """A command that was accepted is unanswered until its final word, as long as that life of the worker is there."""
+    """An accepted command is unanswered until its final ack, as long as that incarnation exists."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.ACCEPTED)
     assert fleet.history.unanswered({"i"}) == ["w pause"]
@@ -159,7 +159,7 @@ def test_what_nobody_answers_is_seen() -> None:
 
 
 def test_garbage_says_nothing() -> None:
-    """What does not decode is for the workers to refuse."""
+    """The history ignores messages that it cannot decode."""
     fleet = Fleet()
     for subject in (
         SUBJECTS.control("c"),

@@ -1,4 +1,4 @@
-"""The cluster that tests break: it comes up, loses a leader, is parted and heals."""
+"""The test cluster starts, loses a leader, is partitioned and recovers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.waits import until
 
 @pytest.mark.slow
 async def test_it_is_broken_and_mended() -> None:
-    """A stream of three replicas outlives its leader, and a server that is parted misses nothing afterwards."""
+    """A stream of three replicas survives its leader's loss, and an isolated server receives all messages later."""
     require_binary()
 
     async with nats_cluster() as cluster, opened(cluster.urls[0]) as first:
@@ -27,7 +27,7 @@ async def test_it_is_broken_and_mended() -> None:
             await cluster.ready()
             other = 3 - leader - new_leader
             cluster.isolate(other)
-            # A majority is left.
+            # Two of three servers are a majority.
             assert await put(second, "s", b"2") == 2
             await cluster.heal()
 

@@ -1,4 +1,4 @@
-"""The noise does what it says, to the messages that it is meant for, whole."""
+"""The noise filter disturbs whole messages on the chosen subjects only."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.support.tcp_proxy import tcp_proxy
 
 
 async def test_messages_are_lost_doubled_and_delayed(nats_url: str, fleet: str) -> None:
-    """Of the chosen subject some messages are lost, doubled and late; those of others come once and in order."""
+    """The filter drops, duplicates and delays messages on its subjects; other messages arrive once and in order."""
     noise = NatsNoise(r"\.noisy$", drop=0.1, double=0.1, delay=0.1)
     received: dict[str, list[int]] = {"noisy": [], "quiet": []}
     has_all = asyncio.Event()

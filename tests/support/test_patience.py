@@ -1,4 +1,4 @@
-"""Limits of waits are long, scale, and stand in one place."""
+"""Time limits of tests are long and scalable, and one module defines them."""
 
 import re
 import runpy
@@ -10,12 +10,12 @@ from tests.support.processes import ROOT
 
 LIMIT = re.compile(r"asyncio\.(?:timeout\(|wait_for\(.*, )([0-9.]+)\)")
 EXPECTED_TO_RUN_OUT_S = 1.0
-"""A shorter limit is one that the test expects to run out."""
+"""A test with a shorter limit expects the timeout."""
 
 
 @pytest.mark.parametrize(("factor", "scale"), [("", 1.0), ("1", 1.0), ("2.5", 2.5)])
 def test_limits_scale_with_the_environment(monkeypatch: pytest.MonkeyPatch, factor: str, scale: float) -> None:
-    """Each limit is multiplied by `$ROLLBUS_TEST_PATIENCE`."""
+    """`$ROLLBUS_TEST_PATIENCE` multiplies each limit."""
     monkeypatch.delenv("ROLLBUS_TEST_PATIENCE", raising=False)
     plain = runpy.run_path(patience.__file__)
     monkeypatch.setenv("ROLLBUS_TEST_PATIENCE", factor)
@@ -28,7 +28,7 @@ def test_limits_scale_with_the_environment(monkeypatch: pytest.MonkeyPatch, fact
 
 
 def test_no_test_has_a_limit_of_its_own() -> None:
-    """A limit that a busy machine could exceed is taken from `tests/support/patience.py`."""
+    """Each limit that a busy machine could exceed comes from `tests/support/patience.py`."""
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in sorted((ROOT / "tests").rglob("*.py"))

@@ -1,4 +1,4 @@
-"""What tests share is started once, and again when one of them has broken it."""
+"""A shared resource starts once, and again after a test has broken it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tests.support.shared import Shared
 
 
 class Part:
-    """Something that can break."""
+    """A resource that can break."""
 
     def __init__(self) -> None:
         self.is_sound = True
@@ -18,7 +18,7 @@ class Part:
 
 @contextlib.contextmanager
 def part() -> Iterator[Part]:
-    """Start one; where it is broken, ending it fails."""
+    """Start a resource; its end fails if it is broken."""
     made = Part()
     yield made
     made.is_ended = True
@@ -26,7 +26,7 @@ def part() -> Iterator[Part]:
 
 
 def test_what_is_sound_stays_and_what_is_broken_is_replaced() -> None:
-    """Each that was made is ended; that a broken one does not end in order is not the next test's failure."""
+    """Each resource is ended, and an error at the end of a broken resource does not fail the next test."""
     with Shared(part, is_sound=lambda it: it.is_sound) as shared:
         first = shared.get()
         assert shared.get() is first
@@ -38,14 +38,14 @@ def test_what_is_sound_stays_and_what_is_broken_is_replaced() -> None:
 
 
 def test_the_last_one_must_end_in_order() -> None:
-    """What fails at the end of all is not hidden."""
+    """An error at the end of the last resource is raised."""
     shared = Shared(part, is_sound=lambda it: it.is_sound)
     with pytest.raises(AssertionError), shared:
         shared.get().is_sound = False
 
 
 def test_a_failed_start_is_tried_again() -> None:
-    """The next test makes its own attempt."""
+    """After a failed start the next test tries to start the resource again."""
     fails = [True, False]
 
     @contextlib.contextmanager

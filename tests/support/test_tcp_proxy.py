@@ -1,4 +1,4 @@
-"""The proxy does to connections what a network does, so that fault tests test what they say."""
+"""The proxy behaves like a real network, so that fault tests are valid."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from tests.support.tcp_proxy import Direction, TcpProxy, tcp_proxy
 
 @contextlib.asynccontextmanager
 async def echo_behind_proxy() -> AsyncIterator[TcpProxy]:
-    """Run a server that sends everything back, and a proxy before it."""
+    """Run an echo server and a proxy in front of it."""
     async with asyncio.TaskGroup() as tasks:
 
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,7 +47,7 @@ async def connected(proxy: TcpProxy) -> AsyncIterator[tuple[asyncio.StreamReader
 
 
 async def test_bytes_pass_both_ways() -> None:
-    """More bytes than any buffer holds arrive, in order, on several connections; nothing is left afterwards."""
+    """More bytes than any buffer holds arrive in order on several connections, and no task remains."""
     payload = bytes(range(256)) * 8192
     async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer), connected(proxy) as (other, say):
         writer.write(payload)
@@ -60,7 +60,7 @@ async def test_bytes_pass_both_ways() -> None:
 
 
 async def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
-    """After a cut a connection ends and none can be made; after the repair they work on the same port."""
+    """A cut closes all connections and refuses new ones; after the repair, connections work on the same port."""
     async with echo_behind_proxy() as proxy:
         async with connected(proxy) as (reader, writer):
             writer.write(b"x")
@@ -82,7 +82,10 @@ async def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
 
 @pytest.mark.parametrize("direction", [Direction.TO_SERVER, Direction.TO_CLIENT, Direction.BOTH])
 async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> None:
-    """While frozen nothing arrives and nobody is told, new connections included; afterwards everything is there."""
+    """While a direction is frozen, no bytes arrive and no connection closes.
+
+    After the thaw all bytes arrive, also those of new connections.
+    """
     async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):
         writer.write(b"before ")
         assert await reader.readexactly(7) == b"before "
@@ -100,7 +103,7 @@ async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> N
 
 
 async def test_a_narrow_line_slows_the_sender_down() -> None:
-    """With a limit towards the client, bytes come slowly, the way to the server fills up, and none is lost."""
+    """With a limit towards the client, bytes arrive slowly and the sender's buffer fills up, but no byte is lost."""
     payload = bytes(24_000_000)
     async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):
         proxy.bytes_per_s = 500_000

@@ -1,4 +1,4 @@
-"""An engine that tests share is replaced when one of them has broken it. Synthetic ones, which start fast, show it."""
+"""A shared engine is replaced after a test has broken it. These tests use synthetic engines, which start fast."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ Damage = Callable[[RunningEngine], Coroutine[object, object, None]]
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
-    """Give two synthetic engines, which say what they do as vLLM's do."""
+    """Run two synthetic engines with the interface of vLLM engines."""
     model, _ = folders(tmp_path)
     with running_engines(dict.fromkeys("ab", lambda: cast("VllmEngine", SyntheticEngine(model=model)))) as running:
         yield running
 
 
 async def kill(running: RunningEngine) -> None:
-    """End the engine."""
+    """Kill the engine."""
     cast("SyntheticEngine", running.engine).kill()
 
 
@@ -44,12 +44,12 @@ async def lose_the_reader(running: RunningEngine) -> None:
 
 
 async def change_weights(running: RunningEngine) -> None:
-    """Load other ones."""
+    """Load other weights."""
     await running.engine.load_weights(Path(running_folder(running)).parent / "two")
 
 
 async def load_adapter(running: RunningEngine) -> None:
-    """Load an adapter that stays."""
+    """Load an adapter and leave it loaded."""
     folder = write_adapter(running_folder(running).parent / "adapter")
     await running.engine.load_lora("left", folder, 1)
 
@@ -63,7 +63,7 @@ def running_folder(running: RunningEngine) -> Path:
 
 @pytest.mark.parametrize("breaks", [kill, lose_the_reader, change_weights, load_adapter])
 def test_a_broken_engine_is_replaced(engines: Engines, breaks: Damage) -> None:
-    """Dead, unread or changed: the next test gets an engine as the first one was, and the other engines stay."""
+    """The next test receives a new engine in place of a dead, unread or changed one, and the other engine stays."""
     broken, other = engines.get("a"), engines.get("b")
     [expected] = broken.generate(SHORT)
     with contextlib.suppress(asyncio.CancelledError):
@@ -77,14 +77,14 @@ def test_a_broken_engine_is_replaced(engines: Engines, breaks: Damage) -> None:
 
 
 async def leave_running(running: RunningEngine) -> None:
-    """Leave two requests in the middle, one of which was not added by the wrapper."""
+    """Leave two running requests, one of which the wrapper did not add."""
     await running.engine.add("by-hand", ENDLESS)
     await running.next()
     await running.add(ENDLESS)
 
 
 async def leave_paused(running: RunningEngine) -> None:
-    """Leave it paused, as a test does that no longer reads, with a request that has not begun."""
+    """Leave the engine paused with a waiting request, without reading its steps."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0):
             await running.engine.pause()
@@ -93,7 +93,10 @@ async def leave_paused(running: RunningEngine) -> None:
 
 @pytest.mark.parametrize("leaves", [leave_running, leave_paused])
 def test_what_a_failed_test_has_left_is_ended(engines: Engines, leaves: Damage) -> None:
-    """Its requests are aborted, its pause is over: the engine stays, and the next steps are the next test's."""
+    """The requests of a failed test are aborted and its pause ends.
+
+    The engine stays, and the next steps belong to the next test.
+    """
     running = engines.get("a")
     running.call(leaves(running))
     assert engines.get("a") is running

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of several families of models, with random weights."""
+"""Tiny checkpoints of several model families, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ SHARED: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 LATENT: dict[str, Any] = {
-    # The only sizes that vLLM's kernel for CPUs takes.
+    # vLLM's CPU kernel accepts only these sizes.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
@@ -79,12 +79,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         LLAMA | EXPERTS | SHARED,
     ),
-    # The experts' inner size is no multiple of 32: their kernel pads it.
+    # The experts' inner size is not a multiple of 32, so their kernel pads it.
     "qwen3_moe-padded": ("Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 32, "moe_intermediate_size": 48}),
-    # It copies experts and sinks into its parameters by itself. Each token uses all experts, since rounding to bfloat16
-    # changes which are chosen.
+    # The model copies experts and sinks into its parameters by itself. Each token uses all experts, because rounding to
+    # bfloat16 changes the chosen experts.
     "gpt_oss": ("GptOss", LLAMA | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 4}),
-    # Its mixers read a buffer that is the weight of a convolution, which vLLM packs.
+    # The mixers read a buffer with the weight of a convolution, which vLLM packs.
     "falcon_h1": (
         "FalconH1",
         LLAMA | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32},
@@ -92,13 +92,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", LLAMA | LATENT),
     "deepseek_v3": ("DeepseekV3", LLAMA | LATENT | SIGMOID),
 }
-"""Class prefix of transformers and settings, by family."""
+"""Class prefix in transformers and settings, by family."""
 HALF = frozenset({"falcon_h1", "gpt_oss"})
-"""Families whose kernels for CPUs take bfloat16 only; the others are tried in float32."""
+"""Families whose CPU kernels accept only bfloat16; tests run the other families in float32."""
 
 
 def make_family(folder: Path, family: str, *, seed: int) -> Path:
-    """Make a checkpoint in `folder`; returns it. The same arguments make the same weights."""
+    """Make a checkpoint in `folder` and return it. The same arguments make the same weights."""
     import torch
     import transformers
 
@@ -110,7 +110,7 @@ def make_family(folder: Path, family: str, *, seed: int) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                # Else biases are 0 and norms 1 in all of them.
+                # Otherwise all biases would be 0 and all norms 1.
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -1,4 +1,4 @@
-"""Make a LoRA adapter for a tiny dense model on the spot, in the format of Hugging Face's PEFT."""
+"""A random LoRA adapter for a tiny dense model, in the format of Hugging Face's PEFT."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 
 
 def make_tiny_lora(path: Path, model: Path, *, seed: int) -> Path:
-    """Make an adapter in the folder `path` for the checkpoint `model`; returns `path`. Both factors are random.
+    """Make an adapter with two random factors in the folder `path` for the checkpoint `model`; return `path`.
 
     The same arguments make the same adapter.
     """
@@ -42,7 +42,7 @@ def make_tiny_lora(path: Path, model: Path, *, seed: int) -> Path:
 
 
 def merge_tiny_lora(model: Any, path: Path) -> None:
-    """Add the adapter in `path` to the weights of `model`, one of transformers'."""
+    """Add the adapter in `path` to the weights of `model`, a transformers model."""
     from safetensors.torch import load_file
 
     tensors = load_file(path / "adapter_model.safetensors")

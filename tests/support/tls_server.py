@@ -1,4 +1,4 @@
-"""Servers with and without TLS, for tests of what a client sends before and after the handshake."""
+"""Servers with and without TLS, for tests of the bytes that a client sends before and after the handshake."""
 
 import asyncio
 import contextlib
@@ -30,15 +30,15 @@ INFO: Mapping[str, Any] = {
     "nonce": "PaQWx_kTVWMfhZc",
 }
 LEAVES_WITHIN_S = 30.0
-"""A client that has closed its connection; it takes milliseconds."""
+"""Maximum wait for a client that has closed its connection; it usually takes milliseconds."""
 
 
 class FakeServer:
-    """As much of a NATS server as a connection needs that is opened, each client served by a thread.
+    """A minimal NATS server for opening a connection, with one thread per client.
 
     Attributes:
-        info: what it says at the start.
-        received: what each connection sent, without TLS or inside it; also of those whose handshake failed.
+        info: fields of the INFO message.
+        received: decrypted or plain bytes of each connection, including those with a failed handshake.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -53,18 +53,18 @@ class FakeServer:
 
     @property
     def address(self) -> str:
-        """As other servers name it."""
+        """The address as other servers advertise it."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def connects(self) -> list[dict[str, Any]]:
-        """What clients sent with CONNECT."""
+        """The decoded CONNECT messages of all clients."""
         lines = b"".join(bytes(one) for one in self.received).splitlines()
         return [json.loads(line.removeprefix(b"CONNECT ")) for line in lines if line.startswith(b"CONNECT ")]
 
     @contextlib.contextmanager
     def running(self, port: int = 0) -> Iterator[Self]:
-        """Listen, at the end nowhere and to nobody any more; what clients sent until they left is recorded then."""
+        """Listen until the block ends, then close all connections; the bytes of all clients are recorded by then."""
         self.listen(port)
         try:
             yield self
@@ -73,7 +73,7 @@ class FakeServer:
 
     @contextlib.asynccontextmanager
     async def beside(self, port: int = 0) -> AsyncIterator[Self]:
-        """Likewise, for clients on this event loop, which has to run while they leave."""
+        """Do the same for clients on this event loop, which must run while the clients disconnect."""
         self.listen(port)
         try:
             yield self
@@ -83,14 +83,14 @@ class FakeServer:
     def _end(self) -> None:
         self.over.set()
         _close(self._listeners)
-        # Those that accept first: they start the others.
+        # Join the accepting threads first, because they start the serving threads.
         for threads in (self._accepting, self._serving):
             for thread in threads:
                 thread.join(LEAVES_WITHIN_S)
         self.go_away()
 
     def listen(self, port: int = 0) -> None:
-        """Take connections, at `port`, else at the port of before."""
+        """Accept connections at `port`, or at the previous port by default."""
         listener = socket.create_server(("127.0.0.1", port or self.port))
         self.port = listener.getsockname()[1]
         self._listeners.append(listener)
@@ -98,7 +98,7 @@ class FakeServer:
         self._accepting[-1].start()
 
     def go_away(self) -> None:
-        """Take none, and drop all that there are."""
+        """Stop accepting connections and close all open ones."""
         _close(self._listeners)
         _close(self._sockets)
 
@@ -117,7 +117,7 @@ class FakeServer:
             self.serve(one, sent)
 
     def serve(self, one: socket.socket, sent: bytearray) -> None:
-        """Speak with one client, and record what it sends."""
+        """Serve one client and record its bytes."""
         raise NotImplementedError
 
     def say_info(self, one: socket.socket, **more: Any) -> None:
@@ -125,7 +125,7 @@ class FakeServer:
         one.sendall(b"INFO " + json.dumps({**self.info, **more}).encode() + b"\r\n")
 
     def answer_pings(self, one: socket.socket, sent: bytearray) -> Iterator[None]:
-        """Record all that comes, and answer pings; yields after each answer."""
+        """Record all bytes and answer pings; yield after each answer."""
         answered = 0
         while data := one.recv(65536):
             sent += data
@@ -136,28 +136,28 @@ class FakeServer:
 
 
 class PlainServer(FakeServer):
-    """Offers no TLS, takes all that comes, and records it."""
+    """A server without TLS, which records all bytes."""
 
     def __init__(self, **info: Any) -> None:
         super().__init__(info)
 
     def serve(self, one: socket.socket, sent: bytearray) -> None:
-        """As a server without TLS does."""
+        """Send INFO without TLS and answer pings."""
         self.say_info(one)
         for _ in self.answer_pings(one, sent):
             pass
 
 
 class TlsServer(FakeServer):
-    """Speaks TLS with a certificate of its own.
+    """A TLS server with its own certificate.
 
     Args:
-        folder: for the certificate.
+        folder: folder for the certificate.
         names: hosts of the certificate.
-        days: until the certificate expires.
-        shakes_hands: False: the handshake never ends.
-        answers: False: it falls silent after its first answer.
-        learned: addresses of other servers, told after the handshake.
+        days: days until the certificate expires.
+        shakes_hands: if False, the handshake never ends.
+        answers: if False, the server sends nothing after its first answer.
+        learned: addresses of other servers, sent after the handshake.
     """
 
     def __init__(
@@ -177,23 +177,23 @@ class TlsServer(FakeServer):
         self.tls = Tls(ca=str(cert))
         self.shakes_hands, self.answers, self.learned = shakes_hands, answers, learned
         self.before_handshake = b""
-        """Sent without TLS behind the INFO, as somebody on the way might."""
+        """Plain bytes to send between INFO and the handshake, as an attacker on the network could."""
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(cert, key)
 
     @property
     def server(self) -> Server:
-        """For connections."""
+        """The server's URL and TLS settings, for connections."""
         return Server(f"nats://{self.address}", tls=self.tls)
 
     def ask_for_certificates(self, ca: Path, newest: ssl.TLSVersion) -> None:
-        """Have clients show a certificate that `ca` has signed, in this version of TLS at most."""
+        """Require client certificates signed by `ca`, and allow no TLS version above `newest`."""
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._context.load_verify_locations(ca)
         self._context.maximum_version = newest
 
     def serve(self, one: socket.socket, sent: bytearray) -> None:
-        """As a server with TLS does."""
+        """Send INFO, do the TLS handshake and answer pings."""
         self.say_info(one)
         one.sendall(self.before_handshake)
         if not self.shakes_hands:
@@ -219,11 +219,11 @@ def _close(sockets: list[socket.socket]) -> None:
 def configure_tls(
     monkeypatch: pytest.MonkeyPatch, cert: Path, key: Path, *, outside: Mapping[str, Any] | None = None, **options: Any
 ) -> None:
-    """Have embedded servers speak TLS with this certificate.
+    """Make embedded servers use TLS with this certificate.
 
     Args:
-        outside: more of the server's configuration.
-        options: more of its `tls` block.
+        outside: additional fields of the server's configuration.
+        options: additional fields of its `tls` block.
     """
 
     def changed(*, listen: str, store_dir: str, max_payload_bytes: int) -> str:

@@ -1,6 +1,6 @@
-"""For vLLM's worker processes: a weight-transfer engine that reads from files, and what a user may add to a worker.
+"""Code for vLLM's worker processes: a weight-transfer engine that reads files, and a user's worker extension.
 
-Only engines whose `worker_extension_cls` says so import this.
+Only engines whose `worker_extension_cls` names this module import it.
 """
 
 import sys
@@ -19,35 +19,35 @@ __all__ = ["FromFile", "UserExtension"]
 
 @dataclass
 class Origin:
-    """Where all weights come from."""
+    """The source file of all weights."""
 
     file: str
 
 
 @dataclass
 class Part:
-    """Which of the file's tensors to take: every one whose number is `remainder`, modulo `of`."""
+    """The tensors of one update: those whose index modulo `of` is `remainder`."""
 
     remainder: int
     of: int
 
 
 class FromFile(WeightTransferEngine):  # type: ignore[misc]
-    """Takes tensors out of a safetensors file, as others take them from a network."""
+    """Reads tensors from a safetensors file, in place of a network."""
 
     init_info_cls = Origin
     update_info_cls = Part
 
     def init_transfer_engine(self, init_info: Origin) -> None:
-        """Remember the file."""
+        """Store the file name."""
         self.file = init_info.file
 
     def start_weight_update(self) -> None:
-        """As the engines of vLLM that take checkpoints do."""
+        """Start a layerwise reload, as vLLM's engines for checkpoints do."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Part) -> None:
-        """Load some tensors."""
+        """Load the tensors of this part."""
         with safe_open(self.file, framework="pt") as tensors:
             names = [
                 name for number, name in enumerate(tensors.keys()) if number % update_info.of == update_info.remainder
@@ -55,24 +55,24 @@ class FromFile(WeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights((name, tensors.get_tensor(name)) for name in names)
 
     def finish_weight_update(self) -> None:
-        """As the engines of vLLM that take checkpoints do."""
+        """Finish the layerwise reload, as vLLM's engines for checkpoints do."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
 
 WeightTransferEngineFactory.register_engine("from-file", FromFile)
 
 
 class UserExtension:
-    """What a user's `worker_extension_cls` may be."""
+    """An example of a user's `worker_extension_cls`."""
 
     def user_says(self) -> str:
-        """Return where this worker process thinks its weights come from."""
+        """Return the model path in the configuration of this worker process."""
         worker: Any = self
         return str(worker.model_runner.model_config.model)
 
     def modules_of_ours(self) -> tuple[list[str], list[str]]:
-        """Return the modules of rollbus that this process has imported, and those it has under another name."""
+        """Return the imported modules of rollbus, and those that this process imported under another name."""
         return sorted(name for name in sys.modules if name.startswith("rollbus.")), misnamed()

@@ -1,4 +1,4 @@
-"""Published versions of weights, written straight into a bucket: chains of them, and damage of every kind."""
+"""Published weight versions that tests write directly into a bucket, as chains and with all kinds of damage."""
 
 import hashlib
 import math
@@ -37,19 +37,19 @@ SHAPES = {
     "model.layers.0.self_attn.q_proj.weight": (6, 4),
     "model.norm.weight": (4,),
 }
-"""Those of `tests.support.checkpoints`, in BF16."""
+"""The tensors of `tests.support.checkpoints`, in BF16."""
 CONFIG = b'{"model_type": "none", "rope_theta": 10000.0}'
 FILE = "model.safetensors"
 
 
 def random_weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Weights:
-    """Make the bytes of all tensors."""
+    """Make random bytes for all tensors."""
     rng = np.random.default_rng(seed)
     return {name: rng.integers(0, 256, math.prod(shape) * 2, np.uint8) for name, shape in shapes.items()}
 
 
 def folder_content(weights: Weights, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, bytes]:
-    """Return the files that a folder of these weights has."""
+    """Return the files in a folder of these weights."""
     [layout] = layouts(_entries(weights, shapes))
     content = b"".join(weights[entry.name].tobytes() for entry in layout.entries)
     return {FILE: layout.header + content, "config.json": CONFIG}
@@ -69,7 +69,7 @@ class Versions:
         self._weights: Weights = {}
 
     def source(self, number: int = -1) -> WeightSource:
-        """Name one of the versions."""
+        """Return the source of a version."""
         return WeightSource(objects=self.links[number].objects)
 
     async def publish(
@@ -85,11 +85,11 @@ class Versions:
         """Store a version.
 
         Args:
-            is_anchor: it has an anchor; a first one always has.
-            is_delta: it has a delta, unless it is the first.
-            manifest: fields that are put over those of the manifest, as JSON has them; the digest stays.
-            change: fields that are put over those of each tensor's delta.
-            files: objects besides, or other content of objects; None: left out.
+            is_anchor: store an anchor; the first version always has one.
+            is_delta: store a delta, unless this is the first version.
+            manifest: JSON fields that replace fields of the manifest; the digest is not updated.
+            change: fields that replace fields of each tensor's delta.
+            files: additional objects, or replaced contents of objects; None omits an object.
         """
         folder = self._tmp_path / f"version-{uuid.uuid4().hex}"
         folder.mkdir(parents=True)

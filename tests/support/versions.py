@@ -1,4 +1,4 @@
-"""Stores of published versions, and small versions, as tests use them."""
+"""Version stores and small published versions for tests."""
 
 import contextlib
 import hashlib
@@ -34,7 +34,7 @@ MODEL = "m"
 
 @contextlib.asynccontextmanager
 async def versions_bucket(nats: Connection, *, max_bytes: int = BUCKET_BYTES) -> AsyncIterator[tuple[str, str]]:
-    """Make a fleet of its own with a bucket for the model `m`; both go on leaving."""
+    """Make a fleet name and a bucket for the model `m`; delete the bucket at the end of the block."""
     fleet = f"versions-{uuid.uuid4().hex[:8]}"
     bucket = published_bucket(fleet, MODEL)
     await ensure_bucket(nats, bucket, max_bytes=max_bytes)
@@ -45,7 +45,7 @@ async def versions_bucket(nats: Connection, *, max_bytes: int = BUCKET_BYTES) ->
 
 
 def fresh_store(server: str | Server, fleet: str, *, publisher: str = "alice") -> VersionStore:
-    """A store that is not open."""
+    """Return a store that is not open."""
     return VersionStore(server, Subjects(fleet), MODEL, publisher=publisher)
 
 
@@ -53,7 +53,7 @@ def fresh_store(server: str | Server, fleet: str, *, publisher: str = "alice") -
 async def opened_store(
     server: str | Server, fleet: str, *, publisher: str = "alice", with_lease: bool = True
 ) -> AsyncIterator[VersionStore]:
-    """A store that is open for a block."""
+    """Open a store for the duration of the block."""
     store = fresh_store(server, fleet, publisher=publisher)
     await store.open(with_lease=with_lease)
     try:
@@ -71,7 +71,7 @@ def manifest_of(
     adapter: str | None = None,
     publisher: str = "alice",
 ) -> Manifest:
-    """Describe a version of one tensor."""
+    """Return the manifest of a version with one tensor."""
     tensor = TensorEntry(
         name="t", dtype="U8", shape=(len(content),), sha256=hashlib.sha256(content).hexdigest(), file="a.safetensors"
     )
@@ -115,11 +115,11 @@ async def publish(
 
 
 async def parts_in(nats: Connection, bucket: str) -> int:
-    """Of how many objects the bucket has parts."""
+    """Return the number of objects with chunks in the bucket."""
     return len(await list_subjects(nats, bucket, f"$O.{bucket}.C.>"))
 
 
 async def folders_in(nats: Connection, bucket: str) -> set[str]:
-    """The folders of versions that are in the bucket."""
+    """Return the folders of versions in the bucket."""
     names = [info.name for info in await list_objects(nats, bucket) if info.name != CHAIN_OBJECT]
     return {f"{bucket}/{name.rpartition('/')[0]}" for name in names}

@@ -1,7 +1,7 @@
-"""Real vLLM engines for tests: started once, on an event loop of their own, used by one test after the other.
+"""Real vLLM engines for tests, started once on their own event loop and used by one test after the other.
 
-Before each test its engine is asked the same thing. One that a test has broken does not answer as it did at first, and
-is replaced: no other test fails because of it.
+Before each test the engine answers the same request. If its answer differs from the first answer, a test has broken the
+engine. It is then replaced, so that no other test fails.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ QUESTION = GenerateRequest(
 )
 """Too short for a block of the prefix cache."""
 ANSWERS_WITHIN_S = patient(30.0)
-"""An engine that takes longer is replaced, which costs no more than time."""
+"""An engine that takes longer is replaced, which only costs time."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Result:
-    """All that came for one request, put together."""
+    """All steps of one request."""
 
     steps: list[RequestStep] = field(default_factory=list)
 
     @property
     def last(self) -> RequestStep:
-        """The step that ended the request."""
+        """The last step of the request."""
         return self.steps[-1]
 
     @property
@@ -58,12 +58,12 @@ class Result:
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """f4[G]."""
+        """The logprobs of the generated tokens, f4[G]."""
         return np.concatenate([step.logprobs for step in self.steps if step.logprobs is not None])
 
     @property
     def rows(self) -> Rows:
-        """The routing, checked to be contiguous; u1|u2[num_rows, num_layers, top_k]. No row where vLLM returns none."""
+        """The routed experts, u1|u2[num_rows, num_layers, top_k], without gaps; empty if vLLM returns none."""
         parts = [step.routed_experts for step in self.steps if step.routed_experts is not None]
         position = self.steps[0].routed_experts_start
         for step in self.steps:
@@ -77,7 +77,7 @@ class Result:
 
 
 class RunningEngine:
-    """A started engine and the one iterator over its steps; its methods run on the engine's event loop."""
+    """A started engine and the only iterator over its steps. Its coroutines run on the engine's event loop."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -92,7 +92,7 @@ class RunningEngine:
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(scenario, timeout_s), self._loop).result()
 
     def generate(self, *requests: GenerateRequest) -> list[Result]:
-        """Run `requests` at the same time, to their ends."""
+        """Run `requests` in parallel to their ends."""
         return self.call(self._generate(requests))
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Result]:
@@ -101,7 +101,7 @@ class RunningEngine:
         return [results[key] for key in keys]
 
     async def add(self, request: GenerateRequest) -> str:
-        """Submit `request` under a new key."""
+        """Add `request` under a new key."""
         key = f"test-{self._num_requests}"
         self._num_requests += 1
         await self.engine.add(key, request)
@@ -109,7 +109,7 @@ class RunningEngine:
         return key
 
     async def next(self) -> Sequence[RequestStep]:
-        """What the next engine step produced."""
+        """Return the output of the next engine step."""
         steps = split(await anext(self._steps))
         for step in steps:
             if step.finish_reason is None:
@@ -128,20 +128,20 @@ class RunningEngine:
                     continue
                 results[step.key].steps.append(step)
                 if step.finish_reason is not None:
-                    # A second end is an error: the key is gone from the set.
+                    # A second end raises an error, because the key is no longer in the set.
                     open_keys.remove(step.key)
         return results
 
     def is_sound(self) -> bool:
-        """Say whether the engine answers as it did at first; requests that a failed test has left are ended before."""
+        """Abort the requests of failed tests, then return True if the engine answers as it did at first."""
         try:
             return self.call(self.check(), timeout_s=ANSWERS_WITHIN_S)
         except (EngineDead, LookupError, RuntimeError, StopAsyncIteration, TimeoutError):
-            # Dead, its steps were lost with a reader that was cancelled, or it waits for something.
+            # The engine is dead, has lost its steps with a cancelled reader, or hangs.
             return False
 
     async def check(self) -> bool:
-        """See `is_sound`. The first answer is what later ones are compared with."""
+        """Do the work of `is_sound`; store the first answer for later comparisons."""
         await self.engine.resume()
         if left := sorted(self._open):
             await self.engine.abort(left)
@@ -153,7 +153,7 @@ class RunningEngine:
 
 
 class Engines:
-    """Engines by their names, for one test after the other; made by `running_engines`."""
+    """Engines by name, for one test after the other; `running_engines` creates it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, makers: Mapping[str, Callable[[], VllmEngine]]) -> None:
         self._loop = loop
@@ -162,7 +162,7 @@ class Engines:
         self._running: dict[str, RunningEngine] = {}
 
     def get(self, name: str) -> RunningEngine:
-        """Return the engine of this name: the one that is there if it is sound, else a new one."""
+        """Return the engine with this name; replace it first if it is broken."""
         running = self._running[name]
         if running.is_sound():
             return running
@@ -171,11 +171,11 @@ class Engines:
         return self._running[name]
 
     def start(self) -> None:
-        """Start all of them, at the same time."""
+        """Start all engines in parallel."""
         self._call(self._start(*self._makers))
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all engines."""
         self._call(self._close())
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -200,8 +200,8 @@ class Engines:
 
 @contextlib.contextmanager
 def running_engines(makers: Mapping[str, Callable[[], VllmEngine]]) -> Iterator[Engines]:
-    """Start engines side by side on an event loop in a thread, and close them: no task and no process is left."""
-    # Of engines that other fixtures keep.
+    """Run engines in parallel on an event loop in a thread; at the end, assert that no task and no process remains."""
+    # Processes of engines in other fixtures.
     others = multiprocessing.active_children()
     loop_started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
@@ -217,7 +217,7 @@ def running_engines(makers: Mapping[str, Callable[[], VllmEngine]]) -> Iterator[
         engines = Engines(loop, makers)
         try:
             with warnings.catch_warnings():
-                # Of other people's code while it is imported.
+                # Ignore the warnings of third-party code during its import.
                 warnings.simplefilter("ignore")
                 engines.start()
             yield engines
@@ -229,5 +229,5 @@ def running_engines(makers: Mapping[str, Callable[[], VllmEngine]]) -> Iterator[
     left = [child for child in multiprocessing.active_children() if child not in others]
     cores = [child for child in left if child.name.startswith("EngineCore")]
     for core in cores:
-        core.join(SOON_S)  # vLLM has killed it, and does not wait until the kernel has ended it
+        core.join(SOON_S)  # vLLM has killed the process, but does not wait for its end
     assert [core for core in cores if core.is_alive()] == []

@@ -1,4 +1,4 @@
-"""Waiting for what nothing tells of: by looking again and again, until it is so."""
+"""Polling waits for events without a notification."""
 
 import asyncio
 import contextlib
@@ -12,19 +12,19 @@ LOOK_AGAIN_S = 0.01
 
 
 async def until(look: Callable[[], Awaitable[object]], expected: object) -> None:
-    """Poll until `look` returns `expected`: for what other processes do, of which nobody tells."""
+    """Poll until `look` returns `expected`, for changes in other processes that send no notification."""
     seen: object = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SOON_S):
             while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(LOOK_AGAIN_S)
 
-    # Said here, since pytest explains only what stands in a test.
+    # Explicit message, because pytest explains only assertions in test files.
     assert seen == expected, f"{look.__qualname__} is {seen} and not {expected}"
 
 
 async def until_true(is_met: Callable[[], object]) -> None:
-    """Poll until `is_met`."""
+    """Poll until `is_met` returns true."""
 
     async def look() -> bool:
         return bool(is_met())

@@ -1,4 +1,4 @@
-"""Worker processes for tests: `python -m rollbus.workers`, killed at the latest when the test ends."""
+"""Worker processes for tests, run with `python -m rollbus.workers` and killed at the end of the test."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from tests.support.patience import UNHURRIED_LEASE_S
 __all__ = ["LASTING", "worker_process"]
 
 LASTING = ("--lease-s", f"{UNHURRIED_LEASE_S:g}")
-"""For a worker that nothing happens to: it keeps its lease on a busy machine, too."""
+"""A lease that a worker keeps on a busy machine, for tests without faults."""
 
 
 @contextlib.asynccontextmanager
@@ -23,13 +23,13 @@ async def worker_process(
     engine_args: Mapping[str, object] | None = None,
     stderr: int | None = None,
 ) -> AsyncIterator[Process]:
-    """Start a worker; without `--model` on the synthetic engine. Its stderr is the test's own unless given."""
+    """Start a worker process; without `--model` it has the synthetic engine. It inherits stderr by default."""
     engine = () if "--model" in options else ("--engine", "synthetic")
     arguments = json.dumps(engine_args or {})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
         *engine,
-        # Unless told otherwise, it does not listen for another worker of its id, which takes a lease.
+        # By default the worker does not listen for another worker with its id, because that takes a lease.
         *("--listen-s", "0"),
         *options,
         stderr=stderr,
