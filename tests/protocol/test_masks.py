@@ -1,4 +1,4 @@
-"""Sampling masks stay with their tokens: in chunks, in results, and what contradicts them is refused."""
+"""Sampling masks stay with their tokens in chunks and results, and contradictory masks are rejected."""
 
 import msgspec
 import numpy as np
@@ -22,12 +22,12 @@ from tests.support.scenarios import assert_complete, make_scenario, with_masks
 
 
 def i4(*values: int) -> bytes:
-    """As it travels."""
+    """Return token ids or counts in the wire format."""
     return little_endian(np.array(values, np.int64), "<i4")
 
 
 def chunk(index: int, masks: SamplingMask | None, *, attempt: int = 0, end: End | None = None) -> Chunk:
-    """One token, sampled from `masks`."""
+    """Return a chunk with one token and these masks."""
     return Chunk(
         request_id="r",
         attempt=attempt,
@@ -41,7 +41,7 @@ def chunk(index: int, masks: SamplingMask | None, *, attempt: int = 0, end: End 
 
 
 def wanting(return_sampling_mask: bool | None) -> GenerateRequest:
-    """A request for tokens, and masks or not."""
+    """Return a request with this value of `return_sampling_mask`."""
     return GenerateRequest(
         prompt_token_ids=[1],
         request_id="r",
@@ -57,7 +57,7 @@ def wanting(return_sampling_mask: bool | None) -> GenerateRequest:
     st.integers(1, 20),
 )
 def test_masks_stay_with_their_tokens(masks: list[list[int]], segment_bytes: int, gather: int) -> None:
-    """Merged and cut anywhere: each chunk has the masks of its own tokens, and as many tokens as fit."""
+    """However masks are merged and split, each chunk has the masks of its own tokens, and as many tokens as fit."""
     cuts = list(range(1, len(masks) + 1))
     scenario = with_masks(make_scenario(np.random.default_rng(0), prompt_len=3, cuts=cuts), masks)
     scenario.versions[:] = [7] * len(cuts)
@@ -90,13 +90,13 @@ def test_masks_stay_with_their_tokens(masks: list[list[int]], segment_bytes: int
     ],
 )
 def test_a_mask_that_contradicts_itself_is_refused(counts: list[int], ids: list[int], why: str) -> None:
-    """Whatever the counts claim, nothing is made of it."""
+    """A mask whose counts contradict its ids is rejected, whatever the counts claim."""
     with pytest.raises(ValueError, match=why):
         SamplingMask(i4(*counts), i4(*ids))
 
 
 def test_a_mask_of_other_tokens_is_refused() -> None:
-    """Also where it comes from the wire; bytes that are no i4 too."""
+    """A mask for another number of tokens and invalid bytes are rejected, also in a received frame."""
     with pytest.raises(ValueError, match="1 token ids but 2 sampling masks"):
         chunk(0, SamplingMask(i4(1, 1), i4(5, 5)))
     with pytest.raises(ValueError, match="counts_data of 3 bytes"):
@@ -108,7 +108,7 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("asked", [None, True])
 def test_an_attempt_with_masks_has_them_all(asked: bool | None) -> None:
-    """A token without one among others is refused: it would be taken for a result without masks."""
+    """A token without a mask after tokens with masks is rejected, because the result would look complete."""
     verifier = ChunkVerifier(wanting(asked))
     verifier.add(chunk(0, SamplingMask(i4(1), i4(5))))
     with pytest.raises(RemoteProtocolError, match="without sampling masks"):
@@ -116,7 +116,7 @@ def test_an_attempt_with_masks_has_them_all(asked: bool | None) -> None:
 
 
 def test_masks_come_as_asked() -> None:
-    """Not where they were declined, and always where they were demanded."""
+    """Masks that the request declined are rejected, and so are missing masks that it requires."""
     with pytest.raises(RemoteProtocolError, match="came with sampling masks"):
         ChunkVerifier(wanting(False)).add(chunk(0, SamplingMask(i4(1), i4(5))))
     with pytest.raises(RemoteProtocolError, match="came without sampling masks"):
@@ -125,7 +125,7 @@ def test_masks_come_as_asked() -> None:
 
 @pytest.mark.parametrize("second_makes_masks", [False, True])
 def test_a_result_has_masks_for_all_tokens_or_none(second_makes_masks: bool) -> None:
-    """An attempt may end at a worker that makes none."""
+    """A result has masks only if all attempts returned masks."""
     mask = SamplingMask(i4(2), i4(5, 6))
     stream = ResponseStream(wanting(None), child=0, attempt=0, keep=True)
     stream.add(chunk(0, mask))
@@ -146,7 +146,7 @@ def test_a_result_has_masks_for_all_tokens_or_none(second_makes_masks: bool) -> 
 
 
 def test_a_mask_that_fits_no_chunk_ends_the_request() -> None:
-    """So does one of other tokens: nothing of the step is taken."""
+    """A mask that fits no chunk and a mask for another number of tokens reject the whole step."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=40)
     writer.max_mask_bytes = 40
     for mask in (SamplingMask(i4(11), i4(*range(11))), SamplingMask(i4(1, 1), i4(1, 2))):

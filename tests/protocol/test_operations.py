@@ -1,4 +1,4 @@
-"""NATS's own protocol is cut into operations, however the bytes come."""
+"""The reader splits NATS's protocol into operations, however the bytes arrive."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from rollbus.schemas.errors import RemoteProtocolError
 
 
 def written(operation: SubscriptionMessage | bytes) -> bytes:
-    """As the server sends it."""
+    """Return an operation in the server's format."""
     if isinstance(operation, bytes):
         return operation
     sid, subject, reply, headers, payload = operation
@@ -21,7 +21,7 @@ def written(operation: SubscriptionMessage | bytes) -> bytes:
 
 
 def read(stream: bytes, sizes: list[int]) -> list[SubscriptionMessage | bytes]:
-    """What comes of `stream`, received in pieces of at most these sizes, again and again."""
+    """Return the operations of `stream`, received in pieces of at most these sizes in turn."""
     found: list[SubscriptionMessage | bytes] = []
     reader, at, turn = OperationReader(), 0, 0
     while at < len(stream):
@@ -46,14 +46,14 @@ SIZES = st.one_of(
 )
 TEXTS = st.sampled_from([b"\r\n", b"xyz", b"MSG a 1 1\r\n"])
 HEADERS = st.none() | st.integers(0, 3).map(lambda count: b"NATS/1.0\r\n" + b"k: v\r\n" * count + b"\r\n")
-# The payload as size and text: hypothesis shows what it tries.
+# The payload is drawn as size and text, because hypothesis prints the values that it tries.
 DELIVERIES = st.tuples(st.integers(1, 2**40), WORDS, st.just(b"") | WORDS, HEADERS, SIZES, TEXTS)
 LINES = st.sampled_from([b"PING\r\n", b"PONG\r\n", b"+OK\r\n", b"-ERR 'no'\r\n", b'INFO {"a":1}\r\n'])
 
 
 @given(drawn=st.lists(DELIVERIES | LINES, max_size=12), sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5))
 def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int]) -> None:
-    """All of them, in order, wherever the stream is cut."""
+    """All operations are read in order, wherever the stream is split."""
     operations = [
         one if isinstance(one, bytes) else SubscriptionMessage(*one[:4], one[5] * (one[4] // len(one[5])))
         for one in drawn
@@ -62,7 +62,7 @@ def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int
 
 
 def test_byte_by_byte() -> None:
-    """The smallest pieces."""
+    """Operations are read correctly if each byte arrives alone."""
     operations: list[SubscriptionMessage | bytes] = [
         b"PING\r\n",
         SubscriptionMessage(1, b"a", b"", None, b"x\r\n"),
@@ -72,7 +72,7 @@ def test_byte_by_byte() -> None:
 
 
 def test_a_large_message_is_received_in_place() -> None:
-    """Behind its line, the socket writes into the payload itself."""
+    """After the line of a large message, the socket writes directly into its payload."""
     reader = OperationReader()
     head = b"MSG a 1 1000000\r\n"
     reader.buffer()[: len(head)] = head
@@ -89,7 +89,7 @@ def test_a_large_message_is_received_in_place() -> None:
 
 
 def test_what_is_whole_is_counted() -> None:
-    """Until it is taken: whoever reads may be held up."""
+    """Complete operations count as unread until the caller pops them, because the caller may be delayed."""
     reader = OperationReader()
     stream = written(SubscriptionMessage(1, b"a", b"", None, b"x" * 100)) + b"PING\r\nPON"
     reader.buffer()[: len(stream)] = stream
@@ -116,6 +116,6 @@ def test_what_is_whole_is_counted() -> None:
     ],
 )
 def test_what_is_no_nats_is_refused(stream: bytes, words: str) -> None:
-    """With what is wrong with it."""
+    """Invalid bytes raise an error that describes the fault."""
     with pytest.raises(RemoteProtocolError, match=words):
         read(stream, [1000])

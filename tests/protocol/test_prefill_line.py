@@ -1,4 +1,4 @@
-"""Who gets a prefill worker, who waits and who goes without."""
+"""The prefill queue: which requests get a prefill worker, wait, or are served without one."""
 
 from collections import Counter
 from typing import Any
@@ -20,17 +20,17 @@ from rollbus.bus.protocol.queue.prefill_queue import (
 
 
 def seat(worker: str, num_slots: int = 2, weight_version: int = 0, loras: tuple[str, ...] = ()) -> PrefillWorkerInfo:
-    """A prefill worker."""
+    """Return a prefill worker."""
     return PrefillWorkerInfo(worker, num_slots, 1000, weight_version, frozenset(loras))
 
 
 def wish(affinity: str = "r", **fields: Any) -> PrefillRequirements:
-    """What a request needs."""
+    """Return the prefill requirements of a request."""
     return PrefillRequirements(**{"affinity": affinity, "prompt_len": 40, **fields})
 
 
 def line_of(*keys: str, until: float = 2.0) -> PrefillQueue[str]:
-    """A line of requests that came in this order at 0."""
+    """Return a queue of requests that arrived in this order at time 0."""
     line = PrefillQueue[str]()
     for key in keys:
         line.add(key, wish(key), until=until)
@@ -38,7 +38,7 @@ def line_of(*keys: str, until: float = 2.0) -> PrefillQueue[str]:
 
 
 def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
-    """Two workers, one of which has twice the slots, fill evenly, and no further than their slots."""
+    """Prefill workers fill in proportion to their slots and never beyond them."""
     line = line_of(*(f"r{i}" for i in range(10)))
     decisions = line.decide([seat("a", 2), seat("b", 4)], 0)
 
@@ -48,7 +48,7 @@ def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
 
 
 def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
-    """In order of priority, then of arrival."""
+    """Free slots go to requests in order of priority, then of arrival."""
     line = PrefillQueue[str]()
     for key, priority in (("x", 0), ("low", 1), ("y", 0), ("high", -1)):
         line.add(key, wish(priority=priority), until=2)
@@ -62,7 +62,7 @@ def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
 
 
 def test_legs_go_to_the_preferred_worker_while_that_has_room() -> None:
-    """They go to one worker, however many that has; where it is full, to another."""
+    """Requests go to their preferred worker until it is full, and then to another worker."""
     line = PrefillQueue[int]()
     for turn in range(5):
         line.add(turn, wish("s", preferred="b"), until=2)
@@ -72,7 +72,7 @@ def test_legs_go_to_the_preferred_worker_while_that_has_room() -> None:
 
 
 def test_what_waited_for_long_enough_goes_alone() -> None:
-    """Until its time it waits for room; then it goes without, and what came later still waits."""
+    """A request whose waiting time is over is served without a prefill worker. Later requests still wait."""
     line = line_of("a", "b")
     line.decide([seat("w", 1)], 0)
     line.add("c", wish(), until=3)
@@ -84,7 +84,7 @@ def test_what_waited_for_long_enough_goes_alone() -> None:
 
 
 def test_without_a_worker_nobody_waits() -> None:
-    """When the last prefill worker is gone, all that wait go alone at once."""
+    """If the last prefill worker is lost, all waiting requests continue without one immediately."""
     line = line_of("a", "b")
     line.decide([seat("w", 1)], 0)
 
@@ -99,7 +99,10 @@ def test_without_a_worker_nobody_waits() -> None:
     ],
 )
 def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitting: dict[str, Any]) -> None:
-    """Where none has the weights or the adapter, it goes alone at once; where one has, to that one."""
+    """A request goes to a worker with its weights or adapter.
+
+    If there is none, it continues without a prefill worker immediately.
+    """
     for seats, expected in (
         ([seat("a")], Decision("r", None, PrefillFallback.UNSUITABLE)),
         ([seat("a"), seat("b", **fitting)], Decision("r", "b", None)),
@@ -111,7 +114,10 @@ def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitti
 
 @pytest.mark.parametrize(("prompt_len", "worker"), [(998, "a"), (999, None)])
 def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: int, worker: str | None) -> None:
-    """The whole ends with its first token there, which a prefill leg cannot tell from its own end."""
+    """A prompt with room for only one token is served without a prefill worker.
+
+    The prefill phase could not tell the end of the request from its own end.
+    """
     line = PrefillQueue[str]()
     line.add("r", wish(prompt_len=prompt_len), until=2)
 
@@ -119,7 +125,10 @@ def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: 
 
 
 def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
-    """For a moment where it was full; for a lease where it said nothing. What it refused keeps its time."""
+    """After a rejection, the queue skips a full worker for a moment, and a silent worker for a lease.
+
+    The request keeps its deadline.
+    """
     for is_full, pause_s in ((True, FULL_S), (False, SILENT_S)):
         line = line_of("r", until=100)
         line.decide([seat("a")], 0)
@@ -132,7 +141,7 @@ def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
 
 
 def test_another_worker_takes_what_one_refused() -> None:
-    """At once."""
+    """After a rejection, another worker gets the request immediately."""
     line = line_of("r")
     [first] = line.decide([seat("a"), seat("b")], 0)
     line.reject("r", 0, is_full=False)
@@ -143,7 +152,7 @@ def test_another_worker_takes_what_one_refused() -> None:
 
 
 class Lines(RuleBasedStateMachine):
-    """Anything in any order, against what must always hold."""
+    """A queue under any order of events, checked against its invariants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +165,7 @@ class Lines(RuleBasedStateMachine):
 
     @rule(wait_s=st.floats(0, 2), priority=st.integers(-1, 1), wanted=st.integers(0, 1))
     def add(self, wait_s: float, priority: int, wanted: int) -> None:
-        """A request comes."""
+        """Add a request."""
         until = self.now + wait_s
         self.line.add(self.serial, wish(str(self.serial), priority=priority, min_weight_version=wanted), until=until)
         self.waiting[self.serial] = until
@@ -164,20 +173,20 @@ class Lines(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 30))
     def remove(self, at: int) -> None:
-        """One leaves, wherever it is."""
+        """Remove a request in any state."""
         self.line.remove(at)
         self.waiting.pop(at, None)
         self.legs.pop(at, None)
 
     @rule(at=st.integers(0, 30), is_full=st.booleans())
     def refuse(self, at: int, is_full: bool) -> None:
-        """A worker does not take one."""
+        """Let a worker reject a request."""
         if self.legs.pop(at, None) is not None:
             self.line.reject(at, self.now, is_full=is_full)
 
     @rule(seconds=st.floats(0, 1))
     def pass_time(self, seconds: float) -> None:
-        """Time goes on."""
+        """Advance the time."""
         self.now += seconds
 
     @rule(num_workers=st.integers(0, 2))
@@ -196,14 +205,14 @@ class Lines(RuleBasedStateMachine):
 
     @invariant()
     def no_worker_has_too_many(self) -> None:
-        """Nor does the line count other than what was decided."""
+        """Assert that no worker exceeds its slots, and that the counts equal the decisions."""
         assert all(count <= self.slots[worker] for worker, count in Counter(self.legs.values()).items())
         assert repr(self.line) == f"<PrefillQueue waiting={len(self.waiting)} prefills={len(self.legs)}>"
         assert len(self.line) == len(self.waiting)
 
     @invariant()
     def it_looks_again_in_time(self) -> None:
-        """As long as something waits it says when to decide again, and by then nothing is overdue."""
+        """Assert that waiting requests have a next decision time no later than the first deadline."""
         look = self.line.next_decision_at()
         assert (look is None) == (not self.waiting)
         assert look is None or look <= min(self.waiting.values())
@@ -215,7 +224,7 @@ TestLines = Lines.TestCase
 
 @given(st.integers(1, 40), st.integers(1, 5))
 def test_all_are_served_in_the_end(count: int, num_slots: int) -> None:
-    """As legs end, each request gets its turn, once."""
+    """As prefill phases end, each request is served once and in order."""
     line = line_of(*(f"r{i}" for i in range(count)), until=1e9)
     served: list[str] = []
     while len(line):

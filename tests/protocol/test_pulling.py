@@ -1,4 +1,4 @@
-"""What is pulled next: never too much, the lanes in order, none forgotten."""
+"""Which lanes a worker pulls next: never too many requests, the lanes in order, and no lane is missed."""
 
 from collections import deque
 from collections.abc import Callable
@@ -39,25 +39,25 @@ class Ended(NamedTuple):
 
 @dataclass
 class World:
-    """A worker's plan and a naive server: what waits there, and what is on its way to the worker."""
+    """A worker's plan, a simple server with waiting requests, and the messages on their way to the worker."""
 
     plan: PullPlan = field(default_factory=lambda: PullPlan(LANES, 1024))
     room: int = 1
     now: float = 0.0
     waiting: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
     standing: dict[int, tuple[Lane, float]] = field(default_factory=dict)
-    """Pulls that wait at the server, by number, and when they end."""
+    """Pull requests that wait at the server, by number, with their end."""
     messages: deque[Request | Ended] = field(default_factory=deque)
-    """On their way to the worker."""
+    """Messages on their way to the worker."""
     taken: list[Lane] = field(default_factory=list)
 
     @property
     def may_come(self) -> int:
-        """Requests that the worker may be handed without pulling again."""
+        """Number of requests that the worker may receive without another pull."""
         return len(self.standing) + sum(isinstance(message, Request) for message in self.messages)
 
     def pull(self) -> list[Pull]:
-        """Do what the plan says, and check that it does not ask for too much."""
+        """Execute the plan's pulls, and assert that they do not request too much."""
         pulls = self.plan.next_pulls(self.room, self.now)
         for pull in pulls:
             assert pull.num_pulls > 0
@@ -71,7 +71,7 @@ class World:
         return pulls
 
     def publish(self, lane: Lane, count: int = 1) -> None:
-        """A client publishes requests."""
+        """Let a client publish requests."""
         self.waiting[lane] += count
         for number, (stands_on, _) in list(self.standing.items()):
             if stands_on == lane:
@@ -83,7 +83,7 @@ class World:
         self.messages.append(Request(lane, self.waiting[lane]))
 
     def receive(self) -> None:
-        """The worker sees the next message, if one is on its way."""
+        """Let the worker receive the next message on its way."""
         if self.messages:
             message = self.messages.popleft()
             if isinstance(message, Ended):
@@ -94,7 +94,7 @@ class World:
                 self.room -= 1
 
     def settle(self) -> None:
-        """Until nothing is on its way and the plan has nothing more to say."""
+        """Pull and receive until no message is on its way and the plan pulls no more."""
         for _ in range(1000):
             if not (self.pull() or self.messages):
                 return
@@ -102,7 +102,7 @@ class World:
         raise AssertionError("there is no end to the pulling")
 
     def advance(self, seconds: float) -> None:
-        """Time passes, in which all that is on its way arrives."""
+        """Advance the time; all messages on their way arrive."""
         while self.messages:
             self.receive()
         self.now += seconds
@@ -114,17 +114,17 @@ class World:
             self.receive()
 
     def lose(self) -> None:
-        """What is on its way is lost, and the server forgets the pulls."""
+        """Lose all messages on their way and the pulls at the server."""
         self.messages.clear()
         self.standing.clear()
 
     def reconnect(self) -> None:
-        """The connection broke, and is back."""
+        """Let the connection break and return."""
         self.lose()
         self.plan.reset()
 
     def set_room(self, room: int) -> None:
-        """Requests end, or come from elsewhere."""
+        """Set the room, as if requests ended or arrived elsewhere."""
         self.room = room
 
 
@@ -137,7 +137,7 @@ EVENTS: st.SearchStrategy[Callable[[World], None]] = st.one_of(
 
 
 def play(world: World, events: list[Callable[[World], None]]) -> None:
-    """Let the events happen, and the worker pull after each."""
+    """Run the events, and let the worker pull after each of them."""
     for event in events:
         event(world)
         world.pull()
@@ -147,13 +147,13 @@ def play(world: World, events: list[Callable[[World], None]]) -> None:
 @settings(max_examples=400)
 @given(st.lists(EVENTS, min_size=20, max_size=40))
 def test_pulls_never_claim_more_than_there_is_room_for_and_three(events: list[Callable[[World], None]]) -> None:
-    """Whatever happens: after each pull no more requests may come than there is room for, and three."""
+    """After each pull, at most three more requests than the room may arrive, whatever happened before."""
     play(World(), events)  # World.pull asserts the rule
 
 
 @given(st.lists(EVENTS, max_size=40))
 def test_every_lane_is_asked_in_the_end(events: list[Callable[[World], None]]) -> None:
-    """Whatever happened before: a worker with room takes all that waits, and then a pull stands on every lane."""
+    """A worker with room finally receives all waiting requests, and then has a pull on each lane."""
     world = World()
     play(world, events)
     world.room = 1000
@@ -171,7 +171,7 @@ def test_every_lane_is_asked_in_the_end(events: list[Callable[[World], None]]) -
     st.data(),
 )
 def test_what_waits_is_taken_lane_by_lane(published: list[Lane], rooms: list[int], data: st.DataObject) -> None:
-    """Of what waits nothing is taken from a lane before all of the lanes before it was, however room comes and goes."""
+    """No waiting request is pulled before those of all earlier lanes, however the room changes."""
     world = World(room=0)
     for lane in published:
         world.publish(lane)
@@ -189,7 +189,7 @@ def test_what_waits_is_taken_lane_by_lane(published: list[Lane], rooms: list[int
 
 
 def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
-    """When all lanes are empty the next request of any lane is on its way at once, and costs one pull."""
+    """If all lanes are empty, one pull waits on each lane, so that the next request arrives immediately."""
     world = World(room=100)
     world.settle()
 
@@ -204,7 +204,7 @@ def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
 
 
 def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_for() -> None:
-    """Where more wait behind the first, the rest is taken at once, up to the largest batch."""
+    """If more requests wait behind the first, the next pull requests the rest, up to the room and the largest batch."""
     world = World(room=4)
     world.settle()
     world.plan.count_message("low", waiting=10)
@@ -221,7 +221,7 @@ def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_fo
 
 
 def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_may_stand() -> None:
-    """A worker without room asks no more; after a second it does not know what has come meanwhile."""
+    """A worker without room does not pull. A second later, the state of the queue is unknown to it."""
     world = World(room=1)
     assert world.plan.lanes_waiting(world.now) is None
     world.settle()
@@ -234,11 +234,11 @@ def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_
 
 
 def test_a_worker_whose_room_is_taken_at_once_knows_from_its_first_pulls_that_the_queue_is_empty() -> None:
-    """Requests that clients placed there took its slots before the last lane had answered; nothing stands on it."""
+    """If placed requests fill a worker before its last lane answers, it still learns that the queue is empty."""
     world = World(room=4)
     while world.plan.lanes_waiting(world.now) is None:
         world.pull()
-        # Its room is gone while the pull on the last lane is under way.
+        # The room is used up while the pull on the last lane is on its way.
         world.room = 0 if "low=1" in repr(world.plan) else world.room
         world.receive()
     assert world.plan.lanes_waiting(world.now) == ()
@@ -247,7 +247,7 @@ def test_a_worker_whose_room_is_taken_at_once_knows_from_its_first_pulls_that_th
 
 
 def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
-    """What a lane had besides its last message may wait still, until a pull finds nothing there."""
+    """A lane that had more messages counts as waiting until a pull finds it empty."""
     world = World(room=10)
     world.settle()
     world.publish("normal", 3)
@@ -259,7 +259,7 @@ def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
 
 
 def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
-    """However much room there is: pulls that find nothing cost the server as much as those that bring a message."""
+    """A pull on an unknown lane requests one message, because an empty pull costs the server as much as a message."""
     (pull,) = World(room=10_000).pull()
 
     assert pull.num_pulls == 1
@@ -267,7 +267,7 @@ def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
 
 @pytest.mark.parametrize("room", [0, -1, -1000])
 def test_nothing_is_pulled_without_room(room: int) -> None:
-    """Without room nothing is pulled, and nothing but an event can change that."""
+    """Without room, a worker does not pull until an event changes the room."""
     world = World(room=room)
 
     assert world.pull() == []
@@ -275,7 +275,7 @@ def test_nothing_is_pulled_without_room(room: int) -> None:
 
 
 def test_nothing_is_pulled_while_more_is_on_its_way_than_there_is_room_for() -> None:
-    """A worker whose room went otherwise waits for what it has pulled, before the first lane too."""
+    """A worker with more messages on their way than room does not pull, not even the first lane."""
     world = World(room=6)
     world.settle()
     world.plan.count_message("normal", waiting=10)
@@ -291,7 +291,7 @@ def test_nothing_is_pulled_while_more_is_on_its_way_than_there_is_room_for() -> 
 
 
 def test_a_lane_found_empty_is_asked_anew_when_there_is_room_again() -> None:
-    """That a lane was empty is good for the very next pull only: later it may hold what goes before the others."""
+    """An empty lane counts as empty only for the next pull, because later it may have more urgent requests."""
     world = World()
     world.pull()
     world.room = 0
@@ -305,7 +305,7 @@ def test_a_lane_found_empty_is_asked_anew_when_there_is_room_again() -> None:
 
 
 def test_a_refused_lane_waits_and_the_others_do_not() -> None:
-    """After a refusal the lane is asked again a little later; the lanes behind it meanwhile."""
+    """After a refusal, a lane is pulled again a little later. The lanes behind it are pulled meanwhile."""
     world = World()
     (refused,) = world.pull()
     world.messages.clear()
@@ -321,7 +321,7 @@ def test_a_refused_lane_waits_and_the_others_do_not() -> None:
 
 
 def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
-    """The lane is known to be empty, and the next one asked, only after the last message or status."""
+    """A lane counts as empty only after the last message or status of a pull."""
     world = World(room=3)
     world.pull()
     world.plan.count_message("resume", waiting=10)
@@ -338,7 +338,7 @@ def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
 
 
 def test_no_more_is_on_its_way_than_a_connection_bears() -> None:
-    """Where requests may be large, a probe brings many small ones or few of any size."""
+    """If requests may be large, a pull requests many small messages or few of any size."""
     world = World(PullPlan(LANES, PULLED_BYTES // 4), room=1000)
     world.pull()
     world.plan.count_message("resume", waiting=1000)
@@ -363,7 +363,7 @@ def test_no_more_is_on_its_way_than_a_connection_bears() -> None:
 
 
 def test_a_lost_pull_is_repeated() -> None:
-    """A pull whose answer does not come counts as lost after a second, and its late answer says nothing."""
+    """A pull without an answer counts as lost after a second, and a late answer is ignored."""
     world = World()
     (lost,) = world.pull()
     world.lose()
@@ -396,5 +396,5 @@ def test_a_lost_pull_is_repeated() -> None:
     ],
 )
 def test_statuses_are_told_apart(code: str, description: str, answer: PullStatus) -> None:
-    """Each status of the server means that the lane is empty or may not be, that the queue is gone, or to try again."""
+    """Each status of the server means an empty lane, a complete pull, a missing queue, or a retry."""
     assert decode_status(code, description) is answer

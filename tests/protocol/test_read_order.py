@@ -1,4 +1,4 @@
-"""Which reads of a desired state count, and which are of before."""
+"""Which reads of a desired state are current, stale, or show that the state was lost."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CURRENT, STALE, LOST = ReadVerdict.CURRENT, ReadVerdict.STALE, ReadVerdict.LOST
 
 
 def state(epoch: int, bucket: str = "a", command: str = "c") -> DesiredState:
-    """A state of so many commands, whose ids begin with `command`."""
+    """Return a state with this many commands, whose ids begin with `command`."""
     made = DesiredState(model="m", bucket=bucket)
     for number in range(epoch):
         made, _ = record(made, FlushCache(id=f"{command}{number}"))
@@ -23,23 +23,24 @@ def state(epoch: int, bucket: str = "a", command: str = "c") -> DesiredState:
     [
         ([None, None, state(1)], [CURRENT, CURRENT, CURRENT]),
         ([state(1), state(1), state(3)], [CURRENT, CURRENT, CURRENT]),
-        # A deposed leader, and then the present one; the first command was recorded after it was deposed.
+        # A read from a deposed leader, then from the current leader. The first command was recorded after the
+        # deposition.
         ([state(2), state(1), state(2), state(3)], [CURRENT, STALE, CURRENT, CURRENT]),
         ([state(1), None, state(1)], [CURRENT, STALE, CURRENT]),
-        # Another bucket, also of more commands.
+        # Another bucket, also with more commands.
         ([state(2), state(1, "b")], [CURRENT, LOST]),
         ([state(2), state(5, "b"), state(6, "b")], [CURRENT, LOST, CURRENT]),
         ([state(2), None, state(3, "b")], [CURRENT, STALE, LOST]),
-        # Programs that know of no ids write among those that do.
+        # Programs without bucket ids write between programs with bucket ids.
         ([state(1, ""), state(2), state(3, ""), state(4, "b")], [CURRENT] * 4),
         ([state(2), state(1, "")], [CURRENT, STALE]),
-        # The same bucket was set back, and had other commands since.
+        # The same bucket was restored from a backup and has other commands since then.
         ([state(3), state(3, command="d")], [CURRENT, LOST]),
         ([state(3), state(2, command="d")], [CURRENT, LOST]),
     ],
 )
 def test_each_read_is_judged_by_the_one_before(reads: list[DesiredState | None], verdicts: list[ReadVerdict]) -> None:
-    """Older is stale, of another bucket or another history is lost, all else is current."""
+    """An older state is stale, a state of another bucket or history is lost, and all other states are current."""
     order = ReadOrder()
 
     assert [order.judge(read, 0.0) for read in reads] == verdicts
@@ -47,7 +48,10 @@ def test_each_read_is_judged_by_the_one_before(reads: list[DesiredState | None],
 
 @pytest.mark.parametrize("older", [state(1), None])
 def test_what_stays_older_is_what_stands_there(older: DesiredState | None) -> None:
-    """No leader is deposed for so long: the store was set back. A read in between starts the time anew."""
+    """A state that stays older for too long is the stored state, because no leader is deposed for so long.
+
+    A current read in between restarts the time.
+    """
     order = ReadOrder()
     order.judge(state(2), 0.0)
 

@@ -1,4 +1,4 @@
-"""Clients that do not talk to each other choose the same worker for a key."""
+"""Clients choose the same worker for a key without communication."""
 
 from collections import Counter
 
@@ -11,13 +11,13 @@ KEYS = [f"session-{i}" for i in range(16_000)]
 
 
 def test_it_depends_on_the_names_alone() -> None:
-    """On neither the order of the workers nor the process."""
+    """The choice depends only on the names, not on the order of the workers or on the process."""
     assert [rendezvous(key, WORKERS) for key in KEYS] == [rendezvous(key, WORKERS[::-1]) for key in KEYS]
     assert [rendezvous(key, WORKERS) for key in ("a", "b", "c")] == ["worker-14", "worker-2", "worker-3"]
 
 
 def test_workers_get_about_as_many_keys_each() -> None:
-    """Each gets its share within a tenth."""
+    """Each worker gets an equal share of the keys, within a tenth."""
     counts = Counter(rendezvous(key, WORKERS) for key in KEYS)
     assert set(counts) == set(WORKERS)
     assert all(900 <= count <= 1100 for count in counts.values())
@@ -25,7 +25,7 @@ def test_workers_get_about_as_many_keys_each() -> None:
 
 @pytest.mark.parametrize("gone", WORKERS[::5])
 def test_a_worker_that_goes_moves_its_own_keys_alone(gone: str) -> None:
-    """They are spread over all the others."""
+    """If a worker is removed, only its keys move, and they are spread over all other workers."""
     left = [worker for worker in WORKERS if worker != gone]
     before = {key: rendezvous(key, WORKERS) for key in KEYS}
     after = {key: rendezvous(key, left) for key in KEYS}

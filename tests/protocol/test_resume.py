@@ -1,4 +1,4 @@
-"""A stream whose worker is lost, at any point and any number of times, ends as an undisturbed one does."""
+"""A response stream whose worker is lost at any points ends with the same result as an undisturbed one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.slow
 
 CONFIG = SyntheticConfig(vocab_size=50, num_layers=2, top_k=2, num_experts=300)
 MASKING = replace(CONFIG, sampling_mask=True)
-"""For requests with a `top_k`."""
+"""Configuration for requests with a `top_k`."""
 MODEL = SyntheticModel(MASKING, None)
 
 
 async def attempt_chunks(
     request: GenerateRequest, attempt: int, segment_bytes: int, gather: int
 ) -> AsyncIterator[Chunk]:
-    """The chunks of one attempt on an engine of its own, where each `gather` steps are taken before any leaves."""
+    """Yield the chunks of one attempt on its own engine, after every `gather` steps."""
     engine = SyntheticEngine(MASKING if request.sampling.top_k else CONFIG)
     await engine.add("k", request)
     writer = ChunkWriter(
@@ -58,7 +58,7 @@ async def attempt_chunks(
 async def run(
     request: GenerateRequest, losses: list[int], *, keep: bool, segment_bytes: int = 64, gather: int = 1
 ) -> tuple[ResponseStream, list[Chunk]]:
-    """Run a request to its end, losing the i-th attempt after `losses[i]` chunks."""
+    """Run a request until it ends, and lose the i-th attempt after `losses[i]` chunks."""
     stream = ResponseStream(request, child=0, attempt=0, keep=keep)
     delivered: list[Chunk] = []
     remaining = [*losses]
@@ -80,7 +80,7 @@ async def run(
 
 @st.composite
 def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
-    """Any request whose sampling can, or cannot, go on from its tokens."""
+    """Draw a request whose sampling can, or cannot, continue from its tokens."""
     prompt_len = draw(st.integers(1, 12))
     max_tokens = draw(st.integers(1, 12))
     has_masks = draw(st.booleans())
@@ -88,7 +88,7 @@ def requests(draw: st.DrawFn, *, continuable: bool) -> GenerateRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),
-        # With `top_k` 1 it is as greedy.
+        # Sampling with `top_k` 1 is greedy too.
         temperature=0 if continuable and not has_masks else 1,
         top_k=top_k,
         seed=None if continuable and has_masks else draw(st.integers(0, 5)),
@@ -110,7 +110,7 @@ gathers = st.integers(1, 4)
 
 
 def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
-    """All arrays and the end are equal, byte for byte."""
+    """Assert that all arrays and the end are equal, byte for byte."""
     assert stream.end is not None
     assert expected.end is not None
     assert stream.end.finish_reason == expected.end.finish_reason
@@ -118,7 +118,7 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
     got, wanted = stream.arrays(), expected.arrays()
     for name, array in wanted.items():
         if name == "weight_versions":
-            # Attempts are told apart by it here.
+            # In these tests, the weight version identifies the attempt.
             assert len(got[name]) == len(array)
         elif array is None:
             assert got[name] is None
@@ -135,7 +135,10 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
 def test_a_greedy_request_ends_as_if_nothing_had_happened(
     request: GenerateRequest, losses: list[int], gather: int
 ) -> None:
-    """Tokens, logprobs, rows and prompt logprobs equal the undisturbed run's; nothing delivered is made again."""
+    """After losses, a greedy request has the same result as an undisturbed run.
+
+    Delivered tokens are not generated again.
+    """
     expected, _ = asyncio.run(run(request, [], keep=True))
     stream, delivered = asyncio.run(run(request, losses, keep=True, gather=gather))
 
@@ -149,7 +152,7 @@ def test_a_greedy_request_ends_as_if_nothing_had_happened(
 @given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
 def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, losses: list[int], gather: int) -> None:
-    """What the caller has not seen yet is made again from zero, and equals the undisturbed run."""
+    """A seeded request whose chunks the caller has not received starts again, and equals the undisturbed run."""
     expected, _ = asyncio.run(run(request, [], keep=True))
     stream, _ = asyncio.run(run(request, losses, keep=True, gather=gather))
 
@@ -162,7 +165,10 @@ def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, los
 def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
     request: GenerateRequest, losses: list[int], gather: int
 ) -> None:
-    """Chunks that were handed out stand; totals and the row rule hold for the whole, whatever the seed gives then."""
+    """Delivered chunks stay valid, and the resumed request is marked as not exact.
+
+    Totals and the row rule hold for the whole request.
+    """
     stream, delivered = asyncio.run(run(request, losses, keep=False, gather=gather))
     num_tokens = sum(chunk.num_tokens for chunk in delivered)
     num_rows = sum(0 if chunk.routed_experts is None else chunk.routed_experts.shape[0] for chunk in delivered)
@@ -182,7 +188,7 @@ def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
 
 
 def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
-    """Where the tokens delivered are all there will be, no engine is asked again."""
+    """If only the terminal chunk is lost, the client creates it and starts no further attempt."""
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1, temperature=0))
     stream = ResponseStream(request, child=0, attempt=0, keep=True)
     token = Chunk(
@@ -205,7 +211,7 @@ def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
 
 @pytest.mark.parametrize("lost_after", [0, 1, 2, 3, 4])
 async def test_rows_that_came_ahead_of_their_tokens_are_not_delivered_without_them(lost_after: int) -> None:
-    """A prompt's rows in several parts: given up among them, the attempt leaves nothing behind."""
+    """If an attempt is lost between several chunks of prompt rows, it leaves no rows behind."""
     request = GenerateRequest(prompt_token_ids=range(20), sampling=SamplingParams(max_tokens=2, temperature=0))
     stream, delivered = await run(request, [lost_after], keep=False, segment_bytes=50)
     expected, _ = await run(request, [], keep=True)

@@ -26,26 +26,26 @@ OTHER = replace(presence("c"), model="n")
 
 
 def ids(roster: Roster) -> dict[str, list[str]]:
-    """By model the workers' ids."""
+    """Return the ids of the workers by model."""
     return {model: [worker.worker for worker in workers] for model, workers in roster.items()}
 
 
 def test_all_of_a_model_or_of_all_models() -> None:
-    """Without a model the workers of every model; with one those of it."""
+    """A command without a model addresses the workers of all models, and a command with a model those of the model."""
     assert ids(workers_that_must_ack([B, OTHER, A], Pause())) == {"m": ["a", "b"], "n": ["c"]}
     assert ids(workers_that_must_ack([B, OTHER, A], Pause(model="m"))) == {"m": ["a", "b"]}
 
 
 @pytest.mark.parametrize("state", list(WorkerState))
 def test_who_can_speak_must_answer(state: WorkerState) -> None:
-    """Paused, outdated, poisoned ones too; but not those that start, are fenced, or are ending."""
+    """Workers in all states must answer, except starting, fenced and ending workers."""
     roster = workers_that_must_ack([A, replace(B, state=state)], Pause())
 
     assert ids(roster) == {"m": ["a"] if state in SILENT else ["a", "b"]}
 
 
 def test_nobody_is_an_error() -> None:
-    """No worker at all, or none that could answer; the message says what they are doing."""
+    """A command that no worker can answer is an error, which names the states of the workers."""
     with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
         workers_that_must_ack([], Pause())
     with pytest.raises(NoWorkers, match=r"no live worker of m can answer \(a is starting\)"):
@@ -53,13 +53,13 @@ def test_nobody_is_an_error() -> None:
 
 
 def test_an_unknown_model_is_an_error() -> None:
-    """The message names those that there are."""
+    """The error for an unknown model lists the known models."""
     with pytest.raises(InvalidRequest, match="model is 'x'; allowed: one of m, n"):
         workers_that_must_ack([A, OTHER], Pause(model="x"))
 
 
 def test_named_workers_must_all_be_there() -> None:
-    """Those that are not are named; also where they are of another model, or cannot answer."""
+    """The error lists the named workers that are missing, have another model, or cannot answer."""
     assert ids(workers_that_must_ack([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
     with pytest.raises(InvalidRequest, match="workers names x, y, which cannot answer"):
         workers_that_must_ack([A, B], Pause(workers=("x", "a", "y")))
@@ -79,7 +79,7 @@ def test_named_workers_must_all_be_there() -> None:
     ],
 )
 def test_weights_are_of_one_model(command: AnyCommand) -> None:
-    """Of several models one must be named; naming workers of one does as well."""
+    """With several models, a command for weights must name a model or workers of one model."""
     with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
         workers_that_must_ack([A, OTHER], command)
     assert set(workers_that_must_ack([A, OTHER], replace(command, model="n"))) == {"n"}
@@ -92,7 +92,10 @@ def test_weights_are_of_one_model(command: AnyCommand) -> None:
     [UpdateWeights(model="m", source=SOURCE, version=2, label="step-2"), FinishWeightUpdate(version=2, label="step-2")],
 )
 def test_a_label_waits_for_every_worker_of_the_model(command: UpdateWeights | FinishWeightUpdate) -> None:
-    """What is recorded is read by all of them: also those that are not named, or are fenced."""
+    """A label needs support by all workers of the model, because each of them reads the state.
+
+    This includes unnamed and fenced workers.
+    """
     new = replace(A, capabilities=capabilities(version_labels=True))
     old = replace(B, capabilities=capabilities(), state=WorkerState.FENCED)
     starting = replace(B, state=WorkerState.STARTING, capabilities=None)

@@ -1,4 +1,4 @@
-"""Rows that wait to be sent come out as they went in, and large arrays are not copied."""
+"""Buffered rows keep their order, and large arrays are not copied."""
 
 import numpy as np
 from hypothesis import given
@@ -13,7 +13,7 @@ NUM_LARGE = KEPT_BYTES // ROW_BYTES
 
 
 def rows_of(count: int, first: int = 0) -> Rows:
-    """u1[count, 4, 2], all different from their neighbours."""
+    """Return u1[count, 4, 2], with values that differ from their neighbours."""
     rows: Rows = ((np.arange(count * ROW_BYTES) + first) % 251).astype("u1").reshape(count, *ROW)
     return rows
 
@@ -23,7 +23,7 @@ def rows_of(count: int, first: int = 0) -> Rows:
     takes=st.lists(st.integers(0, 3 * NUM_LARGE * ROW_BYTES), max_size=12),
 )
 def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
-    """However steps are sized and chunks are cut."""
+    """The bytes keep their order for any sizes of steps and chunks."""
     run, expected = RowBuffer(), b""
     for i, size in enumerate(sizes):
         rows = rows_of(size, i)
@@ -38,21 +38,21 @@ def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
 
 
 def test_a_prompt_s_rows_are_not_copied() -> None:
-    """A chunk of them is a view of the engine's array."""
+    """A chunk of a prompt's rows is a view of the engine's array."""
     rows, run = rows_of(NUM_LARGE), RowBuffer()
     run.add(rows)
     assert np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
 
 
 def test_a_small_part_of_a_large_array_is_copied() -> None:
-    """A client that takes nothing keeps no more than what is meant for it."""
+    """A small part of a large array is copied, so that a slow client does not keep the whole array in memory."""
     rows, run = rows_of(4 * NUM_LARGE), RowBuffer()
     run.add(rows[:NUM_LARGE])
     assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
 
 
 def test_what_is_dropped_is_gone() -> None:
-    """Nothing is left in front of what comes after."""
+    """After `clear`, only later rows remain."""
     run = RowBuffer()
     run.add(rows_of(3))
     run.clear()

@@ -1,4 +1,4 @@
-"""INFO: what a NATS server, or somebody on the way, may say of itself."""
+"""The INFO message of a NATS server, or of an attacker on the connection."""
 
 from typing import Any
 
@@ -13,25 +13,25 @@ from rollbus.schemas.errors import RemoteProtocolError
     [[], None, {"nonce": 7}, {"max_payload": "1"}, {"max_payload": 0}, {"connect_urls": [7]}, {"tls_required": "no"}],
 )
 def test_fields_of_other_types_are_refused(info: Any) -> None:
-    """nats-py would fail at each of them later, or take it for something else."""
+    """A field of a wrong type is rejected, because nats-py would fail later or misinterpret it."""
     with pytest.raises(RemoteProtocolError, match="INFO that cannot be used"):
         parse_info(info)
 
 
 def test_fields_that_are_not_known_do_not_matter() -> None:
-    """A newer server has more."""
+    """Unknown fields of a newer server are ignored."""
     assert parse_info({"version": "3", "new": {"x": 1}, "connect_urls": None}).learned_servers == []
 
 
 def test_only_addresses_are_learned() -> None:
-    """Host and port, also of IPv6."""
+    """Only valid addresses of host and port are learned, also for IPv6."""
     good = ["a.example:4222", "10.0.0.1:1", "[2001:db8::1]:65535"]
     bad = ["a", "a:", "a:x", "a:0", "a:65536", "[::1", "u:p@a:1", "a b:1", "a:1/x", "tls://a:1", ""]
     assert parse_info({"connect_urls": bad + good}).learned_servers == good
 
 
 def test_learned_addresses_are_bounded() -> None:
-    """Each costs an attempt."""
+    """The number of learned addresses is bounded, because each address costs a connection attempt."""
     urls = [f"h{i}:1" for i in range(1000)]
     assert parse_info({"connect_urls": urls}).learned_servers == urls[:MAX_LEARNED_SERVERS]
 
@@ -40,5 +40,5 @@ def test_learned_addresses_are_bounded() -> None:
     ("info", "offers"), [({}, False), ({"tls_required": True}, True), ({"tls_available": True}, True)]
 )
 def test_tls_is_offered_where_it_is_there(info: dict[str, bool], offers: bool) -> None:
-    """Required or not."""
+    """A server offers TLS if it requires TLS or has it available."""
     assert parse_info(info).offers_tls is offers

@@ -1,4 +1,4 @@
-"""What a client gets of one worker's slots by placed requests and followers, whatever it sends, while others wait."""
+"""The share of a worker's slots that a client can get with placed requests and followers while others wait."""
 
 from collections import Counter, deque
 
@@ -15,27 +15,27 @@ NORMAL: tuple[Lane, ...] = ("normal",)
 EMPTY: tuple[Lane, ...] = ()
 CAPACITY = 64
 SHARE = 1024
-"""Messages that one client may have in a lane."""
+"""Number of messages that one client may have in a lane."""
 
 
 class OneWorker:
-    """A worker whose slots become free one by one, and a queue of messages, each with its client and group."""
+    """A worker whose slots become free one by one, and a queue of messages with client and group."""
 
     def __init__(self, *messages: tuple[str, str]) -> None:
         self.turns: SlotTurns[tuple[str, str]] = SlotTurns()
         self.queue = deque(messages)
         self.got: list[tuple[str, str]] = []
-        """Client of each request that had a slot, and its way: `queue`, `placed` or `follower`."""
+        """Client and kind of each request that had a slot: `queue`, `placed` or `follower`."""
         self.num_offered = 0
         self.now = 0.0
 
     @property
     def waiting(self) -> tuple[Lane, ...]:
-        """What the worker knows of the queue."""
+        """The lanes of the queue in which requests wait, as the worker knows them."""
         return NORMAL if self.queue else EMPTY
 
     def place(self, client: str, group: str | None, *, num_free: int) -> str | None:
-        """A client places a request; returns what the worker says."""
+        """Let a client place a request, and return the worker's answer."""
         request = SlotRequest(client, "normal", group)
         left = CAPACITY - len(self.turns.backlog)
         begins = self.turns.admit_placed(request, self.waiting, num_free=num_free, capacity=left, now=self.now)
@@ -47,15 +47,15 @@ class OneWorker:
         return begins
 
     def follow(self, client: str, group: str, num: int) -> None:
-        """A client sends requests that follow others of a group."""
+        """Let a client send requests that follow a group's leader."""
         while num > 0 and self.place(client, group, num_free=0) is not None:
             num -= 1
 
     def free_slot(self) -> tuple[str, str] | None:
-        """A slot becomes free, and no request is placed in it: a follower gets it, or the queue's next.
+        """Free a slot and give it to a follower or to the next request of the queue.
 
         Returns:
-            Client and group of the request of the queue.
+            Client and group of the request from the queue, or None if a follower got the slot.
         """
         self.now += 0.001
         if self.turns.num_due(self.waiting, 1):
@@ -76,9 +76,9 @@ class OneWorker:
 @pytest.mark.proves("P49")
 @given(st.booleans(), st.sampled_from(["one", "each", "none"]))
 def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool, groups: str) -> None:
-    """A flood of placed requests of any groups: one slot for each of the queue, and no followers that pass it.
+    """A flood of placed requests gets one slot for each slot of the queue, whatever its groups.
 
-    Followers may wait here since the queue was empty. They come in the same turns.
+    Followers that have waited since the queue was empty use the same turns.
     """
     worker = OneWorker()
     if has_led:
@@ -101,7 +101,7 @@ def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool,
 
 
 def test_turns_of_the_queue_cannot_be_saved() -> None:
-    """A client that led many groups and sent no followers has none of these slots later."""
+    """A client that led many groups without followers cannot use their follower slots later."""
     worker = OneWorker(*[("m", f"g{number}") for number in range(500)])
     while worker.queue:
         worker.free_slot()
@@ -115,9 +115,9 @@ def test_turns_of_the_queue_cannot_be_saved() -> None:
 @pytest.mark.parametrize("refills", [True, False], ids=["keeps-its-share", "sends-once"])
 @pytest.mark.parametrize("num_groups", [10_000, 1])
 def test_a_client_with_its_full_share_of_the_queue_has_little_more_by_followers(num_groups: int, refills: bool) -> None:
-    """Another client's request comes behind the share: it waits for some times as many slots, not for 32 times.
+    """A request behind another client's full share waits for a few times that share, not for 32 times.
 
-    All followers of a group may be any requests: the worker counts them, and does not look at their prompts.
+    The followers of a group may be any requests: the worker counts them and does not compare their prompts.
     """
     worker = OneWorker(*[("m", f"g{number % num_groups}") for number in range(SHARE)])
     worker.queue.append(("quiet", "q"))
@@ -141,7 +141,10 @@ def test_a_client_with_its_full_share_of_the_queue_has_little_more_by_followers(
 def test_clients_that_count_followers_against_their_share_have_all_of_them(
     num_followers: int, num_clients: int
 ) -> None:
-    """As the clients of this library do, also several of them beside each other."""
+    """A client that counts its followers in its share, as this library does, gets all of them accepted.
+
+    Several such clients do not affect each other.
+    """
     groups = SHARE // (1 + num_followers)
     clients = [f"c{number}" for number in range(num_clients)]
     worker = OneWorker(*[(client, f"g{number}") for number in range(groups) for client in clients])
@@ -157,7 +160,7 @@ def test_clients_that_count_followers_against_their_share_have_all_of_them(
 
 
 def test_one_clients_followers_are_not_counted_for_another() -> None:
-    """Beside a client whose followers are refused, groups of another one have theirs."""
+    """A client whose followers are rejected does not reduce the followers of another client."""
     worker = OneWorker(*[("m", f"m{number}") for number in range(SHARE)])
     while len(worker.queue) > SHARE // 2:
         taken = worker.free_slot()
@@ -173,7 +176,7 @@ def test_one_clients_followers_are_not_counted_for_another() -> None:
 
 
 def test_the_clients_that_are_told_apart_are_bounded() -> None:
-    """The one that had no slot for longest goes first."""
+    """The number of known clients is bounded, and the client without a slot for the longest time is removed first."""
     shares = FollowerShares()
     for number in range(3 * MAX_CLIENTS):
         shares.count_message(f"c{number}", "normal", MAX_AHEAD)
@@ -181,7 +184,7 @@ def test_the_clients_that_are_told_apart_are_bounded() -> None:
 
 
 def test_slots_of_long_ago_count_little() -> None:
-    """After as many messages of others, a client that had many slots may have followers again."""
+    """After enough messages of other clients, a client that had many slots may have followers again."""
     shares = FollowerShares()
     for _ in range(MESSAGES_SEEN):
         shares.count_message("c", "normal", MAX_AHEAD)

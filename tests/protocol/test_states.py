@@ -1,4 +1,4 @@
-"""The tables of states: nothing is out of reach, everything can end, and nothing leaves an end."""
+"""The transition tables: each state is reachable and can end, and no transition leaves a final state."""
 
 import enum
 import itertools
@@ -28,7 +28,7 @@ each_table = pytest.mark.parametrize(("machine", "states", "events"), TABLES)
 
 
 def reachable(machine: AnyMachine, first: enum.StrEnum) -> set[enum.StrEnum]:
-    """The states that some events lead to from `first`, itself included."""
+    """Return the states that are reachable from `first`, including `first`."""
     found = {first}
     while more := {after for (state, _), after in machine.transitions.items() if state in found} - found:
         found |= more
@@ -37,7 +37,7 @@ def reachable(machine: AnyMachine, first: enum.StrEnum) -> set[enum.StrEnum]:
 
 @each_table
 def test_every_state_is_reachable(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
-    """From the first state some events lead to each of the others, and each event means something somewhere."""
+    """Each state is reachable from the initial state, and each event occurs in a transition."""
     assert reachable(machine, machine.initial) == states
     assert {event for _, event in machine.transitions} == events
 
@@ -45,7 +45,7 @@ def test_every_state_is_reachable(machine: AnyMachine, states: set[enum.StrEnum]
 @pytest.mark.proves("P1")
 @each_table
 def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
-    """From each state one event leads to an end: nothing hangs, whatever it waits for."""
+    """Each state has an event that leads to a final state, so nothing waits forever."""
     for state in states - machine.final:
         assert any(machine.transitions.get((state, event)) in machine.final for event in events)
 
@@ -53,7 +53,7 @@ def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], eve
 @pytest.mark.proves("P1")
 @each_table
 def test_nothing_leaves_an_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
-    """What has ended takes no event."""
+    """A final state accepts no event."""
     assert machine.final
     assert not {state for state, _ in machine.transitions} & machine.final
 
@@ -62,7 +62,7 @@ def test_nothing_leaves_an_end(machine: AnyMachine, states: set[enum.StrEnum], e
 def test_what_the_table_does_not_name_raises(
     machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]
 ) -> None:
-    """Each pair of state and event leads where the table says, or raises and says which pair it was."""
+    """A pair of state and event has the transition of the table, or raises an error that names the pair."""
     for state, event in itertools.product(states, events):
         if (state, event) in machine.transitions:
             assert machine.next(state, event) is machine.transitions[state, event]
@@ -75,7 +75,7 @@ def test_what_the_table_does_not_name_raises(
 
 @each_table
 def test_the_diagram_shows_the_table(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
-    """A diagram has each transition once, alone or with its group, an arrow into the first state, and no more."""
+    """A diagram shows exactly the transitions of its table, and its initial and final states."""
     lines = [line.strip() for line in diagram(machine).splitlines()[1:]]
     groups = GROUPS.get(machine.name, {})
     named = {f"group{number}": group for number, group in enumerate(groups.values())}

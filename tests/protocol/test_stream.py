@@ -1,4 +1,4 @@
-"""Chunking and assembly are inverse, whatever the steps, the split and the sizes; and no fault passes for a result."""
+"""Assembly is the inverse of chunking for any steps and sizes, and no faulty stream passes as a result."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from tests.support.scenarios import Scenario, assert_complete, drain, make_scena
 @pytest.mark.proves("P33")
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
 def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, segment_bytes: int, gather: int) -> None:
-    """Any split into steps, any merging and any parts give back all arrays and versions, in order and complete."""
+    """All arrays and versions are restored in order and completely, for any steps, merging and segments."""
     assert_complete(scenario, scenario.chunks(segment_bytes, gather))
 
 
 def test_results_are_the_callers_own() -> None:
-    """The arrays of a result can be written, and the end says what the engine found in its cache."""
+    """The arrays of a result are writable, and the end has the number of cached tokens."""
     scenario = simple()
     stream = scenario.stream()
     for chunk in scenario.chunks():
@@ -35,7 +35,7 @@ def test_results_are_the_callers_own() -> None:
 @pytest.mark.proves("P13", "P33")
 @given(scenarios(), st.data())
 def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObject) -> None:
-    """A missing, doubled or swapped chunk never passes: the stream raises, or has no end."""
+    """A stream with a missing, duplicate or swapped chunk raises an error or has no end."""
     chunks = scenario.chunks(40)
     at = data.draw(st.integers(0, len(chunks) - 1))
     fault = data.draw(st.sampled_from(["missing", "doubled", "swapped"]))
@@ -57,7 +57,7 @@ def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObjec
 
 @pytest.mark.proves("P13")
 def test_missing_logprobs_are_loud() -> None:
-    """Tokens without the logprobs that were asked for are refused, never filled in."""
+    """Tokens without the requested log probabilities are rejected and never filled in."""
     scenario = simple()
     scenario.steps[0].logprobs = None
     assembly = ChunkVerifier(scenario.request)
@@ -66,13 +66,13 @@ def test_missing_logprobs_are_loud() -> None:
 
 
 def with_prompt_logprobs(prompt_len: int) -> Scenario:
-    """A prompt whose logprobs and two best alternatives were asked for, one token, no routing."""
+    """Return a request for prompt logprobs with two alternatives, one token, and no routed experts."""
     return make_scenario(np.random.default_rng(0), prompt_len=prompt_len, cuts=[1], widths=(0, 2))
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 101])
 def test_prompt_logprobs_are_split_and_joined(prompt_len: int) -> None:
-    """Prompt logprobs larger than a part go ahead in several chunks and come out as one array, also an empty one."""
+    """Prompt logprobs above the segment size leave in several chunks and become one array, which may be empty."""
     scenario = with_prompt_logprobs(prompt_len)
     chunks = scenario.chunks(64)
 
@@ -81,7 +81,7 @@ def test_prompt_logprobs_are_split_and_joined(prompt_len: int) -> None:
 
 
 def test_missing_prompt_logprobs_are_loud() -> None:
-    """A result without the prompt logprobs that were asked for is refused."""
+    """A result without the requested prompt logprobs is rejected."""
     scenario = with_prompt_logprobs(5)
     scenario.steps[0].prompt_logprobs = None
     with pytest.raises(RemoteProtocolError, match="0 of 4 prompt logprobs"):
@@ -90,7 +90,7 @@ def test_missing_prompt_logprobs_are_loud() -> None:
 
 @pytest.mark.proves("P13")
 def test_changed_routing_is_refused() -> None:
-    """A stream whose layers, top-k, dtype or position change midway is refused."""
+    """A stream whose layers, top-k, dtype or position change is rejected."""
     scenario = simple()
     chunks = scenario.chunks()
     assembly = ChunkVerifier(scenario.request)

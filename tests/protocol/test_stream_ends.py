@@ -1,4 +1,4 @@
-"""A stream that is aborted, or whose attempt nobody took."""
+"""The end of a response stream that is aborted, or whose attempt no worker accepted."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from rollbus.schemas.sampling import SamplingParams
 
 
 def request() -> GenerateRequest:
-    """Of two prompt tokens, without logprobs."""
+    """Return a request with two prompt tokens and without log probabilities."""
     sampling = SamplingParams(max_tokens=3, temperature=0, logprobs=None)
     return GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling, request_id="r")
 
 
 def chunk(index: int, *tokens: int, rows: tuple[int, int] | None = None, attempt: int = 0, end: bool = False) -> Chunk:
-    """A chunk with tokens, and rows of (first position, count)."""
+    """Return a chunk with tokens, and rows of (first position, count)."""
     experts = None
     if rows is not None:
         experts = RoutedExperts.from_rows(np.zeros((rows[1], 1, 1), "u1"), rows[0])
@@ -35,7 +35,7 @@ def chunk(index: int, *tokens: int, rows: tuple[int, int] | None = None, attempt
 
 
 def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
-    """Its terminal chunk counts the tokens and rows that left, not rows that wait for their tokens."""
+    """The terminal chunk of an aborted stream counts delivered tokens and rows, but no rows that wait for tokens."""
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.add(chunk(0, 7, rows=(0, 2)))
     assert stream.add(chunk(1, rows=(2, 1))) == []
@@ -51,7 +51,7 @@ def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
 
 
 def test_a_stream_can_be_aborted_before_anything_came() -> None:
-    """The terminal chunk is then the only one."""
+    """A stream that is aborted before its first chunk has only a terminal chunk."""
     stream = ResponseStream(request(), child=0, attempt=3, keep=False)
     last = stream.abort()
 
@@ -61,7 +61,7 @@ def test_a_stream_can_be_aborted_before_anything_came() -> None:
 
 @pytest.mark.proves("P50")
 def test_an_attempt_that_nobody_took_does_not_count() -> None:
-    """Withdrawn, an attempt has another number on the wire; the stream and its count of attempts know nothing of it."""
+    """A withdrawn attempt changes only the number on the wire. It does not count as an attempt."""
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.withdraw()
     assert (stream.attempt, stream.num_attempts) == (1, 1)
@@ -72,7 +72,7 @@ def test_an_attempt_that_nobody_took_does_not_count() -> None:
 
 
 def test_losses_count_beside_withdrawn_attempts() -> None:
-    """A lost attempt counts, before or after one that was withdrawn."""
+    """A lost attempt counts, before and after a withdrawn attempt."""
     stream = ResponseStream(request(), child=0, attempt=4, keep=True)
     stream.next_attempt()
     stream.withdraw()

@@ -1,4 +1,4 @@
-"""Requests that kill engines are found; those beside them are not blamed."""
+"""Detection of poison requests: requests that kill engines are found, and requests beside them are not blamed."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ M = "model"
 
 
 def engine(number: int) -> tuple[str, str]:
-    """One life of the only worker."""
+    """Return an incarnation of the only worker."""
     return "w", str(number)
 
 
 def died(suspects: Suspects[str], number: int, *lost: str, others: int = 0) -> dict[str, int]:
-    """Engine `number` dies with `lost` and `others` more in it, none of which has a token."""
+    """Record the death of engine `number`, which had `lost` and `others` more requests, all without a token."""
     company = suspects.at_death(engine(number), Company(len(lost) + others, len(lost) + others))
     return suspects.record_death(engine(number), M, lost, was_alone=company.num_untokened == 1)
 
 
 @pytest.mark.proves("P54")
 def test_suspects_are_tried_one_at_a_time() -> None:
-    """The next goes out when the one on trial has a token, or has ended; then each is forgotten."""
+    """The next suspect is tried when the current one has a token or has ended. A cleared suspect is removed."""
     suspects: Suspects[str] = Suspects()
     assert died(suspects, 0, "a", "b", "c") == {}
     assert all(map(suspects.is_held, "abc"))
@@ -42,7 +42,7 @@ def test_suspects_are_tried_one_at_a_time() -> None:
 
 
 def test_models_do_not_wait_for_each_other() -> None:
-    """One suspect of each model is on trial."""
+    """Each model has its own suspect on trial."""
     suspects: Suspects[str] = Suspects()
     suspects.record_death(engine(0), "m1", ["a", "b"], was_alone=False)
     suspects.record_death(engine(1), "m2", ["c"], was_alone=True)
@@ -53,7 +53,10 @@ def test_models_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.proves("P54")
 def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
-    """Nothing else of the client can have been the cause; the first death of a request that is alone is no proof."""
+    """A request that was alone in two deaths is poison, because no other request of the client can be the cause.
+
+    One death is no proof.
+    """
     suspects: Suspects[str] = Suspects()
     assert died(suspects, 0, "a") == {}
     assert suspects.next(M) == "a"
@@ -63,7 +66,7 @@ def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
 
 @pytest.mark.proves("P54")
 def test_in_company_the_third_death_makes_it_poison() -> None:
-    """A second death beside others without a token says little; three in a row say enough."""
+    """A request that was beside others without a token is poison after three deaths in a row."""
     suspects: Suspects[str] = Suspects()
     assert died(suspects, 0, "a", "x") == {}
     assert suspects.next(M) == "a"
@@ -77,7 +80,7 @@ def test_in_company_the_third_death_makes_it_poison() -> None:
 
 
 def test_a_death_that_is_told_in_two_frames_had_company() -> None:
-    """Whether a request was alone is what the first frame about a death shows, not what is left at the last."""
+    """The first frame about a death decides whether a request was alone, not the requests left at the last frame."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b")
     suspects.next(M)
@@ -88,7 +91,7 @@ def test_a_death_that_is_told_in_two_frames_had_company() -> None:
 
 
 def test_a_token_ends_all_suspicion() -> None:
-    """A request of which an engine has made a token starts anew: deaths before do not count."""
+    """A token of a request resets its count of deaths."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a")
     suspects.next(M)
@@ -97,7 +100,7 @@ def test_a_token_ends_all_suspicion() -> None:
 
 
 def test_one_that_no_worker_can_take_holds_up_nobody() -> None:
-    """It stays a suspect, and the next is tried beside it."""
+    """A suspect that no worker can accept stays a suspect, and the next suspect is tried meanwhile."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b", "c")
     suspects.next(M)
@@ -109,7 +112,7 @@ def test_one_that_no_worker_can_take_holds_up_nobody() -> None:
 
 
 def test_a_worker_that_was_only_silent_killed_nothing() -> None:
-    """What was held back for its sake alone goes out; what another engine died of stays a suspect."""
+    """If a worker was only silent, requests held only because of it are released. Suspects of other deaths remain."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b")
     suspects.next(M)
@@ -126,7 +129,7 @@ def test_a_worker_that_was_only_silent_killed_nothing() -> None:
 
 @dataclass
 class World:
-    """A client, its queue, and engines that take all that is there; one dies of each bad request that it starts on."""
+    """A client, its queue, and engines that run all waiting requests. An engine dies when it starts a bad request."""
 
     bad: frozenset[int]
     slots: int
@@ -137,7 +140,7 @@ class World:
     poison: list[int] = field(default_factory=list)
 
     def step(self, pick: int) -> None:
-        """One engine starts on what fits in it, from anywhere in the queue."""
+        """Start an engine on the requests that fit, taken from anywhere in the queue."""
         self.queue.rotate(pick)
         taken = [self.queue.popleft() for _ in range(min(self.slots, len(self.queue)))]
         if self.bad.isdisjoint(taken):
@@ -165,7 +168,7 @@ class World:
 def test_of_a_burst_only_what_kills_engines_is_refused(
     count: int, bad: frozenset[int], slots: int, picks: list[int]
 ) -> None:
-    """Every innocent request ends well, every bad one as poison, and at most three engines die of each bad one."""
+    """Innocent requests finish, bad requests fail as poison, and each bad request kills at most three engines."""
     world = World(frozenset(key for key in bad if key < count), slots)
     world.queue.extend(range(count))
     moves = iter(picks)

@@ -1,4 +1,4 @@
-"""What a link makes of frames that do not decode: its worker's break it after two resends, a stranger's never."""
+"""Frames that do not decode: frames of the worker break the link after two resends, frames of an attacker never do."""
 
 import pytest
 from hypothesis import given
@@ -21,23 +21,26 @@ ONE, TWO = frozenset({RequestKey("r")}), frozenset({RequestKey("r"), RequestKey(
 
 
 def header(number: int, keys: frozenset[RequestKey] = TWO, *, link: int = 0, client: str = "c") -> FrameHeader:
-    """Of a frame that does not decode."""
+    """Return the header of a frame that does not decode."""
     return FrameHeader(incarnation="w", number=number, link=link, client_incarnation=client, keys=keys, bad_keys=keys)
 
 
 def frame(number: int, *, link: int = 0) -> Frame:
-    """A frame with an offer."""
+    """Return a frame with an offer."""
     return Frame(WIRE_VERSION, "w", number, [RequestKey("r")], [], link, "c")
 
 
 def asked(receiver: LinkReceiver, now: float) -> bool:
-    """Whether the receiver asks for a resend now."""
+    """Return True if the receiver requests a resend now."""
     return receiver.message(window=WINDOW, now=now).resend
 
 
 @pytest.mark.proves("P58")
 def test_two_resends_that_do_not_decode_break_the_link() -> None:
-    """The frame is asked for at once; when the second resend does not decode either, the link is over."""
+    """The client requests an undecodable frame again immediately.
+
+    If the second resend does not decode, the link is broken.
+    """
     receiver = LinkReceiver("c")
     receiver.receive(frame(0), 100, 0)
     verdicts = []
@@ -52,7 +55,7 @@ def test_two_resends_that_do_not_decode_break_the_link() -> None:
 
 
 def test_copies_of_one_frame_are_no_resends() -> None:
-    """A frame that comes often without having been asked for breaks nothing."""
+    """Copies of a frame that were not requested do not break the link."""
     receiver = LinkReceiver("c")
     verdicts = {receiver.receive_unreadable(header(0), 100, 0) for _ in range(9)}
     assert asked(receiver, 0)
@@ -62,7 +65,7 @@ def test_copies_of_one_frame_are_no_resends() -> None:
 
 
 def test_a_resend_that_decodes_repairs_the_link() -> None:
-    """Damage on the way leaves no trace: the failures of another frame are counted anew."""
+    """A resend that decodes resets the count of failures."""
     receiver = LinkReceiver("c")
     for number in range(5):
         for _ in range(MAX_FAILED_RESENDS):
@@ -74,7 +77,7 @@ def test_a_resend_that_decodes_repairs_the_link() -> None:
 
 
 def test_a_frame_that_names_one_request_is_passed_over() -> None:
-    """It takes its number and its credit, so that the link goes on; only the next frame of the link does that."""
+    """An undecodable next frame of a single request is skipped with its number and credit. The link continues."""
     receiver = LinkReceiver("c")
     verdicts = [
         receiver.receive_unreadable(header(0, ONE), 100, 0),
@@ -89,7 +92,7 @@ def test_a_frame_that_names_one_request_is_passed_over() -> None:
 
 
 def test_headers_of_other_links_count_for_nothing() -> None:
-    """A frame for another client, or of an earlier link, is stale, however often it comes."""
+    """An undecodable frame for another client or of an earlier link is stale, however often it arrives."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(0, link=1), 100, 0)
     receiver.receive(frame(2, link=1), 100, 0)
@@ -103,7 +106,7 @@ def test_headers_of_other_links_count_for_nothing() -> None:
 
 
 def test_bytes_without_a_header_break_a_link_whose_gap_stays() -> None:
-    """The gap has stood for two seconds, and what came after each of two requests for a resend did not decode."""
+    """Bytes without a header break a link if its gap is two seconds old and two resends did not decode."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(0), 100, 0)
     receiver.receive(frame(2), 100, 0)
@@ -116,7 +119,7 @@ def test_bytes_without_a_header_break_a_link_whose_gap_stays() -> None:
 
 
 def test_bytes_without_a_header_do_not_break_a_link_whose_gap_is_young() -> None:
-    """However many a stranger sends between the requests for a resend and the resent frame."""
+    """Bytes without a header do not break a link with a recent gap, however many an attacker sends."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(1), 100, 0)
     now, verdicts = 0.0, set()
@@ -130,7 +133,7 @@ def test_bytes_without_a_header_do_not_break_a_link_whose_gap_is_young() -> None
 
 
 def test_of_a_broken_link_nothing_is_taken_until_the_next_one() -> None:
-    """Its frames are stale; a later link begins anew."""
+    """Frames of a broken link are stale, and a later link starts again."""
     receiver = LinkReceiver("c")
     for _ in range(MAX_FAILED_RESENDS + 1):
         receiver.receive_unreadable(header(0), 100, 0)
@@ -147,7 +150,10 @@ def test_of_a_broken_link_nothing_is_taken_until_the_next_one() -> None:
 
 @given(st.integers(1, 8), st.data())
 def test_whichever_frame_does_not_decode_the_link_ends(count: int, data: st.DataObject) -> None:
-    """All frames before it are taken; two resends later the worker hears that only a new link helps."""
+    """All frames before an undecodable one are accepted.
+
+    After the resends, the worker learns that it must start a new link.
+    """
     bad = data.draw(st.integers(0, count - 1))
     has_header = data.draw(st.booleans())
     sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
@@ -178,7 +184,7 @@ def test_whichever_frame_does_not_decode_the_link_ends(count: int, data: st.Data
 
 @given(st.lists(st.sampled_from(["junk", "lose", "harm", "next"]), max_size=60))
 def test_junk_changes_nothing(events: list[str]) -> None:
-    """With a stranger's bytes between them, frames that are lost or damaged once are all taken, each once."""
+    """An attacker's bytes do not prevent that lost and damaged frames are finally accepted once."""
     sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
     receiver, taken, num_sealed, now = LinkReceiver("c"), [], 0, 0.0
 

@@ -1,4 +1,4 @@
-"""Whose weights differ from the others', as their canaries tell."""
+"""Detection of workers whose weights differ from the majority's, by their canaries."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ WORSE = Canary(token_ids=(7, 9, 3), logprobs=(-1.1, -2.2, -0.3))
 
 
 def acks(signature: str = "cpu", **canaries: Canary | None) -> dict[str, Ack]:
-    """Answers of workers of one kind with these canaries."""
+    """Return acks of workers of one kind with these canaries."""
     return {
         worker: ack(worker, AckStatus.APPLIED, canary=canary, signature=signature)
         for worker, canary in canaries.items()
@@ -21,19 +21,19 @@ def acks(signature: str = "cpu", **canaries: Canary | None) -> dict[str, Ack]:
 
 
 def differing(found: dict[str, Ack], dtype: str = "float32") -> list[str]:
-    """Who differs."""
+    """Return the ids of the workers that differ."""
     return sorted(dissenters(found, dict.fromkeys(found, dtype)))
 
 
 def test_equal_weights_agree() -> None:
-    """Nobody differs where all give the same, or nearly so; one alone has nobody to differ from."""
+    """Workers with equal or nearly equal canaries agree. A single worker never differs."""
     assert differing(acks(a=GOOD, b=CLOSE, c=GOOD)) == []
     assert differing(acks(a=BAD)) == []
     assert differing({}) == []
 
 
 def test_the_minority_is_named_with_the_reason() -> None:
-    """Two against one: that one; the reason says what differs."""
+    """The worker in the minority differs, and the reason describes the difference."""
     found = acks(a=GOOD, b=BAD, c=CLOSE)
 
     assert differing(found) == ["b"]
@@ -42,26 +42,26 @@ def test_the_minority_is_named_with_the_reason() -> None:
 
 
 def test_a_tie_fails_all() -> None:
-    """One against one, or three that all differ: nobody knows which is right."""
+    """Without a majority all workers differ, because no result is known to be correct."""
     assert differing(acks(a=GOOD, b=BAD)) == ["a", "b"]
     assert differing(acks(a=GOOD, b=BAD, c=WORSE)) == ["a", "b", "c"]
     assert differing(acks(a=GOOD, b=GOOD, c=BAD, d=BAD)) == ["a", "b", "c", "d"]
 
 
 def test_only_workers_of_one_kind_are_compared() -> None:
-    """Other devices and other dtypes compute otherwise."""
+    """Only workers with the same device and dtype are compared, because others compute different values."""
     assert differing(acks("cpu", a=GOOD, b=GOOD) | acks("gpu", c=BAD)) == []
     mixed = acks(a=GOOD, b=BAD)
     assert dissenters(mixed, {"a": "float32", "b": "bfloat16"}) == {}
 
 
 def test_workers_without_a_canary_are_passed_over() -> None:
-    """They neither differ nor count."""
+    """Workers without a canary neither differ nor count."""
     assert differing(acks(a=None, b=GOOD, c=None)) == []
 
 
 def test_a_narrower_dtype_is_compared_with_a_tolerance() -> None:
-    """What float32 would not forgive is rounding in bfloat16; a wrong model is not."""
+    """A difference that is an error in float32 may be rounding in bfloat16. A wrong model differs in both."""
     off = replace(GOOD, logprobs=(-0.1, -0.3, -0.3))
 
     assert differing(acks(a=GOOD, b=off, c=GOOD)) == ["b"]
@@ -70,7 +70,7 @@ def test_a_narrower_dtype_is_compared_with_a_tolerance() -> None:
 
 
 def test_a_large_fleet_of_strangers_is_compared_in_bounded_time() -> None:
-    """Where all differ all fail, without comparing each with each."""
+    """If all workers of a large fleet differ, the comparison takes bounded time and does not compare each pair."""
     found: dict[str, Ack] = {}
     for i in range(300):
         found |= {f"w{i}": replace(acks(a=GOOD)["a"], canary=replace(GOOD, token_ids=(i, 1, 2)))}

@@ -1,16 +1,19 @@
-"""Which links of one worker's id are followed: one after the other, or those of two workers side by side."""
+"""The links of one worker id that a client follows: one after the other, or those of two workers side by side."""
 
 from rollbus.bus.protocol.link.worker_links import FollowedLinks
 from rollbus.schemas.messages import WIRE_VERSION, Frame, RequestKey
 
 
 def frame(incarnation: str, *, link: int = 0, client: str = "c") -> Frame:
-    """Frame 0 of a link."""
+    """Return frame 0 of a link."""
     return Frame(WIRE_VERSION, incarnation, 0, [RequestKey("r")], [], link, client)
 
 
 def test_a_new_incarnation_ends_the_one_before() -> None:
-    """Late frames of the old one are stale, also if it has announced itself last."""
+    """A new incarnation ends the earlier link.
+
+    Late frames of the earlier incarnation are stale, also if it announced last.
+    """
     links = FollowedLinks("c")
     first, ended = links.receiver_of(frame("a"), {"a"})
     assert first is not None
@@ -23,7 +26,7 @@ def test_a_new_incarnation_ends_the_one_before() -> None:
 
 
 def test_two_workers_of_one_id_are_both_followed() -> None:
-    """As long as both announce themselves, neither ends the other, nor its frames."""
+    """While two workers with one id publish presence, the links of both are followed."""
     links, live = FollowedLinks("c"), {"a", "b"}
     first, _ = links.receiver_of(frame("a"), {"a"})
     second, ended = links.receiver_of(frame("b"), live)
@@ -34,7 +37,10 @@ def test_two_workers_of_one_id_are_both_followed() -> None:
 
 
 def test_a_worker_that_turns_out_to_live_is_followed_again() -> None:
-    """From the first frame of its link; until then its frames are stale."""
+    """A worker that proves to be alive is followed from the first frame of its link.
+
+    Until then its frames are stale.
+    """
     links = FollowedLinks("c")
     first, _ = links.receiver_of(frame("a"), {"a"})
     links.receiver_of(frame("b"), {"a"})
@@ -45,7 +51,7 @@ def test_a_worker_that_turns_out_to_live_is_followed_again() -> None:
 
 
 def test_of_two_workers_the_one_that_ended_is_given_up() -> None:
-    """Its frames are stale then."""
+    """The frames of the worker that ended are stale."""
     links = FollowedLinks("c")
     links.receiver_of(frame("a"), {"a", "b"})
     links.receiver_of(frame("b"), {"a", "b"})
@@ -56,7 +62,7 @@ def test_of_two_workers_the_one_that_ended_is_given_up() -> None:
 
 
 def test_a_frame_for_another_client_is_stale() -> None:
-    """It opens no link."""
+    """A frame for another client opens no link."""
     links = FollowedLinks("c")
 
     assert links.receiver_of(frame("a", client="d"), {"a"}) == (None, [])
