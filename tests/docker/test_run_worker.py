@@ -1,4 +1,4 @@
-"""`deploy/docker/run-worker`: equal containers take users and GPUs of their own. A stand-in lists the GPUs."""
+"""`deploy/docker/run-worker`: equal containers get different users and GPUs. A stand-in lists the GPUs."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.support.patience import SOON_S
 from tests.support.processes import ROOT
 
 WORKER = 'echo "$CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER ${ROLLBUS_CREDS##*/}"; exec cat'
-"""A stand-in for `rollbus` that says what it was given, and lives until its input ends."""
+"""A stand-in for `rollbus` that prints its settings and runs until its input ends."""
 
 
 class Containers:
@@ -52,11 +52,11 @@ class Containers:
         return process
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Let a container's worker end."""
+        """Let a container's worker exit."""
         process.communicate(timeout=SOON_S)
 
     def end_all(self) -> None:
-        """Let all of them end."""
+        """Kill the workers of all containers."""
         for process in self._running:
             with process:
                 process.kill()
@@ -64,20 +64,23 @@ class Containers:
 
 @pytest.fixture
 def containers(tmp_path: Path) -> Iterator[Containers]:
-    """Containers of a machine with four GPUs."""
+    """Yield the containers of a machine with four GPUs."""
     containers = Containers(tmp_path, 4)
     yield containers
     containers.end_all()
 
 
 def told(process: subprocess.Popen[str]) -> str:
-    """What the worker of a container was given."""
+    """Return the settings that a container's worker printed."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def test_replicas_have_gpus_of_their_own(containers: Containers) -> None:
-    """No two have the same; where none are left the container ends with a reason; those of an ended one are free."""
+    """No two containers get the same GPU, and a container without free GPUs exits with the reason.
+
+    The GPUs of an exited container are free again.
+    """
     first, second = containers.start(ROLLBUS_GPUS="2"), containers.start(ROLLBUS_GPUS="2")
     shares = {told(first): first, told(second): second}
     assert {line.split()[0] for line in shares} == {"0,1", "2,3"}
@@ -94,7 +97,7 @@ def test_replicas_have_gpus_of_their_own(containers: Containers) -> None:
 
 
 def test_a_worker_on_the_cpu_asks_for_no_gpu(containers: Containers) -> None:
-    """Without ROLLBUS_GPUS, as in the other profiles, the environment stays as it is."""
+    """Without ROLLBUS_GPUS, as in the other profiles, the script does not change the environment."""
     assert told(containers.start(CUDA_VISIBLE_DEVICES="")) == "w0.creds"
 
 
@@ -102,7 +105,7 @@ def test_a_worker_on_the_cpu_asks_for_no_gpu(containers: Containers) -> None:
     ("value", "code", "reason"), [("two", 2, "is 'two'"), ("0", 2, "is '0'"), ("8", 1, "of 4 GPUs")]
 )
 def test_what_cannot_be_is_refused(containers: Containers, value: str, code: int, reason: str) -> None:
-    """The reason is one line on stderr."""
+    """The script rejects an impossible ROLLBUS_GPUS with one line on stderr."""
     process = containers.start(ROLLBUS_GPUS=value)
     _, said = process.communicate(timeout=SOON_S)
 

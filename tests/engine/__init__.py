@@ -1,1 +1,1 @@
-"""Tests of the vLLM engine, on the real one."""
+"""Tests of the vLLM engine with real engines."""

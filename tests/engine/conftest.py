@@ -11,17 +11,17 @@ from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 
 OWN_PROCESS = {"distributed_executor_backend": "mp"}
-"""The model in a process of its own, as where it is spread over several; else it is in the engine core's."""
+"""The model runs in its own process, as with several processes; else it runs in the engine core's process."""
 SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 28}
-"""Room for 131,072 tokens; it is written with zeros when an engine starts."""
+"""Space for 131,072 tokens. vLLM fills it with zeros when an engine starts."""
 TIGHT = {
     "dtype": "float32",
     "max_model_len": 512,
     "block_size": 32,
-    # 64 blocks of 32 tokens, and prompts computed in parts: requests are preempted and prefilled in chunks.
+    # 64 blocks of 32 tokens, and chunked prefill: requests are preempted and prefilled in chunks.
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": 256,
-    # So that the engine core tells of preemptions.
+    # With statistics, the engine core reports preemptions.
     "disable_log_stats": False,
     **OWN_PROCESS,
 }
@@ -47,7 +47,7 @@ RELOADED = {
     **SMALL_CACHE,
 }
 PREEMPTED = 3
-"""vLLM's number for that event (v1/engine/__init__.py: EngineCoreEventType)."""
+"""vLLM's number for the event of a preemption (v1/engine/__init__.py: EngineCoreEventType)."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engines(models: dict[str, Path]) -> Iterator[Engines]:
-    """Four engines on one machine, started at the same time. Fixtures of longer life than a test ask for one here."""
+    """Yield four engines on one machine, started together; fixtures with a wider scope than a test request one here."""
     makers: dict[str, Callable[[], VllmEngine]] = {
         "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
         "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS, read="core"),
@@ -83,7 +83,7 @@ def moe(engines: Engines) -> RunningEngine:
 
 @pytest.fixture
 def dense(engines: Engines) -> RunningEngine:
-    """Return an engine whose model has no experts, and which takes adapters."""
+    """Return an engine whose model has no experts, and which accepts adapters."""
     return engines.get("dense")
 
 
@@ -95,13 +95,13 @@ def fallback(engines: Engines) -> RunningEngine:
 
 @pytest.fixture
 def reloaded(engines: Engines) -> RunningEngine:
-    """Return an engine with the weights of `moe2`, for tests that replace them and put them back."""
+    """Return an engine with the weights of `moe2`, for tests that replace and restore its weights."""
     return engines.get("reloaded")
 
 
 @pytest.fixture
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the engine's ids of the requests that are preempted, as they are; the `moe` engine tells of them."""
+    """Return a list of the engine's ids of preempted requests, which grows as the `moe` engine reports them."""
     seen: list[str] = []
     read = feeds._output
 

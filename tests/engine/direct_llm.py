@@ -13,9 +13,9 @@ __all__ = ["generate"]
 async def generate(
     model: Path, prompt: list[int], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """Return what vLLM generates."""
+    """Return vLLM's tokens, log probabilities and routed experts of one request."""
     set_environment(str(model), None)
-    # So that it starts one process, not two.
+    # This setting makes vLLM start one process instead of two.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -1,7 +1,7 @@
 """Update one model of each family in vLLM, in this process: `python -m tests.engine.family_updates FOLDER`.
 
-Writes to `FOLDER/results.json` what the tests ask for. An engine in this process takes a second or two to start; with
-processes of its own it would take fifteen.
+The program writes the results that the tests need to `FOLDER/results.json`. An engine in this process starts in a
+second or two; with its own processes it would need fifteen seconds.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tests.support.tiny_lora import make_tiny_lora
 PROMPT = np.random.default_rng(5).integers(3, 500, 40).tolist()
 NUM_TOKENS = 8
 BROKEN = ("llama-tied-biases", "qwen3_moe-padded")
-"""Families of which kernels are broken on purpose."""
+"""Families whose kernels are broken on purpose."""
 WITH_ADAPTERS = "llama-tied-biases"
 
 
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
 
 @contextlib.contextmanager
 def engine(model: Path, *, dtype: str = "float32", **settings: Any) -> Iterator[Any]:
-    """Start an engine in this process, and clear up so that the next can start."""
+    """Yield an engine in this process, and clean up afterwards so that the next engine can start."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -86,7 +86,7 @@ def call(llm: Any, method: str, **options: Any) -> dict[str, Any]:
 
 
 def generate(llm: Any) -> dict[str, Any]:
-    """Return greedy tokens and their logprobs."""
+    """Return greedy tokens and their log probabilities."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True)
@@ -98,12 +98,12 @@ def generate(llm: Any) -> dict[str, Any]:
 
 @functools.cache
 def reference_process() -> ProcessPoolExecutor:
-    """Return a process without vLLM, which changes the classes of transformers whose models it runs by their code."""
+    """Return a process without vLLM: vLLM changes classes of transformers, and the reference needs the originals."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def reference_logprobs(model: Path, token_ids: list[int]) -> list[float]:
-    """Return the logprobs that transformers give on `model` to tokens that follow the prompt."""
+    """Return the log probabilities that transformers computes with `model` for tokens after the prompt."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -114,7 +114,7 @@ def reference_logprobs(model: Path, token_ids: list[int]) -> list[float]:
 
 
 def difference(made: dict[str, Any], model: Path) -> float:
-    """Return how far the logprobs are from those of transformers on `model`."""
+    """Return the largest difference between the log probabilities and those of transformers with `model`."""
     expected = reference_process().submit(reference_logprobs, model, made["token_ids"]).result()
     return float(np.abs(np.array(made["logprobs"]) - expected).max())
 
@@ -133,7 +133,7 @@ def update(llm: Any, first: Path, second: Path) -> dict[str, Any]:
 
 
 def break_kernels(llm: Any, first: Path, second: Path) -> dict[str, Any]:
-    """Load `first` with kernels that are wrong, each in another way; then, with right ones, `second`."""
+    """Load `first` with a wrong kernel for each breakage, and then `second` with correct kernels."""
     answers = {}
     for name, breaking in BREAKAGES.items():
         with breaking(llm):
@@ -150,7 +150,7 @@ def model_of(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def keeps_packed(llm: Any) -> Iterator[None]:
-    """A linear module goes on with the packed weight of before."""
+    """Make a linear module keep its old packed weight."""
     layer = model_of(llm).get_submodule("model.layers.1.self_attn.o_proj")
     kept, method = layer.cpu_linear, layer.quant_method
 
@@ -167,7 +167,7 @@ def keeps_packed(llm: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swaps_experts(llm: Any) -> Iterator[None]:
-    """The kernel has two experts' second matrices in each other's place."""
+    """Make the kernel swap the second matrices of two experts."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     original = cpu_moe.cpu_prepack_moe_weight
@@ -186,7 +186,7 @@ def swaps_experts(llm: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeps_head(llm: Any) -> Iterator[None]:
-    """What vLLM does by itself: a head that shares its weight is not processed again."""
+    """Restore vLLM's own behaviour: a head that shares its weight is not processed again."""
     from rollbus.workers.engines.vllm.probing import Probing
 
     with pytest.MonkeyPatch.context() as patch:

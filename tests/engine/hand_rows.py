@@ -1,4 +1,4 @@
-"""A request whose routing is known: each row names its position."""
+"""A request with known routed experts: each row names its position."""
 
 import numpy as np
 
@@ -10,4 +10,4 @@ TOKENS = (11, 12, 13)
 HAND_ROWS = np.array(
     [[[position % 16, 1], [2, position // 16]] for position in range(START, PROMPT_LEN + len(TOKENS))], np.uint8
 )
-"""Of the positions from `START` on: two layers, two experts."""
+"""The rows of the positions from `START` on, with two layers and two experts."""

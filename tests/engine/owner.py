@@ -10,7 +10,7 @@ from rollbus.workers.engines.vllm import VllmEngine
 
 
 async def own(model: str) -> None:
-    """Start an engine, say so on stdout, and wait for the end."""
+    """Start an engine, print the ids of its processes, and wait to be killed."""
     engine = VllmEngine(model)
     await engine.start()
     children = [child.pid for child in psutil.Process().children(recursive=True)]

@@ -1,4 +1,4 @@
-"""What several tests of the engine need."""
+"""Helpers of several tests of the engine."""
 
 from collections.abc import Sequence
 
@@ -15,17 +15,17 @@ __all__ = ["TOLERANCE", "expert_sets", "prompt", "rows_here", "same_as_alone"]
 
 
 def prompt(length: int, *, seed: int) -> npt.NDArray[np.int64]:
-    """Return random token ids, none of them special."""
+    """Return random token ids without special tokens."""
     return np.random.default_rng(seed).integers(3, 512, length)
 
 
 def rows_here(num_rows: int) -> int:
-    """Return as many rows as belong to the tokens, and 0 where the installed vLLM returns none."""
+    """Return the number of rows of these tokens, or 0 if the installed vLLM returns no rows."""
     return num_rows if no_routing_here() is None else 0
 
 
 def same_as_alone(engine: RunningEngine, requests: Sequence[GenerateRequest], results: Sequence[Result]) -> None:
-    """Run each request by itself, without the prefix cache of the others, and compare."""
+    """Run each request alone, without the prefix cache of the others, and assert the same results."""
     for request, result in zip(requests, results, strict=True):
         alone = engine.generate(replace(request, cache_salt="alone"))[0]
         assert result.token_ids == alone.token_ids

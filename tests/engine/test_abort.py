@@ -1,4 +1,4 @@
-"""An aborted request ends once, in order, with all that was reported before."""
+"""An aborted request ends once, in order, with all steps that the engine reported before."""
 
 import pytest
 
@@ -15,7 +15,10 @@ LONG = GenerateRequest(prompt_token_ids=prompt(50, seed=60), sampling=SamplingPa
 
 
 def test_abort_ends_a_running_request(moe: RunningEngine) -> None:
-    """After an abort comes one step of finish reason ABORT, then nothing; the rows are those of the tokens."""
+    """After an abort, the engine reports one step with finish reason ABORT and nothing more.
+
+    The rows are those of the reported tokens.
+    """
 
     async def scenario() -> tuple[Result, list[RequestStep]]:
         key, other = await moe.add(LONG), await moe.add(LONG)
@@ -43,7 +46,7 @@ def test_abort_ends_a_running_request(moe: RunningEngine) -> None:
 
 
 def test_abort_before_the_first_token(moe: RunningEngine) -> None:
-    """A request that is aborted at once ends with no tokens and no rows, and its key is free again."""
+    """A request that is aborted immediately ends with no tokens and no rows, and its key is free again."""
 
     async def scenario() -> list[Result]:
         results = []
@@ -62,7 +65,7 @@ def test_abort_before_the_first_token(moe: RunningEngine) -> None:
 
 
 def test_abort_of_a_finished_request_is_ignored(moe: RunningEngine) -> None:
-    """A request that ended while its abort was on the way keeps its own end."""
+    """A request that ends before its abort arrives keeps its own finish reason."""
     short = GenerateRequest(prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1))
 
     async def scenario() -> tuple[Result, Result]:

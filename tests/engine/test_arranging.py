@@ -1,4 +1,4 @@
-"""What is compared with a module after a load: the tensors that came, arranged by the module's own loaders."""
+"""The reference of a module after a load: the received tensors, arranged by the module's own loaders."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any, int]:
-    """Return the weight `[4, 3]` of a module that got these loads, and how many of its elements got no value."""
+    """Return the weight `[4, 3]` of a module after these loads, and how many of its elements got no value."""
     import torch
 
     from rollbus.workers.engines.vllm.arranging import arrange
@@ -27,36 +27,36 @@ def arranged(loader: Callable[..., None], *loads: tuple[Any, ...]) -> tuple[Any,
 
 
 def tensor(rows: int, dtype: str = "bfloat16") -> Any:
-    """Return `[rows, 3]` with numbers of its own."""
+    """Return a tensor `[rows, 3]` with different numbers."""
     import torch
 
     return torch.arange(1.0, 1 + 3 * rows).reshape(rows, 3).to(getattr(torch, dtype))
 
 
 def copies(param: Any, loaded: Any) -> None:
-    """Load all of it, and pad."""
+    """Load the whole tensor, and pad the rest with zeros."""
     param[: len(loaded)].data.copy_(loaded)
     param[len(loaded) :].data.fill_(0)
 
 
 def copies_rows(param: Any, loaded: Any, begin: int = 0) -> None:
-    """Load rows of it."""
+    """Load some rows of the parameter."""
     param.data.narrow(0, begin, len(loaded)).copy_(loaded)
 
 
 def copies_and_scales(param: Any, loaded: Any) -> None:
-    """Load all of it, and change it."""
+    """Load the whole tensor, and change the values."""
     param.data.copy_(loaded)
     param.data.mul_(2)
 
 
 def copies_transposed(param: Any, loaded: Any) -> None:
-    """Load it with other strides."""
+    """Load the tensor with other strides."""
     param.data.t().copy_(loaded)
 
 
 def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
-    """It is the tensor that came, so that nothing can have changed on the way."""
+    """A tensor that equals the whole parameter is used without a copy, so a load cannot change it unnoticed."""
     came = tensor(4)
 
     for loader in (copies, copies_rows):
@@ -67,7 +67,7 @@ def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
 
 
 def test_what_a_loader_makes_of_tensors_is_kept_apart() -> None:
-    """Parts, other types, padding, and what the loader changes: as it is in the module, and in other memory."""
+    """Parts, other types, padding and changed values are arranged as in the module, and in separate memory."""
     import torch
 
     whole = tensor(4)
@@ -87,7 +87,7 @@ def test_what_a_loader_makes_of_tensors_is_kept_apart() -> None:
 
 
 def test_what_got_no_value_is_counted() -> None:
-    """Rows that no tensor came for are not taken for zeros that came; where NaN came, nothing is known."""
+    """Rows without a tensor are counted and differ from loaded zeros. With a loaded NaN, the count is unknown: 0."""
     found, num_absent = arranged(copies_rows, (tensor(3), 0))
     assert (num_absent, found[3].tolist()) == (3, [0, 0, 0])
 

@@ -1,4 +1,4 @@
-"""The contract with vLLM names all that the adapter uses, and with a release that lacks any of it no engine starts."""
+"""The contract names everything of vLLM that the adapter uses; no engine starts with a release that lacks a part."""
 
 import ast
 import importlib
@@ -64,7 +64,7 @@ VARIABLES = {
     "kv/connector.py": {"request": "Request", "blocks": "KVCacheBlocks", "kv_cache_config": "KVCacheConfig"},
     "plugin.py": {"request": "Request", "connector": "AuxOutputSchedulerConnector"},
 }  # fmt: skip
-"""By file, which of vLLM's classes a variable is of."""
+"""The vLLM class of each variable, by file."""
 
 PARTS = {
     ("AsyncLLM", "engine_core"): "AsyncMPClient",
@@ -87,17 +87,17 @@ PARTS = {
     ("Worker", "model_runner"): "GPUModelRunner",
     ("Worker", "weight_transfer_engine"): "WeightTransferEngine",
 }
-"""Which class an attribute of a class is of."""
+"""The vLLM class of an attribute of a vLLM class."""
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Every file of the adapter, by its name."""
+    """Yield the name and the syntax tree of every file of the adapter."""
     for path in FILES:
         yield str(path.relative_to(ADAPTER)), ast.parse(path.read_text())
 
 
 def known_members() -> dict[str, set[str]]:
-    """What the contract names of each class, in any release."""
+    """Return the members that the contract names for each class, in any release."""
     known: dict[str, set[str]] = {}
     for need in CONTRACT:
         known.setdefault(need.name, set()).update(need.has.split(), need.calls, need.overrides)
@@ -129,7 +129,7 @@ def test_every_import_stands_in_the_contract() -> None:
 
 
 def test_every_attribute_of_vllms_objects_stands_in_the_contract() -> None:
-    """What the adapter reads, sets or calls of an object of vLLM is named for its class."""
+    """Each attribute of a vLLM object that the adapter reads, sets or calls is in the contract of its class."""
     known = known_members()
     missing = set()
     seen = set()
@@ -150,7 +150,7 @@ def test_every_attribute_of_vllms_objects_stands_in_the_contract() -> None:
 
 
 def class_of(node: ast.expr, variables: dict[str, str]) -> str | None:
-    """The class of vLLM that an expression is of, as far as it is told here."""
+    """Return the vLLM class of an expression, or None if the tables above do not give it."""
     text = ast.unparse(node)
     if text in variables:
         return variables[text]
@@ -161,7 +161,7 @@ def class_of(node: ast.expr, variables: dict[str, str]) -> str | None:
 
 
 def test_every_call_by_name_stands_in_the_contract() -> None:
-    """Methods that the adapter names in texts are there, with the keywords that it gives them."""
+    """Methods that the adapter calls by name are in the contract, with the keywords that it passes."""
     methods: dict[str, str] = {}
     for need in CONTRACT:
         if need.name in ("AsyncLLM", "AsyncMPClient"):
@@ -186,7 +186,7 @@ def test_every_call_by_name_stands_in_the_contract() -> None:
 
 
 def test_nothing_stands_in_the_contract_for_nothing() -> None:
-    """Each member that the contract names is used somewhere in the adapter."""
+    """The adapter uses each member that the contract names."""
     text = "\n".join(path.read_text() for path in FILES)
     unused = {
         f"{need.name or need.module}.{name}"
@@ -200,7 +200,7 @@ def test_nothing_stands_in_the_contract_for_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_installed_release_keeps_it() -> None:
-    """Nothing is missing in the vLLM of this environment."""
+    """The vLLM of this environment lacks nothing of the contract."""
     assert find_gaps(installed_vllm()) == ()
 
 
@@ -251,7 +251,7 @@ DOCTORED = [
         'vllm.v1.engine.FINISH_REASON_STRINGS is not ("stop", ',
     ),
     ("config/model.py", "    def get_num_experts(", "    def num_experts(", "has no method 'get_num_experts'"),
-    # Overloads for type checkers stand before it.
+    # Overloads for type checkers precede the definition.
     (
         "v1/core/kv_cache_manager.py",
         "        allow_none: bool = False,\n",
@@ -264,7 +264,7 @@ DOCTORED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "old", "new", "gap"), DOCTORED)
 def test_what_a_doctored_release_lacks_is_named(tmp_path: Path, file: str, old: str, new: str, gap: str) -> None:
-    """A name that is gone, a renamed field and a signature of another shape are each named, and nothing else is."""
+    """A removed name, a renamed field and a changed signature are each named, and nothing else is named."""
     folder = doctored_vllm(tmp_path, file, old, new)
 
     gaps = find_gaps(folder)
@@ -275,7 +275,7 @@ def test_what_a_doctored_release_lacks_is_named(tmp_path: Path, file: str, old: 
 
 @pytest.mark.slow
 def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> None:
-    """The start fails before vLLM is imported; the message names the release and what is missing."""
+    """The start fails before vLLM is imported. The message names the release and the missing parts."""
     folder = doctored_vllm(tmp_path, "v1/engine/async_llm.py", "class AsyncLLM(", "class AsyncEngine(")
     program = (
         "import asyncio, sys\n"
@@ -299,13 +299,13 @@ def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_what_is_changed_after_it_was_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that are imported are checked as they are, not by their sources."""
+    """Imported modules are checked as loaded, not by their sources."""
     import vllm.inputs.engine
     import vllm.v1.core.sched.output
     import vllm.v1.engine.core_client
 
     def tokens_input(prompt: str) -> None:
-        """Take something else."""
+        """Accept another parameter."""
 
     assert check_loaded(CONTRACT[:0]) == []
     needs = contract_check.needs_of(release_in(installed_vllm()))
@@ -322,12 +322,12 @@ def test_what_is_changed_after_it_was_imported_is_named(monkeypatch: pytest.Monk
 
 
 def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that start at once check once: Python 3.11 cannot parse in two threads."""
+    """Engines that start together check once, because Python 3.11 cannot parse in two threads."""
     begun, go = threading.Event(), threading.Event()
     read = []
 
     class Slow:
-        """Takes its time, and lacks nothing."""
+        """Blocks until the test continues, and finds no gaps."""
 
         def __init__(self, folder: Path) -> None:
             read.append(folder)
@@ -335,7 +335,7 @@ def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
             go.wait()
 
         def gaps(self, _need: Need) -> list[str]:
-            """Find nothing."""
+            """Return no gaps."""
             return []
 
     monkeypatch.setattr(contract_check, "ModuleSources", Slow)
@@ -356,7 +356,7 @@ def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When several engines start at once, one imports vLLM; the others take no name that is still to come for a gap."""
+    """While another engine imports vLLM, the check waits, so that a name not yet defined is not a gap."""
     (tmp_path / "half_imported.py").write_text(
         "import threading\nbegun, go = threading.Event(), threading.Event()\nbegun.set()\ngo.wait()\nlate = 1\n"
     )
@@ -385,7 +385,7 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypat
 def test_releases_outside_of_the_contract(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, outcome: Any
 ) -> None:
-    """Older releases are refused; newer ones start with a warning where they lack nothing."""
+    """Older releases are rejected; newer releases without gaps start with a warning."""
     monkeypatch.setattr(contract_check, "release_in", lambda _folder: release)
     monkeypatch.setattr(contract_check, "find_gaps", lambda _folder: ())
     monkeypatch.setattr(contract_check, "check_loaded", lambda _needs: [])

@@ -1,4 +1,4 @@
-"""On a CPU the model computes in the engine core's process, on the cores that it is given."""
+"""On a CPU, the model computes in the engine core's process, on the cores that the user sets."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def cores_of(model: Path, **engine_args: Any) -> tuple[Cores | None, str]:
-    """Return where an engine with these arguments computes, and what vLLM's configuration says then."""
+    """Return where an engine with these arguments computes, and the executor backend in vLLM's configuration."""
     args = engine_arguments(str(model), engine_args)
     config = args.create_engine_config()
     cores = compute_in_core(args, config)
@@ -30,7 +30,10 @@ def cores_of(model: Path, **engine_args: Any) -> tuple[Cores | None, str]:
 def test_cores_are_as_the_user_says(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, binding: str | None, cores: Cores | None
 ) -> None:
-    """A list of cores binds the process to them; without one it is bound to none, with as many threads as vLLM's."""
+    """A list of cores binds the process to them.
+
+    Without a list, the process is bound to no core and has as many threads as vLLM would use.
+    """
     monkeypatch.delenv(NUM_THREADS, raising=False)
     monkeypatch.delenv(BINDING, raising=False)
     if binding is not None:
@@ -48,7 +51,7 @@ def test_cores_are_as_the_user_says(
 
 
 def test_threads_that_the_user_has_counted_stay(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`OMP_NUM_THREADS` holds, unless the cores are listed, which counts them too."""
+    """`OMP_NUM_THREADS` sets the number of threads, unless a list of cores sets it."""
     monkeypatch.setenv(NUM_THREADS, "3")
     monkeypatch.delenv(BINDING, raising=False)
 
@@ -58,7 +61,7 @@ def test_threads_that_the_user_has_counted_stay(models: dict[str, Path], monkeyp
 
 
 def test_several_processes_are_left_to_vllm(models: dict[str, Path]) -> None:
-    """Nothing is changed where the arguments ask for processes, or the model is spread over several."""
+    """The worker changes nothing if the arguments request processes or the model is spread over several processes."""
     assert cores_of(models["dense"], distributed_executor_backend="mp") == (None, "mp")
     args: Any = SimpleNamespace(distributed_executor_backend=None)
     for world_size, data_parallel_size in ((2, 1), (1, 2)):
@@ -67,7 +70,7 @@ def test_several_processes_are_left_to_vllm(models: dict[str, Path]) -> None:
 
 
 def test_the_model_is_where_it_was_put(moe: RunningEngine, reloaded: RunningEngine) -> None:
-    """One engine's model is in the engine core's process, bound to no core; the other's in one of its own."""
+    """A model runs in the engine core's process, bound to no core, or in its own process as configured."""
 
     def processes(running: RunningEngine) -> tuple[psutil.Process, list[psutil.Process]]:
         llm = running.engine._launch.llm

@@ -1,4 +1,4 @@
-"""Models of many families give, after an update, what transformers give on the new checkpoint; or it fails."""
+"""After an update, models of many families compute as transformers does with the new checkpoint, or the load fails."""
 
 import json
 import subprocess
@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 2e-4
-"""Of logprobs in float32."""
+"""The tolerance of log probabilities in float32."""
 HALF_TOLERANCE = 0.1
-"""Of logprobs in bfloat16."""
+"""The tolerance of log probabilities in bfloat16."""
 
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what `family_updates` has seen, and under `log` what vLLM has logged."""
+    """Return the results of `family_updates`, and vLLM's log under `log`."""
     folder = tmp_path_factory.mktemp("families")
     command = [sys.executable, "-m", "tests.engine.family_updates", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -34,7 +34,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.proves("P20")
 @pytest.mark.parametrize("family", [*FAMILIES, "adapters"])
 def test_updated_model_equals_transformers(updates: dict[str, Any], family: str) -> None:
-    """With other weights loaded, each family computes what they give, and each of its modules was compared."""
+    """After new weights are loaded, each family computes with them, and each of its modules was compared."""
     seen = updates[family]
     tolerance, different = (HALF_TOLERANCE, 10 * HALF_TOLERANCE) if family in HALF else (TOLERANCE, 100 * TOLERANCE)
 
@@ -57,7 +57,7 @@ def test_updated_model_equals_transformers(updates: dict[str, Any], family: str)
     ],
 )
 def test_broken_kernel_is_found(updates: dict[str, Any], family: str, breakage: str, module: str) -> None:
-    """A module that does not compute with its new weights makes the load fail, by name; a good load puts it right."""
+    """If a module does not compute with its new weights, the load fails and names it. A correct load repairs it."""
     answer = updates[family]["broken"][breakage]
 
     assert answer["code"] == ControlCode.HALF_WRITTEN
@@ -67,6 +67,6 @@ def test_broken_kernel_is_found(updates: dict[str, Any], family: str, breakage: 
 
 
 def test_names_of_parameters_do_not_flood_the_log(updates: dict[str, Any]) -> None:
-    """VLLM's list of parameters of which it does not know that they were loaded is not logged at each update."""
+    """An update does not log vLLM's list of parameters that vLLM does not know to be loaded."""
     assert "WARNING" in updates["log"]
     assert "weights were not loaded" not in updates["log"]

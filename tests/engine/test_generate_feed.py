@@ -1,4 +1,4 @@
-"""Reading through `AsyncLLM.generate` gives what reading the engine core's steps gives, later."""
+"""Reading through `AsyncLLM.generate` gives the same results as reading the engine core's steps, but later."""
 
 import asyncio
 
@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_both_ways_give_the_same(moe: RunningEngine, fallback: RunningEngine) -> None:
-    """Tokens, logprobs, alternatives, prompt logprobs and routing do not depend on how the engine is read."""
+    """The results do not depend on how the engine is read.
+
+    This holds for tokens, log probabilities, alternatives, prompt log probabilities and routed experts.
+    """
     request = GenerateRequest(
         prompt_token_ids=prompt(120, seed=40),
         sampling=SamplingParams(
@@ -48,7 +51,7 @@ def test_both_ways_give_the_same(moe: RunningEngine, fallback: RunningEngine) ->
 
 
 def test_late_reader_loses_no_rows(fallback: RunningEngine) -> None:
-    """When outputs pile up and vLLM replaces them by later ones, every token and every row still arrives."""
+    """Every token and row arrives, also if outputs accumulate and vLLM merges them into later outputs."""
     requests = [
         GenerateRequest(
             prompt_token_ids=prompt(20, seed=number), sampling=SamplingParams(max_tokens=40, ignore_eos=True)
@@ -58,7 +61,7 @@ def test_late_reader_loses_no_rows(fallback: RunningEngine) -> None:
 
     async def read_late() -> dict[str, Result]:
         keys = [await fallback.add(request) for request in requests]
-        # Long enough for more outputs than may wait.
+        # The delay is long enough for more outputs than the limit of waiting outputs.
         await asyncio.sleep(1.0)
         return await fallback.finish(*keys)
 
@@ -71,7 +74,7 @@ def test_late_reader_loses_no_rows(fallback: RunningEngine) -> None:
 
 
 def test_long_prompt_has_all_its_rows(fallback: RunningEngine) -> None:
-    """A prompt of 5,000 tokens is taken as it is, and every position has its row."""
+    """The engine accepts a prompt of 5,000 tokens, and every position has its row."""
     result = fallback.generate(
         GenerateRequest(prompt_token_ids=prompt(5000, seed=41), sampling=SamplingParams(max_tokens=2, ignore_eos=True))
     )[0]
@@ -81,7 +84,7 @@ def test_long_prompt_has_all_its_rows(fallback: RunningEngine) -> None:
 
 
 def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
-    """An aborted request ends once, with finish reason ABORT and the rows of the tokens that came."""
+    """An aborted request ends once, with finish reason ABORT and the rows of the generated tokens."""
 
     async def abort_after_some() -> Result:
         key = await fallback.add(
@@ -104,7 +107,7 @@ def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
 
 
 def test_failures_end_one_request(fallback: RunningEngine) -> None:
-    """NaN ends its own request, a refused parameter is named before anything is submitted."""
+    """NaN ends only its own request, and a rejected parameter is named before any request is submitted."""
     impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], temperature=0.0)
     failed, fine = fallback.generate(
         GenerateRequest(prompt_token_ids=[1, 2], sampling=impossible),

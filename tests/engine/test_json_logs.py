@@ -1,4 +1,4 @@
-"""vLLM's log lines are JSON where the worker's are, also in the processes that vLLM starts."""
+"""vLLM's log lines are JSON if the worker's lines are JSON, also in the processes that vLLM starts."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# What an engine core's process does before it says anything: vLLM's own set-up, and its prefix before each line.
+# The steps of an engine core's process before its first log line: vLLM's own setup and its prefix of each line.
 CORE = """
 from vllm import logger
 from vllm.logger import init_logger
@@ -34,14 +34,14 @@ subprocess.run([sys.executable, "-c", {CORE!r}], check=True)
 
 
 def test_an_engine_core_logs_json() -> None:
-    """A line of vLLM is one of JSON, of the level that vLLM has here, and so are our own in that process."""
+    """A log line of vLLM is JSON, with vLLM's level, and so are rollbus's own log lines in that process."""
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
 
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     shown = [
         (line["level"], line["logger"], line["event"], line["fields"])
         for line in lines
-        # vLLM itself warns of what the machine lacks.
+        # vLLM warns about missing features of the machine.
         if not line["logger"].startswith("vllm.platforms")
     ]
     assert shown == [

@@ -21,7 +21,7 @@ SMALL = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 <<
 
 
 class Transfer:
-    """As much of vLLM's `KVTransferConfig` as is asked for."""
+    """The fields of vLLM's `KVTransferConfig` that the adapter reads."""
 
     def __init__(self, *, is_kv_producer: bool = True, is_kv_consumer: bool = True) -> None:
         self.is_kv_producer = is_kv_producer
@@ -29,7 +29,7 @@ class Transfer:
 
 
 def test_no_connector() -> None:
-    """A worker of whole requests needs none."""
+    """A worker that runs both phases needs no connector."""
     assert connector_config("both", None) is None
 
 
@@ -43,12 +43,12 @@ def test_no_connector() -> None:
     ],
 )
 def test_the_role_implies_vllms(role: Any, given: dict[str, Any], kv_role: str) -> None:
-    """The role in vLLM follows from the worker's, unless it is given; all else is passed on as it is."""
+    """The worker's role sets the role in vLLM, unless the user sets it. All other settings are passed on unchanged."""
     assert connector_config(role, given) == {**given, "kv_role": kv_role}
 
 
 def test_the_example_connector_is_replaced() -> None:
-    """The one of vLLM would take KV of other weights; ours uses the same folder."""
+    """The worker replaces vLLM's example connector, which would load KV of other weights, and keeps its folder."""
     config = connector_config("prefill", EXAMPLE)
 
     assert config is not None
@@ -85,19 +85,19 @@ def test_the_example_connector_is_replaced() -> None:
     ],
 )
 def test_what_does_not_fit(role: Any, given: dict[str, Any] | None, message: str) -> None:
-    """A role and a connector that contradict each other are refused before anything is started, by name."""
+    """A role and a connector that contradict each other are rejected by name before any process starts."""
     with pytest.raises(InvalidRequest) as refused:
         VllmEngine("/model", engine_args={} if given is None else {"kv_transfer_config": given}, role=role)
     assert message in str(refused.value)
 
 
 def request(prompt_len: int, start: int = 0, **fields: Any) -> GenerateRequest:
-    """A request with a prompt of so many tokens."""
+    """Return a request with a prompt of this length."""
     return GenerateRequest(prompt_token_ids=[5] * prompt_len, routed_experts_prompt_start=start, **fields)
 
 
 def test_a_handover_becomes_vllms_parameters() -> None:
-    """A prefill leg gets the words of vLLM's proxies, a decode leg what the connector has said; both ways the same."""
+    """A prefill phase gets the parameters of vLLM's proxies; a decode phase gets those of the connector unchanged."""
     said = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
 
     assert decode_params(None, request(40), Transfer()) is None
@@ -108,7 +108,7 @@ def test_a_handover_becomes_vllms_parameters() -> None:
 
 
 def test_who_can_do_nothing_with_it_computes_anew() -> None:
-    """An engine without a connector, or with one for the other direction, treats the legs as whole requests."""
+    """An engine without a connector, or with one for the other direction, runs each phase as a whole request."""
     leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
     assert decode_params(KvTransfer(), request(40), None) is None
@@ -118,7 +118,7 @@ def test_who_can_do_nothing_with_it_computes_anew() -> None:
 
 
 def test_rows_that_nobody_here_knows_are_not_promised() -> None:
-    """A decode leg cannot have rows of tokens that were computed elsewhere."""
+    """A decode phase cannot return rows of tokens that another worker computed."""
     leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
     with pytest.raises(InvalidRequest, match=r"routed_experts_prompt_start is 39 .*; allowed: 40 or more"):
@@ -127,7 +127,7 @@ def test_rows_that_nobody_here_knows_are_not_promised() -> None:
 
 
 def test_handovers_that_cannot_be_read() -> None:
-    """Bytes that are no map are refused, and parameters that are no map of plain values are not handed on."""
+    """Parameters whose bytes are no map are rejected, and maps with other than plain values are not passed on."""
     with pytest.raises(InvalidRequest, match=r"kv\.params cannot be decoded"):
         decode_params(KvTransfer(params=b"\x01"), request(41, 40), Transfer())
     assert encode_params(None) is None
@@ -136,7 +136,7 @@ def test_handovers_that_cannot_be_read() -> None:
 
 
 def test_ours_are_told_from_others() -> None:
-    """The name of the extension tells a rollbus worker's engine, also beside the user's own extension."""
+    """The name of the extension identifies the engine of a rollbus worker, also with the user's own extension."""
     assert is_ours(extension_name(None))
     assert is_ours(extension_name("some.where.Else"))
     assert not is_ours("some.where.Else")
@@ -146,7 +146,7 @@ def test_ours_are_told_from_others() -> None:
 
 @pytest.fixture
 def vllm_here() -> None:
-    """Let vLLM be imported into this process."""
+    """Prepare this process for an import of vLLM."""
     set_environment("", None)
     plugin.install()
 
@@ -154,15 +154,15 @@ def vllm_here() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("vllm_here")
 class TestWithVllm:
-    """What needs vLLM's own configuration, and no engine."""
+    """Tests that need vLLM's own configuration, but no engine."""
 
     def config(self, model: Path, **given: Any) -> Any:
-        """The configuration with which an engine would start."""
+        """Return the configuration with which an engine would start."""
         return engine_arguments(str(model), {**SMALL, **given}).create_engine_config()
 
     @pytest.mark.routing
     def test_routing_with_a_connector(self, tiny_moe_float32: Path) -> None:
-        """Routing goes together with a connector, also when the engine core checks its configuration once more."""
+        """Routed experts work with a connector, also when the engine core checks its configuration again."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
         config.__post_init__()
 
@@ -171,7 +171,10 @@ class TestWithVllm:
 
     @pytest.mark.routing
     def test_other_vllms_are_left_alone(self, tiny_moe_float32: Path) -> None:
-        """Who runs vLLM by himself in the same environment gets its refusal: nobody there would drop stale rows."""
+        """A vLLM outside of a rollbus worker still rejects a connector with routing.
+
+        That vLLM would not drop stale rows.
+        """
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
         config.parallel_config.worker_extension_cls = ""
 
@@ -181,7 +184,7 @@ class TestWithVllm:
 
     @pytest.mark.routing
     def test_other_refusals_stand(self, tiny_moe_float32: Path) -> None:
-        """Only the one refusal is lifted: pipelines, and offloading that comes in later, are refused as before."""
+        """Only this rejection is lifted: vLLM still rejects pipelines, and offloading that is configured later."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
         config.parallel_config.pipeline_parallel_size = 2
         with pytest.raises(ValueError, match="incompatible with pipeline parallelism"):
@@ -194,7 +197,7 @@ class TestWithVllm:
 
     @pytest.mark.routing
     def test_a_release_of_another_shape(self, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where the flag would be hidden from more than the one check, the engine does not start."""
+        """The engine does not start if the patch would hide the flag from more than this check."""
         given = engine_arguments(
             str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("prefill", EXAMPLE)}
         )
@@ -227,13 +230,16 @@ class TestWithVllm:
         ],
     )
     def test_connectors_that_do_not_start(self, tiny_moe_float32: Path, given: dict[str, Any], message: str) -> None:
-        """A connector that offloads is refused together with routing, and what vLLM does not know by its name."""
+        """An offloading connector is rejected together with routing, and an unknown connector setting by its name."""
         with pytest.raises(EngineDead, match=message):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("both", given)})
 
     @pytest.mark.routing
     def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
-        """What becomes a connector only behind vLLM's own check is refused; without routing nothing is."""
+        """An argument that becomes a connector only after vLLM's own check is rejected.
+
+        Without routing, nothing is rejected.
+        """
         with pytest.raises(EngineDead, match="'kv_offloading_size': vLLM would restore KV"):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_offloading_size": 1.0})
         offload = connector_config("both", {"kv_connector": "OffloadingConnector"})
@@ -241,7 +247,7 @@ class TestWithVllm:
         assert engine_arguments(str(tiny_moe_float32), {**SMALL, **without}).kv_transfer_config is not None
 
     def test_requests_cannot_name_kv_themselves(self) -> None:
-        """The parameters of a transfer come from the bus alone; the user's other arguments are kept beside them."""
+        """Only the bus sets the parameters of a KV transfer. The user's other arguments are kept beside them."""
         own = SamplingParams(extra={"extra_args": {"kv_transfer_params": {"remote_host": "elsewhere"}}})
         with pytest.raises(InvalidRequest, match=r"extra_args\.kv_transfer_params is reserved for rollbus"):
             to_vllm(request(40, sampling=own), max_model_len=128, returns_rows=True)

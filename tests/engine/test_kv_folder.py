@@ -15,26 +15,26 @@ SHARD = "pp0-tp0"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> KvFolder:
-    """Return one of which all is abandoned after a minute."""
+    """Return a KV folder whose files are abandoned after a minute."""
     return KvFolder(tmp_path, ttl_s=60)
 
 
 def caches(seed: int, *, per_block: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Two layers' KV."""
+    """Return the KV caches of two layers."""
     generator = torch.Generator().manual_seed(seed)
     shape = (NUM_BLOCKS * per_block, 2, 32 // per_block, 16)
     return {name: torch.rand(shape, generator=generator).to(dtype) for name in ("layers.0", "layers.1")}
 
 
 def set_age(tmp_path: Path, kv_id: str, age_s: float) -> None:
-    """Make a leg's folder look older than it is."""
+    """Set the age of a transfer's folder."""
     then = time.time() - age_s
     os.utime(tmp_path / kv_id, (then, then))
 
 
 @pytest.mark.parametrize("per_block", [1, 4])
 def test_there_and_back(folder: KvFolder, tmp_path: Path, per_block: int) -> None:
-    """What is loaded is what was stored, in other blocks and from the middle on; then the file is gone."""
+    """The loaded blocks equal the stored ones, in other blocks and from the middle on. The load removes the file."""
     source, target = caches(0, per_block=per_block), caches(1, per_block=per_block)
     untouched = {name: cache.clone() for name, cache in target.items()}
     kv_id = new_kv_id()
@@ -52,7 +52,7 @@ def test_there_and_back(folder: KvFolder, tmp_path: Path, per_block: int) -> Non
 
 
 def test_several_processes_of_one_engine(folder: KvFolder, tmp_path: Path) -> None:
-    """Each has a file of its own; the leg's folder goes with the last of them."""
+    """Each process has its own file. The last process removes the transfer's folder."""
     kv_id = new_kv_id()
     shards = [(f"pp0-tp{rank}", caches(rank), caches(9)) for rank in range(2)]
     for shard, source, _ in shards:
@@ -66,7 +66,7 @@ def test_several_processes_of_one_engine(folder: KvFolder, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other layers", "other dtype", "too few blocks", "bad id"])
 def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) -> None:
-    """A file that is missing, cut off or of another model is not loaded and no block touched; then it goes."""
+    """A file that is missing, truncated or of another model is not loaded and changes no block. It is then removed."""
     kv_id = new_kv_id()
     source = caches(0, dtype=torch.bfloat16 if damage == "other dtype" else torch.float32)
     if damage == "other layers":
@@ -87,9 +87,9 @@ def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) ->
 
 
 def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
-    """A store that fails leaves nothing that could be taken for KV, and does not raise."""
+    """A failed store leaves no file that a load could accept as KV, and raises no error."""
     kv_id = new_kv_id()
-    # In the place of the file that is written first.
+    # A folder blocks the name of the file that is written first.
     (tmp_path / kv_id / f"{SHARD}.tmp").mkdir(parents=True)
     KvBlocks(folder, caches(0), NUM_BLOCKS, SHARD).store(BlockTransfer(kv_id=kv_id, block_ids=[1]))
 
@@ -97,13 +97,13 @@ def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
 
 
 def test_a_cache_without_blocks_is_refused(folder: KvFolder) -> None:
-    """Where a layer keeps something else than blocks, nothing is stored wrongly: the engine does not start."""
+    """If a layer's cache does not consist of blocks, the engine does not start, so nothing is stored wrongly."""
     with pytest.raises(TypeError, match=r"layers\.0 does not consist of 8 blocks"):
         KvBlocks(folder, {"layers.0": [torch.zeros(8), torch.zeros(8)]}, NUM_BLOCKS, SHARD)
 
 
 def test_what_was_abandoned_is_swept(folder: KvFolder, tmp_path: Path) -> None:
-    """Old legs are deleted; young ones, and all that is no leg, are left alone."""
+    """The sweep deletes old transfers. It leaves young transfers and other files."""
     old, young = new_kv_id(), new_kv_id()
     for name in (old, young, "something-else"):
         (tmp_path / name).mkdir()
@@ -116,7 +116,7 @@ def test_what_was_abandoned_is_swept(folder: KvFolder, tmp_path: Path) -> None:
 
 
 def test_the_sweeper_sweeps_by_itself(tmp_path: Path) -> None:
-    """Nobody need use the folder for what is old to go."""
+    """The sweeper deletes old files without any other use of the folder."""
     kv_id = new_kv_id()
     (tmp_path / kv_id).mkdir()
     set_age(tmp_path, kv_id, 1000)

@@ -1,4 +1,4 @@
-"""When KV was computed anew: what the engine tells equals what Hugging Face computes with such KV."""
+"""Recomputed KV: the marks of the engine equal the KV with which Hugging Face computes the same results."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def request_of(number: int, prompt_len: int, max_tokens: int) -> GenerateRequest:
-    """A greedy request."""
+    """Return a greedy request."""
     return GenerateRequest(
         prompt_token_ids=prompt(prompt_len, seed=1300 + number),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=True),
@@ -30,7 +30,7 @@ def request_of(number: int, prompt_len: int, max_tokens: int) -> GenerateRequest
 
 @dataclass
 class History:
-    """What came of one request, and of which weights each of its steps is."""
+    """The result of one request, and the weights of each of its steps."""
 
     request: GenerateRequest
     result: Result
@@ -38,11 +38,11 @@ class History:
 
     @property
     def marks(self) -> list[int]:
-        """Numbers of the tokens before which all KV was computed anew."""
+        """The numbers of the tokens before which all KV was recomputed."""
         return [i for i, step in enumerate(self.result.steps) if step.kv_recomputed]
 
     def by_hand(self, models: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-        """The logprobs of the tokens, where each was computed with the KV that the versions and marks tell of."""
+        """Return the tokens' log probabilities, each computed with the KV that the versions and marks state."""
         import torch
 
         sequence = torch.tensor([[*np.asarray(self.request.prompt_token_ids).tolist(), *self.result.token_ids]])
@@ -70,10 +70,10 @@ async def run(
     requests: list[GenerateRequest],
     changes: list[tuple[int, str, Callable[[], Coroutine[Any, Any, Any]]]],
 ) -> list[History]:
-    """Run requests and carry out each change, with the engine frozen, when all have so many tokens.
+    """Run requests, and make each change on a paused engine as soon as all requests have its number of tokens.
 
     Args:
-        changes: (tokens, the weights from then on, what to do).
+        changes: (tokens, the weights from then on, the function that makes the change).
     """
     keys = [await running.add(request) for request in requests]
     histories = {key: History(request, Result(), []) for key, request in zip(keys, requests, strict=True)}
@@ -110,14 +110,14 @@ def references(models: dict[str, Path]) -> dict[str, Any]:
 
 
 def check(history: History, models: Mapping[str, Any]) -> None:
-    """All logprobs are those of the KV that the history tells of."""
+    """Assert that all log probabilities are those of the KV that the history states."""
     np.testing.assert_allclose(history.result.logprobs, history.by_hand(models), atol=TOLERANCE)
 
 
 def test_requests_with_tokens_go_on_with_old_kv_until_it_is_taken(
     reloaded: RunningEngine, models: dict[str, Path], references: dict[str, Any]
 ) -> None:
-    """New weights leave old KV, and no mark; a forced flush marks the next token, before which all KV is new."""
+    """New weights keep old KV and set no mark. A forced flush marks the next token, before which all KV is new."""
     engine = reloaded.engine
     assert engine.reports_recomputed_kv
 
@@ -141,7 +141,10 @@ def test_requests_with_tokens_go_on_with_old_kv_until_it_is_taken(
 def test_preempted_requests_find_no_kv_of_older_weights(
     moe: RunningEngine, models: dict[str, Path], references: dict[str, Any]
 ) -> None:
-    """With too little room requests are preempted, before and after new weights: each then has KV of one kind only."""
+    """A request that is preempted before or after new weights has KV of one version only.
+
+    A small cache causes the preemptions.
+    """
 
     async def load() -> None:
         await moe.engine.load_weights(models["moe2"])
@@ -157,5 +160,8 @@ def test_preempted_requests_find_no_kv_of_older_weights(
 
 
 def test_a_feed_that_is_not_told_says_so(fallback: RunningEngine) -> None:
-    """Through `AsyncLLM.generate` nothing is heard of preemptions."""
+    """The feed through `AsyncLLM.generate` states that it does not report recomputed KV.
+
+    vLLM reports no preemptions there.
+    """
     assert not fallback.engine.reports_recomputed_kv

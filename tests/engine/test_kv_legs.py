@@ -25,7 +25,7 @@ class Request:
 
 @dataclass
 class Scheduler:
-    """What vLLM's scheduler tells a connector of one request."""
+    """A stand-in for vLLM's scheduler that passes the data of one request to a connector."""
 
     legs: KvPhaseTracker
     request: Request
@@ -36,7 +36,7 @@ class Scheduler:
     next_block_id: int = 100
 
     def step(self, num_tokens: int) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
-        """Compute `num_tokens` more, in new blocks where they need some."""
+        """Compute `num_tokens` more, in new blocks if they are needed."""
         is_admitted = self.is_new or self.is_preempted
         num_loaded = self.legs.num_to_load(self.request, 0) if is_admitted else 0
         self.num_computed += num_loaded
@@ -66,7 +66,7 @@ class Scheduler:
         return jobs
 
     def preempt(self) -> None:
-        """Take all blocks away."""
+        """Remove all blocks."""
         self.num_computed = 0
         self.block_ids = []
         self.is_preempted = True
@@ -74,12 +74,12 @@ class Scheduler:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> KvFolder:
-    """Return an empty one."""
+    """Return an empty KV folder."""
     return KvFolder(tmp_path, ttl_s=60)
 
 
 def stored(folder: KvFolder, tmp_path: Path, num_tokens: int = 96) -> dict[str, Any]:
-    """The parameters of a decode leg whose KV lies there."""
+    """Return the parameters of a decode phase whose KV is in the folder."""
     kv_id = new_kv_id()
     file = folder.file(kv_id, "pp0-tp0")
     file.parent.mkdir()
@@ -93,12 +93,12 @@ def stored(folder: KvFolder, tmp_path: Path, num_tokens: int = 96) -> dict[str, 
     preempted_at=st.sets(st.integers(0, 5)),
 )
 def test_a_prompt_is_stored_once_it_is_whole(num_prompt_tokens: int, splits: list[int], preempted_at: set[int]) -> None:
-    """However a prompt is split over steps and preempted, its whole blocks are stored in the step that completes it."""
+    """The step that completes a prompt stores its whole blocks, however the prompt is split and preempted."""
     legs = KvPhaseTracker(KvFolder(Path("/nowhere"), ttl_s=1), BLOCK)
     scheduler = Scheduler(legs, Request(num_prompt_tokens, dict(PREFILL_PARAMS)))
     stores: list[BlockTransfer] = []
     for index, size in enumerate(splits):
-        # The last of the prompt is left for the step below.
+        # The last prompt token is left for the step below.
         if (size := min(size, num_prompt_tokens - 1 - scheduler.num_computed)) < 1:
             break
         stores += scheduler.step(size)[0]
@@ -124,7 +124,7 @@ def test_a_prompt_is_stored_once_it_is_whole(num_prompt_tokens: int, splits: lis
 
 
 def test_whole_requests_are_neither_stored_nor_loaded(folder: KvFolder) -> None:
-    """A request without parameters, such as a canary, is none of the connector's business."""
+    """The connector ignores a request without parameters, for example a canary."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(100, None))
 
     assert scheduler.step(100) == ([], [])
@@ -132,7 +132,7 @@ def test_whole_requests_are_neither_stored_nor_loaded(folder: KvFolder) -> None:
 
 
 def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_path: Path) -> None:
-    """Of a leg that was aborted, or ended by its first token, the KV is deleted at once."""
+    """If a prefill phase is aborted or its first token ends the request, its KV is deleted immediately."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(100, dict(PREFILL_PARAMS)))
     (job,), _ = scheduler.step(100)
     file = folder.file(job.kv_id, "pp0-tp0")
@@ -145,7 +145,7 @@ def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_pa
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_loaded"), [(101, 96), (97, 96), (96, 64), (33, 32), (32, 0)])
 def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int, num_loaded: int) -> None:
-    """Whole blocks are loaded, and one token of the prompt at least stays to be computed."""
+    """Whole blocks are loaded, and at least one prompt token remains to be computed."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(num_prompt_tokens, stored(folder, tmp_path)))
 
     assert scheduler.legs.num_to_load(scheduler.request, 0) == num_loaded
@@ -155,7 +155,7 @@ def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int
 
 
 def test_behind_what_is_cached(folder: KvFolder, tmp_path: Path) -> None:
-    """Blocks that the prefix cache has are not loaded: the others go where they belong."""
+    """Blocks that the prefix cache has are not loaded, and the other blocks are loaded to their positions."""
     request = Request(101, stored(folder, tmp_path))
     legs = KvPhaseTracker(folder, BLOCK)
 
@@ -182,7 +182,7 @@ def test_all_cached_already(folder: KvFolder, tmp_path: Path) -> None:
 
 
 def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Path) -> None:
-    """KV is loaded once: it is gone with its load."""
+    """KV is loaded only once, because the load removes it. After a preemption, the decode worker computes it."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, stored(folder, tmp_path)))
     _, loads = scheduler.step(5)
     scheduler.preempt()
@@ -192,7 +192,7 @@ def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Pat
 
 
 def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) -> None:
-    """KV of a decode leg that ends before it is scheduled is deleted."""
+    """The KV of a decode phase that ends before it is scheduled is deleted."""
     legs = KvPhaseTracker(folder, BLOCK)
 
     assert legs.finish(Request(101, stored(folder, tmp_path)), is_length=False) is None
@@ -211,7 +211,7 @@ def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) ->
     ],
 )
 def test_made_up_parameters(folder: KvFolder, tmp_path: Path, params: dict[str, Any]) -> None:
-    """Whatever a decode leg's parameters say, nothing outside of the folder is touched and the scheduler lives on."""
+    """Forged parameters of a decode phase touch nothing outside of the folder, and the scheduler continues."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, {"do_remote_prefill": True, **params}))
     _, loads = scheduler.step(101 - scheduler.legs.num_to_load(scheduler.request, 0))
     scheduler.legs.finish(scheduler.request, is_length=True)

@@ -21,7 +21,7 @@ PROMPT_LEN = 41
 
 
 def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestStep, list[str]]:
-    """What becomes of the first output of a request with a prompt of 41 tokens."""
+    """Return the step of the first output of a request with a prompt of 41 tokens, and the broken requests."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     request = GenerateRequest(
         prompt_token_ids=[5] * PROMPT_LEN,
@@ -37,7 +37,7 @@ def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestSt
 
 
 def test_a_prefill_leg_says_where_its_kv_is() -> None:
-    """What the connector says goes with the leg's last step; to nobody else, and never in an earlier one."""
+    """Only the last step of a prefill phase carries the connector's parameters, and no other request does."""
     step, _ = step_of(KvTransfer(), 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)
     assert step.kv_params is not None
     assert msgspec.msgpack.decode(step.kv_params) == SAID
@@ -50,7 +50,7 @@ def test_a_prefill_leg_says_where_its_kv_is() -> None:
 
 
 def test_transferred_tokens_count_as_cached() -> None:
-    """A decode leg has one row of its prompt, and all that came from elsewhere was cached."""
+    """A decode phase has one row of its prompt, and all transferred tokens count as cached."""
     step, broken = step_of(DECODE_LEG, 40, cached_tokens=32, num_external=32)
 
     assert (step.error, step.cached_tokens, step.routed_experts_start, broken) == (None, 32, 40, [])
@@ -65,25 +65,28 @@ def test_transferred_tokens_count_as_cached() -> None:
     ],
 )
 def test_a_failed_load_has_a_code_of_its_own(kv: KvTransfer | None, code: ErrorCode) -> None:
-    """A decode leg that fails before it has a token may be tried again without KV; another failure is the engine's."""
+    """A decode phase that fails before its first token gets `kv_transfer_failed`, so it can be retried without KV.
+
+    Other failures are `engine_error`.
+    """
     step, _ = step_of(kv, 40, token_ids=[], routed_experts=None, finish_reason=FinishReason.ERROR)
 
     assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, code)
 
 
 def test_kv_that_came_unasked_is_noticed() -> None:
-    """A connector that finds KV by itself leaves rows of other requests; they end it here rather than go on."""
+    """If a connector loads KV that the request did not ask for, the request fails, because its rows are of others."""
     step, broken = step_of(None, 0, cached_tokens=32, num_external=32)
 
     assert step.error is not None
     assert "loaded 32 prompt tokens without a request for them" in step.error
     assert len(broken) == 1
-    # Whoever does not ask for these rows is not harmed.
+    # A request without these rows is not affected.
     assert step_of(None, 40, cached_tokens=32, num_external=32)[0].error is None
 
 
 def test_transferred_blocks_are_cached_apart() -> None:
-    """What decode legs leave in the prefix cache is found by decode legs alone, whatever salt users choose."""
+    """Only decode phases share the prefix-cache blocks of decode phases, whatever salt users choose."""
     loaded = LoadSerials()
     salts = [
         loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=salt), takes_kv=takes_kv)

@@ -1,4 +1,4 @@
-"""What keeps an engine from starting is said, and nothing of it stays behind."""
+"""An engine that cannot start reports the reason and leaves no process behind."""
 
 import asyncio
 import multiprocessing
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def engine_processes() -> set[int]:
-    """Return the ids of this process's descendants that belong to an engine, and so not those that Python runs."""
+    """Return the ids of this process's descendants that belong to an engine, without Python's own processes."""
     children = psutil.Process().children(recursive=True)
     python_runs = {forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     return {child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())} - python_runs
@@ -38,7 +38,7 @@ def engine_processes() -> set[int]:
     ],
 )
 async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args: dict[str, Any], message: str) -> None:
-    """An engine argument that vLLM does not take stops the start before any process of its own is started."""
+    """An engine argument that vLLM rejects stops the start, with its name, before any engine process starts."""
     before = engine_processes()
     engine = VllmEngine(models["dense"], engine_args=engine_args)
 
@@ -50,7 +50,7 @@ async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args
 
 
 def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
-    """What the worker adds to the arguments is not told; made-up weights cannot be loaded again."""
+    """Capabilities do not count the slots that the worker adds. Dummy weights cannot be updated."""
     given = {"load_format": "dummy", "max_num_seqs": 7, "enable_lora": True, "max_loras": 3, "max_cpu_loras": 3}
     config = launch_module.engine_arguments(str(models["dense"]), given).create_engine_config()
     config.scheduler_config.max_num_seqs += launch_module.OWN_SLOTS
@@ -79,7 +79,10 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
 def test_engines_that_may_span_machines_fetch_nothing(
     models: dict[str, Path], placement: dict[str, Any], is_on_one_machine: bool
 ) -> None:
-    """Whether a fetched folder is where each process of the engine is. A stand-in: its fields are set, nothing runs."""
+    """An engine fetches folders only if all its processes are on one machine.
+
+    The test only sets fields of the configuration and starts no engine.
+    """
     config = launch_module.engine_arguments(str(models["dense"]), {}).create_engine_config()
     for name, value in placement.items():
         setattr(config.parallel_config, name, value)
@@ -88,7 +91,7 @@ def test_engines_that_may_span_machines_fetch_nothing(
 
 
 async def test_replicas_of_experts_are_refused_by_name(models: dict[str, Path]) -> None:
-    """What is not known to hold does not start; the refusal says what to do instead."""
+    """An engine with replicas of a model with experts does not start, and the error states the alternative."""
     engine = VllmEngine(models["moe"], engine_args={"data_parallel_size": 2})
 
     with pytest.raises(EngineDead, match=r"'data_parallel_size' is 2: .* one worker for each replica"):
@@ -97,7 +100,7 @@ async def test_replicas_of_experts_are_refused_by_name(models: dict[str, Path]) 
 
 
 async def test_missing_model_is_said(tmp_path: Path) -> None:
-    """A model that is not there stops the start; closing afterwards, twice, is fine."""
+    """A missing model stops the start with an error. The engine can then be closed twice."""
     engine = VllmEngine(tmp_path / "nothing")
 
     with pytest.raises(EngineDead, match="nothing"):
@@ -108,9 +111,9 @@ async def test_missing_model_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.routing
 async def test_failure_in_the_engines_process_leaves_none(models: dict[str, Path]) -> None:
-    """An engine core that fails while it loads makes the start fail, and no process stays."""
+    """An engine core that fails during its load makes the start fail, and no process remains."""
     before = engine_processes()
-    # A model without experts cannot return their routing; vLLM finds out when it has loaded the model.
+    # A model without experts cannot return routed experts. vLLM detects this after it has loaded the model.
     engine = VllmEngine(models["dense"], engine_args={"enable_return_routed_experts": True})
 
     with pytest.raises(EngineDead, match="did not start"):
@@ -119,13 +122,13 @@ async def test_failure_in_the_engines_process_leaves_none(models: dict[str, Path
 
 
 async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that is cancelled while the engine core comes up ends with it gone."""
+    """If the start is cancelled while the engine core starts, no process of it remains."""
     before = engine_processes()
     loop = asyncio.get_running_loop()
     is_coming_up = asyncio.Event()
 
     class Told(Cores):
-        """Travels to the engine core's process with the executor."""
+        """Notifies the test when it is pickled for the engine core's process."""
 
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             loop.call_soon_threadsafe(is_coming_up.set)

@@ -1,4 +1,4 @@
-"""What vLLM's engine cores say of their load, added up; on vLLM's own classes, without an engine."""
+"""The added load reports of vLLM's engine cores, with vLLM's own classes and without an engine."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def step(at: float, *outputs: Any, engine: int = 0, **stats: Any) -> Any:
-    """One step of one engine core."""
+    """Return one step of one engine core."""
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -20,7 +20,7 @@ def step(at: float, *outputs: Any, engine: int = 0, **stats: Any) -> Any:
 
 
 def output(num_tokens: int, *, computed: int | None = None, scheduled_at: float = 0.0, preempted: int = 0) -> Any:
-    """What a step made of one request; with `computed` its first tokens."""
+    """Return one request's output of a step; `computed` is set for its first tokens."""
     from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
     from vllm.v1.metrics.stats import PrefillStats
 
@@ -32,7 +32,7 @@ def output(num_tokens: int, *, computed: int | None = None, scheduled_at: float 
 
 
 def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
-    """Requests, counts and rates are sums, the use of the KV caches is a mean."""
+    """Requests, counts and rates of replicas are added. The use of their KV caches is averaged."""
     from vllm.v1.metrics.stats import PrefixCacheStats
 
     meter = LoadMeter()
@@ -45,7 +45,7 @@ def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
                 kv_cache_usage=0.25 + 0.5 * engine, prefix_cache_stats=cache,
             )
         )  # fmt: skip
-        # Two requests of which one made two tokens, as with speculative decoding.
+        # Two requests, of which the second produced two tokens, as with speculative decoding.
         meter.add(step(start + 0.6, output(1), output(2, preempted=1), engine=engine))
 
     assert meter.stats() == EngineStats(
@@ -61,7 +61,7 @@ def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
 
 
 def test_after_the_warm_up_the_state_is_known_and_nothing_is_counted() -> None:
-    """An idle engine says 0 running at once, and no rate."""
+    """After the warm-up, an idle engine reports 0 running requests and no rate."""
     meter = LoadMeter()
     meter.add(step(10.0, output(1, computed=5, scheduled_at=9.0), num_running_reqs=0))
     meter.restart()
@@ -72,7 +72,7 @@ def test_after_the_warm_up_the_state_is_known_and_nothing_is_counted() -> None:
 
 
 def test_an_engine_without_statistics_says_nothing_of_itself() -> None:
-    """Its decoding is seen all the same."""
+    """For an engine without statistics, only the decode rate is known."""
     meter = LoadMeter()
     meter.add(step(10.0, output(1)))
     meter.add(step(10.5, output(1)))

@@ -1,4 +1,4 @@
-"""What is loaded decides which requests share cached prefixes."""
+"""The loaded weights and adapters decide which requests share cached prefixes."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +25,10 @@ def load(loaded: LoadSerials, name: str) -> None:
 
 @pytest.mark.proves("P80")
 def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
-    """Requests share a salt only with the same weights, load of an adapter and user's salt, whatever that contains."""
+    """Requests share a salt only if they have the same weights, adapter load and user salt.
+
+    This holds for all characters in a user's salt.
+    """
     loaded = LoadSerials()
     salts = [salt(loaded), salt(loaded, "a"), salt(loaded, "0:a"), salt(loaded, ":")]
     loaded.replace_weights()
@@ -40,7 +43,7 @@ def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
 
 
 def test_adapter_that_is_not_loaded_is_refused() -> None:
-    """The refusal names the adapters that are."""
+    """A request for an adapter that is not loaded is rejected, with the names of the loaded adapters."""
     loaded = LoadSerials()
     load(loaded, "mine")
 
