@@ -1,4 +1,4 @@
-"""LoRA adapters: what is loaded is used, exactly; what is swapped or gone is used no more."""
+"""LoRA adapters: requests use a loaded adapter exactly, and never a replaced or unloaded one."""
 
 import asyncio
 from pathlib import Path
@@ -33,7 +33,7 @@ def adapters(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def expected(model: Path, adapter: Path | None, result: Result) -> tuple[list[int], np.ndarray]:
-    """Return what transformers would sample at each position of `result`, and the logprobs of it."""
+    """Return the tokens that transformers samples at each position of `result`, and their log probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,13 +47,13 @@ def expected(model: Path, adapter: Path | None, result: Result) -> tuple[list[in
 
 
 def is_as_expected(result: Result, model: Path, adapter: Path | None) -> bool:
-    """The tokens are the most likely ones, with these log probabilities."""
+    """Return True if the tokens are the most likely ones, with the expected log probabilities."""
     token_ids, logprobs = expected(model, adapter, result)
     return result.token_ids == token_ids and bool(np.abs(result.logprobs - logprobs).max() < TOLERANCE)
 
 
 def unload_all(running: RunningEngine) -> None:
-    """Leave the engine as it was."""
+    """Unload all adapters of the engine."""
     for name in dict(running.engine.loras):
         running.call(running.engine.unload_lora(name))
 
@@ -61,7 +61,7 @@ def unload_all(running: RunningEngine) -> None:
 def test_adapter_is_used_swapped_in_place_and_unloaded(
     dense: RunningEngine, models: dict[str, Path], adapters: dict[str, Path]
 ) -> None:
-    """A request gets the adapter that it names, in its latest version; without its prefix cache of before."""
+    """A request uses the latest version of the adapter that it names, without the prefix cache of older versions."""
     model, request = models["dense"], replace(BASE, lora="mine")
     engine = dense.engine
 
@@ -86,7 +86,7 @@ def test_adapter_is_used_swapped_in_place_and_unloaded(
 
 
 def test_prompt_logprobs_are_refused(dense: RunningEngine) -> None:
-    """What would kill an engine that takes adapters on a CPU is refused before it gets there."""
+    """Prompt log probabilities are rejected early: on a CPU, they would kill an engine that accepts adapters."""
     with pytest.raises(InvalidRequest, match=r"sampling\.prompt_logprobs"):
         dense.generate(replace(BASE, sampling=SamplingParams(max_tokens=1, prompt_logprobs=1)))
 
@@ -94,7 +94,7 @@ def test_prompt_logprobs_are_refused(dense: RunningEngine) -> None:
 def test_load_that_fails_changes_nothing(
     dense: RunningEngine, models: dict[str, Path], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter that cannot be loaded, or finds no room, changes nothing."""
+    """An adapter that cannot be loaded, or that exceeds the maximum of adapters, changes nothing."""
     engine = dense.engine
     dense.call(engine.load_lora("mine", adapters["a"], 1))
     (tmp_path / "broken").mkdir()
@@ -121,7 +121,7 @@ def test_load_that_fails_changes_nothing(
 def test_adapters_are_gone_with_the_weights_and_come_back(
     dense: RunningEngine, models: dict[str, Path], adapters: dict[str, Path]
 ) -> None:
-    """With new weights the adapters are gone; they can be loaded again before streams that use them go on."""
+    """New weights remove the adapters. They can be loaded again before the streams that use them resume."""
     engine = dense.engine
     request = replace(BASE, lora="mine")
     long = replace(request, sampling=SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
@@ -156,7 +156,7 @@ def test_adapters_are_gone_with_the_weights_and_come_back(
 
 
 async def test_adapters_for_experts_on_a_cpu_are_refused(models: dict[str, Path]) -> None:
-    """An engine that its first request would kill is not started."""
+    """An engine on a CPU with experts and adapters does not start, because its first request would kill it."""
     engine = VllmEngine(models["moe"], engine_args={"enable_lora": True})
 
     with pytest.raises(EngineDead, match="does not support adapters for models with experts"):

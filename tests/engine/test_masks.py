@@ -1,4 +1,4 @@
-"""Sampling masks of vLLM's step outputs. No engine on a CPU makes them: outputs as of a GPU stand in for one."""
+"""Sampling masks of vLLM's step outputs. Engines on a CPU make no masks, so the tests build outputs as of a GPU."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ MASKING = SyntheticConfig(sampling_mask=True).capabilities
 
 
 def opened(**fields: Any) -> tuple[OpenRequests, str]:
-    """A request at an engine that makes masks, and its engine id."""
+    """Return the open requests of an engine that makes masks, with one request, and its engine id."""
     requests = OpenRequests(None, rows_with_tokens=True, vocab_size=VOCAB_SIZE)
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(logprobs=None, top_k=5), **fields)
     return requests, requests.add("key", request)
 
 
 def read(requests: OpenRequests, engine_id: str, tokens: list[int], mask: SamplingMaskLists | None) -> RequestStep:
-    """What one step output becomes."""
+    """Return the step of one output."""
     output = EngineCoreOutput(engine_id, tokens, new_sampling_mask=mask)
     [step], _ = requests.read([_output(output)])
     assert isinstance(step, RequestStep)
@@ -39,13 +39,13 @@ def read(requests: OpenRequests, engine_id: str, tokens: list[int], mask: Sampli
 
 
 def lists(step: RequestStep) -> list[list[int]]:
-    """The ids of each token."""
+    """Return the mask's token ids of each token."""
     assert step.sampling_mask is not None, step.error
     return [ids.tolist() for ids in TokenMasks.joined([step.sampling_mask]).split()]
 
 
 def test_masks_of_one_token_at_a_time() -> None:
-    """As the scheduler cuts them out of a batch: ids without offsets."""
+    """The scheduler may cut a mask of one token out of a batch: such a mask has ids without offsets."""
     requests, engine_id = opened()
     batch = SamplingMaskLists(np.array([7, 3, 8, 9], np.int32), np.array([0, 1, 4]))
 
@@ -54,7 +54,7 @@ def test_masks_of_one_token_at_a_time() -> None:
 
 
 def test_masks_of_several_tokens() -> None:
-    """With offsets, which need not begin at 0."""
+    """A mask of several tokens has offsets, which need not begin at 0."""
     requests, engine_id = opened()
     mask = SamplingMaskLists(np.array([1, 7, 3, 8], np.int32), np.array([1, 2, 4]))
 
@@ -62,7 +62,7 @@ def test_masks_of_several_tokens() -> None:
 
 
 def test_a_step_without_tokens_has_no_mask() -> None:
-    """It may be the last."""
+    """A step without tokens needs no mask, because it may be the last one."""
     requests, engine_id = opened()
     output = EngineCoreOutput(engine_id, [])
     output.finish_reason = None
@@ -73,7 +73,7 @@ def test_a_step_without_tokens_has_no_mask() -> None:
 
 
 def test_masks_that_were_declined_are_left_out() -> None:
-    """Tokens come in batches then, as from engines without masks."""
+    """A request that declined masks gets none, and its tokens come in batches as from engines without masks."""
     requests, engine_id = opened(return_sampling_mask=False)
     mask = SamplingMaskLists(np.array([7], np.int32))
     first = read(requests, engine_id, [7], mask)
@@ -96,7 +96,7 @@ def test_masks_that_were_declined_are_left_out() -> None:
     ],
 )
 def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, why: str) -> None:
-    """Nothing that a trainer could mistake for a mask leaves the worker."""
+    """An invalid mask ends its request, so that no trainer receives it."""
     requests, engine_id = opened()
     step = read(requests, engine_id, [7], mask)
 
@@ -107,7 +107,10 @@ def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, 
 
 @pytest.mark.parametrize("capabilities", [MASKING])
 def test_the_worker_asks_for_nothing_that_such_an_engine_refuses(capabilities: Capabilities) -> None:
-    """VLLM refuses a temperature of 0, and requests without `top_k`; what it takes is as greedy."""
+    """The worker's own requests have a temperature above 0 and a `top_k`.
+
+    vLLM with masks rejects other requests. With a `top_k` of 1, the requests are as good as greedy.
+    """
     own = [own_request(capabilities)]
     warming = [one for together in warm_up_rounds(capabilities, has_prompt_logprobs=True) for one in together]
     for request in own + warming:

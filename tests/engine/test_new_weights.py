@@ -1,4 +1,4 @@
-"""After its weights were replaced, an engine equals one that was started with them; or it says that it does not."""
+"""After its weights are replaced, an engine equals one that started with them, or it reports a failure."""
 
 import asyncio
 import shutil
@@ -30,24 +30,24 @@ LONG = replace(REQUESTS[0], sampling=SamplingParams(max_tokens=300, temperature=
 
 @pytest.fixture(scope="session")
 def fresh(engines: Engines) -> dict[str, list[Result]]:
-    """Return what engines make of `REQUESTS` that have no other weights than those they were started with."""
+    """Return the results of `REQUESTS` from engines that have only their start weights."""
     return {"moe": engines.get("moe").generate(*REQUESTS), "moe2": engines.get("reloaded").generate(*REQUESTS)}
 
 
 def run(running: RunningEngine, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
-    """Call a method of the engine, which must answer while nobody reads its steps."""
+    """Call a method of the engine, which must return without a reader of its steps."""
     return running.call(call(*arguments))
 
 
 def refused(running: RunningEngine, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> ControlError:
-    """Return how the engine refuses a call."""
+    """Return the error with which the engine rejects a call."""
     with pytest.raises(ControlError) as caught:
         run(running, call, *arguments)
     return caught.value
 
 
 def is_same(results: list[Result], expected: list[Result]) -> bool:
-    """Tokens and expert sets are equal, logprobs to the tolerance."""
+    """Return True if tokens and expert sets are equal, and log probabilities are equal within the tolerance."""
     return all(
         mine.token_ids == theirs.token_ids
         and bool(np.abs(mine.logprobs - theirs.logprobs).max() < TOLERANCE)
@@ -57,13 +57,13 @@ def is_same(results: list[Result], expected: list[Result]) -> bool:
 
 
 def where(running: RunningEngine) -> set[str]:
-    """Return the model's folder as the worker processes and this one have it; the user's own extension tells."""
+    """Return the model's folder in the worker processes, from the user's own extension, and in this process."""
     llm = running.engine._launch.llm
     return {*run(running, llm.collective_rpc, "user_says"), llm.vllm_config.model_config.model}
 
 
 def changed_copy(model: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Return a copy of a checkpoint with other tensors."""
+    """Return a copy of a checkpoint with changed tensors."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, folder)
@@ -77,7 +77,7 @@ def changed_copy(model: Path, folder: Path, change: Callable[[dict[str, Any]], N
 def test_loaded_weights_are_those_of_a_fresh_engine(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
-    """Loading other weights, the same again, and the first ones gives what engines started on them give."""
+    """Loading other weights, the same again, and the first ones gives the results of engines that started with them."""
     load = reloaded.engine.load_weights
     assert not is_same(fresh["moe"], fresh["moe2"])
 
@@ -91,7 +91,7 @@ def test_loaded_weights_are_those_of_a_fresh_engine(
 def test_what_vllm_loads_by_itself_is_not(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
-    """The reload of vLLM itself says ok and computes something else, which is why ours does more."""
+    """The reload of vLLM reports success but computes other results, so the worker's reload does more."""
     llm = reloaded.engine._launch.llm
     run(reloaded, llm.collective_rpc, "reload_weights", None, (), {"weights_path": str(models["moe"])})
 
@@ -105,7 +105,7 @@ def test_what_vllm_loads_by_itself_is_not(
 def test_weights_change_under_frozen_streams(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
-    """Paused streams go on with new weights; a prompt cached under the old ones is not found, and needs no flush."""
+    """Paused streams resume with new weights. Prefixes cached under the old weights are not found, without a flush."""
 
     async def scenario() -> tuple[list[Result], list[int | None], list[Result]]:
         engine = reloaded.engine
@@ -141,7 +141,7 @@ def test_weights_change_under_frozen_streams(
 def test_what_is_not_loaded_is_said(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A checkpoint that lacks a tensor or does not fit leaves half-written weights; a good one puts that right."""
+    """A checkpoint that lacks a tensor or does not fit leaves half-written weights. A good checkpoint repairs them."""
 
     def lacks_norm(tensors: dict[str, Any]) -> None:
         del tensors["model.norm.weight"]
@@ -164,7 +164,7 @@ def test_what_is_not_loaded_is_said(
 def test_weights_that_give_no_numbers_leave_nothing(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What a checkpoint full of NaN has left in the KV cache is not found by those who come after the next load."""
+    """After the next load, no request finds the NaN that a broken checkpoint has left in the KV cache."""
 
     def diverged(tensors: dict[str, Any]) -> None:
         tensors["model.layers.1.self_attn.v_proj.weight"][:] = float("nan")
@@ -180,7 +180,7 @@ def test_weights_that_give_no_numbers_leave_nothing(
 def test_what_cannot_be_read_touches_nothing(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A truncated file and an empty folder are refused, and the weights are what they were."""
+    """A truncated file and an empty folder are rejected, and the weights do not change."""
     truncated = shutil.copytree(models["moe"], tmp_path / "truncated")
     content = (truncated / "model.safetensors").read_bytes()
     (truncated / "model.safetensors").write_bytes(content[:-100])
@@ -195,7 +195,7 @@ def test_what_cannot_be_read_touches_nothing(
 def test_transferred_weights_are_those_of_a_fresh_engine(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
-    """Weights that come in parts through vLLM's transfer engine give what an engine started on them gives."""
+    """Weights that arrive in parts through vLLM's transfer engine give the results of an engine started with them."""
     engine = reloaded.engine
 
     async def transfer(model: str) -> None:
@@ -214,7 +214,10 @@ def test_transferred_weights_are_those_of_a_fresh_engine(
 def test_transfer_that_breaks_off_is_said(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
-    """Parts before the start are refused; a part that fails ends the update; a load clears up what one left."""
+    """Parts before the start are rejected, and a part that fails ends the update.
+
+    A later load cleans up after an incomplete transfer.
+    """
     engine = reloaded.engine
     part = {"remainder": 0, "of": 2}
     run(reloaded, engine.init_weight_transfer, {"file": str(models["moe"] / "model.safetensors")})
@@ -228,7 +231,7 @@ def test_transfer_that_breaks_off_is_said(
     assert "unknown" in error.message
     assert refused(reloaded, engine.finish_weight_update).code is ControlCode.ENGINE_ERROR
     assert refused(reloaded, engine.init_weight_transfer, {"unknown": 1}).code is ControlCode.ENGINE_ERROR
-    # Broken off without an error: the next load finds layers that wait for the rest.
+    # The transfer stops without an error: the next load finds layers that wait for the rest.
     run(reloaded, engine.start_weight_update)
     run(reloaded, engine.update_weight_chunk, part)
     run(reloaded, engine.load_weights, models["moe2"])
@@ -236,7 +239,7 @@ def test_transfer_that_breaks_off_is_said(
 
 
 def test_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
-    """With as many requests as were asked for, one more runs at once; of two more, one waits."""
+    """Beside `max_num_seqs` requests, one more runs immediately. Of two more requests, one waits."""
     assert reloaded.engine.capabilities.max_num_seqs == 4
 
     async def scenario() -> tuple[set[str], dict[str, Result]]:
@@ -260,7 +263,7 @@ def test_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
 
 
 def test_what_an_engine_cannot_do_is_said(moe: RunningEngine, reloaded: RunningEngine) -> None:
-    """Capabilities tell what this engine and this machine have, and the rest is refused."""
+    """Capabilities state the features of this engine and machine, and calls of other features are rejected."""
     capabilities = reloaded.engine.capabilities
     assert capabilities.weight_updates
     assert capabilities.weight_transfer

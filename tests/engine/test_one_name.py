@@ -1,4 +1,4 @@
-"""The processes of an engine, too, import what is ours as parts of `rollbus`."""
+"""The processes of an engine also import rollbus's modules as parts of `rollbus`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_an_engine_imports_nothing_under_a_second_name(reloaded: RunningEngine) -> None:
-    """Each module of rollbus that the process with the model has imported has a name that begins with `rollbus.`."""
+    """Each rollbus module in the process with the model has a name that begins with `rollbus.`."""
     found = reloaded.call(reloaded.engine._launch.llm.collective_rpc("modules_of_ours"))
 
     [(rightly, wrongly)] = found

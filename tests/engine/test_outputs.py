@@ -1,4 +1,4 @@
-"""What the engine must not be trusted with, without an engine."""
+"""The checks of engine outputs, without an engine."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 
 
 def opened(*, rows_with_tokens: bool = True, start: int = 1, **sampling: Any) -> tuple[OpenRequests, str]:
-    """Open one request with a prompt of 4 tokens; returns its engine id too."""
+    """Open one request with a prompt of 4 tokens, and return the open requests and its engine id."""
     requests = OpenRequests(ROUTING, rows_with_tokens=rows_with_tokens)
     request = GenerateRequest(
         prompt_token_ids=[1, 2, 3, 4],
@@ -29,25 +29,25 @@ def opened(*, rows_with_tokens: bool = True, start: int = 1, **sampling: Any) ->
 
 
 def rows(count: int) -> Any:
-    """Return as many rows as `count`."""
+    """Return `count` rows."""
     return np.ones((count, 2, 2), np.uint8)
 
 
 def only(requests: OpenRequests, output: StepOutput) -> RequestStep:
-    """Return the one step that `output` becomes."""
+    """Return the only step of `output`."""
     [step] = split(requests.read([output])[0])
     return step
 
 
 def apart(requests: OpenRequests, *outputs: StepOutput) -> tuple[list[RequestStep], list[str]]:
-    """Return what `outputs` become, with batches taken apart, and who is to be stopped."""
+    """Return the steps of `outputs`, with batches split, and the engine ids of the requests to abort."""
     steps, broken = requests.read(outputs)
     return split(steps), broken
 
 
 @pytest.mark.proves("P14")
 def test_rows_are_counted_from_the_start() -> None:
-    """The first step has the prompt's rows from `start` on, each later one those of its tokens."""
+    """The first step has the prompt's rows from `start` on, and each later step has those of its tokens."""
     requests, engine_id = opened(start=1)
     first = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3)))
     second = only(requests, StepOutput(engine_id=engine_id, token_ids=[8, 9], routed_experts=rows(2)))
@@ -59,7 +59,7 @@ def test_rows_are_counted_from_the_start() -> None:
 @pytest.mark.proves("P14")
 @pytest.mark.parametrize("count", [2, 4])
 def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
-    """Too few or too many rows never leave: the request fails, and the engine is told to stop it."""
+    """Too few or too many rows never leave the worker: the request fails, and the engine is told to abort it."""
     requests, engine_id = opened(start=1)
 
     steps, broken = apart(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(count)))
@@ -72,7 +72,7 @@ def test_wrong_number_of_rows_ends_the_request(count: int) -> None:
 
 
 def test_rows_at_the_end_are_checked_at_the_end() -> None:
-    """Where all rows come last, tokens may go ahead of them, and the total must still be right."""
+    """If all rows come last, tokens may precede them, and the total must still be right."""
     requests, engine_id = opened(start=1, rows_with_tokens=False)
     first = only(requests, StepOutput(engine_id=engine_id, token_ids=[7]))
     last = only(
@@ -89,7 +89,7 @@ def test_rows_at_the_end_are_checked_at_the_end() -> None:
 
 
 def test_expert_ids_that_do_not_fit_end_the_request() -> None:
-    """Expert ids are never narrowed."""
+    """Expert ids that do not fit end the request, because they are never narrowed."""
     requests, engine_id = opened(start=1)
     step = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3).astype(np.int32) * 300))
 
@@ -97,7 +97,7 @@ def test_expert_ids_that_do_not_fit_end_the_request() -> None:
 
 
 def test_nan_never_leaves_and_minus_infinity_does() -> None:
-    """A log probability of NaN ends the request; -inf, a token that was cut off, is a value like others."""
+    """A log probability of NaN ends the request; -inf, for a token that was cut off, is a valid value."""
     requests, engine_id = opened(logprobs=1)
     table = LogprobTable(np.array([[7, 8]], np.int32), np.array([[-0.0, -np.inf]], np.float32))
     fine = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=table, routed_experts=rows(3)))
@@ -112,7 +112,7 @@ def test_nan_never_leaves_and_minus_infinity_does() -> None:
 
 
 def test_columns_of_others_in_the_batch_are_cut_off() -> None:
-    """A table is as wide as the batch's widest request; each gets the columns that it asked for."""
+    """A table is as wide as the batch's widest request, and each request gets only the columns that it needs."""
     wide = LogprobTable(np.array([[7, 5, 6, 4]], np.int32), np.array([[-3.0, -0.5, -1.0, np.nan]], np.float32))
     requests, engine_id = opened(logprobs=2)
     two = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=wide, routed_experts=rows(3)))
@@ -127,14 +127,14 @@ def test_columns_of_others_in_the_batch_are_cut_off() -> None:
 
 
 def test_missing_logprobs_end_the_request() -> None:
-    """Tokens without the log probabilities that were asked for do not leave."""
+    """Tokens without the requested log probabilities never leave the worker."""
     requests, engine_id = opened(logprobs=0)
 
     assert only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3))).error is not None
 
 
 def test_stop_reason_is_one_of_the_requests_own() -> None:
-    """An end-of-sequence token of the model, and a reason in words, are no stop reason."""
+    """Only the request's own stop tokens are stop reasons, not the model's end of sequence or a text."""
     for given, expected in ((9, 9), (2, None), ("repetition_detected", None)):
         requests, engine_id = opened(stop_token_ids=[9])
         output = StepOutput(
@@ -149,7 +149,7 @@ def test_stop_reason_is_one_of_the_requests_own() -> None:
 
 
 def test_late_outputs_do_not_reach_a_key_that_came_again() -> None:
-    """After its end, outputs for a request are passed over, also when its key is in use again."""
+    """Outputs that arrive after a request's end are ignored, also if its key is in use again."""
     requests, engine_id = opened()
     only(requests, StepOutput(engine_id=engine_id, finish_reason=FinishReason.ABORT))
     again = requests.add("key", GenerateRequest(prompt_token_ids=[1]))
@@ -160,7 +160,7 @@ def test_late_outputs_do_not_reach_a_key_that_came_again() -> None:
 
 
 def test_error_of_the_engine_ends_one_request() -> None:
-    """What the engine fails by itself needs no abort, and says why."""
+    """A request that the engine itself failed needs no abort, and the step has the engine's reason."""
     requests, engine_id = opened()
 
     steps, broken = apart(requests, StepOutput(engine_id=engine_id, finish_reason=FinishReason.ERROR, error="odd"))
@@ -169,7 +169,7 @@ def test_error_of_the_engine_ends_one_request() -> None:
 
 
 def begun(**sampling: Any) -> tuple[OpenRequests, list[str]]:
-    """Three requests of one prompt token, each with its first token behind it."""
+    """Return the open requests with three requests of one prompt token, after their first tokens, and their ids."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     asked = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(**{"logprobs": 0, **sampling}))
     ids = [requests.add(f"key-{i}", asked) for i in range(3)]
@@ -178,13 +178,13 @@ def begun(**sampling: Any) -> tuple[OpenRequests, list[str]]:
 
 
 def plain(engine_id: str, token: int, logprob: float = -1.0, num_rows: int = 1) -> StepOutput:
-    """One token with its logprob and rows."""
+    """Return an output of one token with its log probability and rows."""
     table = LogprobTable(np.array([[token]]), np.array([[logprob]]))
     return StepOutput(engine_id=engine_id, token_ids=[token], logprobs=table, routed_experts=rows(num_rows))
 
 
 def test_plain_tokens_are_one_batch() -> None:
-    """One more token for each, and nothing else: arrays, with each one's place in its request."""
+    """One more token for each request, and nothing else, becomes a batch of arrays with each row's start."""
     requests, ids = begun()
     requests.read([plain(ids[1], 6)])
     [batch], broken = requests.read([plain(engine_id, 7 + i, -0.5 * i) for i, engine_id in enumerate(ids)])
@@ -205,7 +205,7 @@ def test_plain_tokens_are_one_batch() -> None:
     "odd", [{"logprob": math.nan}, {"num_rows": 2}, {"num_rows": 0}], ids=["NaN", "two rows", "no row"]
 )
 def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> None:
-    """It fails alone; the others have their tokens as ever."""
+    """A request with an invalid output fails alone, and the other requests of its batch get their tokens."""
     requests, ids = begun()
     steps, broken = apart(requests, plain(ids[0], 6), plain(ids[1], 7, **odd), plain(ids[2], 8))
 
@@ -217,7 +217,7 @@ def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> Non
 
 
 def test_who_wants_other_things_shares_no_batch() -> None:
-    """Top logprobs are their own; who declines logprobs or routing is with those who do."""
+    """Requests with log probabilities and requests without them are in separate batches."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     wishes: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]
     ids = [

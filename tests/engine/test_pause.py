@@ -1,4 +1,4 @@
-"""A pause is exact: what was sampled is handed over, then nothing comes until the resume, and nothing is lost."""
+"""A pause is exact: sampled tokens are delivered, no token arrives until the resume, and no token is lost."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_STREAMS = 8
 MAX_TOKENS = 200
-"""Of each: more than a busy machine makes until the pause, and no more than all have room for at once."""
+"""The tokens of each stream: more than the engine generates before the pause, and few enough to fit all at once."""
 STREAMS = [
     GenerateRequest(
         prompt_token_ids=prompt(20, seed=500 + number),
@@ -25,11 +25,11 @@ STREAMS = [
     for number in range(NUM_STREAMS)
 ]
 CALLS = 20
-"""To the engine core and back, one after the other: each comes behind what was reported before."""
+"""The number of consecutive calls to the engine core, each of which returns after all earlier outputs."""
 
 
 class Reading:
-    """Reads steps one by one, as long as `may_read`."""
+    """Reads steps one by one while `may_read` is set."""
 
     def __init__(self, engine: RunningEngine, keys: list[str]) -> None:
         self.results = {key: Result() for key in keys}
@@ -41,18 +41,18 @@ class Reading:
         self._engine = engine
 
     async def add(self, request: GenerateRequest) -> str:
-        """Submit `request`, to be read too."""
+        """Submit `request`, and read its steps too."""
         key = await self._engine.add(request)
         self.results[key] = Result()
         return key
 
     def has_ended(self, *keys: str) -> bool:
-        """All of `keys` have."""
+        """Return True if all of `keys` have ended."""
         results = [self.results[key] for key in keys]
         return all(result.steps and result.last.finish_reason for result in results)
 
     async def until_ended(self, *keys: str) -> None:
-        """Wait for the ends of `keys`."""
+        """Wait until all of `keys` have ended."""
         while not self.has_ended(*keys):
             self._moved.clear()
             await self._moved.wait()
@@ -69,7 +69,7 @@ class Reading:
                 self.has_begun.set()
 
     async def see_rest(self) -> int:
-        """Give what is on its way the time to come; returns how many tokens came in all."""
+        """Wait until all outputs on the way have arrived, and return the number of tokens received in total."""
         llm = self._engine.engine._launch.llm
         for _ in range(CALLS):
             await llm.is_paused()
@@ -79,7 +79,10 @@ class Reading:
 @pytest.mark.proves("P21")
 @pytest.mark.parametrize("name", ["moe", "fallback"])
 def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.FixtureRequest) -> None:
-    """Nothing comes between pause and resume, not even what was sampled before; the streams equal undisturbed ones."""
+    """No token arrives between pause and resume, and the streams equal undisturbed ones.
+
+    The pause itself delivers tokens that were sampled before it.
+    """
     engine: RunningEngine = request.getfixturevalue(name)
     undisturbed = engine.generate(*(replace(stream, cache_salt="undisturbed") for stream in STREAMS))
 
@@ -93,7 +96,7 @@ def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.
             reading.may_read.clear()
             await reading.see_rest()
             pause = group.create_task(engine.engine.pause())
-            # The engine is paused, and what it has sampled waits for a reader who is busy.
+            # The engine is paused, and its sampled tokens wait for a reader that is busy.
             await reading.see_rest()
             assert await engine.engine._launch.llm.is_paused()
             reading.may_read.set()
@@ -120,7 +123,10 @@ def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.
 
 @pytest.mark.parametrize("name", ["moe", "fallback"])
 def test_abort_while_paused(name: str, request: pytest.FixtureRequest) -> None:
-    """Aborted while paused, requests end at once, begun or not; what was added meanwhile runs after the resume."""
+    """Requests that are aborted during a pause end immediately, begun or not.
+
+    A request that was added during the pause runs after the resume.
+    """
     engine: RunningEngine = request.getfixturevalue(name)
 
     async def scenario() -> list[Result]:

@@ -1,4 +1,4 @@
-"""What the real engine says of the age of its oldest prefix: a prefix that was used before is gone from its cache."""
+"""The age of the oldest prefix that the real engine reports: an older prefix is no longer in its cache."""
 
 import time
 
@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPT_LEN = 300
 FIRST = 1000
-"""The seed of the first prompt; the others follow."""
+"""The seed of the first prompt; the other prompts have the next seeds."""
 MAX_OTHERS = 12
-"""Prompts of nine whole blocks, of which the cache has 63: seven of them fill it."""
+"""The maximum of other prompts. Each has nine whole blocks and the cache has 63, so seven prompts fill it."""
 
 
 def request_of(seed: int) -> GenerateRequest:
-    """A prompt of its own."""
+    """Return a request whose prompt is unique."""
     return GenerateRequest(
         prompt_token_ids=prompt(PROMPT_LEN, seed=seed),
         sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
@@ -28,12 +28,12 @@ def request_of(seed: int) -> GenerateRequest:
 
 
 def test_a_prefix_older_than_announced_is_gone_and_a_young_one_is_there(moe: RunningEngine) -> None:
-    """The first prompt is older after some others, and the last one is much younger."""
+    """A prefix older than the reported age is gone from the cache, and a younger prefix is in it."""
     moe.generate(request_of(FIRST))
     used_at = time.monotonic()
     for seed in range(FIRST + 1, FIRST + MAX_OTHERS):
         moe.generate(request_of(seed))
-        # Before the age is asked for: what seems older than it is older.
+        # The time is read before the age, so a prefix that seems older than the age is older.
         asked_at = time.monotonic()
         oldest_s = moe.engine.oldest_prefix_s
         if oldest_s is not None and used_at < asked_at - oldest_s:

@@ -1,4 +1,4 @@
-"""Engine cores are forked from a process that has imported vLLM, where vLLM is for CPUs; others start as they did."""
+"""With vLLM for CPUs, engine cores are forked from a process that has imported vLLM. Other engines start as before."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def installed(**versions: str) -> Callable[[str], str]:
-    """Stand for `importlib.metadata.version` where only these are installed."""
+    """Return a stand-in for `importlib.metadata.version` that knows only these packages."""
 
     def version(name: str) -> str:
         if name not in versions:
@@ -28,7 +28,7 @@ def installed(**versions: str) -> Callable[[str], str]:
 
 
 def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, moe: RunningEngine) -> None:
-    """The parent of an engine core is that process, however the model is run; it has the environment that vLLM sets."""
+    """The parent of an engine core is the preloaded process, for each executor, with vLLM's environment variables."""
     parent_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for running in (reloaded, moe):
         core = running.engine._launch.llm.engine_core.resources.engine_manager.processes[0]
@@ -39,7 +39,7 @@ def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, mo
 
 
 def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
-    """Only what starts in the block and its thread is forked."""
+    """Only processes that start inside the block and in its thread are forked."""
     from vllm.v1.engine import utils
 
     def method() -> str:
@@ -67,7 +67,7 @@ def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
 def test_nothing_is_imported_beside_on_gpus(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], is_begun: bool
 ) -> None:
-    """A process that nobody would fork is not started."""
+    """With vLLM for GPUs or without vLLM, no preloaded process starts."""
     begun: list[bool] = []
     monkeypatch.setattr(preload, "version", installed(**{name.replace("_", "-"): v for name, v in versions.items()}))
     for name in preload.READ_ON_IMPORT:

@@ -1,4 +1,4 @@
-"""A request's priority reaches vLLM's scheduler where that honours it, and is kept from one that does not."""
+"""A request's priority reaches vLLM's scheduler only if its policy uses priorities."""
 
 import inspect
 from types import SimpleNamespace
@@ -20,19 +20,19 @@ REQUEST = GenerateRequest(prompt_token_ids=[1, 2], priority=-7)
 
 
 class Processor:
-    """In the place of vLLM's input processor: remembers what it was given."""
+    """A stand-in for vLLM's input processor that records its arguments."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
 
     def process_inputs(self, *_args: object, **given: Any) -> None:
-        """Remember."""
+        """Record the arguments."""
         self.given = given
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", -7), ("fcfs", 0)])
 def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int) -> None:
-    """Under the policy `priority` vLLM is given the request's own; under another it would refuse all but 0."""
+    """Under the policy `priority`, vLLM gets the request's priority; other policies get 0, as vLLM rejects others."""
     processor = Processor()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
     maker = RequestMaker(
@@ -45,7 +45,7 @@ def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int
 
 
 def test_vllm_takes_a_priority_both_ways() -> None:
-    """The two ways into vLLM have the parameter that the adapter fills in."""
+    """The two entry points of vLLM have the parameter that the adapter sets."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 

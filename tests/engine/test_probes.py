@@ -1,14 +1,17 @@
-"""Probes tell right outputs from wrong ones: references and tolerances, without an engine."""
+"""Probes distinguish right outputs from wrong ones: references and tolerances, without an engine."""
 
 import pytest
 
 pytestmark = pytest.mark.slow
-"""torch takes seconds to import."""
+"""These tests are slow, because torch takes seconds to import."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
-    """A kernel of this dtype passes; the next number in one column, two rows swapped and a lost bias do not."""
+    """A kernel of this dtype passes.
+
+    A probe detects small changes in one column, two swapped rows and a lost bias.
+    """
     import torch
 
     from rollbus.workers.engines.vllm.probes import ModuleProbe, linear_probe
@@ -33,7 +36,7 @@ def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
 
 
 def test_weights_that_are_no_numbers_are_compared_by_place() -> None:
-    """A checkpoint full of NaN can be loaded: outputs that are NaN are right where they must be, and only there."""
+    """A checkpoint full of NaN can be loaded: NaN outputs are right exactly where the reference has NaN."""
     import torch
 
     from rollbus.workers.engines.vllm.probes import linear_probe
@@ -48,7 +51,7 @@ def test_weights_that_are_no_numbers_are_compared_by_place() -> None:
 
 
 def test_numbers_near_zero_may_become_zero() -> None:
-    """A row of denormal weights, as of a token that no text has: kernels flush them to zero."""
+    """A probe accepts zeros for denormal weights, as of a token that no text has: kernels flush them to zero."""
     import torch
 
     from rollbus.workers.engines.vllm.probes import linear_probe
@@ -65,7 +68,7 @@ def test_numbers_near_zero_may_become_zero() -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "swigluoai"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_probe_uses_each_expert(dtype: str, activation: str) -> None:
-    """Experts computed in this dtype pass; with any one of them replaced, they do not."""
+    """Experts computed in this dtype pass, and a probe detects the replacement of any expert."""
     import torch
 
     from rollbus.workers.engines.vllm.probes import ACTIVATIONS, Experts, experts_probe, experts_routing

@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM, on objects that are shaped like those of the later ones."""
+"""Differences between releases of vLLM, tested with objects that have the shape of the later releases."""
 
 import io
 import multiprocessing
@@ -26,14 +26,14 @@ REASON = "vLLM 0.32.0 returns no routed experts on a CPU"
 
 
 class Executor:
-    """As much of an executor as is asked for."""
+    """The part of an executor that the tests need."""
 
     def __init__(self, config: str) -> None:
         self.config = config
 
 
 def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 16) -> Any:
-    """A `VllmConfig` whose flag of routing is where 0.31 and later have it, or where 0.30 has it."""
+    """Return a `VllmConfig` with the routing flag where 0.31 and later have it, or where 0.30 has it."""
     model: dict[str, Any] = {"get_num_experts": lambda: num_experts}
     if old is not None:
         model["enable_return_routed_experts"] = old
@@ -44,7 +44,7 @@ def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 1
 
 
 def test_the_executor_is_a_class_of_its_kind() -> None:
-    """VLLM may ask whether it is a subclass; what builds it is the class that it stands for."""
+    """The stand-in passes vLLM's check for a subclass, and its instances have the original class."""
     owned = ownership.owned_executor(Executor, None)
 
     assert issubclass(owned, Executor)
@@ -53,7 +53,7 @@ def test_the_executor_is_a_class_of_its_kind() -> None:
 
 
 def test_the_executor_adopts_where_it_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that gets it by pickle is adopted before it has the class, and is told whose it is."""
+    """A process that unpickles the executor is adopted, with its owner's pid, before it has the class."""
     adopted: list[Any] = []
     before = multiprocessing.active_children()
 
@@ -82,12 +82,15 @@ def test_the_executor_adopts_where_it_is_unpickled(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_flag_is_read_where_the_release_keeps_it(config: Any, *, returns: bool) -> None:
-    """It is in the model's configuration in 0.30, and in one of its own later."""
+    """The routing flag is in the model's configuration in 0.30, and in its own configuration later."""
     assert routing.returns_routing(config) is returns
 
 
 def test_why_there_is_no_routing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with experts has a reason: the release on this platform, or the user; one without experts has none."""
+    """A model with experts but without routing has a reason: the release on this platform, or the user.
+
+    A model without experts has none.
+    """
     monkeypatch.setattr(routing, "cpu_refusal", lambda: REASON)
     assert routing.routing_refusal(config_of(aux=False)) == REASON
     assert routing.routing_refusal(config_of(aux=True)) is None
@@ -97,7 +100,10 @@ def test_why_there_is_no_routing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the release returns none on this platform, it is off with a warning; asking for it is refused."""
+    """If the release returns no routing on this platform, routing is off with a warning.
+
+    An explicit request for routing is rejected.
+    """
     monkeypatch.setattr(launch, "cpu_refusal", lambda: REASON)
 
     assert launch._chosen_routing({}, has_experts=True) is False
@@ -112,16 +118,16 @@ def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_a_refusal_of_routing_says_what_to_do() -> None:
-    """What vLLM says of routed experts is kept, with the argument that helps; other errors are left alone."""
+    """An error of vLLM about routed experts is kept, with the argument that helps. Other errors do not change."""
 
     class Args:
-        """Engine arguments that vLLM refuses."""
+        """Engine arguments that vLLM rejects."""
 
         def __init__(self, message: str) -> None:
             self.message = message
 
         def create_engine_config(self) -> None:
-            """Refuse."""
+            """Raise the error."""
             raise ValueError(self.message)
 
     args: Any = Args("AuxOutput Connector requires prefix caching.")
@@ -133,10 +139,10 @@ def test_a_refusal_of_routing_says_what_to_do() -> None:
 
 
 def test_new_parameters_that_nothing_answers_are_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Private names of any release are refused, and those whose answer the wire cannot carry."""
+    """Private parameters of any release are no extras, nor are parameters whose results no message can carry."""
 
     class Params(msgspec.Struct):
-        """Fields that 0.31 and 0.32 have brought."""
+        """The fields that 0.31 and 0.32 have added."""
 
         temperature: float = 1.0
         prompt_logprob_token_ids: list[int] | None = None
@@ -150,7 +156,7 @@ def test_new_parameters_that_nothing_answers_are_no_extras(monkeypatch: pytest.M
 
 
 def test_what_the_engine_says_of_an_error_is_told() -> None:
-    """An output of 0.33 names the error of its request; of others it is in the engine's log."""
+    """An output of 0.33 contains the error of its request. For earlier releases, the message points to the log."""
     fields: dict[str, Any] = dict.fromkeys(
         ("events", "new_logprobs", "new_prompt_logprobs_tensors", "prefill_stats", "routed_experts", "stop_reason")
     )
@@ -163,7 +169,7 @@ def test_what_the_engine_says_of_an_error_is_told() -> None:
 
 
 def test_a_failed_load_restores_what_vllm_has_changed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the weights come from is as before: the folder, its revision, and from 0.32 on a store of objects."""
+    """A failed load restores the folder, its revision and, from 0.32 on, the object store of the weights."""
     model_config = SimpleNamespace(model="/old", revision="main", model_weights="s3://old", quantization=None)
 
     def reload_weights(weights_path: str) -> None:
@@ -192,15 +198,15 @@ def test_a_failed_load_restores_what_vllm_has_changed(tmp_path: Any, monkeypatch
 async def test_running_requests_are_preempted_while_nothing_runs(
     *, aux: bool, is_paused: bool, preempt: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With routed experts of 0.31 and later the cache is taken from running requests only while they are frozen."""
+    """With routed experts of 0.31 and later, the engine pauses while running requests lose their cache."""
     done: list[str] = []
     engine = VllmEngine("/model")
 
     class Told(Calls):
-        """Tells what is called."""
+        """Records the calls."""
 
         async def call(self, name: str, *_: Any, **__: Any) -> bool:
-            """Take note."""
+            """Record the call."""
             done.append({"reset_prefix_cache": "reset", "engine_core.resume_scheduler_async": "resume"}[name])
             return True
 
@@ -218,7 +224,7 @@ async def test_running_requests_are_preempted_while_nothing_runs(
 
 
 class Transfer:
-    """As much of vLLM's `KVTransferConfig` as is asked for."""
+    """The part of vLLM's `KVTransferConfig` that the tests need."""
 
     kv_connector = "NixlConnector"
     kv_connector_module_path = None
@@ -226,10 +232,10 @@ class Transfer:
 
 
 def checked_class() -> Any:
-    """A `VllmConfig` as in 0.31 and later, with its two refusals."""
+    """Return a `VllmConfig` class as in 0.31 and later, with its two rejections."""
 
     class VllmConfig:
-        """Refuses routed experts with one connector, and with pipelines."""
+        """Rejects routed experts with one connector, and with pipelines."""
 
         def __init__(self, *, is_ours: bool, num_stages: int = 1) -> None:
             name = "rollbus.workers.engines.vllm.extension.WorkerExtension" if is_ours else ""
@@ -250,7 +256,7 @@ def checked_class() -> Any:
 
 
 def test_every_refusal_that_is_lifted_stands_in_the_contract() -> None:
-    """The texts by which the plugin knows vLLM's refusals are looked for in vLLM's sources when an engine starts."""
+    """At an engine's start, vLLM's sources are checked for the texts by which the plugin finds vLLM's rejections."""
     read = [item for need in CONTRACT if need.name == "VllmConfig" for item in need.reads.items()]
     missing = {
         refusal
@@ -263,7 +269,10 @@ def test_every_refusal_that_is_lifted_stands_in_the_contract() -> None:
 
 @pytest.mark.slow
 def test_the_later_refusal_is_lifted_for_our_engines_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connector is hidden from one check of a rollbus worker's engine and is there again; others are refused."""
+    """The connector is hidden from one check, only for a rollbus worker's engine, and then restored.
+
+    Other configurations are rejected as before.
+    """
     config_class = checked_class()
     monkeypatch.setattr("vllm.config.VllmConfig", config_class)
     plugin.install()
@@ -287,17 +296,17 @@ def test_the_later_refusal_is_lifted_for_our_engines_only(monkeypatch: pytest.Mo
         (64, 100, True, 64),
         (64, 98, True, 0),
         (64, 99, False, 0),
-        # Not whole blocks: what is computed first would begin inside of one.
+        # These are not whole blocks, so the first computed token would be inside of a block.
         (63, 99, True, 0),
     ],
 )
 def test_decode_legs_keep_the_kv_that_they_are_handed(
     monkeypatch: pytest.MonkeyPatch, num_external: int, start: int, kept: int, *, takes: bool
 ) -> None:
-    """Where vLLM would compute the prompt again for its rows, a leg that asks for none of them uses its KV."""
+    """A decode phase that needs no prompt rows uses its KV, although vLLM would compute the prompt again for rows."""
 
     class Connector:
-        """As much of 0.33's `AuxOutputSchedulerConnector` as is asked for; it holds no rows at all."""
+        """The part of 0.33's `AuxOutputSchedulerConnector` that the test needs, without any rows."""
 
         _block_size = 32
 
@@ -320,7 +329,7 @@ def test_decode_legs_keep_the_kv_that_they_are_handed(
 
 
 def test_the_reason_reaches_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request for routing is refused with the reason that the worker announces."""
+    """A request for routing is rejected with the reason that the worker announces."""
     from rollbus.schemas.errors import ErrorCode, RequestRejected
     from rollbus.schemas.request import GenerateRequest
     from rollbus.workers.requests import admission

@@ -1,4 +1,4 @@
-"""An engine with replicas of its model (`data_parallel_size`) does as one what an engine does."""
+"""An engine with replicas of its model (`data_parallel_size`) behaves as one engine."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -23,7 +23,7 @@ NUM_TOKENS = 12
 
 
 def stream(seed: int, salt: str, max_tokens: int = NUM_TOKENS) -> GenerateRequest:
-    """Return a greedy request whose prefix cache is its salt's own."""
+    """Return a greedy request that shares cached prefixes only with requests of the same salt."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=prompt(40, seed=seed), sampling=params, cache_salt=salt)
 
@@ -31,10 +31,10 @@ def stream(seed: int, salt: str, max_tokens: int = NUM_TOKENS) -> GenerateReques
 async def paused_under_load(
     running: RunningEngine, salt: str, *, short: int, new: Path | None
 ) -> tuple[bool, bool, list[list[int]]]:
-    """Pause while one of two replicas has a request, number `short` being over, load weights, and go on.
+    """Pause while one of two replicas has a request, load weights and resume; request number `short` has ended.
 
     Returns:
-        What two resets of the cache said, without and with preemption, and the tokens of both.
+        The results of two resets of the cache, without and with preemption, and the tokens of both requests.
     """
     keys = [await running.add(stream(n, salt, NUM_TOKENS if n == short else 450)) for n in range(2)]
     tokens: dict[str, list[int]] = {key: [] for key in keys}
@@ -48,7 +48,7 @@ async def paused_under_load(
 
     while keys[short] in open_keys:
         await read()
-    # Reads on, as `pause` waits for what was sampled to be taken.
+    # The test continues to read, because `pause` waits until the sampled tokens are read.
     async with asyncio.TaskGroup() as group:
         pause = group.create_task(running.engine.pause())
         while not pause.done():
@@ -70,7 +70,7 @@ async def paused_under_load(
 
 
 def test_replicas_serve_pause_update_and_die_as_one(models: dict[str, Path]) -> None:
-    """Each replica is asked, paused, reset and updated, and the death of one is that of the engine: nothing hangs."""
+    """Each replica serves, pauses, resets and updates. The death of a replica ends the engine without a hang."""
     args = {**REPLICAS, **SMALL_CACHE}
     with running_engines({"replicas": lambda: VllmEngine(models["dense"], engine_args=args, read="core")}) as engines:
         running = engines.get("replicas")
@@ -87,7 +87,7 @@ def test_replicas_serve_pause_update_and_die_as_one(models: dict[str, Path]) -> 
             assert tokens[short] == alone[short]
             assert new is not None or tokens[1 - short][:NUM_TOKENS] == alone[1 - short]
 
-        # Of one prompt, so many that both replicas have some.
+        # Enough requests of one prompt that both replicas get some.
         updated = [result.token_ids for result in running.generate(*(stream(0, f"new-{n}") for n in range(4)))]
         assert updated[0] != alone[0]
         assert updated == updated[:1] * 4
@@ -110,6 +110,6 @@ async def killed(running: RunningEngine) -> None:
 
 
 async def refused(call: Coroutine[Any, Any, object]) -> None:
-    """Wait for a call into the engine, which must not outlive it."""
+    """Wait until a call into the engine fails, because no call may outlive the engine."""
     with pytest.raises(EngineDead):
         await call

@@ -1,4 +1,4 @@
-"""Requests without a token are added anew after new weights: all that they bring is of the new weights."""
+"""Requests without a token restart after new weights, so all their results come from the new weights."""
 
 import asyncio
 from pathlib import Path
@@ -27,14 +27,14 @@ LONG = [
     )
     for number in range(3)
 ]
-"""Each takes five steps to be prefilled."""
+"""Requests whose prompts each take five steps to prefill."""
 
 
 async def swap(running: RunningEngine, model: Path) -> tuple[list[Result], int]:
-    """Replace the weights while prompts are half computed.
+    """Replace the weights while prompts are partly computed.
 
     Returns:
-        What came of `LONG`, and how many of them had no token when the weights were replaced.
+        The results of `LONG`, and how many of them had no token when the weights were replaced.
     """
     begun = await running.add(replace(BEGUN, cache_salt="swap"))
     keys = [await running.add(request) for request in LONG]
@@ -64,7 +64,7 @@ async def swap(running: RunningEngine, model: Path) -> tuple[list[Result], int]:
 def test_prompts_that_were_half_computed_are_computed_anew(
     name: str, models: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """Logprobs, those of the prompt too, and all rows equal those of requests that come after the load."""
+    """Log probabilities, also of the prompt, and all rows equal those of requests that start after the load."""
     running: RunningEngine = request.getfixturevalue(name)
     own, other = ("moe2", "moe") if name == "reloaded" else ("moe", "moe2")
 

@@ -1,4 +1,4 @@
-"""Tokens, log probabilities and routing are those of the model, whatever else the engine is doing."""
+"""Tokens, log probabilities and routed experts are those of the model, whatever else the engine is doing."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ ORACLE_SAMPLING: dict[str, Any] = {"max_tokens": 100, "temperature": 1.0, "seed"
 
 @pytest.fixture(scope="module")
 def oracle(engines: Engines) -> Result:
-    """200 prompt tokens, 100 sampled ones."""
+    """Return the result of 200 prompt tokens and 100 sampled tokens."""
     request = GenerateRequest(prompt_token_ids=ORACLE_PROMPT, sampling=SamplingParams(**ORACLE_SAMPLING))
     return engines.get("moe").generate(request)[0]
 
 
 @pytest.fixture(scope="module")
 def hugging_face(oracle: Result, models: dict[str, Path]) -> Any:
-    """What Hugging Face's model computes for the same tokens, in float32."""
+    """Return the results of Hugging Face's model for the same tokens, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def hugging_face(oracle: Result, models: dict[str, Path]) -> Any:
 
 @pytest.mark.proves("P15")
 def test_logprobs_equal_hugging_face(oracle: Result, hugging_face: Any) -> None:
-    """In float32 logprobs agree to 1e-4."""
+    """In float32, log probabilities equal those of Hugging Face's model to 1e-4."""
     logprobs = hugging_face.logits[0].log_softmax(-1)[199:-1].numpy()
 
     assert np.abs(logprobs[np.arange(100), oracle.token_ids] - oracle.logprobs).max() < 1e-4
@@ -49,7 +49,7 @@ def test_logprobs_equal_hugging_face(oracle: Result, hugging_face: Any) -> None:
 @pytest.mark.proves("P15")
 @pytest.mark.routing
 def test_routing_equals_hugging_face(oracle: Result, hugging_face: Any) -> None:
-    """In float32 every row has the experts that Hugging Face's model chooses."""
+    """In float32, every row has the experts that Hugging Face's model chooses."""
     experts = np.stack([logits.topk(4).indices.numpy() for logits in hugging_face.router_logits], axis=1)[:-1]
 
     assert oracle.rows.shape == (299, 4, 4)
@@ -62,7 +62,7 @@ def test_routing_equals_hugging_face(oracle: Result, hugging_face: Any) -> None:
 async def test_tokens_equal_a_direct_asyncllm(
     oracle: Result, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same seed gives the same tokens, logprobs and routing as vLLM's own AsyncLLM without this adapter."""
+    """The same seed gives the same tokens, log probabilities and routing as vLLM's AsyncLLM without the adapter."""
     direct = await direct_llm.generate(models["moe"], ORACLE_PROMPT, ORACLE_SAMPLING, monkeypatch)
 
     assert oracle.token_ids == direct["token_ids"]
@@ -71,7 +71,7 @@ async def test_tokens_equal_a_direct_asyncllm(
 
 
 def test_64_concurrent_requests_equal_each_alone(moe: RunningEngine) -> None:
-    """Prefilled in chunks and with too little KV cache for all, each request gets what it gets by itself."""
+    """With chunked prefill and too little KV cache for all, each request gets the same results as alone."""
     rng = np.random.default_rng(5)
     requests = [
         GenerateRequest(
@@ -94,7 +94,7 @@ def test_64_concurrent_requests_equal_each_alone(moe: RunningEngine) -> None:
 
 
 def test_preempted_requests_lose_and_repeat_no_rows(moe: RunningEngine, preemptions: list[str]) -> None:
-    """A request whose KV cache was taken away and computed again has each row once, and the right one."""
+    """A request whose KV cache was removed and computed again has each row once, with the right experts."""
     requests = [
         GenerateRequest(
             prompt_token_ids=prompt(90, seed=100 + number),
@@ -117,7 +117,7 @@ def test_preempted_requests_lose_and_repeat_no_rows(moe: RunningEngine, preempti
 
 
 def test_cached_prefix_has_its_rows(moe: RunningEngine) -> None:
-    """Rows of prompt tokens that were found in the prefix cache are returned, and are the ones computed before."""
+    """Rows of prompt tokens in the prefix cache are returned, and equal the rows computed before."""
     request = GenerateRequest(
         prompt_token_ids=prompt(150, seed=7),
         sampling=SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
@@ -132,7 +132,7 @@ def test_cached_prefix_has_its_rows(moe: RunningEngine) -> None:
 
 
 def test_cache_salt_keeps_prefixes_apart(moe: RunningEngine) -> None:
-    """A prompt is found in the prefix cache only under the salt that it was computed with."""
+    """The prefix cache finds a prompt only under the salt with which it was computed."""
     sampling = SamplingParams(max_tokens=1)
     ids = prompt(150, seed=8)
     for salt in ("one", "two", None):
@@ -143,7 +143,7 @@ def test_cache_salt_keeps_prefixes_apart(moe: RunningEngine) -> None:
 @pytest.mark.routing
 @pytest.mark.parametrize(("start", "max_tokens", "num_rows"), [(0, 1, 30), (20, 1, 10), (30, 1, 0), (30, 4, 3)])
 def test_start_drops_leading_rows(moe: RunningEngine, start: int, max_tokens: int, num_rows: int) -> None:
-    """Rows begin at `routed_experts_prompt_start`, up to none at all; those that are left do not change."""
+    """Rows begin at `routed_experts_prompt_start`, which may leave no rows. The remaining rows do not change."""
     ids = prompt(30, seed=9)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     whole = moe.generate(GenerateRequest(prompt_token_ids=ids, sampling=sampling))[0]
@@ -155,7 +155,7 @@ def test_start_drops_leading_rows(moe: RunningEngine, start: int, max_tokens: in
 
 
 def test_routing_can_be_declined(moe: RunningEngine) -> None:
-    """A request that wants no routing gets none, and the same tokens."""
+    """A request that declines routing gets none, and the same tokens."""
     ids = prompt(30, seed=10)
     sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with_rows, without = moe.generate(
@@ -168,7 +168,7 @@ def test_routing_can_be_declined(moe: RunningEngine) -> None:
 
 
 def test_model_without_experts_has_no_routing(dense: RunningEngine) -> None:
-    """A dense model says that it returns no routing, and returns none."""
+    """A dense model announces no routing, and returns none."""
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     result = dense.generate(GenerateRequest(prompt_token_ids=prompt(30, seed=2), sampling=sampling))[0]
 

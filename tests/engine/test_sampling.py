@@ -1,4 +1,4 @@
-"""Every sampling parameter reaches vLLM, or is refused by name."""
+"""Every sampling parameter reaches vLLM, or is rejected by name."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ PROMPT = prompt(40, seed=20)
 
 
 def run(engine: RunningEngine, **sampling: Any) -> Result:
-    """Generate greedily with `sampling`, up to 6 tokens unless it says otherwise."""
+    """Generate greedily with `sampling`, with at most 6 tokens by default."""
     params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, **sampling})
     return engine.generate(GenerateRequest(prompt_token_ids=PROMPT, sampling=params))[0]
 
 
 @pytest.mark.usefixtures("engines")
 def test_every_field_is_handed_over() -> None:
-    """Each field of `SamplingParams` arrives under vLLM's name for it, unchanged."""
+    """Each field of `SamplingParams` reaches vLLM unchanged, under vLLM's name for it."""
     values: dict[str, Any] = {
         "max_tokens": 7,
         "min_tokens": 2,
@@ -65,7 +65,7 @@ def test_every_field_is_handed_over() -> None:
 
 
 def test_bad_words_are_not_generated(moe: RunningEngine) -> None:
-    """A banned token gives way to the next best, and of a banned sequence only its last token does."""
+    """The next best token replaces a banned token. In a banned sequence, only its last token is replaced."""
     free = run(moe, logprobs=2)
     top = free.steps[0].top_logprobs
     assert top is not None
@@ -81,7 +81,7 @@ def test_bad_words_are_not_generated(moe: RunningEngine) -> None:
 
 
 def test_bias_and_allowed_tokens_decide(moe: RunningEngine) -> None:
-    """`logit_bias` makes a token win, `allowed_token_ids` leaves only its own."""
+    """`logit_bias` can force a token, and `allowed_token_ids` allows only its own tokens."""
     allowed = [5, 50, 500]
 
     assert run(moe, logit_bias={77: 100.0}).token_ids == [77] * 6
@@ -89,7 +89,7 @@ def test_bias_and_allowed_tokens_decide(moe: RunningEngine) -> None:
 
 
 def test_stop_token_ends_the_request_and_is_delivered(moe: RunningEngine) -> None:
-    """A stop token is the last one and the stop reason; `min_tokens` holds it back."""
+    """A stop token is the last token and the stop reason. `min_tokens` delays it."""
     free = run(moe).token_ids
     stop = free[2]
 
@@ -103,7 +103,7 @@ def test_stop_token_ends_the_request_and_is_delivered(moe: RunningEngine) -> Non
 
 
 def test_end_of_sequence_ends_unless_ignored(moe: RunningEngine) -> None:
-    """The model's own end-of-sequence token ends a request, without a stop reason; `ignore_eos` goes on."""
+    """The model's end-of-sequence token ends a request without a stop reason. With `ignore_eos`, it continues."""
     ended = run(moe, logit_bias={EOS: 100.0})
     ignored = run(moe, logit_bias={EOS: 100.0}, ignore_eos=True)
 
@@ -114,7 +114,7 @@ def test_end_of_sequence_ends_unless_ignored(moe: RunningEngine) -> None:
 
 
 def test_no_max_tokens_fills_the_context(moe: RunningEngine) -> None:
-    """`max_tokens=None` goes up to the model's last position, and exactly that many may be asked for."""
+    """`max_tokens=None` generates up to the model's last position. A request may name exactly that number."""
     ids = prompt(500, seed=21)
     results = moe.generate(
         *(
@@ -130,7 +130,7 @@ def test_no_max_tokens_fills_the_context(moe: RunningEngine) -> None:
 
 
 def test_seed_makes_sampling_repeatable(moe: RunningEngine) -> None:
-    """Equal seeds give equal tokens, other seeds others."""
+    """Equal seeds give equal tokens, and different seeds give different tokens."""
     first, again, other = (run(moe, temperature=1.0, seed=seed, max_tokens=20).token_ids for seed in (1, 1, 2))
 
     assert first == again
@@ -138,7 +138,7 @@ def test_seed_makes_sampling_repeatable(moe: RunningEngine) -> None:
 
 
 def test_each_gets_the_alternatives_it_asked_for(moe: RunningEngine) -> None:
-    """In one batch, every request gets its own number of alternatives, best first; greedy is the best one."""
+    """In one batch, every request gets its own number of alternatives, best first. Greedy sampling picks the first."""
     widths = (None, 0, 1, 5, 20)
     results = moe.generate(
         *(
@@ -163,7 +163,7 @@ def test_each_gets_the_alternatives_it_asked_for(moe: RunningEngine) -> None:
 
 
 def test_logprobs_are_those_of_the_sampler(moe: RunningEngine) -> None:
-    """Log probabilities are what sampling used: after temperature, and -inf for what `top_k` cut off."""
+    """Log probabilities are those of the sampler: after temperature, and -inf for tokens that `top_k` cut off."""
     result = run(moe, temperature=0.5, top_k=3, logprobs=5, seed=3, max_tokens=8)
     for step in result.steps:
         assert step.top_logprobs is not None
@@ -173,7 +173,7 @@ def test_logprobs_are_those_of_the_sampler(moe: RunningEngine) -> None:
 
 
 def test_prompt_logprobs_equal_hugging_face(moe: RunningEngine, models: dict[str, Path]) -> None:
-    """Prompt log probabilities are those of positions 1 to Lp - 1, with the alternatives asked for."""
+    """Prompt log probabilities cover the positions 1 to Lp - 1, with the requested alternatives."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -195,7 +195,7 @@ def test_prompt_logprobs_equal_hugging_face(moe: RunningEngine, models: dict[str
 
 
 def test_prompt_of_one_token_has_no_prompt_logprobs(moe: RunningEngine) -> None:
-    """A prompt of one token is answered like others; it has no log probabilities, and says so by an empty list."""
+    """A prompt of one token gets a normal result with an empty list of prompt log probabilities."""
     params = SamplingParams(max_tokens=3, prompt_logprobs=2, ignore_eos=True)
     result = moe.generate(GenerateRequest(prompt_token_ids=[7], sampling=params))[0]
     first = result.steps[0].prompt_logprobs
@@ -206,7 +206,7 @@ def test_prompt_of_one_token_has_no_prompt_logprobs(moe: RunningEngine) -> None:
 
 
 def test_request_without_a_possible_token_fails_alone(moe: RunningEngine) -> None:
-    """Where every token is forbidden the sampler computes NaN: that request fails, the one beside it does not."""
+    """If every token is forbidden, the sampler computes NaN: only that request fails."""
     impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], temperature=0.0)
     failed, fine = moe.generate(
         GenerateRequest(prompt_token_ids=PROMPT, sampling=impossible),
@@ -220,7 +220,7 @@ def test_request_without_a_possible_token_fails_alone(moe: RunningEngine) -> Non
 
 
 def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
-    """`sampling.extra` sets vLLM's own parameters, nested ones too."""
+    """`sampling.extra` sets vLLM's own parameters, including nested ones."""
     detection = {"max_pattern_size": 1, "min_pattern_size": 1, "min_count": 3}
     repeated = run(moe, logit_bias={77: 100.0}, extra={"repetition_detection": detection})
     numbers = run(moe, extra={"structured_outputs": {"regex": "[0-9]{3}"}}, ignore_eos=False)
@@ -249,7 +249,7 @@ def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
     ],
 )
 def test_refused_by_name_and_harms_no_other(moe: RunningEngine, field: str, change: dict[str, Any]) -> None:
-    """What vLLM refuses, or would change by itself, is refused with the field's name; the engine goes on."""
+    """A value that vLLM rejects or would change is rejected with the field's name, and the engine continues."""
     with pytest.raises(InvalidRequest) as caught:
         run(moe, **change)
 
@@ -264,7 +264,7 @@ def test_prompt_that_fills_the_context_is_refused(moe: RunningEngine) -> None:
 
 
 def test_priority_trace_and_session_are_accepted(moe: RunningEngine) -> None:
-    """Fields that do not concern sampling do not disturb."""
+    """Fields that do not concern sampling do not change the tokens."""
     request = GenerateRequest(
         prompt_token_ids=PROMPT,
         sampling=SamplingParams(max_tokens=6, temperature=0.0),

@@ -15,17 +15,17 @@ from tests.support.vllm_engine import RunningEngine
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LENGTHS = (1, 2, 31, 32, 33, 64, 100, 255, 256, 257, 300, 400, 480)
-"""Around the sizes of a block and of a step, and prompts of up to two steps."""
+"""Prompt lengths around the sizes of a block and of a step, and of up to two steps."""
 
 
 def seeded(length: int, seed: int, max_tokens: int = 16, **sampling: float) -> GenerateRequest:
-    """Return a seeded request whose prompt no other request has."""
+    """Return a seeded request with a unique prompt."""
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True, **sampling)  # type: ignore[arg-type]
     return GenerateRequest(prompt_token_ids=prompt(length, seed=1000 + seed), sampling=params)
 
 
 def companions(lengths: Sequence[int]) -> list[GenerateRequest]:
-    """Return requests without a seed, random and greedy by turns."""
+    """Return requests without a seed, alternately random and greedy."""
     return [
         GenerateRequest(
             prompt_token_ids=prompt(length, seed=2000 + number),
@@ -36,12 +36,12 @@ def companions(lengths: Sequence[int]) -> list[GenerateRequest]:
 
 
 def alone(engine: RunningEngine, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-    """Return the tokens of each of `requests` by itself, computed without anyone's prefix cache."""
+    """Return the tokens of each request alone, computed without a shared prefix cache."""
     return [engine.generate(replace(request, cache_salt="alone"))[0].token_ids for request in requests]
 
 
 def test_all_lengths_in_small_steps(moe: RunningEngine, fallback: RunningEngine) -> None:
-    """Where steps are smaller than prompts, each seeded request gets what a step as long as its prompt gives."""
+    """With steps smaller than prompts, each seeded request gets the tokens of a step as long as its prompt."""
     requests = [seeded(length, seed) for seed, length in enumerate(LENGTHS)]
     requests += [seeded(length, 50 + length, top_p=0.9, top_k=40) for length in (33, 257, 480)]
     others = companions((450, 3, 260, 90, 130, 470))
@@ -56,7 +56,7 @@ def test_all_lengths_in_small_steps(moe: RunningEngine, fallback: RunningEngine)
 
 
 def test_default_steps_shared_by_many(fallback: RunningEngine) -> None:
-    """More prompts than one step of the default size holds: those split by it get what they get alone."""
+    """If one default step cannot hold all prompts, the prompts that it splits get the same tokens as alone."""
     lengths = np.random.default_rng(7).integers(200, 1200, 24)
     requests = [seeded(int(length), 100 + number) for number, length in enumerate(lengths)]
 
@@ -66,11 +66,11 @@ def test_default_steps_shared_by_many(fallback: RunningEngine) -> None:
 
 
 def test_preempted(moe: RunningEngine, fallback: RunningEngine, preemptions: list[str]) -> None:
-    """A request that lost its KV cache goes on with the random numbers that come next."""
+    """A request that lost its KV cache continues with the next random numbers of its seed."""
     requests = [seeded(90, 200 + number, max_tokens=200) for number in range(12)]
 
     together = moe.generate(*requests)
 
     assert len(set(preemptions)) >= 3
-    # The last to come are the first to be preempted.
+    # The last requests are the first to be preempted.
     assert [result.token_ids for result in together[-5:]] == alone(fallback, requests[-5:])

@@ -1,4 +1,4 @@
-"""The load that is told of the real engine is what its scheduler did."""
+"""The load that the real engine reports is that of its scheduler."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def request_of(seed: int, prompt_len: int, max_tokens: int) -> GenerateRequest:
-    """A greedy request."""
+    """Return a greedy request."""
     return GenerateRequest(
         prompt_token_ids=prompt(prompt_len, seed=seed),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -23,7 +23,7 @@ def request_of(seed: int, prompt_len: int, max_tokens: int) -> GenerateRequest:
 
 @pytest.mark.parametrize("name", ["moe", "fallback"])
 def test_prefix_hits_are_those_of_the_requests(name: str, request: pytest.FixtureRequest) -> None:
-    """Queries grow by the prompts' tokens, and hits by what the second request is told to have found."""
+    """Queries grow by the prompts' tokens, and hits by the cached tokens that the second request reports."""
     running: RunningEngine = request.getfixturevalue(name)
     before = running.engine.stats
     running.generate(request_of(1, 300, 2))
@@ -41,7 +41,10 @@ def test_prefix_hits_are_those_of_the_requests(name: str, request: pytest.Fixtur
 
 
 def test_kv_use_is_the_blocks_of_what_runs(moe: RunningEngine) -> None:
-    """Two requests of 100 tokens hold 4 blocks of 32 each, of 64 of which vLLM keeps one; none is held afterwards."""
+    """Two requests of 100 tokens hold 4 blocks of 32 each, of 64 blocks of which vLLM reserves one.
+
+    After their end, no block is held.
+    """
 
     async def run() -> None:
         engine = moe.engine
@@ -51,7 +54,7 @@ def test_kv_use_is_the_blocks_of_what_runs(moe: RunningEngine) -> None:
             begun |= {step.key for step in await moe.next() if len(step.token_ids)}
         stats = engine.stats
         assert (stats.running, stats.waiting) == (2, 0)
-        # The second may have begun when the first was some tokens ahead.
+        # The second request may have begun when the first was some tokens ahead.
         assert stats.kv_cache_use == pytest.approx(8 / 63, abs=2 / 63)
         await engine.abort(keys)
         await moe.finish(*keys)
@@ -65,7 +68,7 @@ def test_kv_use_is_the_blocks_of_what_runs(moe: RunningEngine) -> None:
 
 
 def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> None:
-    """As many as the engine core has told of, where all requests together do not fit."""
+    """If the requests do not fit together, the count of preemptions equals the engine core's reports."""
     before = moe.engine.stats.preemptions
     assert before is not None
     moe.generate(*(request_of(30 + number, 150, 250) for number in range(8)))
@@ -75,7 +78,7 @@ def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> 
 
 
 def test_rates_are_there_after_a_request_and_stay(moe: RunningEngine) -> None:
-    """Prompts and tokens are measured, also around a pause; an idle engine keeps what it had."""
+    """Prompt and token rates are measured, also around a pause. An idle engine keeps its last rates."""
 
     async def run() -> None:
         key = await moe.add(request_of(40, 300, 40))
