@@ -191,7 +191,10 @@ class Lines(RuleBasedStateMachine):
 
     @rule(num_workers=st.integers(0, 2))
     def decide(self, num_workers: int) -> None:
-        """Each that is decided was waiting; what is late is decided; what stays has nowhere to go."""
+        """Assert that each decided request was waiting.
+
+        Requests that still wait are neither late nor without workers.
+        """
         seats = [seat(worker, self.slots[worker], weight_version=worker == "a") for worker in "ab"[:num_workers]]
         for key, worker, reason in self.line.decide(seats, self.now):
             until = self.waiting.pop(key)

@@ -1,1 +1,1 @@
-"""What the wire promises: round trips, hostile bytes, error texts, golden bytes and the tables of docs/wire.md."""
+"""Tests of the wire format: round trips, hostile bytes, error texts, golden bytes and the tables of docs/wire.md."""

@@ -1,4 +1,4 @@
-"""A table of bad values for every field of a request, with what the error must say of each."""
+"""Invalid values for each field of a request, with the expected error."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ HUGE = 10**5000
 
 
 class Bad(NamedTuple):
-    """One bad value: where it is put, and what the error must say."""
+    """An invalid value, its field, and the expected parts of the error."""
 
     name: str
     value: Any
@@ -25,7 +25,7 @@ class Bad(NamedTuple):
 
 
 def ints(name: str, low: int, high: int) -> list[Bad]:
-    """What no integer field accepts, and the first values beyond its range."""
+    """Return values that no integer field accepts, and the first values outside its range."""
     allowed = f"an integer from {low} to {high}"
     return [
         Bad(name, value, name, problem, allowed)
@@ -55,7 +55,7 @@ def ints(name: str, low: int, high: int) -> list[Bad]:
 
 
 def numbers(name: str, low: float, high: float, *, above: bool = False) -> list[Bad]:
-    """What no float field accepts, and the first values beyond its range."""
+    """Return values that no float field accepts, and the first values outside its range."""
     allowed = f"a number above {low:g} up to {high:g}" if above else f"a number from {low:g} to {high:g}"
     below = low if above else math.nextafter(low, -INF)
     return [
@@ -82,7 +82,7 @@ def numbers(name: str, low: float, high: float, *, above: bool = False) -> list[
 
 
 def strings(name: str, max_chars: int) -> list[Bad]:
-    """What no name accepts."""
+    """Return values that no name accepts."""
     allowed = f"1 to {max_chars} characters, none a control character"
     return [
         Bad(name, value, name, problem, allowed)
@@ -102,7 +102,7 @@ def strings(name: str, max_chars: int) -> list[Bad]:
 
 
 def token_lists(name: str, low: int, high: int) -> list[Bad]:
-    """What no list of token ids accepts; too long lists are tested apart."""
+    """Return values that no list of token ids accepts. Another test covers lists that are too long."""
     whole = f"a flat list of {low} to {high} token ids from 0 to {limits.MAX_TOKEN_ID}"
     each = f"an integer from 0 to {limits.MAX_TOKEN_ID}"
     cases = [
@@ -138,7 +138,7 @@ def token_lists(name: str, low: int, high: int) -> list[Bad]:
 
 
 def bools(name: str) -> list[Bad]:
-    """What no bool accepts."""
+    """Return values that no bool accepts."""
     return [
         Bad(name, value, name, f"is {shown}, not a bool", "true or false")
         for value, shown in ((0, "0"), (1, "1"), ("true", "'true'"), (0.0, "0.0"), ([True], "a list of length 1"))

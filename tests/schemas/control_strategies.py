@@ -28,7 +28,7 @@ canaries = st.builds(
 
 
 def command(kind: type[Command], **fields: st.SearchStrategy[object]) -> st.SearchStrategy[Command]:
-    """Commands of one kind, with or without what every command may have."""
+    """Draw commands of one kind, with or without the fields that each command may have."""
     return st.builds(
         kind,
         id=request_ids,

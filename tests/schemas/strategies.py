@@ -1,4 +1,4 @@
-"""Hypothesis strategies for everything that crosses the wire, and a comparison that understands its arrays."""
+"""Hypothesis strategies for all messages of the wire format, and a comparison of requests with arrays."""
 
 import string
 from typing import Any
@@ -46,7 +46,7 @@ POSITION = st.integers(0, limits.MAX_POSITION)
 
 
 def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """None, or what `strategy` gives."""
+    """Draw None or a value of `strategy`."""
     return st.none() | strategy
 
 
@@ -68,13 +68,13 @@ json_values = st.recursive(
 
 
 def token_lists(min_size: int, max_size: int = 8) -> st.SearchStrategy[list[int]]:
-    """Lists of token ids."""
+    """Draw lists of token ids."""
     return st.lists(TOKEN_ID, min_size=min_size, max_size=max_size)
 
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """Any valid `SamplingParams`."""
+    """Draw any valid `SamplingParams`."""
     max_tokens = draw(maybe(st.integers(1, limits.MAX_TOKENS)))
     n = draw(st.integers(1, limits.MAX_N))
     return SamplingParams(
@@ -102,7 +102,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def requests(draw: st.DrawFn) -> GenerateRequest:
-    """Any valid `GenerateRequest`."""
+    """Draw any valid `GenerateRequest`."""
     prompt = draw(token_lists(1))
     return GenerateRequest(
         prompt_token_ids=prompt,
@@ -136,7 +136,7 @@ handovers = st.builds(
 
 @st.composite
 def request_messages(draw: st.DrawFn) -> RequestMessage:
-    """Any valid `RequestMessage`, in plain mode or not, with siblings where they are allowed."""
+    """Draw any valid `RequestMessage`, in plain mode or not, with siblings if they are allowed."""
     reply_to, kv, child = draw(maybe(names)), draw(maybe(handovers)), draw(INDEX)
     siblings = st.builds(
         Sibling, INDEX.filter(lambda sibling: sibling != child), maybe(st.integers(0, limits.MAX_SEED))
@@ -159,7 +159,7 @@ def request_messages(draw: st.DrawFn) -> RequestMessage:
 
 @st.composite
 def routed_experts(draw: st.DrawFn) -> RoutedExperts:
-    """Any `RoutedExperts`, zero rows too, made from an array as workers make them."""
+    """Draw any `RoutedExperts`, also with zero rows, made from an array as workers make them."""
     shape = draw(st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 3)))
     dtype: RowDtype = draw(st.sampled_from(["u1", "<u2"]))
     size = shape[0] * shape[1] * shape[2] * DTYPES[dtype].itemsize
@@ -168,33 +168,33 @@ def routed_experts(draw: st.DrawFn) -> RoutedExperts:
 
 
 def floats(count: int) -> st.SearchStrategy[bytes]:
-    """<f4[count]: log probabilities, -inf among them."""
+    """Draw <f4[count]: log probabilities, including -inf."""
     logprobs = st.floats(max_value=0, width=32) | st.just(-np.inf)
     return st.lists(logprobs, min_size=count, max_size=count).map(lambda v: little_endian(np.array(v), "<f4"))
 
 
 def ids(count: int) -> st.SearchStrategy[bytes]:
-    """<i4[count]: token ids."""
+    """Draw <i4[count]: token ids."""
     return token_lists(count, count).map(lambda v: little_endian(np.array(v), "<i4"))
 
 
 @st.composite
 def top_logprobs(draw: st.DrawFn, positions: int) -> TopLogprobs:
-    """`TopLogprobs` of so many positions."""
+    """Draw `TopLogprobs` of this many positions."""
     width = draw(st.integers(1, 3))
     return TopLogprobs(width, draw(ids(positions * width)), draw(floats(positions * width)))
 
 
 @st.composite
 def sampling_masks(draw: st.DrawFn, count: int) -> SamplingMask:
-    """`SamplingMask` of so many tokens."""
+    """Draw a `SamplingMask` of this many tokens."""
     counts = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
     return SamplingMask(little_endian(np.array(counts), "<i4"), draw(ids(sum(counts))))
 
 
 @st.composite
 def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
-    """Any `PromptLogprobs`."""
+    """Draw any `PromptLogprobs`."""
     count = draw(st.integers(0, 4))
     top = draw(maybe(top_logprobs(count)))
     return PromptLogprobs(draw(st.integers(1, limits.MAX_POSITION)), draw(floats(count)), top)
@@ -205,7 +205,7 @@ chunk_errors = st.builds(ChunkError, st.sampled_from(ErrorCode), texts, texts, t
 
 @st.composite
 def ends(draw: st.DrawFn) -> End:
-    """Any `End`."""
+    """Draw any `End`."""
     reason = draw(st.sampled_from(FinishReason))
     return End(
         reason,
@@ -221,7 +221,7 @@ def ends(draw: st.DrawFn) -> End:
 
 @st.composite
 def chunks(draw: st.DrawFn) -> Chunk:
-    """Any `Chunk`."""
+    """Draw any `Chunk`."""
     count = draw(st.integers(0, 4))
     return Chunk(
         request_id=draw(request_ids),
@@ -369,7 +369,7 @@ client_presences = st.builds(
 
 
 def plain(request: GenerateRequest) -> dict[str, Any]:
-    """The fields of a request, comparable with ==."""
+    """Return the fields of a request in a form that == can compare."""
     fields = {name: getattr(request, name) for name in request.__struct_fields__}
     token_ids: npt.NDArray[np.int32] = fields["prompt_token_ids"]
     return {**fields, "prompt_token_ids": token_ids.tolist()}

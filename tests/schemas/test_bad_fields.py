@@ -1,6 +1,6 @@
-"""Every bad field of a request gives an `InvalidRequest` that names the field, the problem and what is allowed.
+"""Each invalid field of a request raises an `InvalidRequest` with the field, the problem and the allowed values.
 
-One table serves all ways in: construction, msgpack and JSON.
+One table covers all three inputs: construction, msgpack and JSON.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from tests.schemas.bad_fields import ALL, NULLABLE, Bad
 
 
 def name_of(bad: object) -> str:
-    """A short name for a parametrized case."""
+    """Return a short name for a parametrized case."""
     return f"{bad.field}={bad.problem[:20]}" if isinstance(bad, Bad) else str(bad)
 
 
 def fields_with(bad: Bad) -> dict[str, Any]:
-    """Plain fields of a request of three prompt tokens, right but for one value."""
+    """Return plain fields of a request with three prompt tokens, valid except for one value."""
     fields: dict[str, Any] = {"prompt_token_ids": [1, 2, 3]}
     if bad.field.startswith("sampling.") and bad.name != "sampling":
         return {**fields, "sampling": {bad.name: bad.value}}
@@ -32,14 +32,14 @@ def fields_with(bad: Bad) -> dict[str, Any]:
 
 
 def construct(fields: dict[str, Any]) -> GenerateRequest:
-    """Build a request as a caller does, nested maps as `SamplingParams`."""
+    """Build a request as a caller does, with nested maps as `SamplingParams`."""
     if isinstance(fields.get("sampling"), dict):
         fields["sampling"] = SamplingParams(**fields["sampling"])
     return GenerateRequest(**fields)
 
 
 def check_error(caught: InvalidRequest, bad: Bad) -> None:
-    """The error names field, problem and what is allowed, and its text is short enough to read."""
+    """Assert that the error has field, problem and allowed values, and that its text is short."""
     assert caught.field == bad.field
     assert bad.problem in caught.problem
     assert caught.allowed == bad.allowed
@@ -52,7 +52,7 @@ def check_error(caught: InvalidRequest, bad: Bad) -> None:
 @pytest.mark.proves("P27")
 @pytest.mark.parametrize("bad", ALL, ids=name_of)
 def test_bad_fields_are_named_on_construction(bad: Bad) -> None:
-    """A caller who builds a request with a bad value learns at once which, why and what is allowed."""
+    """Building a request with an invalid value raises an error with field, problem and allowed values."""
     with pytest.raises(InvalidRequest) as caught:
         construct(fields_with(bad))
 
@@ -61,7 +61,7 @@ def test_bad_fields_are_named_on_construction(bad: Bad) -> None:
 
 @pytest.mark.parametrize("bad", ALL, ids=name_of)
 def test_bad_fields_are_named_in_json(bad: Bad) -> None:
-    """A bad value in a JSONL line gives the same error as on construction."""
+    """An invalid value in a JSONL line raises the same error as construction."""
     with pytest.raises(InvalidRequest) as caught:
         request_from_json(fields_with(bad))
 
@@ -69,14 +69,14 @@ def test_bad_fields_are_named_in_json(bad: Bad) -> None:
 
 
 def on_the_wire() -> list[Bad]:
-    """The cases whose values msgpack can hold as they are."""
+    """Return the cases whose values msgpack can encode unchanged."""
     cases = []
     for bad in ALL:
         try:
             same = msgspec.msgpack.decode(msgspec.msgpack.encode(bad.value))
         except (TypeError, ValueError, OverflowError, RecursionError):
             continue
-        # Bytes are how prompts travel, so they are not wrong there.
+        # A prompt is encoded as bytes on the wire, so bytes are valid there.
         if repr(same) == repr(bad.value) and not (bad.name == "prompt_token_ids" and isinstance(same, bytes)):
             cases.append(bad)
     return cases
@@ -85,7 +85,7 @@ def on_the_wire() -> list[Bad]:
 @pytest.mark.proves("P27")
 @pytest.mark.parametrize("bad", on_the_wire(), ids=name_of)
 def test_bad_fields_are_named_on_the_wire(bad: Bad) -> None:
-    """A bad value that arrives as msgpack gives the same error as on construction."""
+    """An invalid value in msgpack raises the same error as construction."""
     with pytest.raises(InvalidRequest) as caught:
         decode_request(msgspec.msgpack.encode(fields_with(bad)))
 
@@ -93,7 +93,7 @@ def test_bad_fields_are_named_on_the_wire(bad: Bad) -> None:
 
 
 def test_the_table_covers_every_field() -> None:
-    """Every field of a request and of its sampling has bad values in the table, on the wire too."""
+    """The table has invalid values for each field of a request and its sampling, also in msgpack."""
     for cases in (ALL, on_the_wire()):
         covered = {bad.field.partition("[")[0].partition(" ")[0] for bad in cases}
         for name in SamplingParams.__struct_fields__:
@@ -104,7 +104,7 @@ def test_the_table_covers_every_field() -> None:
 
 @pytest.mark.parametrize("kind", [SamplingParams, GenerateRequest], ids=lambda kind: kind.__name__)
 def test_none_is_accepted_exactly_where_it_has_a_meaning(kind: type[Any]) -> None:
-    """None stands for `not asked for` in the fields that say so and is refused by name in the others."""
+    """None is valid only in fields that document it as not requested. Other fields reject None by name."""
     base = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
     for name in kind.__struct_fields__:
         if name in NULLABLE:
@@ -116,7 +116,7 @@ def test_none_is_accepted_exactly_where_it_has_a_meaning(kind: type[Any]) -> Non
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "prompt_token_ids"])
 def test_lists_that_are_too_long_are_refused_by_their_length(name: str) -> None:
-    """The length of a list is checked before its entries are looked at."""
+    """The length of a list is validated before its entries."""
     high = {
         "stop_token_ids": limits.MAX_STOP_TOKEN_IDS,
         "allowed_token_ids": limits.MAX_ALLOWED_TOKEN_IDS,
@@ -132,7 +132,10 @@ def test_lists_that_are_too_long_are_refused_by_their_length(name: str) -> None:
 
 
 def test_fields_that_bind_each_other_are_checked_together() -> None:
-    """min_tokens may not pass max_tokens, nor seed + n - 1 the largest seed, numpy's wrap-around included."""
+    """`min_tokens` cannot exceed `max_tokens`.
+
+    The last seed, seed + n - 1, cannot exceed the largest seed, and numpy integers cannot overflow in this check.
+    """
     with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens is 6; allowed: 0 to max_tokens=5"):
         SamplingParams(min_tokens=6, max_tokens=5)
     assert SamplingParams(min_tokens=6, max_tokens=None).min_tokens == 6

@@ -1,4 +1,4 @@
-"""Chunks as their reader sees them: numpy views, the terminal chunk, logprobs for JSON."""
+"""Chunks as a reader uses them: numpy views, the terminal chunk, and log probabilities for JSON."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.support.arrays import little_endian
 
 
 def test_arrays_are_read_only_views_of_the_bytes() -> None:
-    """Every array property shows the little-endian bytes with their shape, and cannot be written to."""
+    """Each array property is a read-only view of the little-endian bytes with their shape."""
     top = TopLogprobs(2, little_endian(np.arange(4), "<i4"), little_endian(-np.arange(4.0), "<f4"))
     chunk = Chunk(
         request_id="r", attempt=0, child=0, chunk_index=0, weight_version=3,
@@ -48,7 +48,7 @@ def test_arrays_are_read_only_views_of_the_bytes() -> None:
 
 
 def test_rows_travel_without_a_copy_on_the_sender() -> None:
-    """What a worker wraps is the engine's own memory, and encodes as the bytes of it."""
+    """A worker's `RoutedExperts` share the engine's memory and are encoded without a copy."""
     rows = np.arange(12, dtype="<u2").reshape(2, 3, 2)
     wrapped = RoutedExperts.from_rows(rows, 5)
 
@@ -59,12 +59,12 @@ def test_rows_travel_without_a_copy_on_the_sender() -> None:
 
 
 def test_no_rows_still_have_a_shape() -> None:
-    """An array of zero rows tells layers and top-k."""
+    """An array of zero rows has the shape of layers and top-k."""
     assert RoutedExperts.from_rows(np.empty((0, 3, 2), "u1"), 5).numpy().shape == (0, 3, 2)
 
 
 def test_a_terminal_chunk_tells_its_end() -> None:
-    """Reason and error of a chunk are those of its `end`; without one it is not terminal."""
+    """Reason and error of a chunk are those of its `end`. A chunk without an `end` is not terminal."""
     error = ChunkError(ErrorCode.TIMEOUT, "late")
     head = {"request_id": "r", "attempt": 0, "child": 0, "chunk_index": 0, "weight_version": 0}
     plain = msgspec.convert(head, dict)
@@ -78,7 +78,7 @@ def test_a_terminal_chunk_tells_its_end() -> None:
 
 
 def test_logprobs_become_numbers_that_json_has() -> None:
-    """-inf becomes -9999.0, every other value stays as float32 has it."""
+    """In JSON, -inf becomes -9999.0, and every other value stays its float32 value."""
     logprobs = np.array([-0.5, -np.inf, 0.0, -1e-30], "f4")
 
     assert json_logprobs(logprobs) == [-0.5, -9999.0, 0.0, float(np.float32(-1e-30))]
@@ -88,6 +88,6 @@ def test_logprobs_become_numbers_that_json_has() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logprobs_that_no_worker_may_send_do_not_become_json(value: float) -> None:
-    """NaN and +inf are a bug of the engine, which no number may hide."""
+    """NaN and +inf raise an error, because they are a fault of the engine that no number may hide."""
     with pytest.raises(LocalProtocolError, match=r"NaN or \+inf"):
         json_logprobs(np.array([-1.0, value], "f4"))

@@ -1,4 +1,4 @@
-"""Codecs give back what was put in, and take any bytes at all without an exception of another kind."""
+"""Codecs restore encoded messages, and decoders raise only documented errors for any bytes."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -57,7 +57,7 @@ every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 
 def check_survives(decode: Decode, data: bytes) -> None:
-    """Decode hostile bytes; only the errors that decoders document may leave."""
+    """Decode hostile bytes, and assert that only documented errors are raised."""
     try:
         decode(data)
     except (RemoteProtocolError, InvalidRequest) as exc:
@@ -66,7 +66,7 @@ def check_survives(decode: Decode, data: bytes) -> None:
 
 @given(wire.request_messages())
 def test_request_message_round_trip(message: Any) -> None:
-    """A request message and the request in it decode to what was encoded."""
+    """A request message and its request decode to the encoded values."""
     again = decode_request_message(encode(message))
 
     assert (again.v, again.client, again.attempt, again.child) == (1, message.client, message.attempt, message.child)
@@ -77,7 +77,7 @@ def test_request_message_round_trip(message: Any) -> None:
 
 @given(wire.requests())
 def test_request_round_trip(request: GenerateRequest) -> None:
-    """A request decodes to equal fields and a read-only i4 prompt of its own, also by way of JSON."""
+    """A request decodes to equal fields and its own read-only i4 prompt, also from JSON."""
     again = decode_request(encode(request))
 
     assert wire.plain(again) == wire.plain(request)
@@ -90,7 +90,7 @@ def test_request_round_trip(request: GenerateRequest) -> None:
 
 @given(wire.frames)
 def test_frame_round_trip(frame: Frame) -> None:
-    """A frame with all that can stand in a chunk decodes to what was encoded, and encodes to the same bytes again."""
+    """A frame with all fields of a chunk decodes to the encoded frame, and encodes to the same bytes again."""
     data = encode(frame)
 
     assert decode_frame(data) == frame
@@ -99,13 +99,13 @@ def test_frame_round_trip(frame: Frame) -> None:
 
 @given(wire.link_messages)
 def test_link_message_round_trip(message: LinkMessage) -> None:
-    """A link message decodes to what was encoded."""
+    """A link message decodes to the encoded message."""
     assert decode_link_message(encode(message)) == message
 
 
 @given(wire.presences)
 def test_presence_round_trip(presence: Any) -> None:
-    """A worker's presence decodes to what was encoded, and is readable JSON."""
+    """A worker's presence decodes to the encoded presence, and is readable JSON."""
     data = encode_json(presence)
 
     assert decode_presence(data) == presence
@@ -114,7 +114,7 @@ def test_presence_round_trip(presence: Any) -> None:
 
 @given(wire.client_presences)
 def test_client_presence_round_trip(presence: Any) -> None:
-    """A client's presence decodes to what was encoded, and is readable JSON."""
+    """A client's presence decodes to the encoded presence, and is readable JSON."""
     data = encode_json(presence)
 
     assert decode_client_presence(data) == presence
@@ -123,7 +123,7 @@ def test_client_presence_round_trip(presence: Any) -> None:
 
 @given(control.commands)
 def test_command_round_trip(command: Any) -> None:
-    """A command decodes to the same kind with the same fields, and its name and id stand in it."""
+    """A command decodes to the same type and fields, and its JSON contains its name and id."""
     data = encode_json(command)
 
     assert decode_command(data) == command
@@ -134,20 +134,20 @@ def test_command_round_trip(command: Any) -> None:
 
 @given(control.acks)
 def test_ack_round_trip(ack: Any) -> None:
-    """An ack decodes to what was encoded."""
+    """An ack decodes to the encoded ack."""
     assert decode_ack(encode_json(ack)) == ack
 
 
 @given(control.desired_states)
 def test_desired_state_round_trip(desired: Any) -> None:
-    """A desired state decodes to what was encoded, commands and all."""
+    """A desired state decodes to the encoded state with its commands."""
     assert decode_desired(encode_json(desired)) == desired
 
 
 @every_decoder
 @given(data=st.data())
 def test_every_truncation_is_survived(name: str, data: st.DataObject) -> None:
-    """Every proper prefix of a message is a protocol error or, where what is left out has a default, a value."""
+    """Each proper prefix of a message raises a protocol error, or decodes if the missing fields have defaults."""
     decode, encoded = DECODERS[name]
     whole = data.draw(encoded)
     for end in range(len(whole)):
@@ -167,7 +167,7 @@ msgpack_values = st.recursive(
 @every_decoder
 @given(data=st.data())
 def test_values_in_wrong_places_are_survived(name: str, data: st.DataObject) -> None:
-    """Well-formed messages with any value in any field raise nothing but the documented errors."""
+    """A well-formed message with any value in any field raises only documented errors."""
     decode, encoded = DECODERS[name]
     codec: Any = msgspec.json if name in AS_JSON else msgspec.msgpack
     message = codec.decode(data.draw(encoded))
@@ -194,7 +194,7 @@ STRUCTS: dict[type[msgspec.Struct], st.SearchStrategy[Any]] = {
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_unknown_trailing_elements_are_ignored(kind: type[msgspec.Struct], data: st.DataObject) -> None:
-    """An array that a newer peer has appended to decodes to what this side knows of it."""
+    """Additional elements of an array from a newer peer are ignored."""
     value = data.draw(STRUCTS[kind])
     elements = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     newer = msgspec.msgpack.encode([*elements, *data.draw(st.lists(msgpack_values, min_size=1, max_size=3))])
@@ -205,7 +205,7 @@ def test_unknown_trailing_elements_are_ignored(kind: type[msgspec.Struct], data:
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_an_older_shorter_array_decodes_with_defaults(kind: type[msgspec.Struct], data: st.DataObject) -> None:
-    """An array that ends after the required fields decodes, the others with their defaults; a shorter one does not."""
+    """An array that ends after the required fields decodes with defaults, and a shorter array does not decode."""
     value = data.draw(STRUCTS[kind])
     elements = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     required = [field.name for field in msgspec.structs.fields(kind) if field.required]
@@ -221,7 +221,7 @@ def test_an_older_shorter_array_decodes_with_defaults(kind: type[msgspec.Struct]
 
 @given(wire.request_messages(), st.dictionaries(st.text("xyz", min_size=4), msgpack_values, min_size=1))
 def test_unknown_map_fields_are_ignored(message: Any, unknown: dict[str, object]) -> None:
-    """Fields that a newer peer added to a map, at any place in it, do not disturb."""
+    """Additional fields of a newer peer are ignored at any place in a map."""
     envelope = msgspec.msgpack.decode(encode(message))
     envelope["request"] = {**unknown, **envelope["request"]}
     again = decode_request_message(msgspec.msgpack.encode({**unknown, **envelope}))
@@ -232,7 +232,7 @@ def test_unknown_map_fields_are_ignored(message: Any, unknown: dict[str, object]
 
 @given(wire.presences, st.dictionaries(st.text("xyz", min_size=4), wire.json_values, min_size=1))
 def test_unknown_presence_fields_are_ignored(presence: Any, unknown: dict[str, object]) -> None:
-    """A newer worker's presence is read as far as it is known."""
+    """Additional fields in a newer worker's presence are ignored."""
     fields = msgspec.json.decode(encode_json(presence))
 
     assert decode_presence(msgspec.json.encode({**unknown, **fields})) == presence

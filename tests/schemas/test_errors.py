@@ -1,4 +1,4 @@
-"""The error codes and the exceptions that they become."""
+"""The error codes and their exceptions."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from rollbus.schemas.errors import (
 
 @pytest.mark.proves("P94")
 def test_every_code_has_its_facts() -> None:
-    """No code is without meaning, someone to act, and an answer to whether to retry."""
+    """Each error code has a meaning, a responsible party, and a value for whether a retry can succeed."""
     assert list(ERRORS) == list(ErrorCode)
     for facts in ERRORS.values():
         assert facts.meaning
@@ -26,7 +26,7 @@ def test_every_code_has_its_facts() -> None:
 
 @pytest.mark.parametrize("code", ErrorCode)
 def test_every_code_becomes_an_exception_of_its_kind(code: ErrorCode) -> None:
-    """A terminal chunk's error is caught as what it is: rejected before admission, failed after, or out of time."""
+    """The error of a terminal chunk has the exception of its kind: rejected, failed after acceptance, or timed out."""
     error = request_error(code, "text", request_id="r", field="f", problem="is bad", allowed="good")
     special: dict[ErrorCode, type[RequestError]] = {
         ErrorCode.INVALID_REQUEST: InvalidRequest,
@@ -43,7 +43,7 @@ def test_every_code_becomes_an_exception_of_its_kind(code: ErrorCode) -> None:
 
 
 def test_an_invalid_request_without_a_field_is_still_rejected() -> None:
-    """A worker may refuse a request for a reason that belongs to no single field."""
+    """A worker may reject a request for a reason that concerns no single field."""
     error = request_error(ErrorCode.INVALID_REQUEST, "too many things at once")
 
     assert type(error) is RequestRejected

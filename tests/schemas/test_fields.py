@@ -1,4 +1,4 @@
-"""What a request's fields accept, what they become, and how JSON differs."""
+"""The values that a request's fields accept, their stored form, and the differences in JSON."""
 
 import collections
 import enum
@@ -18,13 +18,13 @@ from tests.support.patience import SOON_S
 
 
 class Color(enum.IntEnum):
-    """An int of another type."""
+    """An integer of another type."""
 
     RED = 3
 
 
 def test_numpy_scalars_and_arrays_are_accepted_and_become_plain() -> None:
-    """Values of numpy's types become Python's, arrays of any integer type and byte order become `<i4`."""
+    """Values of numpy types become Python values. Arrays of any integer type and byte order become `<i4`."""
     make: Any = SamplingParams
     params = make(
         max_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.uint8(7), seed=Color.RED,
@@ -52,7 +52,7 @@ def test_numpy_scalars_and_arrays_are_accepted_and_become_plain() -> None:
 
 
 def test_a_request_keeps_no_reference_to_what_it_was_made_from() -> None:
-    """Changing the caller's array, list or dict later changes no request; a read-only i4 array is shared."""
+    """Later changes of the caller's array, list or dict do not change a request. A read-only i4 array is shared."""
     prompt, extra, words = np.array([1, 2], "<i4"), {"a": [1]}, [[1]]
     params = SamplingParams(extra=extra, bad_words_token_ids=words)
     request = GenerateRequest(prompt_token_ids=prompt, sampling=params)
@@ -66,7 +66,7 @@ def test_a_request_keeps_no_reference_to_what_it_was_made_from() -> None:
 
 
 class Tensor:
-    """Behaves like a tensor on another device."""
+    """An object that behaves like a tensor on another device."""
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
         raise TypeError("can't convert a device tensor to numpy")
@@ -76,7 +76,7 @@ class Tensor:
 
 
 def test_foreign_objects_are_never_printed() -> None:
-    """An object that cannot be a prompt is named by its type: its repr could show the prompt."""
+    """The error for an object that cannot be a prompt has only its type, because its repr could show the prompt."""
     with pytest.raises(
         InvalidRequest, match="prompt_token_ids is a Tensor and cannot become an array; allowed: a flat list"
     ):
@@ -86,7 +86,7 @@ def test_foreign_objects_are_never_printed() -> None:
 
 
 def test_json_refuses_unknown_fields_by_name() -> None:
-    """A misspelt field of a JSONL line is named beside those that there are; on the wire it is ignored."""
+    """The error for an unknown field in a JSONL line lists the known fields. In msgpack the field is ignored."""
     known = ", ".join(GenerateRequest.__struct_fields__)
     cases: list[tuple[Any, str, str]] = [
         ({"prompt_token_ids": [1], "modle": "m"}, "modle", known),
@@ -110,7 +110,7 @@ def test_json_refuses_unknown_fields_by_name() -> None:
 
 
 def test_json_names_of_logit_bias_are_token_ids() -> None:
-    """JSON has only strings for names, so that digits stand for a token id there."""
+    """JSON has only string keys, so digits stand for a token id there."""
     fields = json.loads('{"prompt_token_ids": [1, 2], "sampling": {"logit_bias": {"17": -1}}}')
     assert request_from_json(fields).sampling.logit_bias == {17: -1.0}
     for name in ("-1", "1.0", " 1", "٣", "9" * 11, ""):
@@ -120,7 +120,7 @@ def test_json_names_of_logit_bias_are_token_ids() -> None:
 
 
 def test_checks_hold_without_assertions() -> None:
-    """Under `python -O` the checks are the same: none of them is an assertion."""
+    """The checks are the same under `python -O`, because none of them is an assertion."""
     program = """
 import msgspec
 from rollbus.schemas.chunk import RoutedExperts

@@ -1,4 +1,4 @@
-"""What is read of frames that do not decode: the header, and which requests they name."""
+"""The parts of an undecodable frame that can be read: its header and its requests."""
 
 import msgspec
 import pytest
@@ -14,12 +14,12 @@ BAD = ["s", 0, 2, 4, 0, b"abc"]
 
 
 def frame(admitted: object, chunks: object) -> bytes:
-    """Frame 7 of link 3, encoded without a check."""
+    """Return frame 7 of link 3, encoded without validation."""
     return msgspec.msgpack.encode([1, "w", 7, admitted, chunks, 3, "c"])
 
 
 def test_a_frame_with_one_wrong_chunk_names_its_requests() -> None:
-    """The header, all requests that the frame names, and those whose chunks do not decode."""
+    """The header has all requests of the frame, and those whose chunks do not decode."""
     header = decode_frame_header(frame([["t"]], [GOOD, BAD]))
 
     assert header is not None
@@ -30,7 +30,7 @@ def test_a_frame_with_one_wrong_chunk_names_its_requests() -> None:
 
 @pytest.mark.parametrize("content", [([5], [BAD]), ([], "no list"), ([], [BAD, ["r"]]), ([], [GOOD, 5])])
 def test_a_frame_that_names_an_unreadable_request_names_none(content: tuple[object, object]) -> None:
-    """The header alone counts: nothing is concluded from the part that could be read."""
+    """If a request of the frame is unreadable, the header has no requests. The readable part may be incomplete."""
     header = decode_frame_header(frame(*content))
 
     assert header is not None
@@ -41,13 +41,13 @@ def test_a_frame_that_names_an_unreadable_request_names_none(content: tuple[obje
     "data", [b"", b"{}", b"+ACK", frame([], [BAD])[:-5], msgspec.msgpack.encode([2, "w", 7, [], []])]
 )
 def test_other_bytes_have_no_header(data: bytes) -> None:
-    """A truncated frame, one of another wire version and answers of JetStream tell nothing."""
+    """A truncated frame, a frame of another wire version and an answer of JetStream have no header."""
     assert decode_frame_header(data) is None
 
 
 @given(harmed(st.just(frame([["t"]], [GOOD, BAD]))) | st.binary(max_size=64))
 def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
-    """Bytes of a hostile peer give a header or none."""
+    """Any bytes give a header or None without an error."""
     header = decode_frame_header(data)
 
     assert header is None or header.bad_keys <= header.keys

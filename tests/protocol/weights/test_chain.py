@@ -1,4 +1,4 @@
-"""Who may publish, anchor or delta, and what is kept."""
+"""The chain of published versions: the publisher's lease, anchors and deltas, and which versions are kept."""
 
 import math
 
@@ -20,7 +20,7 @@ TAKEN_OVER_AFTER_S = chain.LEASE_S + chain.MARGIN_S
 
 
 def link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Link:
-    """A version of its own content."""
+    """Return a version with its own content."""
     return Link(
         objects=f"b/versions/{number}-1-{number:08x}",
         version=number,
@@ -31,12 +31,12 @@ def link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Li
 
 
 def anchor(number: int, *, delta: int | None = None, size: int = 100) -> Link:
-    """A version with an anchor."""
+    """Return a version with an anchor."""
     return link(number, delta=delta, anchor=size)
 
 
 def manifest(links: tuple[Link, ...], adapter: str | None = None) -> Manifest:
-    """The manifest of the last link."""
+    """Return the manifest of the last link."""
     tensor = TensorEntry(name="t", dtype="U8", shape=(1,), sha256="0" * 64, file="model.safetensors")
     digest = content_digest([tensor], {})
     links = (*links[:-1], replace(links[-1], digest=digest))
@@ -54,7 +54,7 @@ def manifest(links: tuple[Link, ...], adapter: str | None = None) -> Manifest:
 
 
 def test_a_lease_is_taken_renewed_and_given_back() -> None:
-    """A free lease is had at once; each one has an epoch of its own."""
+    """A publisher acquires a free lease immediately, and each lease has its own epoch."""
     first = chain.lease_taken(ChainRecord(model="m"), ALICE, math.inf)
     assert (first.holder, first.epoch) == (ALICE, 1)
     assert chain.lease_kept(first, ALICE, 1, 0.0) == first
@@ -67,14 +67,17 @@ def test_a_lease_is_taken_renewed_and_given_back() -> None:
 
 
 def test_a_lease_that_the_server_has_lost_is_taken_anew() -> None:
-    """Epochs only rise, also over a store that was lost; what was begun before is not committed after it."""
+    """Epochs also increase if the server loses its store.
+
+    A publication that began before the loss cannot be committed.
+    """
     empty = ChainRecord(model="m")
     with pytest.raises(ControlError, match="lost its store, and with it the lease of epoch 7") as raised:
         chain.check_lease(empty, ALICE, 7)
     assert raised.value.code is ControlCode.STORAGE
     anew = chain.lease_kept(empty, ALICE, 7, math.inf)
     assert (anew.holder, anew.epoch) == (ALICE, 8)
-    # The write of it was not answered, and is found.
+    # The write of the record was not confirmed, and the next read finds it.
     assert chain.lease_kept(anew, ALICE, 7, 0.0) == anew
     with pytest.raises(ControlError, match="while version 1 was being published"):
         chain.committed(anew, manifest((anchor(1),)))
@@ -85,7 +88,10 @@ def test_a_lease_that_the_server_has_lost_is_taken_anew() -> None:
 
 @pytest.mark.parametrize("holder", [BOB, replace(ALICE, incarnation="3")])
 def test_a_held_lease_is_refused_until_it_has_run_out(holder: Holder) -> None:
-    """The holder and the age are named; after lease and margin the epoch goes on."""
+    """A lease that another publisher holds is refused with its holder and age.
+
+    After lease and margin, the epoch increases.
+    """
     held = chain.lease_taken(ChainRecord(model="m", epoch=6), ALICE, math.inf)
     with pytest.raises(
         ControlError, match=r"alice publishes weights of 'm' and renewed its lease 19\.9 s ago"
@@ -99,7 +105,7 @@ def test_a_held_lease_is_refused_until_it_has_run_out(holder: Holder) -> None:
 def reason(
     *links: Link, snapshot: str | None = "last", after_transfer: bool = False, workers_read_deltas: bool = True
 ) -> AnchorReason | None:
-    """Why the next version needs an anchor."""
+    """Return the reason why the next version needs an anchor, or None."""
     if snapshot == "last":
         snapshot = links[-1].digest if links else None
     return chain.needs_anchor(
@@ -108,7 +114,7 @@ def reason(
 
 
 def test_what_needs_an_anchor() -> None:
-    """The first, what has no base or no readers, and what follows a long chain; nothing else."""
+    """A version needs an anchor if it is the first, has no base or no readers of deltas, or follows a long chain."""
     start = (anchor(1), link(2))
     assert reason() is AnchorReason.FIRST
     assert reason(*start) is None
@@ -126,7 +132,10 @@ def test_what_needs_an_anchor() -> None:
 
 
 def test_what_a_version_is_published_as() -> None:
-    """An anchor beside a delta where there is a base; deltas go on without room, up to the hard limit."""
+    """A version with a base has a delta beside its anchor.
+
+    Without room for an anchor, deltas continue up to the hard limit.
+    """
     links = (anchor(1), *(link(n) for n in range(2, MAX_LINKS + 1)))
     room = chain.needed_bytes(100)
 
@@ -151,10 +160,13 @@ def test_what_a_version_is_published_as() -> None:
 
 @pytest.mark.parametrize("delta", [0, 1, 2 * 10**8])
 def test_a_bucket_of_the_size_that_doctor_calls_enough_is_enough(delta: int) -> None:
-    """Beside a chain that is as long as it can be there is room for an anchor with a delta; in less for an anchor."""
+    """A bucket of the size that `doctor` recommends has room for the longest chain, an anchor and a delta.
+
+    A smaller bucket has room for the anchor only.
+    """
     size = 10**9
     first = anchor(1, delta=delta, size=size)
-    # They have just not reached half an anchor, or as many as may be; the last goes beyond.
+    # All but the last delta are below half an anchor or below the maximum number. The last one exceeds the limit.
     count = min(chain.MAX_DELTAS, size // 2 // delta + 1) if delta else chain.MAX_DELTAS
     links = (first, *(link(number, delta=delta) for number in range(2, count + 2)))
     used = sum((one.delta_bytes or 0) + (one.anchor_bytes or 0) for one in links)
@@ -169,7 +181,7 @@ def test_a_bucket_of_the_size_that_doctor_calls_enough_is_enough(delta: int) -> 
 
 
 def test_published_folders_are_told_from_other_sources() -> None:
-    """Of the desired state only those of the bucket are noted."""
+    """Only folders of the publishers' bucket count as published."""
     assert chain.is_published("b/versions/7-1-0123abcd", "b")
     assert chain.is_published("b/adapters/x/7-1-0123abcd", "b")
     assert not chain.is_published("c/versions/7-1-0123abcd", "b")
@@ -177,7 +189,7 @@ def test_published_folders_are_told_from_other_sources() -> None:
 
 
 def test_the_links_of_a_manifest_begin_at_the_last_anchor() -> None:
-    """So that each worker between two anchors goes on with deltas."""
+    """A manifest's links start at the last anchor before its version, so that workers can continue with deltas."""
     links = (anchor(1), link(2), anchor(3, delta=1), link(4))
     assert chain.links_with(links, link(5)) == (*links[2:], link(5))
     assert chain.links_with(links[:2], links[2]) == links[:3]
@@ -187,7 +199,7 @@ def test_the_links_of_a_manifest_begin_at_the_last_anchor() -> None:
 
 
 def test_a_commit_is_added_once_and_only_to_its_own_chain() -> None:
-    """Its manifest must continue the chain; an adapter changes no chain."""
+    """A commit is added once, and its manifest must continue the chain. An adapter does not change a chain."""
     record = ChainRecord(model="m", links=(anchor(1),))
     next_one = manifest((anchor(1), link(2)))
     after = chain.committed(record, next_one)
@@ -201,7 +213,7 @@ def test_a_commit_is_added_once_and_only_to_its_own_chain() -> None:
 
 
 def test_a_history_is_bounded_without_losing_what_is_recorded() -> None:
-    """The chains of what was recorded stay in the record, however much was published since."""
+    """The history is bounded, but the chains of recorded versions stay, whatever is published later."""
     record = ChainRecord(model="m", noted=("b/versions/2-1-00000002",))
     links = (anchor(1), link(2), link(3), anchor(4))
     record = replace(record, links=links)
@@ -213,7 +225,7 @@ def test_a_history_is_bounded_without_losing_what_is_recorded() -> None:
 
 
 def test_noted_folders_are_the_last_two_of_each_home() -> None:
-    """Of the weights, and of each adapter; the same one again changes nothing."""
+    """The record keeps the last two folders of the weights and of each adapter. A repeated folder changes nothing."""
     noted: tuple[str, ...] = ()
     for objects in ("b/versions/1", "b/adapters/a/1", "b/versions/2", "b/versions/2", "b/versions/3", "b/adapters/b/1"):
         noted = chain.noted(noted, objects)
@@ -222,7 +234,7 @@ def test_noted_folders_are_the_last_two_of_each_home() -> None:
 
 
 def test_adapters_that_are_no_longer_recorded_are_forgotten() -> None:
-    """Unlike weights, of which the last two stay noted."""
+    """The record removes adapters that the desired state no longer records. The last two folders of weights stay."""
     record = ChainRecord(model="m", noted=("b/versions/1", "b/adapters/a/1", "b/adapters/c/1", "b/versions/2"))
     trimmed = chain.trimmed(record, {"b/adapters/c/2"}, set(record.noted))
     assert trimmed.noted == ("b/versions/1", "b/adapters/c/1", "b/versions/2")
@@ -242,13 +254,13 @@ def test_adapters_that_are_no_longer_recorded_are_forgotten() -> None:
     ],
 )
 def test_folders_of_versions_are_told_from_other_uploads(name: str, folder: tuple[str, str] | None) -> None:
-    """What others put into the bucket is not ours to delete."""
+    """A folder that is no version, adapter or list of ranks belongs to others and is never deleted."""
     assert chain.folder_of(name) == folder
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model":"m","links":[1]}', '{"model":1}', "\ud800"])
 def test_a_record_that_is_none_is_an_error(text: str) -> None:
-    """A typed one."""
+    """An invalid record raises `RemoteProtocolError`."""
     with pytest.raises(RemoteProtocolError, match="does not decode"):
         decode_chain(text)
 
@@ -267,7 +279,10 @@ STEP = st.tuples(
 def test_nothing_is_deleted_that_a_recorded_version_needs(
     steps: list[tuple[str, bool, bool, float]], data: st.DataObject
 ) -> None:
-    """Of the recorded version and the one before every plan works, of what was published last too; others go."""
+    """Each fetch plan of the last two recorded versions and of the last published version works after cleaning.
+
+    Other versions are deleted.
+    """
     record, now = ChainRecord(model="m"), 0.0
     stored: dict[str, float] = {}
     manifests: dict[str, tuple[Link, ...]] = {}

@@ -1,4 +1,4 @@
-"""Which versions are fetched: the fewest bytes first, and every other way after it."""
+"""The order in which a worker tries to fetch versions: the plan with the fewest bytes first, then all others."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,12 +8,12 @@ from rollbus.schemas.manifest import Link
 
 
 def link(number: int, *, delta: int | None = 1, anchor: int | None = None) -> Link:
-    """One version of a chain, whose digest is its number."""
+    """Return a version of a chain whose digest is its number."""
     return Link(objects=f"b/{number}", version=number, digest=f"{number:064d}", delta_bytes=delta, anchor_bytes=anchor)
 
 
 def digests(*numbers: int) -> set[str]:
-    """Folders at hand."""
+    """Return the digests of folders in the worker's cache."""
     return {f"{number:064d}" for number in numbers}
 
 
@@ -21,7 +21,7 @@ CHAIN = [link(0, delta=None, anchor=100), link(1), link(2, anchor=100), link(3)]
 
 
 def test_the_ways_are_in_the_order_of_their_bytes() -> None:
-    """From a folder at hand; from the newer anchor; from the older one, in case the newer is damaged."""
+    """Plans start from a cached folder, then the newer anchor, then the older one in case the newer is damaged."""
     assert fetch_plans(CHAIN, digests(1)) == [
         FetchPlan(digests(1).pop(), None, (CHAIN[2], CHAIN[3])),
         FetchPlan(None, CHAIN[2], (CHAIN[3],)),
@@ -30,27 +30,27 @@ def test_the_ways_are_in_the_order_of_their_bytes() -> None:
 
 
 def test_the_newest_version_at_hand_needs_nothing() -> None:
-    """The way of no bytes is the first."""
+    """If the newest version is cached, the first plan fetches nothing."""
     first = fetch_plans(CHAIN, digests(0, 3))[0]
 
     assert (first.base, first.deltas, first.fetched_bytes) == (digests(3).pop(), (), 0)
 
 
 def test_an_anchor_is_taken_before_deltas_that_are_larger() -> None:
-    """Deltas after large steps may be."""
+    """An anchor is fetched before deltas that are larger, as deltas after large training steps may be."""
     chain = [link(0, delta=None, anchor=100), link(1, delta=80), link(2, delta=80, anchor=100)]
 
     assert fetch_plans(chain, digests(0))[0] == FetchPlan(None, chain[2], ())
 
 
 def test_a_chain_may_lead_nowhere() -> None:
-    """Its begin was deleted, and nothing of it is at hand."""
+    """A chain without an anchor and without a cached version has no plan."""
     assert fetch_plans([link(1), link(2)], set()) == []
     assert fetch_plans([], digests(1)) == []
 
 
 def test_nothing_leads_past_a_version_without_a_delta() -> None:
-    """What is before it is of another chain."""
+    """No plan crosses a version without a delta, because earlier versions belong to another chain."""
     chain = [link(0, delta=None, anchor=10), link(1, delta=None, anchor=100), link(2)]
 
     assert [plan.anchor for plan in fetch_plans(chain, digests(0))] == [chain[1]]
@@ -61,7 +61,7 @@ def test_nothing_leads_past_a_version_without_a_delta() -> None:
     st.sets(st.integers(0, 5)),
 )
 def test_every_way_leads_to_the_newest(sizes: list[tuple[int | None, int | None]], at_hand: set[int]) -> None:
-    """It begins with something that is there, and applies each delta after that, once and in order."""
+    """Each plan starts from a cached folder or an anchor, and applies each later delta once and in order."""
     chain = [link(number, delta=delta, anchor=anchor) for number, (delta, anchor) in enumerate(sizes)]
     plans = fetch_plans(chain, digests(*at_hand))
 

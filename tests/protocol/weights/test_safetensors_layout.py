@@ -1,4 +1,4 @@
-"""Files as the library of safetensors reads them, and in the order in which it writes them."""
+"""Files that the safetensors library can read, with tensors in the order in which the library writes them."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ DTYPES = {"float16": "F16", "uint8": "U8", "float64": "F64", "float32": "F32", "
 
 
 def entry(name: str, file: str = "model.safetensors") -> TensorEntry:
-    """Describe one of `TENSORS`."""
+    """Return the description of one of `TENSORS`."""
     array = TENSORS[name]
     return TensorEntry(
         name=name,
@@ -38,7 +38,7 @@ def entry(name: str, file: str = "model.safetensors") -> TensorEntry:
 
 
 def content(entries: list[TensorEntry]) -> bytes:
-    """Lay out a file of these tensors."""
+    """Return the bytes of a file with these tensors."""
     [layout] = layouts(entries)
     data = layout.header + b"".join(TENSORS[entry.name].tobytes() for entry in layout.entries)
     assert layout.size == len(data)
@@ -48,7 +48,7 @@ def content(entries: list[TensorEntry]) -> bytes:
 
 
 def test_the_library_reads_what_is_laid_out() -> None:
-    """Every tensor with its dtype, shape and content; in any order of the tensors."""
+    """The library reads each tensor with its dtype, shape and content, for any order of the tensors."""
     names = [name for name in TENSORS if name != "z.half"]
     for order in (ordered(map(entry, TENSORS)), [entry(name) for name in [*names, "z.half"]]):
         read = safetensors.load(content(order))
@@ -60,7 +60,10 @@ def test_the_library_reads_what_is_laid_out() -> None:
 
 
 def test_contents_are_aligned_as_the_library_does() -> None:
-    """Larger elements come first, and all begin at a multiple of 8 bytes: so each lies at a multiple of its size."""
+    """Tensors with larger elements come first, and the data starts at a multiple of 8 bytes.
+
+    Each tensor is therefore aligned to its element size.
+    """
     ours, theirs = content(ordered(map(entry, TENSORS))), safetensors.save(TENSORS)
 
     for data in (ours, theirs):
@@ -74,7 +77,7 @@ def test_contents_are_aligned_as_the_library_does() -> None:
 
 
 def test_an_index_names_the_file_of_each_tensor(tmp_path: Path) -> None:
-    """Tensors of several files, each laid out by itself; and the bytes of all of them."""
+    """The index names the file of each tensor and the total size. Each file has its own layout."""
     names = sorted(TENSORS)
     entries = [entry(name, f"model-{number // 3}.safetensors") for number, name in enumerate(names)]
     index = json.loads(index_of(entries))

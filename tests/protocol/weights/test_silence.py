@@ -1,4 +1,4 @@
-"""A peer whose signs stop changing falls silent; the time in which nobody could look does not count."""
+"""The silence of a peer whose sign stops changing, without the time in which the observer could not read."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from rollbus.bus.protocol.weights.silence import SIGN_S, Silence
 
 
 def test_silence_begins_anew_with_each_sign() -> None:
-    """A silence is the time since the first record of the present sign, and a new sign ends it."""
+    """A new sign resets the silence, and silence lasts as long as the observer has read the same sign."""
     silence = Silence()
     signs = ((7, 100.0), (7, 101.0), (7, 103.0), (8, 104.0), (8, 105.0))
 
@@ -15,7 +15,7 @@ def test_silence_begins_anew_with_each_sign() -> None:
 
 @pytest.mark.parametrize("outage_s", [60.0, 3600.0])
 def test_an_outage_is_no_silence(outage_s: float) -> None:
-    """The peer could not be heard meanwhile: it counts as one period."""
+    """An outage counts as one period of silence, because the observer could not read the peer's sign."""
     silence = Silence()
     silence.record(7, 0.0)
     assert silence.record(7, outage_s) == SIGN_S

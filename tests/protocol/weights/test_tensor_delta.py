@@ -1,4 +1,4 @@
-"""Encoded tensors: applying is the inverse of encoding, for any bytes; and nothing that comes is believed."""
+"""Encoded tensors: applying is the inverse of encoding for any bytes, and damaged or hostile deltas are rejected."""
 
 import itertools
 
@@ -23,7 +23,7 @@ ITEM_BYTES = (1, 2, 4, 8)
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Old and new content of one tensor: few changes, many, none or all."""
+    """Draw old and new content of one tensor with no, few, many or only changed elements."""
     item_bytes = draw(st.sampled_from(ITEM_BYTES))
     num_items = draw(st.integers(0, 5000))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -38,7 +38,7 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 @given(pair=pairs(), has_old=st.booleans())
 def test_applying_is_the_inverse_of_encoding(pair: tuple[np.ndarray, np.ndarray, int], has_old: bool) -> None:
-    """Whatever changed, the new content comes out bit for bit."""
+    """Applying a delta restores the new content bit for bit, whatever changed."""
     old, new, item_bytes = pair
     encoded = encode_delta(old if has_old else None, new, item_bytes)
     content = old.copy() if has_old else np.zeros_like(new)
@@ -49,7 +49,7 @@ def test_applying_is_the_inverse_of_encoding(pair: tuple[np.ndarray, np.ndarray,
 
 @given(pair=pairs())
 def test_undoing_is_the_inverse_of_applying(pair: tuple[np.ndarray, np.ndarray, int]) -> None:
-    """The old content comes out of the new one bit for bit; of a whole content nothing does."""
+    """Undoing a delta restores the old content bit for bit. A dense encoding cannot be undone."""
     old, new, item_bytes = pair
     encoded, content = encode_delta(old, new, item_bytes), new.copy()
     if encoded.encoding == "dense":
@@ -63,7 +63,7 @@ def test_undoing_is_the_inverse_of_applying(pair: tuple[np.ndarray, np.ndarray, 
 @pytest.mark.parametrize("block", [1, 2, 7, 300])
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 5000])
 def test_gaps_at_the_bounds_of_bytes_and_blocks(gap: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gap of each length around those where a byte more is needed, wherever a block ends."""
+    """Gaps are encoded correctly around each length that needs another byte, wherever a block ends."""
     monkeypatch.setattr(tensor_delta, "BLOCK", block)
     monkeypatch.setattr(tensor_delta, "COMPARED", block)
     old = np.zeros(2 * (3 * gap + 4 + 300), np.uint8)
@@ -77,7 +77,7 @@ def test_gaps_at_the_bounds_of_bytes_and_blocks(gap: int, block: int, monkeypatc
 
 
 def test_floats_are_compared_as_bits() -> None:
-    """Minus zero is not zero, and a NaN that stays is no change."""
+    """Floats are compared as bits: minus zero differs from zero, and an unchanged NaN is no change."""
     old = np.array([0.0, np.nan, 1.0, 2.0, 3.0], "<f4").view(np.uint8)
     new = np.array([-0.0, np.nan, 1.0, 2.0, 3.0], "<f4").view(np.uint8)
     assert encode_delta(old, old.copy(), 4).encoding == "same"
@@ -86,7 +86,7 @@ def test_floats_are_compared_as_bits() -> None:
 
 @pytest.mark.parametrize("item_bytes", ITEM_BYTES)
 def test_steps_between_the_ends_of_integers(item_bytes: int) -> None:
-    """From the least to the greatest element and back, by one up and down, and to the other sign of a float."""
+    """Changes between the smallest and largest elements, by one up or down, and of a float's sign are restored."""
     ends = [0, 1, (1 << (8 * item_bytes - 1)) - 1, 1 << (8 * item_bytes - 1), (1 << (8 * item_bytes)) - 1]
     pairs = np.array([*itertools.product(ends, ends), *((0, 0),) * 25], f"<u{item_bytes}")
     old, new = np.ascontiguousarray(pairs[:, 0]).view(np.uint8), np.ascontiguousarray(pairs[:, 1]).view(np.uint8)
@@ -100,7 +100,7 @@ def test_steps_between_the_ends_of_integers(item_bytes: int) -> None:
 
 
 def test_neighbours_take_about_a_byte() -> None:
-    """Of bfloat16 of which 5 % go to a neighbour, as in an early step of RL: 2 bytes each with their positions."""
+    """If 5 % of bfloat16 elements change to a neighbour, each change takes less than 1.1 bytes, position included."""
     rng = np.random.default_rng(0)
     old = rng.integers(0, 1 << 16, 1 << 18, np.uint16)
     new = old.copy()
@@ -111,7 +111,7 @@ def test_neighbours_take_about_a_byte() -> None:
 
 
 def test_no_more_than_half_is_sparse() -> None:
-    """Gaps and values of more take more bytes than the whole."""
+    """A delta with more than half of the elements is dense, because gaps and values would take more bytes."""
     old = np.zeros(200, np.uint8)
     for num_changed, encoding in ((50, "sparse"), (51, "dense")):
         new = old.copy()
@@ -135,7 +135,7 @@ def test_hostile_bytes(
     is_packed: bool,
     item_bytes: int,
 ) -> None:
-    """Anything may come: it is applied within the content, or refused as damaged."""
+    """Any bytes are applied within the content or rejected as damaged."""
     data = zstandard.compress(body) if is_packed else body
     encoded = Encoded(encoding, count, len(body) if body_bytes is None else body_bytes, data)
     content = np.zeros(64 * item_bytes, np.uint8)
@@ -146,7 +146,7 @@ def test_hostile_bytes(
 
 
 def test_every_flipped_bit_and_every_cut() -> None:
-    """A damaged delta is refused, or gives another content of the same size, which its hash will tell."""
+    """A damaged delta is rejected, or gives other content of the same size, which the hash then detects."""
     old = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
     new = old.copy()
     new[::97] += 1
@@ -166,7 +166,10 @@ def test_every_flipped_bit_and_every_cut() -> None:
 
 
 def test_bombs_are_refused_before_anything_is_allocated() -> None:
-    """Neither a frame that unpacks to more than was said, nor one that says nothing, nor sizes that cannot be."""
+    """A frame that decompresses to more than announced, has no size or has an impossible size is rejected.
+
+    No memory is allocated for it.
+    """
     content = np.zeros(1024, np.uint8)
     bomb = zstandard.compress(bytes(1 << 26))
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1024))
@@ -183,7 +186,7 @@ def test_bombs_are_refused_before_anything_is_allocated() -> None:
 
 
 def test_gaps_past_the_end() -> None:
-    """Positions behind the last element, an open gap, and gaps for more or fewer values than there are."""
+    """Positions behind the last element, an incomplete gap and wrong numbers of gaps are rejected."""
     content = np.zeros(64, np.uint8)
     for gaps, values in (
         (b"\x40", b"ab"),
