@@ -1,1 +1,1 @@
-"""What a training process relies on: nothing lost, shifted, narrowed or padded unseen between the bus and a loss."""
+"""Tests of the training side: no entry is lost, shifted, narrowed or replaced by padding between the bus and a loss."""

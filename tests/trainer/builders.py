@@ -1,4 +1,4 @@
-"""Samples and turns whose every entry says where it belongs, so that a shift by one shows."""
+"""Samples and turns with a different value at each position, so that a shift by one is visible."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,15 @@ NUM_EXPERTS = {"u1": 256, "u2": 1000}
 
 
 def rows_of(num_rows: int, *, layers: int = 2, top_k: int = 3, dtype: str = "u1", seed: int = 0) -> Rows:
-    """Random routing: in each row and layer, `top_k` different experts of all that the dtype is for."""
-    # Steps of different odd sizes from a random id: different ids, without a shuffle of all experts for each row.
+    """Return random rows with `top_k` different experts each; the ids use the whole range of the dtype."""
+    # Odd steps from a random first id give different ids without a shuffle of all experts for each row.
     first = np.random.default_rng(seed).integers(0, NUM_EXPERTS[dtype], (num_rows, layers, 1))
     step = 2 * np.random.default_rng(seed + 1).integers(0, 40, (num_rows, layers, 1)) + 1
     return ((first + step * np.arange(top_k)) % NUM_EXPERTS[dtype]).astype(dtype)
 
 
 def sample_of(size: int, *, start: int = 0, first: int = 1, routed: str | None = "u1", **fields: Any) -> Sample:
-    """A sample that was sampled from position `first` on; all its entries count up from numbers of their own."""
+    """Return a sample that is sampled from position `first` on; each array counts up from a different number."""
     sampled = np.arange(size) >= first
     values: dict[str, Any] = {
         "token_ids": np.arange(100, 100 + size, dtype=np.int32),
@@ -38,7 +38,7 @@ def sample_of(size: int, *, start: int = 0, first: int = 1, routed: str | None =
 
 @dataclass
 class FakeTurn:
-    """What `rollbus.trainer.Turn` asks for."""
+    """The fields that `rollbus.trainer.Turn` requires."""
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32] | None
@@ -50,7 +50,7 @@ class FakeTurn:
 
 
 def turn_of(whole: Sample, prompt_len: int, end: int, *, start: int | None = 0) -> FakeTurn:
-    """The turn that sampled positions `prompt_len` to `end - 1` of a sample, with its rows from `start` on."""
+    """Return the turn that sampled positions `prompt_len` to `end - 1` of a sample, with the rows from `start` on."""
     span = slice(prompt_len, end)
     rows = whole.routed_experts
     if start is None or rows is None:
@@ -65,7 +65,7 @@ def turn_of(whole: Sample, prompt_len: int, end: int, *, start: int | None = 0) 
 
 @st.composite
 def samples(draw: st.DrawFn, max_size: int = 24) -> Sample:
-    """Any sample: length, dtype, start and loss mask; or one without routing."""
+    """Draw a sample of any length, dtype, start and loss mask, with or without routed experts."""
     size = draw(st.integers(2, max_size))
     routed = draw(st.sampled_from([None, "u1", "u2"]))
     start = draw(st.integers(0, size - 1)) if routed else 0
@@ -77,7 +77,7 @@ def samples(draw: st.DrawFn, max_size: int = 24) -> Sample:
 
 
 def spoken(dtype: str = "u1") -> tuple[Sample, FakeTurn, FakeTurn]:
-    """Prompt 0 to 2, sampled 3 to 5, a tool's 6 and 7, sampled 8 to 10."""
+    """Return a sample with two turns: prompt 0 to 2, sampled 3 to 5, tool output 6 and 7, sampled 8 to 10."""
     mask = np.isin(np.arange(11), [3, 4, 5, 8, 9, 10])
     whole = sample_of(
         11, routed=dtype, loss_mask=mask, weight_versions=np.where(mask, 7, -1).astype(np.int32), advantage=0.0,
@@ -87,7 +87,7 @@ def spoken(dtype: str = "u1") -> tuple[Sample, FakeTurn, FakeTurn]:
 
 
 def assert_same(found: Sample, wanted: Sample) -> None:
-    """Two samples with the same contents, of which the first is writable."""
+    """Assert that both samples have the same contents and that the first is writable."""
     for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
         assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "routed_experts"):

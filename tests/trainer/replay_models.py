@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts of several families, and rows of experts for them."""
+"""Tiny MoE models of several families, and routed experts for them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ __all__ = [
 NUM_EXPERTS = 8
 TOP_K = 3
 Run = dict[str, Tensor]
-"""Logits, and gradients by the names of parameters."""
+"""Logits, and gradients by parameter name."""
 
 _COMMON = {
     "vocab_size": 50,
@@ -76,11 +76,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": ("NemotronH", _NEMOTRON | _NEMOTRON_GROUPS | {"hybrid_override_pattern": "ME*E"}),
 }
-"""The same, of families with layers that carry a state from token to token."""
+"""Class prefix and settings of families with layers that carry a state from token to token."""
 
 
 def build(family: str = "qwen3_moe", *, num_layers: int = 3, **settings: Any) -> Any:
-    """A model of random weights, always the same, in float32 and training mode."""
+    """Make a model with reproducible random weights, in float32 and training mode."""
     import transformers
 
     prefix, particular = (FAMILIES | RECURRENT)[family]
@@ -98,12 +98,12 @@ def build(family: str = "qwen3_moe", *, num_layers: int = 3, **settings: Any) ->
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a router and its experts, by layer."""
+    """Return the modules with a router and experts, by layer."""
     return [module for module in model.modules() if hasattr(module, "experts") and module is not model]
 
 
 def router_of(block: nn.Module) -> nn.Module:
-    """A block's router."""
+    """Return the router of a block."""
     router = block.router if hasattr(block, "router") else block.gate
     assert isinstance(router, nn.Module)
     return router
@@ -111,7 +111,7 @@ def router_of(block: nn.Module) -> nn.Module:
 
 @contextmanager
 def seen(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
-    """For each block what its router returned by itself and what its experts were given and returned."""
+    """Record for each block the router's own output and the inputs and outputs of the experts."""
     blocks = moe_blocks(model)
     found: list[dict[str, Tensor]] = [{} for _ in blocks]
     handles = []
@@ -135,26 +135,26 @@ def seen(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
 
 
 def tokens(num_tokens: int, *, batch: int = 1) -> Tensor:
-    """Token ids i64[B, T], always the same."""
+    """Return reproducible token ids, i64[B, T]."""
     return torch.randint(3, 50, (batch, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
 
 
 def random_rows(num_tokens: int, num_layers: int, *, seed: int = 0, batch: int = 1) -> Tensor:
-    """Rows i16[B, T, L, K] that no router chose."""
+    """Return random rows, i16[B, T, L, K], that no router chose."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(batch, num_tokens, num_layers, NUM_EXPERTS, generator=generator)
     return scores.topk(TOP_K, dim=-1).indices.to(torch.int16)
 
 
 def own_rows(model: nn.Module, num_tokens: int, *, batch: int = 1) -> Tensor:
-    """Rows i64[B, T, L, K] that the model's routers choose for `tokens`; L counts the layers with experts."""
+    """Return the routers' choice for `tokens` as rows i64[B, T, L, K]; L counts only layers with experts."""
     with seen(model) as calls, torch.no_grad():
         model(input_ids=tokens(num_tokens, batch=batch))
     return torch.stack([call["own_ids"] for call in calls], dim=1).reshape(batch, num_tokens, len(calls), TOP_K)
 
 
 def run(model: Any, num_tokens: int = 11, *, batch: int = 1) -> Run:
-    """A forward and a backward pass over `tokens`."""
+    """Run a forward and a backward pass over `tokens`; return the logits and gradients."""
     model.zero_grad()
     logits = model(input_ids=tokens(num_tokens, batch=batch)).logits
     logits.logsumexp(dim=-1).sum().backward()
@@ -167,6 +167,6 @@ def run(model: Any, num_tokens: int = 11, *, batch: int = 1) -> Run:
 
 
 def difference(one: Run, other: Run) -> float:
-    """The largest difference between two runs, relative to the tensors' sizes."""
+    """Return the largest difference between two runs, relative to the largest entry of each tensor."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1e-3)) for name in one)

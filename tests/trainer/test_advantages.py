@@ -1,4 +1,4 @@
-"""Advantages by group: what they sum to, what they do not depend on, and groups without signal."""
+"""The properties of group advantages, and groups without signal."""
 
 import numpy as np
 import pytest
@@ -10,11 +10,11 @@ from hypothesis.extra.numpy import arrays
 from rollbus.trainer import PackError, group_advantages, has_signal
 
 GROUPS = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.integers(-40, 40).map(float))
-"""Rewards that differ by 1 or not at all."""
+"""Groups of rewards that differ by at least 1 or not at all."""
 
 
 def test_by_std_is_what_grpo_writes() -> None:
-    """Less the mean, divided by the standard deviation of n."""
+    """An advantage by std is the reward minus the mean, divided by the population standard deviation, as in GRPO."""
     rewards = [0.0, 1.0, 1.0, 0.5]
     expected = torch.tensor(rewards, dtype=torch.float64)
     expected = (expected - expected.mean()) / (expected.std(correction=0) + 1e-6)
@@ -26,7 +26,7 @@ def test_by_std_is_what_grpo_writes() -> None:
 
 
 def test_by_mean_and_leave_one_out() -> None:
-    """Less the mean of all, or of the others."""
+    """With `by="mean"` the mean of the group is subtracted, with `by="leave_one_out"` the mean of the other rewards."""
     np.testing.assert_array_equal(group_advantages([1, 0, 0, 0], by="mean"), [0.75, -0.25, -0.25, -0.25])
     np.testing.assert_allclose(
         group_advantages([1, 0, 0, 0], by="leave_one_out"), [1, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6
@@ -35,7 +35,7 @@ def test_by_mean_and_leave_one_out() -> None:
 
 @given(rewards=GROUPS, by=st.sampled_from(["std", "mean", "leave_one_out"]))
 def test_a_group_depends_on_itself_alone(rewards: np.ndarray, by: str) -> None:
-    """Each group's are those that it has alone, sum to zero, order answers as rewards do, and ignore a constant."""
+    """The advantages of a group depend only on its rewards, sum to zero, keep their order and ignore a constant."""
     found = group_advantages(rewards, by=by)  # type: ignore[arg-type]
 
     assert found.shape == rewards.shape
@@ -50,13 +50,13 @@ def test_a_group_depends_on_itself_alone(rewards: np.ndarray, by: str) -> None:
 @pytest.mark.parametrize("by", ["std", "mean", "leave_one_out"])
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [3.3], [[0.1] * 3, [1e9] * 3]])
 def test_groups_without_signal_are_exactly_zero(rewards: list[float], by: str) -> None:
-    """Also where the mean of equal rewards is rounded, and for a single answer; they can be left out."""
+    """The advantages of equal rewards are exactly zero, also if their mean is rounded or the group has one reward."""
     assert not group_advantages(rewards, by=by, eps=0.0).any()  # type: ignore[arg-type]
     assert not has_signal(rewards).any()
 
 
 def test_signal_picks_groups() -> None:
-    """As a mask over stacked groups, and as the condition of one."""
+    """`has_signal` is a mask over stacked groups, or a boolean for one group."""
     rewards = np.array([[0, 0, 0], [0, 1, 0], [1, 1, 1]])
 
     assert rewards[has_signal(rewards)].tolist() == [[0, 1, 0]]
@@ -75,7 +75,7 @@ def test_signal_picks_groups() -> None:
     ],
 )
 def test_what_is_refused(rewards: object, message: str) -> None:
-    """With the place, the problem and what is allowed, by both."""
+    """Both functions reject invalid rewards with an error that names the position, the value and the allowed values."""
     with pytest.raises(PackError, match=message):
         group_advantages(rewards)  # type: ignore[arg-type]
     with pytest.raises(PackError, match=message):
@@ -83,7 +83,7 @@ def test_what_is_refused(rewards: object, message: str) -> None:
 
 
 def test_options_are_refused() -> None:
-    """Another way, or another eps."""
+    """An unknown `by` or a negative `eps` is an error."""
     with pytest.raises(PackError, match="by is 'grpo'; allowed: std, mean, leave_one_out"):
         group_advantages([0, 1], by="grpo")  # type: ignore[arg-type]
     with pytest.raises(PackError, match=r"eps is -1.0; allowed"):

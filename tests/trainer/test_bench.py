@@ -1,4 +1,4 @@
-"""What `bench.trainer` compares is the same work: all ways give the same tensors."""
+"""The formats that `bench.trainer` compares yield the same tensors."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ HTTP = [name for name in WAYS if not name.startswith("rollbus")]
 @pytest.mark.parametrize("ours", ["rollbus-streamed", "rollbus-merged"])
 @pytest.mark.parametrize("theirs", HTTP)
 def test_all_ways_give_the_same_tensors(ours: str, theirs: str, num_tokens: int, num_prompt: int) -> None:
-    """Bit for bit, whatever the lengths."""
+    """All formats yield the same tensors bit for bit, for all tested lengths."""
     rollout = make_rollout(num_tokens, num_prompt)
     batch, tensors = (WAYS[name].read(rollout.prompt, WAYS[name].write(rollout)) for name in (ours, theirs))
     assert isinstance(batch, MicroBatch)
@@ -29,7 +29,7 @@ def test_all_ways_give_the_same_tensors(ours: str, theirs: str, num_tokens: int,
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "loss_mask", "advantages", "logprobs", "routed_experts"])
 def test_a_difference_is_noticed(name: str) -> None:
-    """The comparison looks at every tensor."""
+    """The comparison finds a difference in any tensor."""
     rollout = make_rollout(40, 20)
     batch, tensors = (WAYS[way].read(rollout.prompt, WAYS[way].write(rollout)) for way in ("rollbus-merged", "json"))
     assert isinstance(batch, MicroBatch)
@@ -40,7 +40,7 @@ def test_a_difference_is_noticed(name: str) -> None:
 
 
 def test_a_frame_per_token_or_merged() -> None:
-    """The two ways to write frames are as far apart as they are called."""
+    """Streamed rollouts have at least a frame per token, and merged rollouts have fewer than 10 frames."""
     rollout = make_rollout(900, 400)
     assert len(WAYS["rollbus-streamed"].write(rollout)) >= 500
     assert len(WAYS["rollbus-merged"].write(rollout)) < 10
@@ -48,7 +48,7 @@ def test_a_frame_per_token_or_merged() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_holds_the_tensors(tmp_path: Path) -> None:
-    """Messages pass a file unchanged, and a process of its own says what it took to read them."""
+    """Messages pass through a file unchanged, and a separate process measures the peak memory of reading them."""
     rollout, way = make_rollout(8000, 7900), "rollbus-merged"
     messages = WAYS[way].write(rollout)
     write_messages(tmp_path / "messages", messages)
@@ -58,7 +58,7 @@ def test_the_peak_holds_the_tensors(tmp_path: Path) -> None:
 
 
 def test_conversations_are_stitched_and_packed_whole() -> None:
-    """No prediction is lost."""
+    """Stitching and packing keep each prediction of a conversation."""
     batches = stitch_and_pack([make_conversation(index, 100) for index in range(5)])
     assert sum(int((batch.sample_indices >= 0).sum()) for batch in batches) == 5 * 99
     assert all(batch.input_ids.shape[1] <= MAX_TOKENS for batch in batches)
@@ -67,7 +67,7 @@ def test_conversations_are_stitched_and_packed_whole() -> None:
 
 
 def test_what_lies_on_a_line_is_linear_and_else_it_says_by_how_much_it_does_not() -> None:
-    """Seconds that follow the bytes are off by nothing, and those that grow with their square by much."""
+    """The linear fit has no error for linear times, and a large error for times that grow quadratically."""
     sizes = [50.0, 100.0, 200.0, 400.0]
     straight = check_linear(sizes, [3 * size + 7 for size in sizes])
     assert straight["ms_per_mb"] == pytest.approx(3)

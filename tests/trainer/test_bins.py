@@ -1,4 +1,4 @@
-"""Best-fit decreasing, as its definition says, in less than quadratic time."""
+"""Best-fit decreasing bin packing matches its definition and needs less than quadratic time."""
 
 import heapq
 import math
@@ -13,7 +13,7 @@ from rollbus.trainer.bins import fit
 
 
 def naive_fit(sizes: list[int], capacity: int, max_items: int | None) -> list[list[int]]:
-    """Best-fit decreasing word for word: look at every bin for every item."""
+    """Implement best-fit decreasing by its definition, with a scan of all bins for each item."""
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         rooms = [(capacity - sum(sizes[i] for i in members), at) for at, members in enumerate(bins)]
@@ -27,12 +27,12 @@ def naive_fit(sizes: list[int], capacity: int, max_items: int | None) -> list[li
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60), st.none() | st.integers(1, 4))
 def test_it_is_best_fit_decreasing(sizes: list[int], capacity: int, max_items: int | None) -> None:
-    """The heaps find the same bin as a look at all bins does, ties included."""
+    """The heap implementation chooses the same bins as a scan of all bins, also with ties."""
     assert fit(sizes, capacity, max_items) == naive_fit(sizes, capacity, max_items)
 
 
 def test_examples() -> None:
-    """Full bins where they exist, equal items in order, and nothing from nothing."""
+    """Bins are full if possible, equal items keep their order, and an item above the capacity is an error."""
     assert fit([5, 5, 3, 7, 2, 8], 10) == [[4, 5], [2, 3], [0, 1]]
     assert fit([1, 1, 1], 1) == [[0], [1], [2]]
     assert fit([5, 5, 3, 7, 2, 8], 20, 2) == [[3, 5], [0, 1], [2, 4]]
@@ -42,7 +42,7 @@ def test_examples() -> None:
 
 
 def test_work_is_n_log_n(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each item costs four heap operations at most, however many bins there are; none is lost."""
+    """Each item needs at most four heap operations, regardless of the number of bins, and no item is lost."""
     count, operations = 10_000, 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

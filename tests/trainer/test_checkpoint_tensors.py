@@ -1,4 +1,4 @@
-"""Rule: a model's tensors have the checkpoint's names and the bytes that `save_pretrained` writes, or are refused."""
+"""Rule: a model's tensors have the checkpoint's names and the bytes of `save_pretrained`, or raise an error."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.tiny_families import FAMILIES, make_family
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a folder."""
+    """Return all tensors of a folder."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -23,7 +23,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Fail at the first name, dtype, shape or byte that differs."""
+    """Assert that both have the same names, dtypes, shapes and bytes."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -31,13 +31,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def load(folder: Path) -> Any:
-    """Load a model as its checkpoint has it."""
+    """Load a model with the dtype of its checkpoint."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tensors_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
-    """Equal what `save_pretrained` writes, for MoE, dense and tied models, after a change of the weights too."""
+    """The tensors equal those of `save_pretrained` for MoE, dense and tied models, also after a weight change."""
     folder = make_family(tmp_path / "first", family, seed=1)
     model = load(folder)
     assert_equal(dict(checkpoint_tensors(model, folder)), read(folder))
@@ -49,7 +49,7 @@ def test_the_tensors_are_those_of_the_checkpoint(family: str, tmp_path: Path) ->
 
 
 def test_small_files_have_the_same_tensors(tmp_path: Path) -> None:
-    """Names come from all files of a folder."""
+    """The tensors of a checkpoint with several files have the names of all its files."""
     model = load(make_family(tmp_path / "one", "mixtral", seed=1))
     model.save_pretrained(tmp_path / "many", max_shard_size="200KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
@@ -57,7 +57,7 @@ def test_small_files_have_the_same_tensors(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_that_the_checkpoint_has_twice_comes_twice(tmp_path: Path) -> None:
-    """As the index has it."""
+    """A tied weight is yielded under both names if the checkpoint stores both."""
     from safetensors.torch import save_file
 
     folder = make_family(tmp_path, "qwen2-tied", seed=1)
@@ -70,7 +70,7 @@ def test_a_tied_weight_that_the_checkpoint_has_twice_comes_twice(tmp_path: Path)
 
 
 def test_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    """The message has the first name that differs."""
+    """A model that does not fit the checkpoint is rejected with the first differing name."""
     model = load(make_family(tmp_path / "llama", "llama", seed=1))
     gpt2 = make_family(tmp_path / "gpt2", "gpt2", seed=1)
     with pytest.raises(CheckpointMismatch, match=r"the model has lm_head\.weight, which is not in"):
@@ -80,7 +80,7 @@ def test_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_elsewhere_are_refused_by_name(tmp_path: Path) -> None:
-    """A model on no device has no content."""
+    """A model on the meta device is rejected, because its weights have no content."""
     model = load(make_family(tmp_path, "llama", seed=1)).to("meta")
     with pytest.raises(CheckpointMismatch, match=r"model\.embed_tokens\.weight is a slice, or not in"):
         dict(checkpoint_tensors(model))

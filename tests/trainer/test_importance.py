@@ -1,4 +1,4 @@
-"""Importance weights and KL estimates, against the formulas written out in numpy."""
+"""Importance weights and KL estimates equal the formulas in plain Python and numpy."""
 
 import math
 from typing import Any
@@ -18,14 +18,14 @@ RATIOS = [1.0, math.exp(2.0), math.exp(-1.0), 0.0, math.exp(0.5)]
 
 @pytest.mark.parametrize("cap", [1.0, 2.0, math.inf])
 def test_token_weights(cap: float) -> None:
-    """min(exp(trainer - sampler), cap); 0 where nothing is trained, even if NaN stands there."""
+    """A token's weight is min(exp(trainer - sampler), cap), and 0 where the mask is off, even for NaN."""
     weights = importance_weights(TRAINER, SAMPLER, MASK, cap=cap)
 
     assert weights[0].tolist() == pytest.approx([min(ratio, cap) for ratio in RATIOS])
 
 
 def test_sequence_weights() -> None:
-    """The product of a sequence's ratios, truncated once: of each segment of a packed row."""
+    """A sequence's weight is the product of its ratios, truncated once; each segment of a packed row is a sequence."""
     packed = importance_weights(
         TRAINER, SAMPLER, MASK, level="sequence", cap=4.0, cu_seqlens=torch.tensor([0, 1, 3, 5], dtype=torch.int32)
     )
@@ -38,7 +38,7 @@ def test_sequence_weights() -> None:
 
 
 def test_sequence_weights_of_a_micro_batch() -> None:
-    """Each sample has its own weight, as if it were alone in its batch; padding is a segment that weighs nothing."""
+    """Each sample of a batch has its own weight, and padding has weight 0."""
     given_samples = [sample_of(size, first=2) for size in (7, 4, 9)]
     (batch,) = pack(given_samples, max_tokens=32, pad_to_multiple_of=32)
     trainer = batch.sampler_logprobs - 0.01 * torch.arange(32) * batch.loss_mask
@@ -56,14 +56,14 @@ def test_sequence_weights_of_a_micro_batch() -> None:
 
 
 def test_segment_indices() -> None:
-    """Each position is in the segment whose bounds hold it."""
+    """Each position belongs to the segment whose bounds contain it."""
     assert segment_indices(torch.tensor([0, 2, 3, 6]), 6).tolist() == [0, 0, 1, 2, 2, 2]
     assert segment_indices(torch.tensor([0, 4]), 4).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("trainer_says", [-9.0, -math.inf])
 def test_a_sampler_that_says_never(trainer_says: float) -> None:
-    """A sampler's logprob of -inf weighs `cap`, at both levels; the KL is infinite, not NaN, so that it is seen."""
+    """A sampler logprob of -inf gives the weight `cap` at both levels, and an infinite KL instead of NaN."""
     sampler, mask = torch.tensor([[-1.0, -math.inf]]), torch.tensor([[True, True]])
     trainer = torch.tensor([[-1.0, trainer_says]])
     whole = torch.tensor([0, 2])
@@ -75,7 +75,10 @@ def test_a_sampler_that_says_never(trainer_says: float) -> None:
 
 
 def test_both_sides_say_never_of_different_tokens() -> None:
-    """The sampler's -inf settles its sequence and the KL; a trainer's alone weighs 0; a NaN is never hidden."""
+    """A sampler's -inf gives its sequence the weight `cap` and an infinite KL.
+
+    A trainer's -inf alone gives weight 0, and a NaN stays visible.
+    """
     sampler = torch.tensor([[-math.inf, -1.0, -1.0, -1.0, -math.inf]])
     trainer = torch.tensor([[-1.0, -math.inf, -math.inf, -1.0, math.nan]])
     mask, bounds = torch.ones(1, 5, dtype=torch.bool), torch.tensor([0, 2, 4, 5])
@@ -92,7 +95,7 @@ def test_both_sides_say_never_of_different_tokens() -> None:
 
 
 def test_no_gradient_flows_through_weights() -> None:
-    """A weight is a number to multiply by; gradients come through what it multiplies."""
+    """Importance weights and KL estimates carry no gradient."""
     trainer = SAMPLER.clone().requires_grad_()
 
     assert not importance_weights(trainer, SAMPLER, MASK).requires_grad
@@ -100,14 +103,14 @@ def test_no_gradient_flows_through_weights() -> None:
 
 
 def test_low_precision_is_computed_in_float32() -> None:
-    """The difference of two bfloat16 logprobs is not rounded to bfloat16 again."""
+    """The difference of two bfloat16 logprobs is computed in float32."""
     trainer, sampler = torch.tensor([[-100.0]], dtype=torch.bfloat16), torch.tensor([[-100.125]])
 
     assert importance_weights(trainer, sampler, torch.tensor([[True]])).item() == pytest.approx(math.exp(0.125))
 
 
 def test_kl_estimators() -> None:
-    """k1 is the mean of -d, k3 that of exp(d) - 1 - d, over trained tokens only."""
+    """Over the trained tokens k1 is the mean of -d, and k3 is the mean of exp(d) - 1 - d."""
     d = np.array([0.0, 2.0, -1.0, 0.5])
 
     assert sampler_kl(TRAINER, SAMPLER, MASK, estimator="k1").item() == pytest.approx(float(np.mean(-d)))
@@ -116,7 +119,7 @@ def test_kl_estimators() -> None:
 
 
 def test_kl_estimates_the_kl() -> None:
-    """Over many draws from the sampler, both come to the exact KL(sampler || trainer), k3 with less noise."""
+    """For many samples k1 and k3 approach the exact KL(sampler || trainer), and k3 has less noise."""
     sampler = torch.log_softmax(torch.linspace(-1, 1, 8), 0)
     trainer = torch.log_softmax(torch.linspace(-0.6, 1.2, 8), 0)
     exact = float((sampler.exp() * (sampler - trainer)).sum())
@@ -129,7 +132,7 @@ def test_kl_estimates_the_kl() -> None:
 
 
 def test_small_kl_is_not_rounded_away() -> None:
-    """Ratios of one ten-thousandth, as between bfloat16 kernels, give their KL of 5e-9 in float32 too."""
+    """In float32 a logprob difference of 1e-4, as between bfloat16 kernels, gives the correct KL of 5e-9."""
     d = torch.full((1, 4), 1e-4)
 
     assert sampler_kl(d, torch.zeros(1, 4), d > 0).item() == pytest.approx(5e-9, rel=0.05)
@@ -147,7 +150,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_arguments_are_named(wrong: str) -> None:
-    """Shapes that would broadcast into something else, and words that mean nothing, are errors."""
+    """Shapes that would broadcast incorrectly and unknown option values are errors."""
     arguments, message = WRONG[wrong]
     right = {"trainer_logprobs": TRAINER, "sampler_logprobs": SAMPLER, "loss_mask": MASK}
 

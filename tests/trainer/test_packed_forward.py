@@ -1,4 +1,4 @@
-"""Whether samples that share a row of a Hugging Face MoE get the logprobs that each gets alone, by family."""
+"""The logprobs of packed samples equal the logprobs of each sample alone, depending on the model family."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,27 +12,27 @@ from tests.trainer.builders import sample_of
 from tests.trainer.replay_models import FAMILIES, RECURRENT, build
 
 SIZES = (6, 2, 9, 2, 2, 5)
-"""Samples of one prediction stand between others, where only a restart of positions shows that they begin."""
+"""Samples of one prediction lie between others: only the restarted positions mark their beginning."""
 
 
 APART = [family for family in FAMILIES if family != "gpt_oss"]
 
 
 def spoken(sizes: tuple[int, ...] = SIZES) -> list[Sample]:
-    """Samples of random tokens."""
+    """Return samples of random tokens."""
     random = np.random.default_rng(0)
     return [sample_of(size, routed=None, token_ids=random.integers(3, 50, size).astype(np.int32)) for size in sizes]
 
 
 def target_logprobs(model: torch.nn.Module, batch: MicroBatch, **inputs: Any) -> torch.Tensor:
-    """f32[T]: of each target."""
+    """Return the logprob of each target, f32[T]."""
     with torch.no_grad():
         logits = model(**(batch.model_inputs() | inputs)).logits[0].float()
     return -torch.nn.functional.cross_entropy(logits, batch.target_ids[0], reduction="none")
 
 
 def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]] = lambda _: {}) -> float:
-    """How far logprobs of packed and padded samples are from those of each alone, without any mask of ours."""
+    """Return the largest difference between the logprobs of packed, padded samples and those of each sample alone."""
     samples = spoken()
     (batch,) = pack(samples, max_tokens=64, pad_to_multiple_of=32)
     packed = target_logprobs(model, batch, **inputs(batch))
@@ -49,7 +49,7 @@ def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", APART)
 def test_packed_samples_do_not_see_each_other(family: str, attention: str, training: bool) -> None:
-    """With `model_inputs`, or with `attention_mask`, packed and padded logprobs are those of each sample alone."""
+    """With `model_inputs` or `attention_mask`, packed, padded samples have the logprobs of each sample alone."""
     model = build(family, attn_implementation=attention).train(training)
     (batch,) = pack(spoken(), max_tokens=64)
 
@@ -61,7 +61,10 @@ def test_packed_samples_do_not_see_each_other(family: str, attention: str, train
 
 @pytest.mark.slow
 def test_without_model_inputs_samples_do_see_each_other() -> None:
-    """Why `use_cache` is False: with transformers' default a sample sees those before it, and nothing says so."""
+    """With `use_cache`, the default of transformers, a packed sample silently attends to earlier samples.
+
+    `model_inputs` therefore sets it to False.
+    """
     model = build("qwen3_moe", attn_implementation="sdpa")
     (batch,) = pack(spoken(), max_tokens=64)
 
@@ -73,7 +76,10 @@ def test_without_model_inputs_samples_do_see_each_other() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECURRENT)
 def test_families_for_one_sample_in_a_micro_batch(family: str) -> None:
-    """A state that layers carry along crosses from sample to sample, whatever the mask; alone, samples are right."""
+    """The state of recurrent layers leaks between packed samples despite any mask.
+
+    So a batch is correct only with a single sample.
+    """
     model = build(family)
     (batch,) = pack(spoken(), max_tokens=64)
 
@@ -85,7 +91,7 @@ def test_families_for_one_sample_in_a_micro_batch(family: str) -> None:
 
 @pytest.mark.slow
 def test_gpt_oss_needs_its_masks() -> None:
-    """gpt-oss reads nothing from `position_ids`; a mask for each of its kinds of layers keeps samples apart."""
+    """gpt-oss ignores `position_ids`; one mask for each kind of attention layer separates the samples."""
     model = build("gpt_oss", sliding_window=4)
     (batch,) = pack(spoken(), max_tokens=64)
 
@@ -107,7 +113,7 @@ def test_gpt_oss_needs_its_masks() -> None:
 
 @pytest.mark.slow
 def test_sliding_windows() -> None:
-    """A window is kept with `model_inputs`; a mask has to bring it."""
+    """`model_inputs` keeps a sliding window; an explicit mask must contain the window."""
     model = build("mixtral", sliding_window=4)
 
     assert off_by(model) < 1e-5
@@ -117,7 +123,7 @@ def test_sliding_windows() -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_checked() -> None:
-    """One segment alone shows nothing."""
+    """A batch with only one segment cannot be checked."""
     (batch,) = pack(spoken((5,)), max_tokens=64)
 
     with pytest.raises(PackError, match="one segment; allowed: two"):
@@ -125,7 +131,10 @@ def test_what_cannot_be_checked() -> None:
 
 
 def test_attention_mask_is_causal_within_samples() -> None:
-    """Zero where a position may look, the dtype's lowest number elsewhere; padding sees padding only."""
+    """The mask is 0 where a position may attend, and the dtype's lowest value elsewhere.
+
+    Padding attends only to padding.
+    """
     (batch,) = pack(spoken((3, 3)), max_tokens=8, pad_to_multiple_of=8)
 
     mask = attention_mask(batch, dtype=torch.bfloat16)
@@ -145,7 +154,7 @@ def test_attention_mask_is_causal_within_samples() -> None:
 
 
 def test_attention_mask_with_a_window() -> None:
-    """Each position sees as many as the window has, itself included."""
+    """With a sliding window each position attends to this number of positions, including itself."""
     (batch,) = pack(spoken((4, 5)), max_tokens=8)
 
     assert (attention_mask(batch, sliding_window=2) == 0)[0, 0].int().tolist() == [

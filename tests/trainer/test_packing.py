@@ -1,4 +1,4 @@
-"""Micro-batches hold what the samples held, each entry at its prediction, and padding that is not mistaken for data."""
+"""Micro-batches hold exactly the entries of the samples, each at its prediction, and padding that differs from data."""
 
 import itertools
 import tracemalloc
@@ -15,7 +15,7 @@ from tests.trainer.builders import rows_of, sample_of, samples
 
 
 def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
-    """Every prediction is that of its sample, every other entry is padding; returns the samples that are there."""
+    """Assert that each prediction equals its sample's and other entries are padding; return the sample indices."""
     (indices,) = batch.sample_indices.tolist()
     bounds = batch.cu_seqlens.tolist()
     assert (bounds[0], bounds[-1]) == (0, len(indices))
@@ -61,7 +61,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
 def test_everything_is_there_once(
     given_samples: list[Sample], multiples: int, multiple: int, max_samples: int | None
 ) -> None:
-    """Any samples, packed with truncation and routing apart: each is in one batch, whole or its first predictions."""
+    """With truncation and separated routed experts, each sample is in exactly one batch, whole or cut at its end."""
     max_tokens = multiples * multiple
     batches = pack(
         given_samples,
@@ -90,7 +90,7 @@ DTYPES = {
 
 @pytest.mark.parametrize(("routed", "dtype"), [("u1", torch.int16), ("u2", torch.int32), (None, None)])
 def test_all_tensors_are_writable_and_the_batchs_own(routed: str | None, dtype: torch.dtype | None) -> None:
-    """From read-only memory too, as bytes from a wire are, a step may write into every tensor without harm."""
+    """Each tensor is writable and owned by the batch, even if the samples are read-only like received bytes."""
     sample = sample_of(9, routed=routed)
     arrays = [sample.token_ids, sample.loss_mask, sample.logprobs, sample.weight_versions]
     before = [array.copy() for array in arrays]
@@ -114,7 +114,7 @@ def test_all_tensors_are_writable_and_the_batchs_own(routed: str | None, dtype: 
 
 @pytest.mark.proves("P23")
 def test_padding_is_not_expert_0() -> None:
-    """A row of expert 0 stays 0, the highest ids of both dtypes stay what they are, and only padding is -1."""
+    """Expert 0 stays 0, the highest ids of both dtypes keep their values, and only padding is -1."""
     for dtype, highest in ((np.uint8, 255), (np.uint16, 65535)):
         rows = np.array([[[0, highest]], [[highest, 0]]], dtype)
         (batch,) = pack([sample_of(3, routed_experts=rows)], max_tokens=4, pad_to_multiple_of=4)
@@ -123,7 +123,7 @@ def test_padding_is_not_expert_0() -> None:
 
 
 def test_u1_and_u2_samples_share_a_batch() -> None:
-    """Where one sample has wide ids, all batches are wide, and no id is cut."""
+    """If one sample has wide ids, all batches are wide, and no id is cut."""
     wide = rows_of(4, dtype="u2")
     wide[0, 0] = [300, 301, 302]
 
@@ -135,7 +135,10 @@ def test_u1_and_u2_samples_share_a_batch() -> None:
 
 
 def test_samples_without_routing() -> None:
-    """They are refused or put apart, by choice; none is needed where no sample has any, or where nothing trains."""
+    """Samples without routed experts are rejected or separated, as chosen.
+
+    They are accepted if no sample has routed experts, or if they train no token.
+    """
     routed, bare = sample_of(5), sample_of(5, routed=None)
     untrained = sample_of(4, first=4, routed=None)
 
@@ -154,7 +157,7 @@ def test_samples_without_routing() -> None:
 
 
 def test_a_missing_row_is_refused_only_where_it_is_needed() -> None:
-    """Positions before `start` have no row: fine in a prompt, an error that names the position where one trains."""
+    """Positions before `start` have no row. A prompt allows this; a trained position without a row is an error."""
     pack([sample_of(9, start=3, first=4)], max_tokens=100)
 
     with pytest.raises(PackError) as caught:
@@ -187,7 +190,7 @@ WRONG: dict[str, tuple[list[Sample], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_packed_is_named(wrong: str) -> None:
-    """The error names the sample or option, and what is allowed."""
+    """The error names the sample or option and the allowed values."""
     given_samples, options, message = WRONG[wrong]
 
     with pytest.raises(PackError) as caught:
@@ -198,7 +201,7 @@ def test_what_cannot_be_packed_is_named(wrong: str) -> None:
 
 
 def test_truncation_keeps_tokens_and_rows_together() -> None:
-    """A sample cut to 6 predictions has the first 6 inputs, their targets, and their rows, with start and without."""
+    """A sample cut to 6 predictions keeps the first 6 inputs, targets and rows, with and without `start`."""
     for start in (0, 2, 8):
         sample = sample_of(12, start=start, first=9)
         (batch,) = pack([sample], max_tokens=6, too_long="truncate")
@@ -208,7 +211,7 @@ def test_truncation_keeps_tokens_and_rows_together() -> None:
 
 
 def test_packing_is_deterministic() -> None:
-    """The same samples give the same batches; equal samples stay in order."""
+    """The same samples always give the same batches, and equal samples keep their order."""
     given_samples = [sample_of(size) for size in (5, 3, 5, 9, 2, 5)]
 
     members = [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=8)]
@@ -218,7 +221,7 @@ def test_packing_is_deterministic() -> None:
 
 
 def test_max_samples() -> None:
-    """At most so many share a batch, though more would fit: the same ones each time, those apart for routing too."""
+    """`max_samples` limits the samples of each batch, also of separated ones, and the batches are reproducible."""
     given_samples = [sample_of(size) for size in (5, 3, 5, 9, 2, 5)]
 
     def members(limit: int) -> list[list[int]]:
@@ -231,12 +234,12 @@ def test_max_samples() -> None:
 
 
 def test_any_iterable_of_samples_is_packed() -> None:
-    """A generator is read once."""
+    """Packing reads a generator of samples once."""
     assert len(pack((sample_of(size) for size in (5, 6)), max_tokens=5)) == 2
 
 
 def test_logprobs_are_finite_where_nothing_is_trained() -> None:
-    """`(new - sampler) * mask` is a number: what is not trained has 0.0, NaN and -inf in the sample or not."""
+    """Untrained entries have logprob 0.0 even for NaN or -inf, so `(new - sampler) * mask` is a number."""
     logprobs = np.array([np.nan, np.nan, -np.inf, -1, -np.inf], np.float32)
     (batch,) = pack([sample_of(5, first=3, logprobs=logprobs)], max_tokens=4)
 
@@ -244,7 +247,7 @@ def test_logprobs_are_finite_where_nothing_is_trained() -> None:
 
 
 def test_the_trainers_default_device_is_not_asked() -> None:
-    """Batches are built in memory that numpy can write to, also where new tensors go elsewhere."""
+    """Batches are built in CPU memory, also if the default device is another device."""
     with torch.device("meta"):
         (batch,) = pack([sample_of(5)], max_tokens=8, pad_to_multiple_of=8)
 
@@ -252,7 +255,7 @@ def test_the_trainers_default_device_is_not_asked() -> None:
 
 
 def test_rows_are_copied_once() -> None:
-    """Packing allocates the tensors and nothing else of their size: the wire's array goes straight into them."""
+    """Packing copies the rows once, directly into the tensors, and allocates no other array of their size."""
     sample = sample_of(2001, routed_experts=rows_of(2000, layers=8, top_k=4))
     assert sample.routed_experts is not None
     tracemalloc.start()
@@ -262,13 +265,13 @@ def test_rows_are_copied_once() -> None:
     finally:
         tracemalloc.stop()
 
-    # torch's own memory is not traced: what is, is what numpy and Python allocate on the way.
+    # tracemalloc does not see torch's memory, only the allocations of numpy and Python.
     assert batch.routed_experts is not None
     assert peak < sample.routed_experts.nbytes
 
 
 def test_repr_and_moves() -> None:
-    """A batch shows sizes only, and moves with all its tensors."""
+    """The repr of a batch shows only sizes, and `to` moves all tensors."""
     (batch,) = pack([sample_of(9), sample_of(4)], max_tokens=16, pad_to_multiple_of=4)
 
     assert repr(batch) == "<MicroBatch predictions=12 segments=3 rows=torch.int16 1x12x2x3>"

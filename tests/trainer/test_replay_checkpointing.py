@@ -1,4 +1,4 @@
-"""Replay under gradient checkpointing, which computes layers a second time in the backward pass."""
+"""Replay with gradient checkpointing, which computes layers a second time in the backward pass."""
 
 import warnings
 from typing import Any
@@ -21,24 +21,24 @@ ROWS = random_rows(11, 3)
 
 
 def checkpointed(*, reentrant: bool) -> Any:
-    """A model that checkpoints its layers."""
+    """Return a model that checkpoints its layers."""
     model = build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    # Reentrant checkpoints compute no gradients for inputs that need none.
+    # Reentrant checkpoints compute no gradients if no input requires a gradient.
     model.enable_input_require_grads()
     return model
 
 
 def loss_of(model: Any) -> Any:
-    """A loss that depends on every layer."""
+    """Return a loss that depends on each layer."""
     return model(input_ids=tokens(11)).logits.logsumexp(dim=-1).sum()
 
 
 @both_kinds
 def test_checkpoints_change_nothing(reentrant: bool) -> None:
-    """Layers that are computed twice use the given experts both times."""
+    """Recomputed layers use the given experts both times."""
     model = build()
     with replay(model, ROWS):
         expected = run(model)
@@ -50,7 +50,7 @@ def test_checkpoints_change_nothing(reentrant: bool) -> None:
 
 @both_kinds
 def test_backward_after_the_block_is_refused(reentrant: bool) -> None:
-    """A block does not end between a pass with checkpointing and its backward pass."""
+    """A replay block raises an error if it ends between a checkpointed forward pass and its backward pass."""
     model = checkpointed(reentrant=reentrant)
     with pytest.raises(ReplayError, match=r"Call backward\(\) inside the block"), replay(model, ROWS):
         loss_of(model)
@@ -65,7 +65,7 @@ def test_backward_after_the_block_is_refused(reentrant: bool) -> None:
 
 @both_kinds
 def test_a_backward_pass_counts_for_its_forward_pass_only(reentrant: bool) -> None:
-    """Layers that one pass computes again and again do not hide that another one's backward pass is missing."""
+    """Repeated recomputation for one forward pass does not hide the missing backward pass of another forward pass."""
     model = checkpointed(reentrant=reentrant)
     embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
 
@@ -93,7 +93,7 @@ def test_a_backward_pass_counts_for_its_forward_pass_only(reentrant: bool) -> No
 
 @both_kinds
 def test_late_backward_is_refused_after_any_end(reentrant: bool) -> None:
-    """What was computed in a block that an exception ended is not computed again with another routing."""
+    """After an exception has ended a block, a late backward pass fails instead of using other experts."""
     model = checkpointed(reentrant=reentrant)
     block = replay(model, ROWS)
     block.__enter__()
@@ -105,7 +105,7 @@ def test_late_backward_is_refused_after_any_end(reentrant: bool) -> None:
 
 @both_kinds
 def test_checkpoints_around_the_model_are_seen(reentrant: bool) -> None:
-    """A checkpoint that a trainer puts around a whole model counts as the model's own would."""
+    """A checkpoint around the whole model counts like a checkpoint of the model's layers."""
     model = build()
     embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
 
@@ -119,7 +119,7 @@ def test_checkpoints_around_the_model_are_seen(reentrant: bool) -> None:
 
 
 def test_without_checkpoints_backward_may_come_later() -> None:
-    """Without checkpointing nothing is computed again, and a block may end before the backward pass."""
+    """Without checkpointing a block may end before the backward pass, because nothing is recomputed."""
     model = build()
     with replay(model, ROWS):
         expected = run(model)
@@ -133,7 +133,7 @@ def test_without_checkpoints_backward_may_come_later() -> None:
 
 @both_kinds
 def test_passes_without_gradients_need_no_backward(reentrant: bool) -> None:
-    """Log-probabilities may be computed under no_grad, or of a frozen model, in training mode too."""
+    """Forward passes under `no_grad` or of a frozen model need no backward pass, also in training mode."""
     model = checkpointed(reentrant=reentrant)
     with replay(model, ROWS), torch.no_grad():
         loss_of(model)
@@ -144,7 +144,7 @@ def test_passes_without_gradients_need_no_backward(reentrant: bool) -> None:
 
 
 def test_frozen_lower_layers_are_not_waited_for() -> None:
-    """Layers below which nothing is trained are never computed again, and need not be."""
+    """A block does not wait for the recomputation of frozen lower layers, which never occurs."""
     model = checkpointed(reentrant=False)
     model.disable_input_require_grads()
     model.get_input_embeddings().requires_grad_(False)
@@ -155,7 +155,7 @@ def test_frozen_lower_layers_are_not_waited_for() -> None:
 
 
 def test_an_error_in_the_block_stays_that_error() -> None:
-    """An exception is not covered by the complaint that no backward pass came."""
+    """An exception in the block is raised unchanged, without an error about the missing backward pass."""
     model = checkpointed(reentrant=False)
     with pytest.raises(ZeroDivisionError), replay(model, ROWS):
         loss_of(model).div_(1 // 0)

@@ -1,7 +1,7 @@
-"""Replay under torch.compile(dynamic=True).
+"""Replay with torch.compile(dynamic=True).
 
-The backend goes through all of torch.compile, with the partitioner that chooses what a backward pass recomputes, but
-for the generated code: that takes minutes on two cores, and replay's operator is opaque to it.
+The backend runs all stages of torch.compile, including the partitioner that chooses the recomputed operations, except
+code generation. Code generation takes minutes on two cores, and it does not look into replay's operator.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from tests.trainer.replay_models import build, difference, random_rows, run, tok
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # torch.compile looks whether a layer's input has a gradient.
+    # torch.compile reads the gradient of a layer's input.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 BACKEND = "aot_eager_decomp_partition"
@@ -34,7 +34,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def test_lengths_and_blocks_share_one_graph() -> None:
-    """Compiled once with replay and once without, a model is right for every length and block, and refuses others."""
+    """Two graphs, with and without replay, serve all lengths and blocks; a wrong number of tokens is an error."""
     from torch._dynamo.utils import counters
 
     model = build(num_layers=1)
@@ -55,7 +55,7 @@ def test_lengths_and_blocks_share_one_graph() -> None:
 
 
 def test_layers_compiled_alone() -> None:
-    """Layers that are each compiled alone share one graph, though each has rows of its own."""
+    """Separately compiled layers share one graph, although each layer has different rows."""
     from torch._dynamo.utils import counters
 
     model = build(num_layers=3)
@@ -71,7 +71,7 @@ def test_layers_compiled_alone() -> None:
 
 
 def test_checkpoints_inside_compiled_code() -> None:
-    """Compiled code recomputes layers with the given experts, and refuses to after the block."""
+    """Compiled code recomputes layers with the given experts inside the block, and raises an error after it."""
     rows = random_rows(11, 1)
     model = build(num_layers=1)
     with warnings.catch_warnings():
@@ -94,7 +94,7 @@ def test_checkpoints_inside_compiled_code() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_around_compiled_code(reentrant: bool) -> None:
-    """A checkpoint around compiled code is seen, and its backward pass required in the block."""
+    """Replay detects a checkpoint around compiled code and requires its backward pass inside the block."""
     model = build(num_layers=1)
     rows = random_rows(11, 1)
     model.model.layers[0].mlp.compile(dynamic=True, backend=BACKEND)

@@ -1,4 +1,4 @@
-"""Replay of models that are wrapped for training on many devices; a group of one process shows that they fit."""
+"""Replay of models that are wrapped for distributed training, in a group of one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    """What the model computes that is not wrapped."""
+    """Return the results of the unwrapped model."""
     model = build(num_layers=2)
     with replay(model, ROWS):
         return run(model)
@@ -40,7 +40,7 @@ def test_distributed_data_parallel(expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("routers_too", [False, True])
 def test_fully_shard(expected: dict[str, torch.Tensor], routers_too: bool) -> None:
-    """Sharded layers, or routers, which change their class for it, compute with the given experts and stay sharded."""
+    """Sharded layers and sharded routers, which change their class, compute with the given experts and stay sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""What replay computes, for each family of models."""
+"""The results of replay for each model family."""
 
 import re
 from pathlib import Path
@@ -28,12 +28,12 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def naive_weights(family: str, router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """The published formula of a family for one token: weights f[K] from logits f[E] and ids i[K]."""
+    """Return the weights f[K] of one token from logits f[E] and ids i[K] by the family's published formula."""
     shares, each = logits.exp() / logits.exp().sum(), 1 / (1 + (-logits).exp())
     scale = float(getattr(router, "routed_scaling_factor", 1))
     match family:
         case "qwen3_moe" | "mixtral" | "gpt_oss" | "granitemoe":
-            # A share among all, renormalised, is a share among the chosen.
+            # Shares among all experts, renormalized, equal shares among the chosen experts.
             return shares[ids] / shares[ids].sum()
         case "qwen3_moe-plain" | "qwen2_moe" | "olmoe":
             return shares[ids]
@@ -49,7 +49,7 @@ def naive_weights(family: str, router: Any, logits: Tensor, ids: Tensor) -> Tens
 @pytest.mark.slow
 @each_family
 def test_own_routing_changes_nothing(family: str) -> None:
-    """In float32, a model that replays its own choice computes the same, forwards and backwards."""
+    """In float32, a model that replays its own choice has the same results in the forward and backward pass."""
     model = build(family)
     expected, rows = run(model, batch=2), own_rows(model, 11, batch=2)
     with replay(model, rows):
@@ -84,7 +84,7 @@ def test_given_experts_are_used(family: str) -> None:
 @pytest.mark.slow
 @each_family
 def test_gradients_reach_the_routers(family: str) -> None:
-    """A router's gradient is what the loss does when its weights move and the experts stay the given ones."""
+    """A router's gradient equals the change of the loss when its weights move and the experts stay fixed."""
     model = build(family, experts_implementation="eager").double()
     routers = [router_of(block) for block in moe_blocks(model)]
     rows = random_rows(7, len(routers))
@@ -97,8 +97,9 @@ def test_gradients_reach_the_routers(family: str) -> None:
         for router in routers:
             weight: Any = router.weight
             assert weight.grad.abs().max() > 0
-            # Along the gradient the loss moves most, well above the noise of the single precision inside some routers;
-            # a random direction may be almost level.
+            # Along the gradient the loss changes most, far above the single-precision noise inside some routers. A
+            # random
+            # direction may be almost flat.
             step = weight.grad * (1e-2 / weight.grad.abs().max())
             slopes = []
             with torch.no_grad():
@@ -113,7 +114,7 @@ def test_gradients_reach_the_routers(family: str) -> None:
 @pytest.mark.slow
 @each_family
 def test_minus_one_leaves_the_choice_to_the_router(family: str) -> None:
-    """A row of -1 is routed by the router, the others as given."""
+    """A row of -1 lets the router choose; other rows use the given experts."""
     model = build(family)
     rows = random_rows(6, len(moe_blocks(model)))
     rows[0, 2:4] = -1
@@ -129,7 +130,7 @@ def test_minus_one_leaves_the_choice_to_the_router(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe-plain"])
 def test_layers_without_experts(family: str) -> None:
-    """Rows of all hidden layers, as vLLM has them, and rows of those with experts alone do the same."""
+    """Rows of all hidden layers, as vLLM returns them, have the same effect as rows of the layers with experts only."""
     model = build(family)
     rows = random_rows(11, 2)
     with_experts = [0, 2] if family == "qwen3_moe-plain" else [1, 2]
@@ -144,7 +145,7 @@ def test_layers_without_experts(family: str) -> None:
 
 @pytest.mark.slow
 def test_every_supported_router_has_its_formula() -> None:
-    """The formula of every router that is said to be supported gives the weights that the router itself gives."""
+    """The formula of each supported router gives the same weights as the router itself."""
     import transformers
 
     sources = {path: path.read_text() for path in Path(transformers.__path__[0], "models").glob("*/modeling_*.py")}

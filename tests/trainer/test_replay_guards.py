@@ -1,4 +1,4 @@
-"""What replay looks at while a model runs, and that nothing of it outlives the block."""
+"""Replay checks the model while it runs, and leaves no trace after the block."""
 
 import copy
 import io
@@ -18,13 +18,13 @@ ROWS = random_rows(11, 2)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A model that each test leaves as it was."""
+    """Return a model, which each test leaves unchanged."""
     return build(num_layers=2)
 
 
 @pytest.fixture
 def doctored(model: Any) -> Iterator[Any]:
-    """The model with a last router of a known name that returns what the routers of transformers 5.0 did."""
+    """Return the model with a last router that returns probabilities as logits, as in transformers 5.0."""
     router = router_of(moe_blocks(model)[1])
     kind = type(router)
 
@@ -39,7 +39,7 @@ def doctored(model: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> None:
-    """A router whose class has a known name and another formula is refused, not replayed with wrong weights."""
+    """A router with a known class name and another formula is rejected instead of replayed with wrong weights."""
     import transformers
 
     message = rf"layers.1.mlp.gate weighs .* of Qwen3MoeTopKRouter \(transformers is {transformers.__version__}\)"
@@ -52,7 +52,7 @@ def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> No
 
 
 def test_copies_made_inside_the_block(model: Any) -> None:
-    """A copy, or a file, of a model inside the block is one of the model, before, while and after it is replayed."""
+    """A copy or saved file of a model made inside the block is a normal model, which can itself be replayed."""
     before = run(model)
     file = io.BytesIO()
     with replay(model, ROWS):
@@ -71,7 +71,7 @@ def test_copies_made_inside_the_block(model: Any) -> None:
 
 
 def test_under_another_default_device(model: Any) -> None:
-    """Where tensors are made by default does not matter, and the model is restored."""
+    """The default device does not affect replay, and the model is restored."""
     before, given = run(model), tokens(11)
     with replay(model, ROWS):
         expected = model(input_ids=given).logits
@@ -81,7 +81,10 @@ def test_under_another_default_device(model: Any) -> None:
 
 
 def test_cuda_graphs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CUDA graph takes up the rows of one block for all: torch.compile leaves the operator out, others raise."""
+    """No CUDA graph captures the rows of a block.
+
+    torch.compile excludes the operator from CUDA graphs, and any other capture raises an error.
+    """
     assert torch.Tag.cudagraph_unsafe in torch.ops.rollbus.replayed_experts.default.tags
     with replay(model, ROWS):
         with monkeypatch.context() as patch:

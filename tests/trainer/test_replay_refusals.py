@@ -1,4 +1,4 @@
-"""What replay refuses, and that it leaves models as they were."""
+"""Replay rejects invalid rows and models, and leaves models unchanged."""
 
 import functools
 import re
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A model that each test leaves as it was."""
+    """Return a model, which each test leaves unchanged."""
     return build(num_layers=2)
 
 
 def changed(place: tuple[int, int, int], ids: list[int], *, dtype: torch.dtype = torch.int16) -> Tensor:
-    """Rows for 5 tokens, with one row changed."""
+    """Return rows for 5 tokens with one changed row."""
     rows = random_rows(5, 2).to(dtype)
     rows[place] = torch.tensor(ids, dtype=dtype)
     return rows
@@ -61,7 +61,7 @@ FAULTS: dict[str, tuple[Tensor, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rows_that_are_not_the_models(model: Any, fault: str) -> None:
-    """Rows of another model, or that no router can have chosen, are refused with their place."""
+    """Rows of another model and rows that no router can have chosen are rejected with their position."""
     rows, message = FAULTS[fault]
     with pytest.raises(ReplayError, match=re.escape(message)), replay(model, rows):
         pass
@@ -69,14 +69,14 @@ def test_rows_that_are_not_the_models(model: Any, fault: str) -> None:
 
 
 def test_no_rows_are_not_own_routing(model: Any) -> None:
-    """A batch without routing does not silently go through the block with another routing than the sampler's."""
+    """A batch without routed experts raises an error instead of using other experts than the worker."""
     with pytest.raises(ReplayError, match="no routed experts"), replay(model, None):
         pass
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_every_integer_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Rows of any integer dtype mean the same."""
+    """Rows of any integer dtype have the same effect."""
     rows = random_rows(11, 2)
     with replay(model, rows):
         expected = run(model)
@@ -85,7 +85,7 @@ def test_every_integer_dtype(model: Any, dtype: torch.dtype) -> None:
 
 
 def test_as_many_rows_as_tokens(model: Any) -> None:
-    """A model that is called with more or fewer tokens than there are rows refuses."""
+    """A forward pass with more or fewer tokens than rows is an error."""
     for batch, num_tokens in ((1, 10), (1, 12), (2, 11)):
         with (
             pytest.raises(ReplayError, match=f"called with {batch * num_tokens} tokens"),
@@ -95,7 +95,7 @@ def test_as_many_rows_as_tokens(model: Any) -> None:
 
 
 def test_blocks_for_one_model_do_not_nest(model: Any) -> None:
-    """A second block for the same model is refused, and the first goes on."""
+    """A second block for the same model is rejected, and the first block continues to work."""
     rows = random_rows(11, 2)
     with replay(model, rows):
         expected = run(model)
@@ -105,7 +105,7 @@ def test_blocks_for_one_model_do_not_nest(model: Any) -> None:
 
 
 def test_two_models_at_a_time(model: Any) -> None:
-    """A policy and its reference may be replayed at the same time."""
+    """Two models, such as a policy and its reference, can be replayed at the same time."""
     other = build("mixtral")
     rows, other_rows = random_rows(11, 2), random_rows(11, 3)
     with replay(model, rows):
@@ -116,7 +116,7 @@ def test_two_models_at_a_time(model: Any) -> None:
 
 
 def test_a_model_is_restored_after_an_error(model: Any) -> None:
-    """However a block ends, the routers are the objects, of the classes, with the state that they were."""
+    """After an error in the block, the routers are the same objects with the same classes and state as before."""
     before, routers = run(model), [router_of(block) for block in moe_blocks(model)]
     classes, states = [type(router) for router in routers], [dict(vars(router)) for router in routers]
     with pytest.raises(ZeroDivisionError), replay(model, random_rows(11, 2)):
@@ -128,7 +128,7 @@ def test_a_model_is_restored_after_an_error(model: Any) -> None:
 
 
 def test_replay_does_not_show_in_checkpoints(model: Any) -> None:
-    """A model that is saved inside a block is saved as it is outside."""
+    """A model saved inside a block has the same state dict keys as outside."""
     expected = model.state_dict()
     with replay(model, random_rows(11, 2)):
         assert model.state_dict().keys() == expected.keys()
@@ -136,7 +136,7 @@ def test_replay_does_not_show_in_checkpoints(model: Any) -> None:
 
 
 def test_models_without_known_routers() -> None:
-    """A dense model and one with a router of another kind are refused, with what is supported."""
+    """A dense model and a model with an unknown router are rejected with a reference to the supported routers."""
 
     class StrangeRouter(nn.Module):
         pass
@@ -150,7 +150,7 @@ def test_models_without_known_routers() -> None:
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_another_router(model: Any) -> None:
-    """What a subclass computes is not known, so its parent's formula is not taken for it."""
+    """A router subclass with its own forward is rejected, because its formula is unknown."""
     router = router_of(moe_blocks(model)[0])
     kind = type(router)
     router.__class__ = type("AnotherRouter", (kind,), {"forward": kind.forward})
@@ -162,14 +162,17 @@ def test_a_subclass_with_a_forward_of_its_own_is_another_router(model: Any) -> N
 
 
 def test_two_stacks_of_layers() -> None:
-    """A model of two stacks of layers has no one row for each layer, and is refused."""
+    """A model with two stacks of layers is rejected, because it has no single row per layer."""
     both = nn.ModuleDict({"policy": build(num_layers=2), "reference": build(num_layers=2)})
     with pytest.raises(ReplayError, match="one stack of layers"):
         replay(both, random_rows(5, 2)).__enter__()
 
 
 def test_a_router_that_is_passed_by(model: Any) -> None:
-    """A block that ends without a call of each router was a mistake, or a kernel did the router's work."""
+    """A block that ends without a call of each router raises an error.
+
+    Either the caller was wrong, or a kernel did the router's work.
+    """
     with pytest.raises(ReplayError, match=r"2 of 2 routers were not called"), replay(model, random_rows(5, 2)):
         pass
     block = moe_blocks(model)[1]
@@ -184,7 +187,7 @@ def test_a_router_that_is_passed_by(model: Any) -> None:
 
 
 def test_wrapped_routers_and_forwards(model: Any) -> None:
-    """Parametrized weights and a forward of the instance, as accelerate sets it, are replayed like any other."""
+    """Routers with parametrized weights or an own forward of the instance (accelerate) are replayed as usual."""
     rows = random_rows(11, 2)
     with replay(model, rows):
         expected = run(model)["logits"]
@@ -201,7 +204,7 @@ def test_wrapped_routers_and_forwards(model: Any) -> None:
 
 
 def test_mixed_precision(model: Any) -> None:
-    """Under autocast and in bfloat16, own routing changes nothing either, and experts are the given ones."""
+    """Under autocast and in bfloat16, replay of the own choice changes nothing, and given experts are used."""
     for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
         precise = build(num_layers=2).to(dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pieces of routed experts, in whatever sizes they come, give the rows that they were cut from."""
+"""Slices of routed experts of any size are stitched to the original rows."""
 
 import tracemalloc
 from typing import Any
@@ -16,7 +16,7 @@ from tests.trainer.builders import rows_of
 
 @st.composite
 def cut(draw: st.DrawFn) -> tuple[int, Rows, list[tuple[int, Rows]]]:
-    """Rows, and pieces of them in order: each from anywhere that leaves no gap, with u1 pieces where ids allow it."""
+    """Draw rows and gapless slices of them; a slice may have dtype u1 if its ids fit."""
     dtype = draw(st.sampled_from(["u1", "u2"]))
     rows = rows_of(draw(st.integers(0, 20)), dtype=dtype, layers=draw(st.integers(1, 3)), top_k=draw(st.integers(1, 4)))
     start = draw(st.integers(0, 1000))
@@ -31,17 +31,17 @@ def cut(draw: st.DrawFn) -> tuple[int, Rows, list[tuple[int, Rows]]]:
 
 
 class Counted(np.ndarray[Any, Any]):
-    """Rows that count how often somebody measures or cuts them."""
+    """Rows that count their length and slice operations."""
 
     looks = 0
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows and count the call."""
         Counted.looks += 1
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """A view."""
+        """Return a view and count the call."""
         Counted.looks += 1
         return super().__getitem__(index)
 
@@ -52,7 +52,7 @@ class Counted(np.ndarray[Any, Any]):
 def test_a_piece_costs_the_same_however_many_there_are(
     overlap: Overlap, order: int, reach: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each piece is looked at a fixed number of times: forwards and backwards, touching and overlapping."""
+    """The cost per slice is constant, in both directions, with and without overlap."""
     count, rows = 1000, rows_of(1001)
     pieces = [(at, rows[at : at + reach].view(Counted)) for at in range(count)][::order]
     monkeypatch.setattr(Counted, "looks", 0)
@@ -64,7 +64,7 @@ def test_a_piece_costs_the_same_however_many_there_are(
 
 
 def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
-    """With `last`, one row that is left of a long piece is copied, and the others' memory is free."""
+    """With `last`, a remaining row of a replaced slice is copied, so that the memory of the slice is freed."""
     rows = rows_of(4000, layers=24, top_k=8)
     run = RowStitcher("last")
     tracemalloc.start()
@@ -80,7 +80,7 @@ def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
 
 @given(cut(), st.sampled_from(["refuse", "first", "last"]))
 def test_any_cut_comes_back(case: tuple[int, Rows, list[tuple[int, Rows]]], overlap: Overlap) -> None:
-    """However rows are cut, overlapping or empty or in mixed dtypes, they come back whole, and writable."""
+    """Rows that are cut in any way, with overlaps, empty slices and mixed dtypes, are restored whole and writable."""
     start, rows, pieces = case
     wanted = np.result_type(*(piece.dtype for _, piece in pieces))
 
@@ -95,7 +95,7 @@ def test_any_cut_comes_back(case: tuple[int, Rows, list[tuple[int, Rows]]], over
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=6), st.booleans())
 def test_precedence_is_that_of_a_simple_table(spans: list[tuple[int, int]], last: bool) -> None:
-    """With `first` and `last`, each position has the row of the first or the last piece that covers it."""
+    """With `first` or `last`, each position has the row of the first or last slice that covers it."""
     pieces = [(at, rows_of(n, seed=i)) for i, (at, n) in enumerate(spans)]
     table: dict[int, Rows] = {}
     has_gap = False
@@ -118,7 +118,7 @@ def test_precedence_is_that_of_a_simple_table(spans: list[tuple[int, int]], last
 
 
 def test_id_300_survives_a_narrow_piece() -> None:
-    """A u1 piece does not make the u2 ids after it, or at the row where both meet, into others."""
+    """A u1 slice does not change u2 ids after it or at the position where both meet."""
     narrow = np.array([[[1, 2]], [[3, 4]]], np.uint8)
     wide = np.array([[[300, 4]], [[301, 302]]], np.uint16)
 
@@ -128,7 +128,7 @@ def test_id_300_survives_a_narrow_piece() -> None:
 
 
 def test_no_piece_of_no_rows_narrows_or_widens_silently() -> None:
-    """Pieces of no rows leave an array of no rows in their layout and widest dtype."""
+    """Empty slices give an empty array with their layout and the widest dtype."""
     start, rows = stitch_rows([(7, np.empty((0, 3, 2), np.uint8)), (9, np.empty((0, 3, 2), np.uint16))])
 
     assert (start, rows.shape) == (7, (0, 3, 2))
@@ -137,7 +137,7 @@ def test_no_piece_of_no_rows_narrows_or_widens_silently() -> None:
 
 @pytest.mark.parametrize("dtype", ["u1", "u2"])
 def test_prefill_and_decode(dtype: str) -> None:
-    """Where decode brings rows for the whole sequence too, the prompt's are prefill's and the rest decode's."""
+    """If decode also returns the whole sequence, the prompt's rows come from prefill and the other rows from decode."""
     start, prompt_len, sampled = 2, 6, 4
     prefill, decode = rows_of(4, dtype=dtype, seed=1), rows_of(7, dtype=dtype, seed=2)
 
@@ -148,14 +148,14 @@ def test_prefill_and_decode(dtype: str) -> None:
 
 
 def test_order_within_a_top_k_is_free() -> None:
-    """The same experts in another order agree; the first piece's order is kept."""
+    """The same experts in another order are equal; the order of the first slice is kept."""
     rows = rows_of(4)
 
     assert np.array_equal(stitch_rows([(0, rows), (1, rows[1:, :, ::-1])])[1], rows)
 
 
 def test_what_does_not_fit_is_named() -> None:
-    """A gap, a disagreement, another layout, a foreign dtype or shape: an error with the piece and the position."""
+    """A gap, different rows, or another layout, dtype or shape is an error with the slice and the position."""
     rows = rows_of(6)
     other = rows.copy()
     other[3, 1] = [250, 251, 252] if 250 not in rows[3, 1] else [1, 2, 3]

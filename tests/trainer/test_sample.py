@@ -1,4 +1,4 @@
-"""A sample that contradicts itself cannot be made."""
+"""A sample with contradictory fields cannot be created."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_fields_are_named(wrong: str) -> None:
-    """Each contradiction is an error that names the field, the position or size, and what is allowed."""
+    """Each contradiction is an error that names the field, the position or size, and the allowed values."""
     fields, message = WRONG[wrong]
 
     with pytest.raises(PackError) as caught:
@@ -54,25 +54,25 @@ def test_wrong_fields_are_named(wrong: str) -> None:
 
 
 def test_a_start_is_an_integer() -> None:
-    """A position that was computed as a float is refused, not rounded."""
+    """A `start` of type float is rejected, not rounded."""
     with pytest.raises(PackError, match="start is of type float; allowed: an integer, 0 and above"):
         replace(sample_of(6), start=1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("advantage", [1, True, np.float32(0.5), np.int64(-1)])
 def test_an_advantage_is_any_number(advantage: Any) -> None:
-    """Numbers of Python and numpy serve alike."""
+    """An advantage may be a Python or numpy number."""
     assert sample_of(6, advantage=advantage).advantage == advantage
 
 
 def test_nan_where_nothing_is_trained_is_fine() -> None:
-    """Logprobs and versions say nothing where the loss mask is off."""
+    """Logprobs may be NaN where the loss mask is off."""
     logprobs = np.array([np.nan, np.nan, -1, -1, -1, -1], np.float32)
 
     assert len(sample_of(6, first=2, logprobs=logprobs)) == 6
 
 
 def test_repr_has_sizes_only() -> None:
-    """A sample shows its sizes, never its contents."""
+    """The repr of a sample shows its sizes, never its contents."""
     assert repr(sample_of(6, start=2, first=3)) == "<Sample tokens=6 trained=3 rows=3x2x3 start=2>"
     assert repr(sample_of(2, routed=None)) == "<Sample tokens=2 trained=1 rows=none start=0>"

@@ -1,4 +1,4 @@
-"""What old weights sampled is masked or dropped at the lag that was allowed, not one version before or after."""
+"""Tokens of old weights are masked or dropped exactly when their lag exceeds the maximum."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from tests.trainer.builders import sample_of
 
 
 def versioned(*versions: int) -> Sample:
-    """A sample with one prompt token and one sampled token for each version."""
+    """Return a sample with one prompt token and one sampled token for each version."""
     return sample_of(len(versions) + 1, weight_versions=np.array([-1, *versions], np.int32))
 
 
 @pytest.mark.parametrize(("max_lag", "fresh"), [(0, [4]), (1, [3, 4]), (2, [2, 3, 4]), (9, [1, 2, 3, 4])])
 def test_mask_stale(max_lag: int, fresh: list[int]) -> None:
-    """Tokens of version - max_lag and later stay; the batch that was given is not touched."""
+    """Tokens of version - max_lag and later stay trained, and the original batch is unchanged."""
     (batch,) = pack([versioned(1, 2, 3, 4)], max_tokens=8, pad_to_multiple_of=8)
 
     masked = mask_stale(batch, version=4, max_lag=max_lag)
@@ -26,7 +26,7 @@ def test_mask_stale(max_lag: int, fresh: list[int]) -> None:
 
 
 def test_stale_logprobs_are_finite() -> None:
-    """A stale token's logprob becomes 0.0 as its mask goes off: the sampler's may be -inf."""
+    """The logprob of a masked token becomes 0.0, because the sampler's logprob may be -inf."""
     logprobs = np.array([0, -np.inf, -2], np.float32)
     sample = sample_of(3, logprobs=logprobs, weight_versions=np.array([-1, 1, 2], np.int32))
     (batch,) = pack([sample], max_tokens=2)
@@ -36,14 +36,14 @@ def test_stale_logprobs_are_finite() -> None:
 
 
 def test_mask_stale_never_turns_a_mask_on() -> None:
-    """What was not to be trained stays so, prompts and padding too, whatever the lag."""
+    """Untrained tokens stay untrained, including prompts and padding, for any lag."""
     (batch,) = pack([sample_of(6, first=3)], max_tokens=8, pad_to_multiple_of=8)
 
     assert torch.equal(mask_stale(batch, version=0, max_lag=100).loss_mask, batch.loss_mask)
 
 
 def test_drop_stale() -> None:
-    """By the oldest or the newest of the tokens that are trained; a sample with nothing to train is kept."""
+    """The oldest or newest trained token decides about a sample; a sample without trained tokens is kept."""
     old, mixed, new = versioned(1, 1), versioned(3, 1), versioned(3, 4)
     untrained = sample_of(3, first=3)
     prompt_only_old = sample_of(
@@ -57,7 +57,7 @@ def test_drop_stale() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    """A negative lag would drop everything unseen; a version that nobody set is not a version."""
+    """A negative or fractional lag, a missing version and unknown options are errors."""
     with pytest.raises(PackError, match="max_lag is -1; allowed: an integer, 0 and above"):
         drop_stale([], version=1, max_lag=-1)
     with pytest.raises(PackError, match="version is of type NoneType; allowed: an integer"):

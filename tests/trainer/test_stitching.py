@@ -1,4 +1,4 @@
-"""The turns of a conversation give the sequence that they were cut from, or an error that says where they do not."""
+"""The turns of a conversation give the original sequence, or an error with the position of the contradiction."""
 
 import tracemalloc
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.trainer.builders import FakeTurn, assert_same, rows_of, sample_of, sp
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[Sample, list[tuple[int, FakeTurn]]]:
-    """A whole sample and its turns with the lengths of their prompts: of any length, zero too, from any start."""
+    """Draw a sample and its turns with prompt lengths; turns have any length, including 0, and any start."""
     at = 0
     prompts: list[int] = []
     ends: list[int] = []
@@ -42,7 +42,7 @@ def conversations(draw: st.DrawFn) -> tuple[Sample, list[tuple[int, FakeTurn]]]:
 
 
 def sampled_part(whole: Sample) -> Sample:
-    """A sample up to its last sampled token; all of it, without routing, if nothing was sampled."""
+    """Return a sample up to its last sampled token; without sampled tokens, the whole sample without routed experts."""
     if not whole.loss_mask.any():
         return sample_of(len(whole), routed=None, token_ids=whole.token_ids, loss_mask=whole.loss_mask,
                          logprobs=whole.logprobs, weight_versions=whole.weight_versions)  # fmt: skip
@@ -60,7 +60,7 @@ def sampled_part(whole: Sample) -> Sample:
 @pytest.mark.proves("P23")
 @given(conversations())
 def test_any_turns_come_back(case: tuple[Sample, list[tuple[int, FakeTurn]]]) -> None:
-    """A sequence cut into turns of any length, whose rows overlap by any number, comes back as it was."""
+    """A sequence cut into turns of any length, with any overlap of rows, is restored unchanged."""
     whole, turns = case
     stitcher = Stitcher()
     for prompt_len, turn in turns:
@@ -70,7 +70,7 @@ def test_any_turns_come_back(case: tuple[Sample, list[tuple[int, FakeTurn]]]) ->
 
 
 def two_turns(first: FakeTurn, second: FakeTurn, whole: Sample) -> Sample:
-    """What the two turns of `spoken` become."""
+    """Return the stitched sample of the two turns of `spoken`."""
     stitcher = Stitcher()
     stitcher.add(whole.token_ids[:3], first)
     stitcher.add(whole.token_ids[:8], second)
@@ -78,7 +78,7 @@ def two_turns(first: FakeTurn, second: FakeTurn, whole: Sample) -> Sample:
 
 
 def test_the_boundary_row_is_the_second_turns() -> None:
-    """The last token of a turn gets the row that the next turn computed: once, not a copy, zeros, or appended twice."""
+    """The last token of a turn has the row that the next turn computed, exactly once."""
     whole, first, second = spoken()
 
     found = two_turns(first, second, whole)
@@ -94,7 +94,7 @@ def test_the_boundary_row_is_the_second_turns() -> None:
 
 @pytest.mark.proves("P23")
 def test_id_300_survives_the_boundary() -> None:
-    """A u2 turn after a u1 turn: everything is u2, and no id is cut to eight bits."""
+    """If a u2 turn follows a u1 turn, all rows are u2, and no id is cut to eight bits."""
     whole, first, second = spoken()
     assert second.routed_experts is not None
     second.routed_experts = second.routed_experts.astype(np.uint16)
@@ -109,7 +109,7 @@ def test_id_300_survives_the_boundary() -> None:
 
 
 def test_a_logprob_of_minus_infinity_is_legal() -> None:
-    """Engines round a probability to 0 at times, and the wire carries -inf: no reason to lose a conversation."""
+    """A logprob of -inf is accepted, because engines may round a probability to 0."""
     whole, first, second = spoken()
     assert first.logprobs is not None
     first.logprobs[1] = -np.inf
@@ -118,7 +118,7 @@ def test_a_logprob_of_minus_infinity_is_legal() -> None:
 
 
 def test_next_start_is_what_to_ask_for() -> None:
-    """`next_start` is the boundary: it moves with turns that sampled, and not with those that did not."""
+    """`next_start` is the position of the first missing row; only turns with sampled tokens move it."""
     whole, first, second = spoken()
     stitcher = Stitcher()
 
@@ -136,10 +136,10 @@ def test_next_start_is_what_to_ask_for() -> None:
 def test_rows_from_next_start_are_all_that_training_needs(
     case: tuple[Sample, list[tuple[int, FakeTurn]]], late: int
 ) -> None:
-    """Where each turn brings its rows from `next_start` on, the sample is packed, wherever the first one began.
+    """If each turn has its rows from `next_start` on, the sample can be packed, regardless of the first turn's start.
 
-    What is missing at the end is the row of the first turn's own start, if that was its prompt's length, and
-    `next_start` says so.
+    The only exception is a first turn whose start equals its prompt length: the row before its start is missing, and
+    `next_start` is the position of this row.
     """
     whole, turns = case
     stitcher, asked = Stitcher(), late
@@ -158,7 +158,10 @@ def test_rows_from_next_start_are_all_that_training_needs(
 
 
 def test_a_first_turn_that_began_at_its_prompts_length() -> None:
-    """The row before it predicts its first token: `next_start` asks for it, and rows from there on are compared."""
+    """If the first turn starts at its prompt length, `next_start` is the row before it.
+
+    This row predicts the first sampled token. Rows from there on are compared.
+    """
     whole, first, second = spoken()
     rows = whole.routed_experts
     assert rows is not None
@@ -175,7 +178,7 @@ def test_a_first_turn_that_began_at_its_prompts_length() -> None:
 
 
 def test_a_turn_may_do_without_what_only_refuses() -> None:
-    """Objects of a trainer's own need neither `error` nor `prompt_len`."""
+    """Custom turn objects need neither `error` nor `prompt_len`."""
     whole, first, _ = spoken()
     fields = {name: value for name, value in vars(first).items() if name not in ("error", "prompt_len")}
     stitcher = Stitcher()
@@ -186,7 +189,7 @@ def test_a_turn_may_do_without_what_only_refuses() -> None:
 
 
 def test_a_first_turn_may_have_no_rows_at_all() -> None:
-    """With start == Lp and one token sampled: no rows, and the next turn brings all that are missing."""
+    """A first turn with start == Lp and one sampled token has no rows; the next turn can supply all missing rows."""
     whole, _, second = spoken()
     stitcher = Stitcher()
     stitcher.add(whole.token_ids[:3], turn_of(whole, 3, 4, start=3))
@@ -198,7 +201,7 @@ def test_a_first_turn_may_have_no_rows_at_all() -> None:
 
 
 def test_a_later_turn_can_make_routing_whole() -> None:
-    """A turn without routing is no loss if a later one brings its rows; else it is an error that names it."""
+    """A later turn can supply the rows of a turn without routed experts; otherwise the turn is named in an error."""
     whole, first, second = spoken()
     first.routed_experts = None
     assert whole.routed_experts is not None
@@ -215,7 +218,7 @@ def test_a_later_turn_can_make_routing_whole() -> None:
 
 
 def test_recomputed_rows_that_differ() -> None:
-    """Rows that a later turn recomputed are refused, or the first or last count, as was chosen."""
+    """Different rows of a later turn for the same positions are rejected, ignored or preferred, as chosen."""
     whole, first, second = spoken()
     assert first.routed_experts is not None
     assert whole.routed_experts is not None
@@ -235,7 +238,7 @@ def test_recomputed_rows_that_differ() -> None:
 
 
 def test_many_turns_are_copied_once() -> None:
-    """Over 200 turns nothing of the routing is copied until the end, and then once, whatever each turn brings."""
+    """200 turns copy no routed experts before the end, and then copy them once, also with overlapping rows."""
     whole = sample_of(2001, routed=None, loss_mask=np.arange(2001) % 10 > 4, advantage=0.0)
     rows = rows_of(2000, layers=8, top_k=4)
     bounds = [(at + 5, at + 10) for at in range(0, 2000, 10)]
@@ -264,7 +267,7 @@ def test_many_turns_are_copied_once() -> None:
 
 
 def test_the_rows_of_a_single_turn_are_not_copied() -> None:
-    """From a generation to a tensor is one copy, that of `pack`: what came in one piece is handed on as it is."""
+    """The rows of a single turn are not copied before `pack`."""
     whole, first, _ = spoken()
     stitcher = Stitcher()
     stitcher.add(whole.token_ids[:3], first)
@@ -273,7 +276,7 @@ def test_the_rows_of_a_single_turn_are_not_copied() -> None:
 
 
 def test_turns_that_bring_all_rows_again_are_not_kept() -> None:
-    """What an earlier turn had brought is compared and let go: memory grows with the sequence, not with its square."""
+    """Repeated rows of earlier turns are compared and freed, so memory grows with the sequence, not with its square."""
     rows = rows_of(1000, layers=24, top_k=8)
     whole = sample_of(1001, routed=None, advantage=0.0)
     stitcher = Stitcher()
@@ -292,7 +295,7 @@ def test_turns_that_bring_all_rows_again_are_not_kept() -> None:
 
 
 def test_a_generation_is_a_turn() -> None:
-    """What the bus's client returns is added as it is."""
+    """A `Generation` of the client can be added directly."""
     whole, first, _ = spoken()
     stitcher = Stitcher()
 

@@ -1,4 +1,4 @@
-"""Turns that do not make one sequence are errors which say where, and leave the stitcher as it was."""
+"""Turns that do not form one sequence raise an error with the position and leave the stitcher unchanged."""
 
 from dataclasses import replace
 from typing import Any
@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_turn_that_does_not_fit_is_named_and_leaves_no_trace(wrong: str) -> None:
-    """The error says which turn and where; the right turn can still be added."""
+    """The error names the turn and the position, and the correct turn can still be added."""
     fields, message = WRONG[wrong]
     whole, first, second = spoken()
     stitcher = Stitcher()
@@ -65,7 +65,7 @@ def test_a_turn_that_does_not_fit_is_named_and_leaves_no_trace(wrong: str) -> No
 
 
 def test_a_prompt_that_does_not_follow_is_named() -> None:
-    """Re-tokenized history, a shortened prompt, tokens out of range: an error with the turn and the position."""
+    """A prompt that does not continue the sequence, or has invalid tokens, is an error with turn and position."""
     whole, first, second = spoken()
     changed = whole.token_ids[:8].copy()
     changed[4] = 9
@@ -91,7 +91,7 @@ def test_a_prompt_that_does_not_follow_is_named() -> None:
 
 
 def test_a_failed_generation_is_refused() -> None:
-    """What had arrived of it is no answer of the policy: it is refused, with the reason it gives."""
+    """A failed generation is rejected with the reason of its failure, because its tokens are not a complete answer."""
     whole, first, _ = spoken()
     failed = Generation(
         request=GenerateRequest(prompt_token_ids=whole.token_ids[:3]), request_id="r", child=0, prompt_len=3,
@@ -107,7 +107,7 @@ def test_a_failed_generation_is_refused() -> None:
 
 
 def test_an_advantage_that_is_none_is_a_pack_error() -> None:
-    """What the sample refuses is said by the sample."""
+    """An invalid advantage raises the error of the sample."""
     whole, first, _ = spoken()
     stitcher = Stitcher()
     stitcher.add(whole.token_ids[:3], first)

@@ -1,4 +1,4 @@
-"""The step that docs/trainer.md shows runs as it stands there, and learns."""
+"""The training step in docs/trainer.md runs unchanged and learns."""
 
 import re
 from dataclasses import replace
@@ -21,25 +21,25 @@ Conversation = list[tuple[list[int], FakeTurn]]
 
 
 def the_block() -> str:
-    """The page's first block of Python."""
+    """Return the first Python block of the page."""
     block: str = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)[0]
     return block
 
 
 def the_step() -> SimpleNamespace:
-    """What it defines."""
+    """Return the names that the block defines."""
     names: dict[str, Any] = {}
     exec(the_block(), names)
     return SimpleNamespace(**names)
 
 
 def test_it_is_thirty_lines() -> None:
-    """As the heading says, blank ones not counted."""
+    """The block has at most thirty lines without blank lines, as its heading states."""
     assert len([line for line in the_block().splitlines() if line]) <= 30
 
 
 def conversation(seed: int, layers: int, top_k: int) -> Conversation:
-    """Two turns of random tokens, with the rows that each would bring."""
+    """Return two turns of random tokens with the rows that each turn would return."""
     random = np.random.default_rng(seed)
     token_ids = random.integers(0, 50, 14).astype(np.int32)
     rows = rows_of(13, layers=layers, top_k=top_k, seed=seed) % 2 + 2 * np.arange(top_k, dtype=np.uint8)
@@ -54,22 +54,22 @@ def conversation(seed: int, layers: int, top_k: int) -> Conversation:
 
 
 def failed(turns: Conversation) -> Conversation:
-    """The same, with a last answer that a worker did not finish."""
+    """Return the turns with a last answer that has failed."""
     *others, (prompt, answer) = turns
     return [*others, (prompt, replace(answer, error=request_error(ErrorCode.WORKER_LOST, "its lease expired")))]
 
 
 def unrouted(turns: Conversation) -> Conversation:
-    """The same, of a fleet that brings no routing."""
+    """Return the turns without routed experts."""
     return [(prompt, replace(answer, routed_experts=None, start=0)) for prompt, answer in turns]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routed", [True, False])
 def test_the_step_learns(routed: bool) -> None:
-    """A few steps on one group of conversations raise the better one's logprobs above the worse one's.
+    """A few steps raise the logprobs of the answer with the higher reward and lower those of the other answer.
 
-    Rewards are 0 and 1, one conversation failed, and another group has nothing left to compare.
+    The rollouts also contain failed conversations and groups without a second answer to compare.
     """
     step = the_step()
     model = build("qwen3_moe").eval()
@@ -102,7 +102,7 @@ def test_the_step_learns(routed: bool) -> None:
 
 
 def test_stale_rollouts_change_nothing() -> None:
-    """At a version too far ahead, all tokens are dropped, and the weights stay."""
+    """If the version is too far ahead, all tokens are dropped and the weights stay unchanged."""
     step = the_step()
     model = build("qwen3_moe")
     before = [parameter.clone() for parameter in model.parameters()]
