@@ -1,4 +1,4 @@
-"""The code blocks of a page, and the script that runs them. docs/guides and docs/operate follow this convention."""
+"""The code blocks of a page in docs/guides or docs/operate, and a script that runs them."""
 
 import re
 import shlex
@@ -15,18 +15,18 @@ __all__ = ["NEEDS", "Block", "make_checkout", "page_script", "pages", "read_bloc
 RUN = ("sh", "python")
 NOT_RUN = ("text", "json", "yaml", "toml", "ini", "promql")
 NEEDS = (".needs-gpu", ".needs-docker", ".needs-kubernetes", ".needs-cluster", ".needs-network")
-"""Why a block cannot run on a machine of CI."""
+"""Attributes of blocks that cannot run on a CI machine, each with the missing requirement."""
 BACKGROUND = ".background"
 SHARED_UP = ".venv/bin/rollbus up"
-"""All pages share one `rollbus up`: a block that begins with this is not run."""
+"""All pages share one `rollbus up`, so a background block that begins with this command is not run."""
 COPIED = ("examples", "deploy")
-"""Folders into which a block may write. The others are links."""
+"""Copied folders, into which a block may write. All other folders are links."""
 FENCE = re.compile(r"^```(?P<language>[^\s`{]*) ?(?:\{(?P<attributes>[^}]*)\})?$")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its language and attributes, and its text."""
+    """A fenced block with its first line, language, attributes and text."""
 
     page: str
     line: int
@@ -36,12 +36,12 @@ class Block:
 
     @property
     def place(self) -> str:
-        """The page and the line, as an editor takes them."""
+        """The page and the line in the form `page:line`, which editors open."""
         return f"{self.page}:{self.line}"
 
     @property
     def faults(self) -> list[str]:
-        """Why the block is none of the convention."""
+        """The violations of the convention in this block."""
         found = []
         if self.language not in (*RUN, *NOT_RUN):
             found.append(f"{self.place}: the language {self.language!r} is none of {', '.join((*RUN, *NOT_RUN))}")
@@ -56,12 +56,12 @@ class Block:
 
     @property
     def is_background(self) -> bool:
-        """True if the block runs beside those that follow it."""
+        """True if the block runs in the background while later blocks run."""
         return BACKGROUND in self.attributes
 
     @property
     def is_run(self) -> bool:
-        """True if the block can run on a machine of CI."""
+        """True if the block can run on a CI machine."""
         return self.language in RUN and not set(self.attributes) & set(NEEDS)
 
 
@@ -71,7 +71,7 @@ def pages() -> list[Path]:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page in their order; a fence that does not end is an `AssertionError`."""
+    """Return the fenced blocks of a page in their order; raise `AssertionError` for a fence without an end."""
     blocks: list[Block] = []
     opened: tuple[int, str, tuple[str, ...]] | None = None
     text: list[str] = []
@@ -93,7 +93,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def make_checkout(folder: Path, state: Path) -> None:
-    """Make a folder that looks like the repository's root with `.venv`, and with `state` as `.rollbus`.
+    """Make a folder like the repository's root, with `.venv` and with `state` as `.rollbus`.
 
     `.venv/ready` is new, so that `make` installs nothing.
     """
@@ -113,9 +113,9 @@ def make_checkout(folder: Path, state: Path) -> None:
 
 
 def page_script(blocks: list[Block], addresses: dict[str, str]) -> str:
-    """Return a bash script that runs the blocks in their order, and prints the place of each before it begins.
+    """Return a bash script that runs the blocks in their order and prints the place of each block first.
 
-    The script replaces each address of the pages by that of `addresses`.
+    The script replaces each address on the pages with the corresponding value of `addresses`.
     """
     lines = ["set -euo pipefail", "mkdir -p .blocks"]
     for block in blocks:

@@ -1,4 +1,4 @@
-"""A class name means one thing in the whole project."""
+"""A class name has one meaning in the whole project."""
 
 import ast
 from collections import defaultdict
@@ -9,7 +9,7 @@ PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 
 
 def test_no_class_name_occurs_twice() -> None:
-    """No two classes of the packages have one name, where a leading underscore does not count."""
+    """No two classes of the packages have the same name, apart from leading underscores."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):

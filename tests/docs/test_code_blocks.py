@@ -19,7 +19,7 @@ from tests.support.patience import patient
 from tests.support.shared import Shared
 
 PAGE_TIMEOUT_S = patient(90.0)
-"""For the blocks of one page; they take some seconds."""
+"""Timeout of all blocks of one page, which usually take some seconds."""
 PAGES = pages()
 OTHER_PAGES = ("index", "trainer", "disaggregation")
 LINKED = [ROOT / "README.md", *PAGES, *(ROOT / "docs" / f"{name}.md" for name in OTHER_PAGES)]
@@ -28,7 +28,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 
 class Fleet(NamedTuple):
-    """A running `rollbus up`, and the folder in which the pages get theirs."""
+    """A running `rollbus up` and the folder for the checkouts of the pages."""
 
     folder: Path
     nats: str
@@ -37,7 +37,7 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Fleet]]:
-    """One fleet for all pages, as long as its worker serves."""
+    """Provide one fleet for all pages, which is replaced if its worker no longer serves."""
     with Shared(
         lambda: running_fleet(tmp_path_factory.mktemp("pages")), is_sound=lambda fleet: serves(fleet.nats)
     ) as shared:
@@ -46,7 +46,7 @@ def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Fleet]]:
 
 @contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
-    """Run the `rollbus up` of all pages."""
+    """Run the shared `rollbus up` of all pages."""
     state = folder / "state"
     state.mkdir()
     options = ("--http", "127.0.0.1:0", "--state-dir", str(state), "--cache-dir", str(folder / "cache"))
@@ -58,7 +58,7 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
-    """All blocks of a page run in their order in a fresh checkout, and end with exit code 0."""
+    """All blocks of a page run in their order in a fresh checkout and exit with code 0."""
     fleet = fleets.get()
     checkout = fleet.folder / page.stem
     make_checkout(checkout, fleet.folder / "state")
@@ -84,7 +84,7 @@ def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
         try:
             code = process.wait(PAGE_TIMEOUT_S)
         finally:
-            # Also what runs in the background, if it still does.
+            # Background processes belong to the same group.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
 
@@ -93,7 +93,7 @@ def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_blocks_say_how_they_run(page: Path) -> None:
-    """Each block has a known language and reason, and the first that a reader pastes works here."""
+    """Each block has a known language and known attributes, and the first command of a page runs on any machine."""
     blocks = read_blocks(page)
     faults = [fault for block in blocks for fault in block.faults]
     assert not faults, "\n".join(faults)
@@ -104,7 +104,7 @@ def test_blocks_say_how_they_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_links_lead_to_files(page: Path) -> None:
-    """Each relative link names a file."""
+    """Each relative link leads to an existing file."""
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
 

@@ -10,27 +10,27 @@ PARAMETER = "a parameter of vLLM and of OpenAI's API has this name"
 EXEMPT = {
     "bad_words_ids": PARAMETER,
 }
-"""Public names with a word that the glossary excludes, and the reason for each."""
+"""Public names that may contain an excluded word, with the reason."""
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row of the glossary's tables."""
+    """Return the cells of each row of the glossary's tables."""
     lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| **")]
 
 
 def excluded_words() -> set[str]:
-    """The words in the last column that are set as code."""
+    """Return the words in the last column that are set as code."""
     return {word for row in rows() for word in re.findall(r"`(\w+)`", row[3])}
 
 
 def words_of(name: str) -> set[str]:
-    """The words of a name in snake or camel case, in lower case."""
+    """Return the words of a name in snake or camel case, in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)}
 
 
 def public_names() -> set[str]:
-    """The classes, functions and methods of the packages whose name has no leading underscore."""
+    """Return the names of public classes, functions and methods of the packages."""
     return {
         node.name
         for package in PACKAGES
@@ -41,7 +41,7 @@ def public_names() -> set[str]:
 
 
 def test_every_term_has_one_row_and_one_sentence() -> None:
-    """No term has two rows, and the meaning of each term is one sentence."""
+    """Each term has one row, and its meaning is one sentence."""
     terms = [row[0] for row in rows()]
 
     assert len(terms) == len(set(terms)) > 50
@@ -49,7 +49,7 @@ def test_every_term_has_one_row_and_one_sentence() -> None:
 
 
 def test_public_names_use_the_terms() -> None:
-    """No public class, function or method has a word in its name that the glossary excludes, but for the exempt."""
+    """No public class, function or method has an excluded word in its name, except the names in `EXEMPT`."""
     excluded = excluded_words()
     found = {name for name in public_names() if words_of(name) & excluded}
 

@@ -1,4 +1,4 @@
-"""The site: strict, searchable, and complete without a network."""
+"""The documentation site builds without warnings, has a search, and works without a network."""
 
 import ast
 import html
@@ -30,18 +30,18 @@ ASSETS = {
     "source": "src",
     "video": "src",
 }
-"""Elements that make a browser load something, and the attribute with its address."""
+"""Elements for which a browser loads a file, and the attribute with the file's address."""
 
 
 OPTIONS = (
     *(fleet_options.DrainOptions, fleet_options.SendOptions, fleet_options.SourceOptions, fleet_options.UpdateOptions),
     *(arguments.ConnectOptions, arguments.PublishSettings, arguments.AdapterSettings),
 )
-"""Keyword options of methods of the fleet and of the publisher."""
+"""Types with the keyword options of the fleet's and the publisher's methods."""
 
 
 def described(kind: type) -> dict[str, str]:
-    """The options that a TypedDict adds to its base, each with the text below it."""
+    """Return the options that a TypedDict adds to its base, each with its description."""
     (found,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(found, ast.ClassDef)
     options: dict[str, str] = {}
@@ -56,7 +56,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 class _Assets(HTMLParser):
-    """Collects the addresses that a page makes a browser load."""
+    """Collects the addresses that a browser would load for a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Assets(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a strict build."""
+    """Build the site in strict mode; return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -82,7 +82,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_search_has_every_page_and_works_without_a_server(site: Path) -> None:
-    """The search index has each page but those of sources, and is also a script, which a page from disk may load."""
+    """The search index covers each page except source pages.
+
+    It also exists as a script, which a page opened from disk can load.
+    """
     index = json.loads((site / "search" / "search_index.json").read_text())
     searched = {entry["location"].split("#")[0] for entry in index["docs"]}
     pages = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"404.html", "index.html"}
@@ -105,7 +108,7 @@ def test_no_page_loads_anything_from_a_network(site: Path) -> None:
 
 
 def test_every_diagram_is_drawn(site: Path) -> None:
-    """Each Mermaid block of a page is an SVG with an id of its own on the site."""
+    """Each Mermaid block of a page is an SVG with a unique id on the site."""
     for page in (ROOT / "docs").rglob("*.md"):
         blocks = page.read_text().count("```mermaid\n")
         built = site / page.relative_to(ROOT / "docs").with_suffix(".html")
@@ -116,7 +119,7 @@ def test_every_diagram_is_drawn(site: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rollbus", "rollbus.sync", "rollbus.trainer"])
 def test_every_public_name_is_in_the_reference(site: Path, name: str) -> None:
-    """Each name of a module's `__all__` has an entry with a text on a page of the API reference."""
+    """Each name of a module's `__all__` has an entry with text on a page of the API reference."""
     pages = "\n".join(page.read_text() for page in (site / "api").glob("*.html"))
     public = set(importlib.import_module(name).__all__) - {"__version__"}
     heading = r'id="(rollbus\.[\w.]+)" class="doc doc-heading"'
@@ -132,7 +135,7 @@ def test_every_public_name_is_in_the_reference(site: Path, name: str) -> None:
 
 
 def test_every_option_is_in_the_reference(site: Path) -> None:
-    """Each keyword option that a TypedDict declares is on an API page with its description, which gives its default."""
+    """Each keyword option of a TypedDict is on an API page with its description, which states the default."""
     pages = "\n".join(page.read_text() for page in sorted((site / "api").glob("*.html")))
     shown = " ".join(html.unescape(re.sub(r"<[^>]*>", "", pages)).split())
     options = {f"{kind.__name__}.{name}": text for kind in OPTIONS for name, text in described(kind).items()}

@@ -1,4 +1,4 @@
-"""The examples as a user runs them: copied into a folder of strange modules, against one `rollbus up`."""
+"""The examples run as a user runs them: copied into a folder with unrelated modules, on one `rollbus up`."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WITH_STEPS = ("evaluate", "grpo", "http_openai", "multi_turn_agent", "publish_weights", "rl_loop")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLBUS_"))}
-# Several programs in one process: the imports of torch and transformers take longest.
+# One process runs several programs, because the imports of torch and transformers take longest.
 REFUSALS = """
 import contextlib, io, json, runpy, sys
 said = {}
@@ -55,7 +55,7 @@ class Place(NamedTuple):
         return subprocess.Popen(command, cwd=self.folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
 
     def run(self, name: str, *arguments: str) -> str:
-        """Run an example to its end; returns what it printed."""
+        """Run an example to its end; return its output."""
         with self.start(name, *arguments) as program:
             try:
                 said, complained = program.communicate(timeout=ENGINE_HANGS_AFTER_S)
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Place]]:
-    """One for all tests, as long as its worker serves."""
+    """Provide one place for all tests, which is replaced if its worker no longer serves."""
     with Shared(
         lambda: running_place(tmp_path_factory.mktemp("place")), is_sound=lambda place: serves(place.nats)
     ) as shared:
@@ -86,13 +86,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Place]]:
 
 @pytest.fixture
 def place(places: Shared[Place]) -> Place:
-    """Where examples are run."""
+    """Return the place in which the examples run."""
     return places.get()
 
 
 @contextmanager
 def running_place(folder: Path) -> Iterator[Place]:
-    """Copy the examples beside modules that must not be taken for ours, and start the fleet."""
+    """Copy the examples beside modules that have names of rollbus packages, and start the fleet."""
     state = folder / "state"
     state.mkdir()
     here = folder / "here"
@@ -107,7 +107,7 @@ def running_place(folder: Path) -> Iterator[Place]:
 
 
 def test_grpo_raises_the_reward(place: Place) -> None:
-    """Each step brings a version to the fleet, and answers get better."""
+    """Each step publishes a new version to the fleet, and the mean reward rises."""
     before = place.version()
     said = place.run("grpo", "--nats", place.nats, "--steps", "8")
 
@@ -121,7 +121,7 @@ def test_grpo_raises_the_reward(place: Place) -> None:
 
 
 def test_the_agent_calls_its_tool_and_makes_one_sample_of_each_conversation(place: Place) -> None:
-    """Two calls and an answer each; from the second turn on the worker has the beginning; every token has its row."""
+    """Each conversation has two tool calls, an answer, cached prompt tokens from turn 2 on, and all its rows."""
     said = place.run("multi_turn_agent", "--nats", place.nats, "--steps", "2")
 
     turns = re.findall(r"(\w{4}) turn (\d), (\d+) of (\d+) prompt tokens cached: (.*)", said)
@@ -135,12 +135,12 @@ def test_the_agent_calls_its_tool_and_makes_one_sample_of_each_conversation(plac
     assert len(batches) == 2
     for (trained, positions), start in zip(batches, (0, 12), strict=True):
         prompts = sum(int(length) for _, turn, _, length, _ in turns[start : start + 12] if turn == "3")
-        # Positions of a batch are predictions: all tokens but the last of each conversation.
+        # A batch has one position per prediction: all tokens but the last of each conversation.
         assert prompts < int(positions) < prompts + int(trained)
 
 
 def test_an_evaluation_that_was_killed_goes_on(place: Place) -> None:
-    """After kill -9, and with half a line in the file, the next run evaluates the other tasks, and each once."""
+    """After SIGKILL and a partial last line in the file, the next run evaluates each of the remaining tasks once."""
     tasks = [{"id": f"t{i}", "prompt": f"Task {i}: write an e.", "expected": "e"} for i in range(80)]
     (place.folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     results = place.folder / "results.jsonl"
@@ -167,7 +167,7 @@ def test_an_evaluation_that_was_killed_goes_on(place: Place) -> None:
 
 
 def test_an_evaluation_makes_its_tasks(place: Place) -> None:
-    """Without a file of tasks there is one afterwards."""
+    """Without a task file, the evaluation creates one."""
     said = place.run(
         "evaluate", "--nats", place.nats, "--tasks", "made.jsonl", "--results", "of-made.jsonl", "--steps", "2"
     )
@@ -177,7 +177,7 @@ def test_an_evaluation_makes_its_tasks(place: Place) -> None:
 
 
 def test_http_brings_tokens_and_experts(place: Place) -> None:
-    """A chat, and two turns in token ids whose rows follow each other."""
+    """The HTTP example runs a chat and two turns in token ids with contiguous rows."""
     said = place.run("http_openai", "--http", place.http, "--steps", "2")
 
     assert said.startswith("chat, streamed: ")
@@ -189,7 +189,7 @@ def test_http_brings_tokens_and_experts(place: Place) -> None:
 
 
 def test_new_weights_are_deltas_and_reach_the_fleet(place: Place) -> None:
-    """The first version is whole, the others are small, and no token is of weights that were not there."""
+    """The first version is complete and later ones are small; each token has the old or the new version."""
     before = place.version()
     said = place.run("publish_weights", "--nats", place.nats, "--steps", "2")
 
@@ -205,7 +205,7 @@ def test_new_weights_are_deltas_and_reach_the_fleet(place: Place) -> None:
 
 
 def test_a_number_of_steps_below_one_is_refused(place: Place) -> None:
-    """By all that have steps, in one line and with exit code 2."""
+    """Each example with `--steps` rejects 0 with exit code 2 and a one-line error."""
     names = [f"{name}.py" for name in WITH_STEPS]
     done = subprocess.run(
         [sys.executable, "-c", REFUSALS, *names],

@@ -1,4 +1,4 @@
-"""The form that all examples share: a reader of one knows the others. Each example has its place in the docs."""
+"""All examples have the same form, and the documentation links to each."""
 
 import ast
 import re
@@ -10,13 +10,13 @@ from tests.support.one_name import FOLDERS, ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OTHERS = ("plain_control.py", "plain_nats.py", "rl_loop.py")
-"""Without rollbus, for programs in other languages; and one that starts all that it needs."""
+"""Examples without rollbus, for programs in other languages, and an example that starts its own fleet."""
 MAX_LINES = 119
 MAX_CODE_LINES_OF_GRPO = 80
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """The lines of all docstrings."""
+    """Return the line numbers of all docstrings."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
@@ -27,7 +27,10 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_import_our_modules_by_their_full_names(path: Path) -> None:
-    """And share nothing with each other: each is copied alone, beside files that are called as our folders are."""
+    """An example imports only full names of rollbus and no other example.
+
+    Users copy an example alone, possibly beside files with the names of rollbus folders.
+    """
     forbidden = {*FOLDERS, "examples", *(each.stem for each in EXAMPLES)}
     imported: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -42,7 +45,7 @@ def test_examples_import_our_modules_by_their_full_names(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [each for each in EXAMPLES if each.name not in OTHERS], ids=lambda path: path.name)
 def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
-    """What it shows, then two commands; each has `--steps`, with 1 as the least."""
+    """An example is short, and its docstring has the commands that start the fleet and run it; it accepts `--steps`."""
     text = path.read_text()
 
     assert text.count("\n") <= MAX_LINES
@@ -54,7 +57,7 @@ def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
 
 
 def test_grpo_has_eighty_lines() -> None:
-    """Of code: without blank lines, comments and docstrings."""
+    """The GRPO example has at most eighty lines of code without blank lines, comments and docstrings."""
     text = (ROOT / "examples" / "grpo.py").read_text()
     prose = docstring_lines(ast.parse(text))
     code = [line for number, line in enumerate(text.splitlines(), 1) if number not in prose and line.strip()]
@@ -64,7 +67,7 @@ def test_grpo_has_eighty_lines() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_each_example_has_a_link(path: Path) -> None:
-    """In the page of trainers, or where its protocol is described."""
+    """The README or a page of the documentation links to each example."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
     assert any(f"examples/{path.name})" in page.read_text() for page in pages)
