@@ -1,4 +1,4 @@
-"""Inputs made to break a decoder: each has one defined outcome."""
+"""Messages that attack a decoder: each has one defined outcome."""
 
 import struct
 import tracemalloc
@@ -36,24 +36,24 @@ DEEP = 100_000
 
 
 def request_with(**fields: object) -> bytes:
-    """An encoded request with one prompt token and these fields, right or wrong."""
+    """Return an encoded request with one prompt token and these fields, valid or not."""
     return pack({"prompt_token_ids": PROMPT, "request_id": "r", **fields})
 
 
 def chunk_with(**fields: object) -> list[object]:
-    """The wire elements of a chunk, some of them replaced."""
+    """Return the wire elements of a chunk with these fields replaced."""
     chunk = Chunk(request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0)
     elements = dict(zip(Chunk.__struct_fields__, msgspec.msgpack.decode(pack(chunk)), strict=True))
     return list((elements | fields).values())
 
 
 def frame_with(chunk: list[object]) -> bytes:
-    """An encoded frame that holds one chunk."""
+    """Return an encoded frame with one chunk."""
     return pack([1, "i", 0, [], [chunk]])
 
 
 def test_deep_nesting_is_a_protocol_error() -> None:
-    """Nesting beyond Python's recursion limit, in known and in unknown places, ends as a protocol error."""
+    """Nesting beyond Python's recursion limit raises a protocol error, in known and unknown fields."""
     nest = b"\x91" * DEEP + b"\xc0"
     with pytest.raises(RemoteProtocolError, match="recursion"):
         decode_request(b"\x81\xa1a" + nest)
@@ -71,7 +71,7 @@ def test_deep_nesting_is_a_protocol_error() -> None:
 
 
 def test_invalid_utf8_is_a_protocol_error() -> None:
-    """Strings that are not UTF-8 end as a protocol error."""
+    """Strings that are not UTF-8 raise a protocol error."""
     with pytest.raises(RemoteProtocolError, match="utf-8"):
         decode_frame(b"\x95\x01\xa1\xff\x00\x90\x90")
     with pytest.raises(RemoteProtocolError, match="utf-8"):
@@ -86,7 +86,7 @@ def test_invalid_utf8_is_a_protocol_error() -> None:
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
 def test_a_huge_header_takes_no_memory(header: bytes) -> None:
-    """A header that promises four billion elements or bytes is refused before memory is set aside for them."""
+    """A header that announces four billion elements or bytes is rejected before memory is allocated for them."""
     tracemalloc.start()
     try:
         for decode, data in (
@@ -109,7 +109,7 @@ def test_a_huge_header_takes_no_memory(header: bytes) -> None:
 
 
 def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
-    """A frame's and a link message's lists are bounded whether or not the elements are there."""
+    """The lists of a frame and of a link message have a maximum length."""
     many = [["r"]] * (limits.MAX_CHUNKS_PER_FRAME + 1)
     with pytest.raises(RemoteProtocolError, match="length <= 65536"):
         decode_frame(pack([1, "i", 0, many, []]))
@@ -118,7 +118,7 @@ def test_more_chunks_than_a_frame_may_hold_are_refused() -> None:
 
 
 def test_another_wire_version_is_refused() -> None:
-    """A message of another wire version is refused, never half understood."""
+    """A message of another wire version is rejected and never decoded in part."""
     message = RequestMessage(client="c", incarnation="i", request=msgspec.Raw(request_with()))
     with pytest.raises(RemoteProtocolError, match="wire version 2; allowed: 1"):
         decode_frame(pack([2, "i", 0, [], []]))
@@ -132,13 +132,13 @@ def test_another_wire_version_is_refused() -> None:
     "reply", [{}, {"incarnation": "i", "reply_to": "plain"}, {"incarnation": ""}, {"reply_to": None}]
 )
 def test_a_request_that_says_not_how_to_answer_is_refused(reply: dict[str, object]) -> None:
-    """A request message names the life of the client that follows the link, or a subject to reply to: one of them."""
+    """A request message must have exactly one of the client's incarnation and a reply subject."""
     with pytest.raises(RemoteProtocolError, match="either the client's incarnation or reply_to"):
         decode_request_message(pack({"client": "c", "request": {}} | reply))
 
 
 def message_with(**fields: object) -> bytes:
-    """An encoded request message, right but for these fields."""
+    """Return an encoded request message, valid except for these fields."""
     return pack({"client": "c", "incarnation": "i", "request": {}} | fields)
 
 
@@ -162,7 +162,7 @@ def message_with(**fields: object) -> bytes:
     ],
 )
 def test_siblings_that_cannot_be_told_apart_or_served_are_refused(fields: dict[str, Any], text: str) -> None:
-    """A message names each sample once and no more of them than a request has; none of it is used otherwise."""
+    """A message with repeated, invalid or too many samples is rejected as a whole."""
     with pytest.raises(RemoteProtocolError) as caught:
         decode_request_message(message_with(**fields))
 
@@ -170,7 +170,7 @@ def test_siblings_that_cannot_be_told_apart_or_served_are_refused(fields: dict[s
 
 
 def test_a_message_holds_all_samples_of_the_largest_request() -> None:
-    """A request for 256 samples fits into one message, a prefill leg too, and their order is kept."""
+    """One message can contain all 256 samples of a request in their order, also in a prefill phase."""
     children = list(reversed(range(1, limits.MAX_N)))
     legs: list[dict[str, object] | None] = [None, {}]
     for kv in legs:
@@ -180,7 +180,10 @@ def test_a_message_holds_all_samples_of_the_largest_request() -> None:
 
 @pytest.mark.parametrize("client", ["", "a.b", "*", ">", "a b", "ü", "a\n", "c" * 65, 5, None])
 def test_a_client_that_is_no_subject_token_is_refused(client: object) -> None:
-    """A client's name becomes part of a subject: with a dot or a wildcard it would reach others' subjects."""
+    """A client's name is part of a subject, so names with a dot or a wildcard are rejected.
+
+    They would match subjects of others.
+    """
     with pytest.raises(RemoteProtocolError, match="client"):
         decode_request_message(pack({"client": client, "incarnation": "i", "request": {}}))
 
@@ -230,7 +233,7 @@ def test_a_client_that_is_no_subject_token_is_refused(client: object) -> None:
     ],
 )
 def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], text: str) -> None:
-    """Every bound of a chunk, and every pair of lengths that must agree, is checked on receipt."""
+    """A receiver validates each bound of a chunk, and each pair of lengths that must be equal."""
     with pytest.raises(RemoteProtocolError) as caught:
         decode_frame(frame_with(chunk_with(**fields)))
 
@@ -241,7 +244,7 @@ def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], t
     "field", [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
 )
 def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) -> None:
-    """A worker's names and numbers are checked before anything is sent to it."""
+    """A worker's names and numbers are validated before any message is sent to it."""
     fields = msgspec.json.decode(encode_json(presence())) | dict([field])
     with pytest.raises(RemoteProtocolError, match="presence"):
         decode_presence(msgspec.json.encode(fields))
@@ -249,7 +252,10 @@ def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) ->
 
 @pytest.mark.proves("P90")
 def test_codes_and_states_of_newer_peers_are_read_as_unknown() -> None:
-    """An error code or worker state that this side does not know yet loses neither the frame nor the worker."""
+    """An unknown error code or worker state of a newer peer becomes `unknown`.
+
+    Neither the frame nor the worker is lost.
+    """
     frame = decode_frame(frame_with(chunk_with(end=["error", 0, 0, None, ["brand_new", "text"]])))
     error = frame.chunks[0].error
     assert error is not None
@@ -259,7 +265,7 @@ def test_codes_and_states_of_newer_peers_are_read_as_unknown() -> None:
 
 @pytest.mark.parametrize("value", [2**64 - 1, -(2**63), 2**63])
 def test_integers_at_the_edges_of_msgpack_are_out_of_range(value: int) -> None:
-    """Integers of 64 bits in any numeric field of a request are refused with the field's range."""
+    """A 64-bit integer outside a field's range is rejected with that range."""
     for name in ("priority", "min_weight_version", "routed_experts_prompt_start", "timeout_s"):
         with pytest.raises(InvalidRequest, match=rf"{name} is .*; allowed: "):
             decode_request(request_with(**{name: value}))
@@ -267,14 +273,14 @@ def test_integers_at_the_edges_of_msgpack_are_out_of_range(value: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e308])
 def test_floats_that_are_no_numbers_are_refused(value: float) -> None:
-    """NaN and infinities survive msgpack and are refused by the field's check."""
+    """Msgpack can encode NaN and infinities, and the field's check rejects them."""
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
         with pytest.raises(InvalidRequest, match=rf"sampling.{name} is .*; allowed: a number"):
             decode_request(request_with(sampling={name: value}))
 
 
 def test_errors_of_type_on_the_wire_name_the_range_too() -> None:
-    """A wrong type in msgpack gives the same words as on construction, not msgspec's own."""
+    """A wrong type in msgpack has the same error message as on construction, not msgspec's message."""
     with pytest.raises(InvalidRequest) as caught:
         decode_request(request_with(sampling={"max_tokens": "5"}))
     assert caught.value.message == ("sampling.max_tokens is '5', not an integer; allowed: an integer from 1 to 4194304")
@@ -290,14 +296,14 @@ def test_errors_of_type_on_the_wire_name_the_range_too() -> None:
 
 @pytest.mark.parametrize("value", [5, None, "text", [1, 2], b"raw", True, 1.5])
 def test_a_request_that_is_no_map_is_a_protocol_error(value: object) -> None:
-    """Bytes that hold no map hold no field that a caller could correct."""
+    """Bytes that are no map raise a protocol error, because they have no field that a caller could correct."""
     with pytest.raises(RemoteProtocolError, match="request"):
         decode_request(pack(value))
     assert request_id_of(pack(value)) is None
 
 
 def test_json_integers_beyond_64_bits_are_refused_where_the_wire_cannot_hold_them() -> None:
-    """What JSON can say and msgpack cannot is refused when the request is made, with its place named."""
+    """An integer that JSON can encode and msgpack cannot is rejected on construction, with its place."""
     for extra in ({"a": 2**64}, {"a": [{"b": -(2**63) - 1}]}):
         with pytest.raises(InvalidRequest, match=r"sampling\.extra\.a.* is .*; allowed: an integer from -9223"):
             request_from_json({"prompt_token_ids": [1], "sampling": {"extra": extra}})
@@ -306,7 +312,7 @@ def test_json_integers_beyond_64_bits_are_refused_where_the_wire_cannot_hold_the
 
 
 def test_decoded_messages_do_not_keep_the_payload_alive() -> None:
-    """A chunk held for long holds its own bytes only: a frame carries the chunks of many other requests."""
+    """A decoded chunk keeps only its own bytes in memory, because a frame contains chunks of many requests."""
     rows = np.arange(60, dtype="u1").reshape(10, 2, 3)
     chunk = Chunk(
         request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0,
@@ -325,7 +331,7 @@ def test_decoded_messages_do_not_keep_the_payload_alive() -> None:
 
 
 def test_an_error_text_is_cut_and_cleaned_by_its_sender() -> None:
-    """No error text, however long or broken, costs the other chunks of its frame."""
+    """The sender truncates and cleans an error text, so that no text can make a frame undecodable."""
     error = ChunkError(ErrorCode.ENGINE_ERROR, "\udcff" + "é" * 5000, allowed="x" * 5000)
     chunk = Chunk(
         request_id="r", attempt=0, child=0, chunk_index=0, weight_version=0,
@@ -339,7 +345,7 @@ def test_an_error_text_is_cut_and_cleaned_by_its_sender() -> None:
 
 
 def test_senders_refuse_contradictions_too() -> None:
-    """The checks that bind two fields also run where a chunk is made, before it is sent."""
+    """The checks of related fields also run when a sender creates a chunk."""
     with pytest.raises(ValueError, match="take 4 bytes, not 3"):
         RoutedExperts(0, (1, 2, 2), "u1", b"abc")
     with pytest.raises(ValueError, match="top logprobs"):
@@ -354,7 +360,7 @@ def test_senders_refuse_contradictions_too() -> None:
 
 
 def test_only_known_things_are_encoded() -> None:
-    """The encoder refuses objects it has no form for instead of inventing one."""
+    """The encoder rejects objects of unknown types."""
     with pytest.raises(TypeError, match="a object cannot be sent"):
         encode(LinkMessage(1, [object()]))  # type: ignore[list-item]
     with pytest.raises(TypeError, match="a object cannot be sent"):

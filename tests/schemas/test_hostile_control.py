@@ -1,4 +1,4 @@
-"""Commands, acks and desired states that are wrong: each has one defined outcome."""
+"""Invalid commands, acks and desired states: each has one defined outcome."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ TIMELINE = {"request_id": "r", "client": "c"}
 
 
 def pack(**fields: object) -> bytes:
-    """These fields as JSON."""
+    """Return these fields as JSON."""
     return msgspec.json.encode(fields)
 
 
 def refused(**fields: Any) -> InvalidRequest:
-    """Why a command with these fields is refused."""
+    """Return the error of a command with these fields."""
     with pytest.raises(InvalidRequest) as caught:
         decode_command(pack(**fields))
     return caught.value
@@ -31,14 +31,14 @@ def refused(**fields: Any) -> InvalidRequest:
 
 @pytest.mark.proves("P91")
 def test_a_misspelt_option_is_refused_by_name() -> None:
-    """An unknown field is never left out silently: it might be the one that was meant."""
+    """An unknown field is rejected and never ignored, because it may be a misspelt option."""
     error = refused(command="pause", id="x", clear_cash=True)
 
     assert (error.field, error.problem) == ("clear_cash", "is unknown")
 
 
 def test_a_field_that_is_missing_is_named() -> None:
-    """Also where it is missing in a part."""
+    """The error names a missing field, also in a nested struct."""
     source = {"path": "/a"}
     for fields, field in (
         ({"source": source}, "version"),
@@ -50,18 +50,18 @@ def test_a_field_that_is_missing_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["paus", "", None, 5, ["pause"], {"a": 1}])
 def test_an_unknown_command_is_refused(name: object) -> None:
-    """There is no command but those of the table."""
+    """An unknown command name is rejected."""
     assert refused(command=name, id="x").field == "command"
 
 
 def test_a_command_without_a_name_is_refused() -> None:
-    """A map that is no command at all is refused too."""
+    """A map without a command name is rejected."""
     assert "command" in str(refused(id="x"))
 
 
 @pytest.mark.parametrize("command_id", ["", "a b", "a.b", "*", "ü", "x" * 129, 5, None])
 def test_a_command_needs_an_id(command_id: object) -> None:
-    """Answers are told apart by it; one that is missing would be made up by each worker anew."""
+    """A command needs a valid id, because acks are matched by it. Without an id, each worker would invent one."""
     assert "id" in str(refused(command="pause", id=command_id))
     assert command_id_of(pack(command="pause", id=command_id)) is None
     assert (refused(command="pause").field, refused(command="pause").problem) == ("id", "is missing")
@@ -86,13 +86,13 @@ def test_a_command_needs_an_id(command_id: object) -> None:
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, object], text: str) -> None:
-    """What is wrong with a command, and where, stands in the error."""
+    """The error of an invalid command contains the field and the problem."""
     assert text in str(refused(command="pause", id="x", **fields))
 
 
 @pytest.mark.parametrize("source", [{}, {"path": "/a", "objects": "b/c"}, {"path": None}])
 def test_weights_come_from_one_place(source: dict[str, object]) -> None:
-    """A source is a path or objects, neither both nor none."""
+    """A weight source is either a path or objects."""
     error = refused(command="update_weights", id="x", version=1, source=source)
 
     assert (error.field, error.allowed) == ("source", "exactly one of them")
@@ -100,25 +100,25 @@ def test_weights_come_from_one_place(source: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("version", [-1, 2**31, None, "7", 1.5])
 def test_a_version_is_a_number_of_the_trainer(version: object) -> None:
-    """Versions that no chunk could carry are refused."""
+    """A version that no chunk can contain is rejected."""
     assert "version" in str(refused(command="update_weights", id="x", version=version, source={"path": "/a"}))
 
 
 def test_at_least_one_request_and_not_too_many_can_be_aborted() -> None:
-    """An abort that names nothing, or more than any worker has, is refused."""
+    """An abort without requests, or with more requests than a worker can have, is rejected."""
     assert "request_ids" in str(refused(command="abort", id="x", request_ids=[]))
     many = ["r"] * (limits.MAX_CHUNKS_PER_FRAME + 1)
     assert "65536" in str(refused(command="abort", id="x", request_ids=many))
 
 
 def test_an_id_is_found_in_a_command_that_is_wrong_elsewhere() -> None:
-    """Who sent it can be told what is wrong."""
+    """The id of an otherwise invalid command can be read, so that its sender can receive the error."""
     assert command_id_of(pack(command="paus", id="x", what=[1])) == "x"
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[1]", b"null", b'"pause"', b'{"id":"\xff"}'])
 def test_bytes_that_are_no_map_are_an_error(data: bytes) -> None:
-    """Whatever comes, only the documented errors leave a decoder."""
+    """For any bytes, a decoder raises only documented errors."""
     with pytest.raises((InvalidRequest, RemoteProtocolError)):
         decode_command(data)
     for decode in (decode_ack, decode_desired):
@@ -128,7 +128,7 @@ def test_bytes_that_are_no_map_are_an_error(data: bytes) -> None:
 
 
 def test_deep_nesting_is_a_protocol_error() -> None:
-    """Nesting beyond Python's recursion limit, also where any value may stand."""
+    """Nesting beyond Python's recursion limit raises a protocol error, also in fields that accept any value."""
     nest = b"[" * DEEP
     with pytest.raises(RemoteProtocolError, match="recursion"):
         decode_command(b'{"command":"init_weight_transfer","id":"x","info":{"a":' + nest)
@@ -161,14 +161,14 @@ def test_deep_nesting_is_a_protocol_error() -> None:
     ],
 )
 def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> None:
-    """Names and numbers of an ack are checked before they reach a ledger."""
+    """Names and numbers of an ack are validated before it becomes part of a command result."""
     with pytest.raises(RemoteProtocolError, match="ack"):
         decode_ack(pack(**(ACK | {field: value})))
 
 
 @pytest.mark.proves("P90")
 def test_what_newer_workers_say_is_read_as_unknown() -> None:
-    """A status or code that this side does not know does not lose the ack, and is nothing final."""
+    """An ack with an unknown status or code is decoded, and an unknown status is not final."""
     ack = decode_ack(pack(**ACK | {"status": "pondered", "error": {"code": "moon_phase", "message": "x"}, "more": 1}))
 
     assert ack.status is AckStatus.UNKNOWN
@@ -178,7 +178,7 @@ def test_what_newer_workers_say_is_read_as_unknown() -> None:
 
 
 def test_a_desired_state_of_another_kind_is_refused() -> None:
-    """A value that somebody else wrote into the bucket is no desired state."""
+    """An invalid value in the bucket does not decode as a desired state."""
     good = msgspec.json.decode(encode_json(DesiredState(model="m")))
     wrong: list[dict[str, object]] = [
         {"model": ""},
@@ -196,7 +196,7 @@ def test_a_desired_state_of_another_kind_is_refused() -> None:
 
 
 def test_a_register_follows_from_the_command() -> None:
-    """Pause and resume set one register, an update another, an adapter its own, and events none."""
+    """Pause and resume set one register, an update another, and each adapter its own. One-off commands set none."""
     commands = [
         Pause(id="a"),
         Resume(id="b"),

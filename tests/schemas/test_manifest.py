@@ -1,4 +1,4 @@
-"""Manifests: what contradicts itself, leads out of a folder or is too large does not decode."""
+"""Manifests that contradict themselves, name a path outside the folder or are too large do not decode."""
 
 import hashlib
 from typing import Any
@@ -25,12 +25,12 @@ SHA = hashlib.sha256(b"").hexdigest()
 
 
 def tensor(name: str = "a", file: str = "model.safetensors", **fields: Any) -> TensorEntry:
-    """Describe a small tensor."""
+    """Return the description of a small tensor."""
     return TensorEntry(**{"name": name, "dtype": "BF16", "shape": (2, 3), "sha256": SHA, "file": file} | fields)
 
 
 def manifest(*tensors: TensorEntry) -> dict[str, Any]:
-    """A sound manifest, as JSON has it."""
+    """Return a valid manifest as decoded JSON."""
     tensors = tensors or (tensor("a"), tensor("b", delta=TensorDelta(encoding="sparse", num_bytes=4, body_bytes=4)))
     files = {"config.json": SHA}
     digest = content_digest(tensors, files)
@@ -52,7 +52,7 @@ def manifest(*tensors: TensorEntry) -> dict[str, Any]:
 
 
 def with_digest(made: dict[str, Any]) -> dict[str, Any]:
-    """Give a changed manifest the digest of its content."""
+    """Set the digest of a changed manifest to that of its content."""
     tensors = msgspec.convert(made["tensors"], list[TensorEntry])
     digest = content_digest(tensors, made["files"])
     made["digest"] = made["links"][-1]["digest"] = digest
@@ -60,7 +60,7 @@ def with_digest(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
-    """Fields that a newer publisher adds are left unread."""
+    """A manifest decodes to the encoded values, and fields of a newer publisher are ignored."""
     made = manifest()
     decoded = decode_manifest(msgspec.json.encode(made | {"more": 1}))
 
@@ -71,7 +71,10 @@ def test_a_manifest_comes_back_as_it_was() -> None:
 
 
 def test_the_digest_is_of_the_content_alone() -> None:
-    """However it came: a delta, another publisher and another chain do not change it; a name, order and file do."""
+    """The digest depends only on the content: name, order, file, shape and hash.
+
+    Delta, publisher and chain do not change it.
+    """
     plain = (tensor("a"), tensor("b"))
     digest = content_digest(plain, {})
 
@@ -113,7 +116,7 @@ def refused(made: dict[str, Any]) -> str:
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
-    """Names with paths, another version and content, nothing at all."""
+    """A manifest with paths in names, another version, other content or no content is rejected."""
     assert said in refused(manifest() | change)
 
 
@@ -135,7 +138,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], s
     ],
 )
 def test_a_tensor_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
-    """No size of it is used before."""
+    """An impossible tensor is rejected before its size is used."""
     made = manifest()
     made["tensors"][0] |= change
 
@@ -143,7 +146,7 @@ def test_a_tensor_that_cannot_be_is_refused(change: dict[str, Any], said: str) -
 
 
 def test_tensors_and_files_are_there_once() -> None:
-    """By name; tensors in the order of their files."""
+    """Tensors and files have unique names, and tensors are in the order of their files."""
     assert "a tensor twice" in refused(with_digest(manifest() | {"tensors": [manifest()["tensors"][0]] * 2}))
     for files in (["b.safetensors", "a.safetensors"], ["config.json"] * 2, [MANIFEST] * 2):
         made = manifest()
@@ -155,7 +158,7 @@ def test_tensors_and_files_are_there_once() -> None:
 
 
 def test_a_chain_is_bounded() -> None:
-    """More links than a chain may have are no chain."""
+    """A chain with more links than allowed is rejected."""
     made = manifest()
     made["links"] = [made["links"][0]] * MAX_LINKS + [made["links"][-1]]
 
@@ -164,17 +167,17 @@ def test_a_chain_is_bounded() -> None:
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(msgspec.json.encode))
 def test_any_bytes_are_a_manifest_or_refused(data: bytes) -> None:
-    """With one error, whatever they are."""
+    """Any bytes that are no manifest raise the same error."""
     with pytest.raises(RemoteProtocolError):
         decode_manifest(data)
 
 
 def test_deep_json_is_refused() -> None:
-    """Without a crash of the decoder."""
+    """Deeply nested JSON is rejected and does not crash the decoder."""
     with pytest.raises(RemoteProtocolError):
         decode_manifest(b"[" * 100_000)
 
 
 def test_delta_objects_are_numbered() -> None:
-    """In the order of their names."""
+    """Delta objects have numbers, so that their names sort in order."""
     assert [delta_name(number) for number in (0, 12)] == ["delta-0000", "delta-0012"]

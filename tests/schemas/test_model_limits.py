@@ -1,4 +1,4 @@
-"""What a model's limits allow: the checks that need to know the model."""
+"""Checks of a request that depend on the model's limits."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ MODEL = capabilities(max_model_len=10, extra=("known",))
 
 
 def check(prompt: list[int], **sampling: Any) -> None:
-    """Check a request."""
+    """Check a request with this prompt and sampling."""
     check_model_limits(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling)), MODEL)
 
 
 def test_what_just_fits_is_allowed() -> None:
-    """The whole context, the last token id, as many logprobs as there are, and what the engine knows."""
+    """A request at the limits of context, token ids, logprobs and engine options is allowed."""
     check([99] * 9, max_tokens=1)
     check([0] * 4, max_tokens=6, min_tokens=6, logprobs=5, prompt_logprobs=5, extra={"known": 1})
     check([0], max_tokens=None, stop_token_ids=[99], logit_bias={99: 1.0}, bad_words_token_ids=[[99]])
@@ -42,7 +42,7 @@ def test_what_just_fits_is_allowed() -> None:
     ],
 )
 def test_what_does_not_fit_names_its_field(prompt: list[int], sampling: dict[str, Any], field: str) -> None:
-    """One more than fits."""
+    """A request one above a limit is rejected with the name of the field."""
     with pytest.raises(InvalidRequest) as error:
         check(prompt, **{"max_tokens": 1, **sampling})
     assert error.value.field == field

@@ -1,4 +1,4 @@
-"""What a worker announces: numbers that no table and no metric can hold are refused."""
+"""Presence with numbers that no table and no metric can hold is rejected."""
 
 import msgspec
 import pytest
@@ -13,7 +13,10 @@ from rollbus.schemas.weights import PublishedVersion
     [(WorkerCounters, "requests"), (PublishedVersion, "used_bytes"), (PublishedVersion, "chain_length")],
 )
 def test_a_count_that_becomes_no_float_is_refused(kind: type[msgspec.Struct], field: str) -> None:
-    """One worker that lies would make `/metrics` fail for all: JSON integers have no end."""
+    """A count too large for a float is rejected.
+
+    JSON integers are unbounded, and one worker could break `/metrics` for all.
+    """
     largest = msgspec.json.decode(f'{{"version": 1, "{field}": {MAX_COUNT}}}', type=kind)
     assert float(getattr(largest, field)) > 0
     with pytest.raises(msgspec.ValidationError, match=field):

@@ -1,4 +1,4 @@
-"""What a request says about itself: lanes, children, and whether it can be resumed exactly."""
+"""Properties of a request: its lane, its child requests, and whether it can be resumed exactly."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ from tests.schemas import strategies as wire
     [(-limits.MAX_PRIORITY, "high"), (-1, "high"), (0, "normal"), (1, "low"), (limits.MAX_PRIORITY, "low")],
 )
 def test_the_lane_follows_the_sign_of_the_priority(priority: int, lane: str) -> None:
-    """A lower priority is more urgent, as in vLLM."""
+    """The sign of the priority selects the lane. A lower priority is more urgent, as in vLLM."""
     assert lane_of(priority) == lane
 
 
 @pytest.mark.proves("P36")
 @given(wire.requests())
 def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
-    """A request for n samples becomes n requests for one, child i with seed + i, all sharing one prompt array."""
+    """A request for n samples becomes n child requests that share one prompt array. Child i has seed + i."""
     children = expand_children(request)
 
     assert len(children) == request.sampling.n
@@ -41,7 +41,7 @@ def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
 
 
 def test_a_request_for_one_sample_is_its_own_child() -> None:
-    """Nothing is copied where there is nothing to expand."""
+    """A request for one sample is its own child request, without a copy."""
     request = GenerateRequest(prompt_token_ids=[1])
 
     assert expand_children(request) == [request]
@@ -69,12 +69,12 @@ def test_a_request_for_one_sample_is_its_own_child() -> None:
     ],
 )
 def test_what_can_be_continued_has_no_state_besides_its_tokens(params: SamplingParams, continuable: bool) -> None:
-    """Seeded generators, penalties, bad words and what an engine adds depend on more than the tokens so far."""
+    """Seeded generators, penalties, bad words and engine options depend on more than the tokens so far."""
     assert params.is_continuable is continuable
 
 
 def test_request_ids_are_drawn_at_random() -> None:
-    """A request without an id gets one of its own that is valid."""
+    """A request without an id gets a random valid id."""
     first, second = (GenerateRequest(prompt_token_ids=[1]) for _ in range(2))
 
     assert first.request_id != second.request_id
@@ -82,7 +82,7 @@ def test_request_ids_are_drawn_at_random() -> None:
 
 
 def test_requests_cannot_be_changed() -> None:
-    """A request that was checked stays as it was checked."""
+    """A request is immutable, so that it stays valid."""
     request = GenerateRequest(prompt_token_ids=[1])
     with pytest.raises(AttributeError):
         request.priority = 5  # type: ignore[misc]

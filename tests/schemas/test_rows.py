@@ -1,4 +1,4 @@
-"""The row rule, and the one dtype that expert ids have on the wire."""
+"""The row rule, and the dtype of expert ids on the wire."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from rollbus.schemas.rows import DTYPES, RowDtype, dtype_for, expected_rows, row
 @pytest.mark.proves("P14")
 @pytest.mark.parametrize(("num_experts", "dtype"), [(1, "u1"), (256, "u1"), (257, "<u2"), (limits.MAX_EXPERTS, "<u2")])
 def test_the_dtype_follows_the_number_of_experts(num_experts: int, dtype: str) -> None:
-    """u1 up to 256 experts, else <u2: the largest id fits, and no sample decides."""
+    """The dtype is u1 for up to 256 experts and <u2 above. It does not depend on the ids in a sample."""
     assert dtype_for(num_experts) == dtype
     assert num_experts - 1 <= np.iinfo(DTYPES[dtype]).max
 
 
 @pytest.mark.parametrize("num_experts", [-1, 0, limits.MAX_EXPERTS + 1])
 def test_impossible_numbers_of_experts_are_refused(num_experts: int) -> None:
-    """A model has at least one expert and at most as many as <u2 can name."""
+    """A model has at least one expert, and at most as many as <u2 can number."""
     with pytest.raises(ValueError, match=f"num_experts is {num_experts}; allowed: 1 to 65536"):
         dtype_for(num_experts)
 
@@ -29,7 +29,7 @@ def test_impossible_numbers_of_experts_are_refused(num_experts: int) -> None:
 @pytest.mark.proves("P14")
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(1, 50))
 def test_a_sequence_has_a_row_for_every_position_but_the_last(prompt_len: int, start: int, num_tokens: int) -> None:
-    """Counted naively: positions from start up to, not including, that of the last generated token."""
+    """The rule equals a simple count of the positions from start up to the last generated token, without that token."""
     start = min(start, prompt_len)
     positions = [position for position in range(prompt_len + num_tokens) if position >= start]
 
@@ -38,14 +38,17 @@ def test_a_sequence_has_a_row_for_every_position_but_the_last(prompt_len: int, s
 
 @pytest.mark.parametrize(("prompt_len", "start"), [(5, 0), (5, 5), (1, 0)])
 def test_before_the_first_token_no_row_is_due(prompt_len: int, start: int) -> None:
-    """A request that ended without a token, because it was aborted for example, owes no rows."""
+    """A request without a token, for example after an abort, has no rows."""
     assert expected_rows(prompt_len, start, 0) == 0
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2"])
 @pytest.mark.parametrize("given_dtype", ["u1", "i2", "<u2", ">u2", "i4", "i8"])
 def test_rows_keep_their_values_on_the_way_to_the_wire(dtype: RowDtype, given_dtype: str) -> None:
-    """Any integer type, byte order and memory order becomes the model's dtype, C-contiguous, with the same ids."""
+    """Rows of any integer type, byte order and memory order keep their ids.
+
+    They become C-contiguous rows of the model's dtype.
+    """
     ids = np.arange(2 * 3 * 4).reshape(4, 3, 2).astype(given_dtype).transpose(2, 1, 0)
     rows = rows_as_wire(ids, dtype)
 
@@ -55,7 +58,7 @@ def test_rows_keep_their_values_on_the_way_to_the_wire(dtype: RowDtype, given_dt
 
 
 def test_rows_that_fit_are_not_copied() -> None:
-    """The usual case costs nothing."""
+    """Rows in the wire format are not copied."""
     rows = np.zeros((2, 3, 4), "u1")
 
     assert np.shares_memory(rows_as_wire(rows, "u1"), rows)
@@ -73,12 +76,12 @@ def test_rows_that_fit_are_not_copied() -> None:
     ],
 )
 def test_rows_are_never_narrowed_silently(rows: Any, dtype: RowDtype, text: str) -> None:
-    """An id that does not fit is an error, never another expert's id."""
+    """An id that does not fit the dtype is an error and never becomes another expert's id."""
     with pytest.raises(ValueError, match=text):
         rows_as_wire(rows, dtype)
 
 
 @pytest.mark.parametrize("given_dtype", ["u1", "i4"])
 def test_no_rows_have_a_shape_too(given_dtype: str) -> None:
-    """Zero rows keep layers and top-k."""
+    """Zero rows keep the shape of layers and top-k."""
     assert rows_as_wire(np.zeros((0, 3, 2), given_dtype), "<u2").shape == (0, 3, 2)

@@ -1,4 +1,4 @@
-"""docs/wire.md says what the code does: its tables are the code's, and its sessions run."""
+"""The tables of docs/wire.md equal the code, and its sessions run."""
 
 import doctest
 
@@ -8,19 +8,19 @@ from tests.schemas.wire_tables import DOC, ENUMS, LISTS, STRUCTS, TABLE, with_ta
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    """Fields, codes and limits stand in the document as they are: `python -m tests.schemas.wire_tables`."""
+    """Fields, codes and limits in the document equal the code. `python -m tests.schemas.wire_tables` writes them."""
     text = DOC.read_text()
 
     assert text == with_tables(text)
 
 
 def test_no_message_is_left_out() -> None:
-    """Every struct and every closed set of words on the wire has its table."""
+    """The document has a table for each struct and each enum of the wire format."""
     assert {match[1] for match in TABLE.finditer(DOC.read_text())} == {*STRUCTS, *ENUMS, *LISTS}
 
 
 def test_the_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every REPL session in the document gives what it shows, started in the repository's root."""
+    """Each REPL session in the document, run in the repository's root, has the documented output."""
     monkeypatch.chdir(DOC.parents[1])
     results = doctest.testfile(str(DOC), module_relative=False)
 

@@ -1,6 +1,6 @@
 """Write the tables of docs/wire.md from the code: `python -m tests.schemas.wire_tables`.
 
-A table stands between `<!-- table: name -->` and `<!-- end -->`. Meanings are the docstrings below the fields.
+A table lies between `<!-- table: name -->` and `<!-- end -->`. Meanings are the docstrings below the fields.
 """
 
 import ast
@@ -26,7 +26,10 @@ DOC = Path(__file__).parents[2] / "docs" / "wire.md"
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 CHECKED_IN_CODE = (SamplingParams, GenerateRequest)
-"""Their fields have plain types on the wire; what is allowed is what their error messages say."""
+"""Structs whose fields have plain types on the wire.
+
+The column of allowed values has the text of their error messages.
+"""
 COMMANDS: tuple[type[control.Command], ...] = get_args(control.AnyCommand)
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *CHECKED_IN_CODE,
@@ -56,16 +59,16 @@ ENUMS = {
     for kind in (chunk.FinishReason, presence.WorkerState, presence.ClientState, control.AckStatus, ControlCode)
 }
 LISTS = ("commands", "errors", "limits")
-"""Tables that are made of more than one struct or enum."""
+"""Tables that combine several structs or enums."""
 
 
 def with_tables(text: str) -> str:
-    """The document with every table as the code has it now."""
+    """Return the document with each table as the code defines it now."""
     return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{table(match[1])}<!-- end -->", text)
 
 
 def table(name: str) -> str:
-    """One table in Markdown."""
+    """Return a table in Markdown."""
     if name == "errors":
         return markdown(["code", "meaning", "who has to act", "retry", "after admission"], error_rows())
     if name == "limits":
@@ -85,20 +88,20 @@ def table(name: str) -> str:
 
 
 def markdown(head: list[str], rows: Any) -> str:
-    """A table; cells are escaped, and say nil where Python says None."""
+    """Return a Markdown table. Cells are escaped, and None becomes nil."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(escaped, line)) + " |\n" for line in lines)
 
 
 def escaped(cell: str) -> str:
-    """Text that stands in a cell as it is."""
+    """Escape text so that a Markdown cell shows it unchanged."""
     parts = re.sub(r"\bNone\b", "nil", cell).split("`")
     # Every other part is code, which needs no escape.
     return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts)).replace("|", "\\|")
 
 
 def error_rows() -> Iterator[list[str]]:
-    """One row for each error code."""
+    """Yield a row for each error code."""
     for code, facts in ERRORS.items():
         yield [
             f"`{code}`",
@@ -110,14 +113,14 @@ def error_rows() -> Iterator[list[str]]:
 
 
 def limit_rows() -> Iterator[list[str]]:
-    """One row for each limit, with the reason below it in the code."""
+    """Yield a row for each limit, with the reason from its docstring."""
     reasons = docstrings(inspect.getsource(limits))
     for name in sorted(limits.__all__):
         yield [f"`{name}`", f"{getattr(limits, name):,}", reasons[name]]
 
 
 def command_rows() -> Iterator[list[str]]:
-    """One row for each command."""
+    """Yield a row for each command."""
     for kind in COMMANDS:
         name = f"`{kind.__struct_config__.tag}`"
         timeout = next(field.default for field in msgspec.structs.fields(kind) if field.name == "timeout_s")
@@ -129,21 +132,21 @@ def command_rows() -> Iterator[list[str]]:
 
 
 def enum_rows(kind: type[enum.StrEnum]) -> Iterator[list[str]]:
-    """One row for each value."""
+    """Yield a row for each value."""
     meanings = docstrings(inspect.getsource(kind))
     for member in kind:
         yield [f"`{member.value}`", meanings[member.name]]
 
 
 def checked_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
-    """One row for each field of a request, with what its error message says is allowed."""
+    """Yield a row for each field of a request, with the allowed values from its error message."""
     meanings = docstrings(inspect.getsource(kind))
     for field in msgspec.structs.fields(kind):
         yield [f"`{field.name}`", allowed(kind, field.name), default(field), meanings[field.name]]
 
 
 def allowed(kind: type[Any], name: str) -> str:
-    """What the field's error message says is allowed."""
+    """Return the allowed values in the field's error message."""
     required = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
     if name == "sampling":
         return "a map of `SamplingParams`"
@@ -157,7 +160,7 @@ def allowed(kind: type[Any], name: str) -> str:
 
 
 def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
-    """One row for each field of a message; of a command, without those that all have."""
+    """Yield a row for each field of a message. For a command, omit the fields that all commands have."""
     meanings = docstrings(inspect.getsource(kind))
     common = control.Command.__struct_fields__ if kind in COMMANDS else ()
     info = wire_types.type_info(kind)
@@ -169,7 +172,7 @@ def struct_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
 
 
 def default(field: msgspec.structs.FieldInfo) -> str:
-    """What stands for a field that is left out."""
+    """Return the text for the default of a field."""
     if field.required:
         return "required"
     if field.default is None:
@@ -184,7 +187,7 @@ def default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def type_name(kind: wire_types.Type) -> str:
-    """A type in the words of msgpack."""
+    """Return the name of a type in msgpack's terms."""
     match kind:
         case wire_types.UnionType():
             members = [type_name(member) for member in kind.types if not isinstance(member, wire_types.NoneType)]
@@ -207,7 +210,7 @@ def type_name(kind: wire_types.Type) -> str:
 
 
 def scalar_name(kind: wire_types.Type) -> str:
-    """A type without parts, with its bounds."""
+    """Return the name of a scalar type with its bounds."""
     match kind:
         case wire_types.IntType():
             return "int" + range_text(kind.ge, kind.le)
@@ -225,14 +228,14 @@ def scalar_name(kind: wire_types.Type) -> str:
 
 
 def range_text(low: float | None, high: float | None) -> str:
-    """The bounds of a number."""
+    """Return the bounds of a number as text."""
     if low is None:
         return ""
     return f", {low:,} or more" if high is None else f", {low:,} to {high:,}"
 
 
 def docstrings(source: str) -> dict[str, str]:
-    """The strings below assignments, by the assigned names, on one line each."""
+    """Return the strings below assignments on one line each, by the assigned names."""
     tree = ast.parse(source)
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else tree.body
     found: dict[str, str] = {}

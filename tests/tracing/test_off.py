@@ -1,4 +1,7 @@
-"""Where tracing is off, nothing of OpenTelemetry is there; and what is said where it is on and cannot be."""
+"""Without tracing, OpenTelemetry is not imported.
+
+If tracing is requested and impossible, the error names the reason.
+"""
 
 import subprocess
 import sys
@@ -42,7 +45,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetr
 
 @pytest.mark.slow
 def test_nothing_is_imported(nats_url: str, fleet: str) -> None:
-    """A client, a worker and an HTTP service that serve a request of a trace, in one process."""
+    """A client, a worker and an HTTP service without tracing serve a traced request and do not import OpenTelemetry."""
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
 
     done = subprocess.run(
@@ -54,7 +57,7 @@ def test_nothing_is_imported(nats_url: str, fleet: str) -> None:
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is not there."""
+    """Make the import of OpenTelemetry fail, as if the extra were not installed."""
     monkeypatch.delitem(sys.modules, "rollbus.bus.tracing.otel", raising=False)
     monkeypatch.delattr("rollbus.bus.tracing.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
@@ -62,7 +65,10 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("not_installed")
 def test_the_extra_is_named_where_it_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the client before it connects, and by the worker as a usage error; without the switch nothing is said."""
+    """If the extra is missing, the client fails before it connects, and the worker with a usage error.
+
+    Without tracing there is no error.
+    """
     with pytest.raises(InvalidRequest, match=r"tracing needs opentelemetry, which is not installed.*rollbus\[otel\]"):
         rollbus.connect(tracing=True)
     with pytest.raises(SystemExit, match="2"):
@@ -73,7 +79,10 @@ def test_the_extra_is_named_where_it_is_missing(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("wrong", [None, 1, "yes", object()])
 def test_what_is_no_provider_is_refused(wrong: object) -> None:
-    """Providers of others cannot give a span the id that its request took along."""
+    """Only a provider of OpenTelemetry's SDK is accepted.
+
+    Other providers cannot give a span the id that its request carries.
+    """
     with pytest.raises(InvalidRequest, match="True, False or a TracerProvider"):
         rollbus.connect(tracing=wrong)  # type: ignore[arg-type]
 
@@ -90,7 +99,7 @@ def test_what_is_no_provider_is_refused(wrong: object) -> None:
 def test_variables_that_cannot_be_followed_are_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
 ) -> None:
-    """Rather than spans that silently go nowhere."""
+    """An invalid environment variable is an error, because spans would otherwise be lost silently."""
     monkeypatch.setenv(name, value)
 
     with pytest.raises(InvalidRequest, match=said):
@@ -98,14 +107,14 @@ def test_variables_that_cannot_be_followed_are_named(
 
 
 def test_the_standard_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`OTEL_SDK_DISABLED`."""
+    """`OTEL_SDK_DISABLED` disables tracing."""
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
 
     assert make_tracer(True, service_name="test") is None
 
 
 def test_only_one_file_knows_opentelemetry() -> None:
-    """The names of attributes are written down, and equal those of the installed conventions."""
+    """The constants for attribute names equal the names in the installed conventions of OpenTelemetry."""
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, url_attributes
     from opentelemetry.semconv.attributes import error_attributes, http_attributes
 

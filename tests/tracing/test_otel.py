@@ -1,4 +1,4 @@
-"""How spans are made and bounded: by the sampler, in number a second, and in a queue that waits for the collector."""
+"""How spans are created and bounded: by the sampler, by a rate, and by the queue for the collector."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ UNSAMPLED = SpanContext(0xA, 0xB, is_sampled=False)
 
 
 def in_memory(**options: Any) -> tuple[OtelTracer, InMemorySpanExporter]:
-    """A tracer of a provider that keeps what it gets."""
+    """Return a tracer whose provider stores its spans in memory."""
     provider, kept = TracerProvider(**options), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     tracer = tracer_of(provider)
@@ -31,13 +31,13 @@ def in_memory(**options: Any) -> tuple[OtelTracer, InMemorySpanExporter]:
 
 
 def span(context: SpanContext, parent: SpanContext | None = None, **fields: Any) -> Span:
-    """A span of a second."""
+    """Return a span of one second."""
     values: dict[str, Any] = {"name": "s", "kind": "client", "start_ns": 10**18, "end_ns": 10**18 + 10**9}
     return Span(context=context, parent=parent, attributes={}, **{**values, **fields})
 
 
 def test_a_span_keeps_what_was_noted() -> None:
-    """Ids, times, parent, state, events, links, and the error as its code."""
+    """An exported span has the ids, times, parent, state, events and links of the span. Its error is the code."""
     tracer, kept = in_memory()
     context, link = PARENT.child(), SpanContext(1, 2, is_sampled=False)
 
@@ -69,7 +69,7 @@ def test_a_span_keeps_what_was_noted() -> None:
     ],
 )
 def test_the_provider_samples(sampler: Sampler | None, parent: SpanContext | None, expected: bool) -> None:
-    """Its sampler decides, and sees the parent; the state of the trace is handed on."""
+    """The provider's sampler decides with the parent's context, and the trace state is passed on."""
     context = in_memory(sampler=sampler)[0].start("s", "client", parent)
 
     assert context.is_sampled is expected
@@ -79,7 +79,7 @@ def test_the_provider_samples(sampler: Sampler | None, parent: SpanContext | Non
 
 
 def test_ids_do_not_repeat_where_generators_are_seeded() -> None:
-    """Every rank of a trainer seeds Python's generator with the same number."""
+    """Ids are unique even with a seeded generator, because each rank of a trainer uses the same seed."""
     import random
 
     tracer, _ = in_memory()
@@ -92,7 +92,7 @@ def test_ids_do_not_repeat_where_generators_are_seeded() -> None:
 
 
 def test_the_active_span_of_the_caller_is_found() -> None:
-    """By OpenTelemetry's own account; outside of any span there is none."""
+    """The tracer finds OpenTelemetry's active span. Outside of spans there is none."""
     tracer, _ = in_memory()
     other = TracerProvider().get_tracer("trainer")
 
@@ -101,12 +101,12 @@ def test_the_active_span_of_the_caller_is_found() -> None:
         found = tracer.current()
         assert found is not None
         assert found.span_id == active.get_span_context().span_id
-        # And what is exported meanwhile is not below it.
+        # A span that is exported meanwhile does not become its child.
         tracer.export([span(PARENT.child(), PARENT)])
 
 
 def test_a_flood_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever has everything sampled gets a burst, and then so many in a second; what is dropped is logged, once."""
+    """Spans are limited to a burst and a rate per second. Dropped spans are counted and logged once."""
     now = [100.0]
     monkeypatch.setattr("rollbus.bus.tracing.otel.time.monotonic", lambda: now[0])
     tracer, kept = in_memory()
@@ -125,7 +125,7 @@ def test_a_flood_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_what_others_raise_harms_nobody() -> None:
-    """A sampler and a processor of the user that fail: nothing is sampled, spans are counted as dropped."""
+    """If the user's sampler fails, nothing is sampled. If the user's processor fails, spans count as dropped."""
 
     class Bad(Sampler):
         def should_sample(self, *_: object, **__: object) -> Any:
@@ -150,7 +150,7 @@ def test_what_others_raise_harms_nobody() -> None:
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A collector, to which everything sends that is told to."""
+    """A collector that receives the spans of all traced programs of the test."""
     with collector() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
@@ -158,12 +158,12 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def exporter_threads() -> list[threading.Thread]:
-    """Those that the SDK has started here."""
+    """Return the exporter threads of the SDK in this process."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("OtelBatch")]
 
 
 def test_closing_sends_what_waits(collected: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last spans of a process are there, under the name of its service, and the exporter's thread is gone."""
+    """Closing a tracer exports buffered spans under the service's name and ends the exporter's thread."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     before = exporter_threads()
     tracer = exporting_tracer("mine")
@@ -179,7 +179,7 @@ def test_closing_sends_what_waits(collected: Collector, monkeypatch: pytest.Monk
 
 
 def test_the_environment_names_the_service(collected: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`OTEL_SERVICE_NAME` comes first."""
+    """`OTEL_SERVICE_NAME` overrides the default service name."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "theirs")
     tracer = exporting_tracer("mine")
     assert tracer is not None
@@ -193,7 +193,10 @@ def test_the_environment_names_the_service(collected: Collector, monkeypatch: py
 async def test_a_collector_that_hangs_fills_the_queue_and_no_more(
     collected: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spans that find no room are dropped and counted; those that found some are sent when it goes on."""
+    """While the collector hangs, spans beyond the queue are dropped and counted.
+
+    Queued spans are sent when it responds again.
+    """
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "5")
     collected.answers.clear()
@@ -211,7 +214,7 @@ async def test_a_collector_that_hangs_fills_the_queue_and_no_more(
 
 
 def test_a_collector_that_refuses_is_counted(collected: Collector) -> None:
-    """400: sent once, and not again."""
+    """Spans that the collector rejects with 400 are sent once and counted as failed."""
     collected.status = 400
     tracer = exporting_tracer("mine")
     assert tracer is not None
@@ -223,7 +226,7 @@ def test_a_collector_that_refuses_is_counted(collected: Collector) -> None:
 
 
 def test_a_provider_of_the_user_is_left_alone() -> None:
-    """Closing neither flushes nor ends it."""
+    """Closing a tracer neither flushes nor shuts down the user's provider."""
     tracer, kept = in_memory()
 
     tracer.close()

@@ -1,4 +1,4 @@
-"""The trace of a request to vLLM."""
+"""The trace of a request to a vLLM worker."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ ENGINE_ARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_
 async def test_a_trace_of_a_real_engine(
     nats_url: str, fleet: str, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queue, worker and engine below the call, with the engine's own first token and cache hits."""
+    """The trace has queue, worker and engine below the call, with the engine's first token and cache hits."""
     prompt, sampling = list(range(1, 300)), SamplingParams(max_tokens=8, ignore_eos=True)
     with collector() as collected:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collected.url)

@@ -1,4 +1,4 @@
-"""The spans that a worker makes of a request's timeline."""
+"""The spans that a worker creates from a request's timeline."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ TRACEPARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
 def event(name: str, at: float, **fields: Any) -> TimelineEvent:
-    """One of a timeline."""
+    """Return an event of a timeline."""
     return TimelineEvent(event=name, at=1e9 + at, **fields)
 
 
 def spans_of(*events: TimelineEvent, traceparent: str | None = TRACEPARENT, lane: str | None = "normal") -> list[Span]:
-    """What is exported for a timeline."""
+    """Return the exported spans of a timeline with these events."""
     exported: list[Span] = []
     tracer, _ = in_memory()
     tracer.export = exported.extend  # type: ignore[method-assign, assignment]
@@ -32,7 +32,10 @@ def spans_of(*events: TimelineEvent, traceparent: str | None = TRACEPARENT, lane
 
 
 def test_a_whole_timeline() -> None:
-    """Two spans with the versions of all weights; events within the engine are those behind its start."""
+    """A timeline becomes a worker span and an engine span with all weight versions.
+
+    The engine span has the events after its start.
+    """
     worker, engine = spans_of(
         event("published", -5),
         event("offered", 0, weight_version=7),
@@ -65,7 +68,7 @@ def test_a_whole_timeline() -> None:
     [("abort", None, False), ("engine_dead", "engine_dead", False), ("error", "error", False), (RETURNED, None, True)],
 )
 def test_how_it_ended(reason: str, error: str | None, returned: bool) -> None:
-    """An error has its code; a request that went back to the queue did not fail."""
+    """A failed request has the code of its error. A request that returned to the queue has no error."""
     (span,) = spans_of(event("offered", 0, weight_version=0), event("ended", 1, tokens=0, reason=reason), lane=None)
 
     assert span.error == error
@@ -76,7 +79,10 @@ def test_how_it_ended(reason: str, error: str | None, returned: bool) -> None:
 
 @pytest.mark.parametrize("traceparent", [TRACEPARENT[:-1] + "0", TRACEPARENT, None, "garbage", "0" * 256])
 def test_whose_trace_it_is(traceparent: str | None) -> None:
-    """The flag decides; what is no trace, as programs of others may send, begins one."""
+    """The sampled flag decides whether spans are exported.
+
+    An invalid traceparent, as foreign programs may send, starts a new trace.
+    """
     found = spans_of(event("offered", 0), event("ended", 1, reason="stop"), traceparent=traceparent)
 
     assert bool(found) is (traceparent is None or not traceparent.endswith("-00"))
@@ -84,5 +90,5 @@ def test_whose_trace_it_is(traceparent: str | None) -> None:
 
 
 def test_what_was_never_offered_has_no_span() -> None:
-    """The worker refused it, or gave it back at once."""
+    """A request that the worker rejected or returned immediately has no span."""
     assert spans_of(event("published", 0), event("ended", 1, reason=RETURNED)) == []

@@ -1,4 +1,4 @@
-"""The trace of a request, from an HTTP client to the engine, as a collector gets it."""
+"""The trace of a request from an HTTP client to the engine, as a collector receives it."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ SLOW = {"step_s": 0.02}
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    """A collector, to which everything sends that is told to."""
+    """A collector that receives the spans of all traced programs of the test."""
     with collector() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -45,7 +45,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def check_times(collected: Collector) -> None:
-    """Spans end after they began, events lie within, and what is inside of a process lies within its parent."""
+    """Assert that spans end after their start, contain their events, and lie within a parent of the same process."""
     by_id = {span.span_id: span for span in collected.spans}
     for span in collected.spans:
         assert span.start_ns <= span.end_ns
@@ -57,7 +57,10 @@ def check_times(collected: Collector) -> None:
 
 
 async def test_a_request_that_is_resumed_is_one_trace(nats_url: str, fleet: str, collected: Collector) -> None:
-    """HTTP, client, queue, worker, engine; and after kill -9 a resume, linked to the wait of the lost attempt."""
+    """A trace has HTTP, client, queue, worker and engine.
+
+    After a kill, it has a resume with a link to the lost attempt.
+    """
     body = {"token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 60, "ignore_eos": True}}
     headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
     async with (
@@ -68,7 +71,7 @@ async def test_a_request_that_is_resumed_is_one_trace(nats_url: str, fleet: str,
         async with http.client.stream("POST", "/inference/v1/generate", json=body, headers=headers) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            # Before it has all tokens.
+            # The worker has not yet sent all tokens.
             doomed.kill()
             async with worker_process(nats_url, fleet, "--otel", *LASTING, "--worker-id", "b", engine_args=SLOW):
                 *_, done = [line async for line in lines if line]
@@ -110,16 +113,16 @@ class Traced:
         self.rb = rb
         self._exporter = exporter
         self.asked: list[GenerateRequest] = []
-        """Of the engine."""
+        """Requests that the engine received."""
 
     def spans(self, name: str = "") -> list[ReadableSpan]:
-        """Those whose names begin so."""
+        """Return the spans whose names start with `name`."""
         return [span for span in self._exporter.get_finished_spans() if span.name.startswith(name)]
 
 
 @contextlib.asynccontextmanager
 async def traced(nats_url: str, fleet: str, sampler: Sampler | None = None) -> AsyncIterator[Traced]:
-    """Both of them, with a provider of this sampler."""
+    """Run a client and a worker with a provider of this sampler."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(sampler=sampler)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = make_tracer(provider, service_name="")
@@ -146,7 +149,10 @@ async def traced(nats_url: str, fleet: str, sampler: Sampler | None = None) -> A
 
 
 async def test_samples_of_one_call(nats_url: str, fleet: str) -> None:
-    """One span for the call, and a wait, a worker's and an engine's for each sample, told apart by their child."""
+    """A call with n samples has one span.
+
+    Each sample has a queue, a worker and an engine span with its child number.
+    """
     request = GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(n=3, max_tokens=4, ignore_eos=True))
     async with traced(nats_url, fleet) as found:
         generation = await found.rb.complete(request)
@@ -171,7 +177,7 @@ async def test_samples_of_one_call(nats_url: str, fleet: str) -> None:
 
 
 async def test_nothing_of_a_prompt_is_in_a_span(nats_url: str, fleet: str) -> None:
-    """No session, no salt, and no attribute that is not listed: none of them has token ids."""
+    """Spans contain no session, no salt, no token ids, and only listed attributes."""
     request = GenerateRequest(prompt_token_ids=[7], session_id="secret session", cache_salt="secret salt")
     async with traced(nats_url, fleet) as found:
         await found.rb.complete(request)
@@ -184,7 +190,10 @@ async def test_nothing_of_a_prompt_is_in_a_span(nats_url: str, fleet: str) -> No
 
 
 async def test_a_call_that_is_not_sampled_says_so(nats_url: str, fleet: str) -> None:
-    """Nothing is exported, also by workers whose rule is to go by the flag; the trace goes on for whoever is next."""
+    """A call that is not sampled exports no span, also from workers that follow the flag.
+
+    Its trace context is passed on.
+    """
     async with traced(nats_url, fleet, ParentBased(ALWAYS_OFF)) as found:
         await found.rb.complete(GenerateRequest(prompt_token_ids=[1]))
         given = f"00-{TRACE}-{CALLER}-00"
@@ -199,7 +208,7 @@ async def test_a_call_that_is_not_sampled_says_so(nats_url: str, fleet: str) -> 
 
 
 async def test_a_call_is_below_the_span_that_it_is_made_in(nats_url: str, fleet: str) -> None:
-    """A trainer's step that is traced has its calls inside, unless they name another trace."""
+    """A call inside a span of the trainer is its child, unless the request names another trace."""
     async with traced(nats_url, fleet) as found:
         with TracerProvider().get_tracer("trainer").start_as_current_span("step") as step:
             await found.rb.complete(GenerateRequest(prompt_token_ids=[1]))
@@ -214,7 +223,7 @@ async def test_a_call_is_below_the_span_that_it_is_made_in(nats_url: str, fleet:
 
 
 async def test_calls_that_fail_have_the_code_of_their_error(nats_url: str, fleet: str) -> None:
-    """A timeout while it runs: of the call, and of the worker, to which its client sends an abort."""
+    """A call that times out has the error code `timeout`. The worker's span ends by the client's abort."""
     async with traced(nats_url, fleet) as found:
         endless = SamplingParams(max_tokens=1_000_000, ignore_eos=True)
         with pytest.raises(RequestTimeout):
@@ -232,10 +241,13 @@ async def test_calls_that_fail_have_the_code_of_their_error(nats_url: str, fleet
 async def test_a_stranger_decides_nothing(
     nats_url: str, fleet: str, collected: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:
-    """The service's own rule, on an id of its own; the stranger's trace is a link. Garbage is as if none was given."""
+    """An untrusted client's traceparent becomes a link.
+
+    The service samples by its own rule and id, and ignores an invalid traceparent.
+    """
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-    # An id that every ratio above none samples.
+    # Every ratio above zero samples this id.
     stranger = f"00-{'0' * 31}1-{CALLER}-01"
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
     given = [stranger, f"00-{TRACE}-{CALLER}-00", "garbage", "00-" + "f" * 60_000, f"{stranger}, {stranger}"]
@@ -266,8 +278,8 @@ async def test_a_stranger_decides_nothing(
 async def test_a_collector_that_is_not_there_harms_no_request(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests are served, what is lost is counted, and leaving the client takes no longer than it may."""
-    # Nobody listens at this port, which is for discarding.
+    """Without a collector, requests are served, lost spans are counted, and closing the client takes bounded time."""
+    # No program listens at this port, which is reserved for discarding.
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
