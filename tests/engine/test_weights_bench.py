@@ -1,4 +1,4 @@
-"""`bench.weights` measures what it says: its trainer changes as much as a real one, and its link is as slow as told."""
+"""`bench.weights` is realistic: its trainer changes as much as a real trainer, and its link has the given rate."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ from bench.ways import running
 from bench.weights_trainer import FILE, INIT_STD, MEASURED, Trainer
 
 NEAR = 0.15
-"""Of the measured share: it is that of one run, rounded to a tenth of a percent."""
+"""The tolerance relative to the measured share, which comes from one run and is rounded to 0.1 %."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a folder with half a million random weights."""
+    """Return a folder with half a million random weights."""
     folder = tmp_path_factory.mktemp("checkpoint")
     generator = torch.Generator().manual_seed(0)
     weights = torch.empty(512, 1024).normal_(0, INIT_STD, generator=generator).bfloat16()
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("rate", list(MEASURED))
 def test_as_much_changes_as_with_a_real_model(rate: float, checkpoint: Path) -> None:
-    """In each step, that was measured, the share of elements."""
+    """In each measured step, the measured share of elements changes."""
     trainer = Trainer(checkpoint, rate=rate)
     shares = {step: trainer.step() for step in range(1, 25)}
 
@@ -41,7 +41,7 @@ def test_as_much_changes_as_with_a_real_model(rate: float, checkpoint: Path) -> 
 
 
 def test_what_changes_is_what_is_saved(checkpoint: Path, tmp_path: Path) -> None:
-    """A saved checkpoint has the tensors of the trainer, and the other files of the one before."""
+    """A saved checkpoint has the trainer's tensors, and the other files of the checkpoint before."""
     trainer = Trainer(checkpoint, rate=3e-6)
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
     share = trainer.step()
@@ -56,7 +56,7 @@ def test_what_changes_is_what_is_saved(checkpoint: Path, tmp_path: Path) -> None
 
 
 async def test_a_link_passes_on_all_bytes_no_faster_than_it_may() -> None:
-    """In both directions; and when one side ends, the other does."""
+    """A link passes all bytes in both directions, within its rate. If one side closes, the other side closes too."""
     sent, rate = bytes(range(256)) * 8192, 8
     received = asyncio.Queue[bytes]()
 
@@ -81,7 +81,7 @@ async def test_a_link_passes_on_all_bytes_no_faster_than_it_may() -> None:
         rest = await received.get()
 
     assert there == back == sent
-    # A burst of a hundredth of a second may go at once.
+    # The link allows an immediate burst of a hundredth of a second.
     assert seconds > 2 * len(sent) / (rate * 10**6) - 0.05
     assert rest == b""
 

@@ -1,6 +1,6 @@
-"""Feed the adapter from a vLLM that is only unpacked: `python -m tests.engine.unpacked` prints what came out.
+"""Run the adapter with an unpacked vLLM: `python -m tests.engine.unpacked` prints the results.
 
-The unpacked release comes first on the path; nothing of it is compiled, and no engine is started.
+The unpacked release is first on the path. Nothing of it is compiled, and no engine starts.
 """
 
 import asyncio
@@ -32,7 +32,10 @@ ROUTING = RoutedExpertsInfo(num_layers=2, top_k=2, num_experts=16, dtype="u1")
 
 
 def steps_of_the_engine(engine_id: str) -> list[Any]:
-    """What an engine core of this release sends for a prompt and three tokens, through its own encoding and back."""
+    """Return the steps that this release's engine core sends for a prompt and three tokens.
+
+    They are encoded and decoded by the release's own classes.
+    """
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
     from vllm.v1.outputs import LogprobsLists
@@ -57,21 +60,21 @@ def steps_of_the_engine(engine_id: str) -> list[Any]:
 
 
 def aux_output() -> Any:
-    """The module that cuts rows; by name, as the type checker reads the installed release only."""
+    """Return the module that cuts rows, imported by name, as the type checker reads only the installed release."""
     return importlib.import_module("vllm.distributed.aux_output_connector.connector")
 
 
 def rows_of_the_release() -> list[Any]:
-    """The rows of each step, cut as the release's scheduler cuts what its workers have captured."""
+    """Return the rows of each step, as the release's scheduler cuts them from its workers' captured rows."""
     scheduling = aux_output()
     scheduler = scheduling.AuxOutputSchedulerConnector.__new__(scheduling.AuxOutputSchedulerConnector)
     found = []
     emitted = START
     for number in range(len(TOKENS)):
-        # The token that was sampled last has not been through the model.
+        # The last sampled token has not been through the model.
         num_tokens = PROMPT_LEN + number + 1
         request: Any = SimpleNamespace(request_id="r", num_tokens=num_tokens, is_finished=lambda: False)
-        # One row more than belongs to it, as when the next step was scheduled before this one was read.
+        # The capture has one row too many, as when the next step was scheduled before this step was read.
         captured = scheduling.AuxRequestOutput(emitted, HAND_ROWS[emitted - START : num_tokens - START])
         found.append(scheduler.take_output(request, {"r": captured}))
         emitted = num_tokens - 1
@@ -79,7 +82,7 @@ def rows_of_the_release() -> list[Any]:
 
 
 async def read(steps: list[Any], requests: OpenRequests) -> list[RequestStep]:
-    """What the adapter makes of an engine core's steps."""
+    """Return the steps that the adapter reads from an engine core's steps."""
     core = SimpleNamespace(outputs_queue=asyncio.Queue())
     maker: Any = None
     feed = CoreFeed(SimpleNamespace(engine_core=core), maker)
@@ -93,7 +96,7 @@ async def read(steps: list[Any], requests: OpenRequests) -> list[RequestStep]:
 
 
 def fed() -> dict[str, Any]:
-    """What comes out for one request."""
+    """Return the adapter's results of one request."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     sampling = SamplingParams(max_tokens=len(TOKENS), logprobs=0)
     request = GenerateRequest(
@@ -113,7 +116,7 @@ def fed() -> dict[str, Any]:
 
 
 def failed() -> str | None:
-    """What is said of a request that the engine has failed, where the release says why."""
+    """Return the error of a request that the engine has failed, or None if the release gives no reason."""
     from vllm import outputs
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
@@ -127,7 +130,7 @@ def failed() -> str | None:
 
 
 def flag_is_copied() -> bool:
-    """The flag of routing, given when the arguments are made, reaches where the release keeps it."""
+    """Return True if the routing flag of the arguments reaches the place where the release keeps it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     args = AsyncEngineArgs(model=str(Path.cwd()), enable_return_routed_experts=True)
@@ -135,7 +138,7 @@ def flag_is_copied() -> bool:
 
 
 def executor_is_taken() -> bool:
-    """The release takes our executor for one of its kind, and pickles it."""
+    """Return True if the release accepts the adapter's executor as its own kind, and pickles it."""
     from vllm.v1.engine import utils
     from vllm.v1.executor import UniProcExecutor
 
@@ -147,7 +150,7 @@ def executor_is_taken() -> bool:
 
 
 def refusal_is_lifted() -> bool:
-    """A rollbus worker's engine may have a connector beside its routed experts; another engine may not."""
+    """Return True if a rollbus worker's engine may have a connector with routed experts, and another engine may not."""
     from vllm.config import KVTransferConfig, VllmConfig
 
     plugin.install()
@@ -178,7 +181,7 @@ def refusal_is_lifted() -> bool:
 
 
 def external_hit() -> int | None:
-    """Tokens that a decode leg takes of the 64 that it is handed, where the release holds rows of none."""
+    """Return how many of 64 offered tokens a decode phase keeps although the release has no rows for them."""
     connector = aux_output().AuxOutputSchedulerConnector
     if not hasattr(connector, "cap_external_hit"):
         return None
@@ -199,8 +202,8 @@ def external_hit() -> int | None:
 
 
 def main() -> None:
-    """Print all of it."""
-    # Libraries print as they please.
+    """Print all results."""
+    # Libraries may print to stdout.
     stdout = os.dup(1)
     os.dup2(2, 1)
     set_environment("", None)

@@ -1,4 +1,4 @@
-"""A worker's weights and adapters around a synthetic engine, without a bus; a client hears what its links send."""
+"""A worker's weights and adapters around a synthetic engine, without a bus, and a client that reads its links."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ PROMPT = list(range(40))
 
 
 class Token(NamedTuple):
-    """One that a client heard."""
+    """A token that a client received."""
 
     token_id: int
     weight_version: int
@@ -41,24 +41,24 @@ class Token(NamedTuple):
 
 
 class Door:
-    """Stands for what lets requests in: nothing comes by itself."""
+    """A stand-in for the intake of requests; no request arrives by itself."""
 
     is_open = True
 
     def pause(self) -> None:
-        """Take no more."""
+        """Accept no more requests."""
         self.is_open = False
 
     def resume(self) -> None:
-        """Take more."""
+        """Accept requests again."""
         self.is_open = True
 
     def nak_incoming(self) -> None:
-        """Nothing waits here."""
+        """Do nothing, because no request waits here."""
 
 
 class Rig:
-    """The parts, and what a client hears."""
+    """The parts of a worker, and the tokens that a client has received."""
 
     def __init__(self, root: Path, engine: SyntheticEngine, *, prove_reload: bool) -> None:
         self.root = root
@@ -98,30 +98,30 @@ class Rig:
         self.runner.abort(todo.abort)
 
     def on_steps(self, steps: Sequence[RequestStep | TokenBatch]) -> None:
-        """As a worker does."""
+        """Add the steps, as a worker does."""
         self.flow.add_steps(steps)
         self._heard.set()
 
     def report(self, stage: str) -> None:
-        """Take note of what is being done."""
+        """Record the stage."""
         self.stages.append(stage)
 
     @property
     def standing(self) -> tuple[int, bool]:
-        """The version of the weights, and whether they are poisoned."""
+        """The version of the weights, and whether they are invalid."""
         return self.weights.version, self.weights.is_poisoned
 
     async def start(
         self, request_id: str, num_tokens: int = 4, *, prompt: Sequence[int] = PROMPT, **fields: object
     ) -> None:
-        """Have a client's greedy request run."""
+        """Start a client's greedy request."""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = GenerateRequest(prompt_token_ids=prompt, sampling=sampling, request_id=request_id, **fields)  # type: ignore[arg-type]
         name = self.links.offer(self._ear.origin(request_id), request, self.engine.capabilities, NOW)
         await self.runner.add(name, request)
 
     def hear(self) -> None:
-        """Have the client hear and acknowledge all that there is."""
+        """Let the client receive and acknowledge all available frames."""
         while frames := self._ear.hear():
             for chunk in (chunk for frame in frames for chunk in frame.chunks):
                 self._tokens.setdefault(chunk.request_id, []).extend(
@@ -132,21 +132,21 @@ class Rig:
             self.links.on_link_message("alice", self._ear.message(), NOW)
 
     def tokens(self, request_id: str) -> list[Token]:
-        """What the client has heard of a request until now."""
+        """Return the tokens of a request that the client has received so far."""
         self.hear()
         return self._tokens.get(request_id, [])[:]
 
     def end(self, request_id: str) -> Chunk | None:
-        """Its terminal chunk, once it was heard."""
+        """Return the terminal chunk of a request, or None if the client has not received it."""
         self.hear()
         return self._ends.get(request_id)
 
     def stop(self) -> None:
-        """End all requests with ABORT."""
+        """Abort all requests."""
         self.flow.abort(self.links.requests.names)
 
     async def until_tokens(self, request_id: str, count: int) -> None:
-        """Wait until the client has heard so many tokens."""
+        """Wait until the client has received `count` tokens."""
         self.hear()
         while len(self._tokens.get(request_id, ())) < count:
             self._heard.clear()
@@ -154,26 +154,26 @@ class Rig:
             self.hear()
 
     async def until_end(self, request_id: str) -> list[Token]:
-        """Wait until the client has heard the end of a request; returns its tokens."""
+        """Wait until the client has received the end of a request, and return its tokens."""
         while self.end(request_id) is None:
             self._heard.clear()
             await self._heard.wait()
         return self.tokens(request_id)
 
     async def generate(self, request_id: str, **fields: object) -> list[int]:
-        """Run a request to its end; returns the token ids."""
+        """Run a request to its end, and return its token ids."""
         await self.start(request_id, **fields)  # type: ignore[arg-type]
         return [token.token_id for token in await self.until_end(request_id)]
 
     def adapter(self, name: str, fill: int = 1) -> Path:
-        """An adapter for this worker's checkpoint."""
+        """Write an adapter for this worker's checkpoint, and return its folder."""
         folder = write_adapter(self.root / name)
         file = folder / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + bytes([fill]))
         return folder
 
     def checkpoint(self, name: str, fill: int) -> Path:
-        """A checkpoint for this worker."""
+        """Write a checkpoint for this worker, and return its folder."""
         return write_checkpoint(self.root / name, fill=fill)
 
 
@@ -186,7 +186,7 @@ async def rig(
     prove_reload: bool = True,
     engine: type[SyntheticEngine] = SyntheticEngine,
 ) -> AsyncIterator[Rig]:
-    """Start the engine on the checkpoint `fill`, as version 1, prove it if asked to, and let requests in."""
+    """Start the engine on the checkpoint `fill` as version 1, verify its reload if asked to, and accept requests."""
     made = Rig(root, engine(config, write_checkpoint(root / "own", fill=fill)), prove_reload=prove_reload)
     async with asyncio.TaskGroup() as tasks:
         await made.runner.start()
@@ -206,15 +206,15 @@ async def rig(
 
 
 def source(path: Path) -> WeightSource:
-    """A folder."""
+    """Return a folder as source."""
     return WeightSource(path=str(path))
 
 
 def update(path: Path, version: int, *, expected_canary: Canary | None = None, **fields: object) -> UpdateWeights:
-    """A command to load a folder."""
+    """Return a command that loads a folder."""
     return UpdateWeights(source=source(path), version=version, expected_canary=expected_canary, **fields)  # type: ignore[arg-type]
 
 
 def load_lora(name: str, path: Path, version: int, **fields: object) -> LoadLora:
-    """A command to load an adapter."""
+    """Return a command that loads an adapter."""
     return LoadLora(name=name, source=source(path), version=version, **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Links without a bus: requests as they come from the queue, steps as an engine makes them, and a client to hear it."""
+"""Links without a bus: queued requests, engine steps, and a client that receives the frames."""
 
 import time
 from collections.abc import Sequence
@@ -27,36 +27,36 @@ ROUTING = RoutedExpertsInfo(num_layers=4, top_k=8, num_experts=64, dtype="u1")
 ROW_BYTES = 32
 NOW = 1000.0
 LATE = NOW + 7.0
-"""After a lease and its margin."""
+"""A time after a lease and its margin."""
 
 
 def capabilities(*, routing: bool = True) -> Capabilities:
-    """Of an engine whose rows take `ROW_BYTES`."""
+    """Return the capabilities of an engine whose rows have `ROW_BYTES`."""
     limits = {"max_model_len": 1_000_000, "vocab_size": 1000, "max_num_seqs": 8, "max_logprobs": 20}
     return presences.capabilities(routed_experts=ROUTING if routing else None, **limits)
 
 
 def make_links(**fields: object) -> WorkerLinks:
-    """Links of a worker `w` in its incarnation `w1`."""
+    """Return the links of a worker `w` in its incarnation `w1`."""
     config = WorkerConfig(nats_url="", model="m", worker_id="w", **fields)  # type: ignore[arg-type]
     return WorkerLinks(config, "w1", max_payload=MAX_PAYLOAD)
 
 
 def queued(*, client: str = "alice", num_delivered: int = 1, nats: Connection | None = None) -> QueuedRequest:
-    """One delivery of a message of the queue; without a connection nothing can be said about it."""
+    """Return one delivery of a queue message; without a connection, the test can send no ack for it."""
     reply = f"$JS.ACK.stream.normal.{num_delivered}.1.1.1.0"
     message = Msg(cast(Client, None), subject=f"rb.v1.f.req.{client}.m.normal", reply=reply)
     return QueuedRequest(cast(Connection, nats), message)
 
 
 def request_of(prompt_len: int = 2, **fields: object) -> GenerateRequest:
-    """A request with a prompt of this length."""
+    """Return a request with a prompt of this length."""
     sampling = SamplingParams(max_tokens=100_000)
     return GenerateRequest(prompt_token_ids=[1] * prompt_len, sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def step(name: str, num_tokens: int = 1, *, rows: tuple[int, int] | None = None, end: bool = False) -> RequestStep:
-    """One engine step of a request.
+    """Return one engine step of a request.
 
     Args:
         rows: positions of the rows, as (first, past).
@@ -72,7 +72,7 @@ def step(name: str, num_tokens: int = 1, *, rows: tuple[int, int] | None = None,
 
 
 class Ear:
-    """One life of a client as a worker's links see it: it takes frames, and says what it is told to say."""
+    """One incarnation of a client as a worker's links see it: it receives frames and sends messages on demand."""
 
     def __init__(self, links: WorkerLinks, *, client: str = "alice", incarnation: str = "a1") -> None:
         self.links = links
@@ -80,23 +80,23 @@ class Ear:
         self.incarnation = incarnation
         self.receiver = LinkReceiver(incarnation)
         self.frames: list[Frame] = []
-        """Those taken, without heartbeats."""
+        """The accepted frames, without heartbeats."""
 
     def origin(self, request_id: str, message: QueuedRequest | None = None) -> RequestOrigin:
-        """As of a request of this client."""
+        """Return the origin of a request of this client."""
         return RequestOrigin(self.client, self.incarnation, RequestKey(request_id), message)
 
     def offer(
         self, request_id: str, *, prompt_len: int = 2, routing: bool = False, gathers: bool = False
     ) -> tuple[str, QueuedRequest]:
-        """Have a request from the queue taken; returns its engine name and its message."""
+        """Offer a request from the queue, and return its engine name and its message."""
         message = queued(client=self.client)
         request = request_of(prompt_len, request_id=request_id)
         able = capabilities(routing=routing)
         return self.links.offer(self.origin(request_id, message), request, able, NOW, gathers=gathers), message
 
     def hear(self) -> list[Frame]:
-        """Take all that can be published now; returns the new frames."""
+        """Receive all frames that can be published now, and return the new frames."""
         before = len(self.frames)
         while routes := self.links.outbound.sendable():
             for route in routes:
@@ -106,20 +106,20 @@ class Ear:
         return self.frames[before:]
 
     def take(self, data: bytes) -> Frame:
-        """Take one frame."""
+        """Receive one frame."""
         frame = decode_frame(data)
         if self.receiver.receive(frame, len(data), time.monotonic()) is FrameVerdict.ACCEPTED:
             self.frames.append(frame)
         return frame
 
     def message(self, abort: Sequence[RequestKey] = (), *, window: int = 1 << 30) -> LinkMessage:
-        """Acknowledge what was heard."""
+        """Return a link message that acknowledges the received frames."""
         return self.receiver.message(window=window, now=time.monotonic(), abort=abort)
 
     def chunks(self, request_id: str) -> list[Chunk]:
-        """What was heard of a request."""
+        """Return the received chunks of a request."""
         return [chunk for frame in self.frames for chunk in frame.chunks if chunk.request_id == request_id]
 
     def presence(self, state: ClientState = ClientState.LIVE, lease_s: float = 5.0) -> ClientPresence:
-        """Announce this life."""
+        """Return a presence of this incarnation."""
         return ClientPresence(client=self.client, incarnation=self.incarnation, state=state, lease_s=lease_s)

@@ -1,4 +1,4 @@
-"""Workers beside a client and a controller by hand, what these ask of them, and how tests look at what comes."""
+"""Workers with a hand-made client and controller, and helpers that read their frames."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -12,11 +12,11 @@ from tests.support.hand_client import HandClient, hand_client
 from tests.support.hand_controller import HandController, hand_controller
 
 SLOW = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
-"""Slow enough that a command comes in the middle of a stream."""
+"""Slow enough that a command arrives in the middle of a stream."""
 
 
 class ReceivedCommand(NamedTuple):
-    """A worker, and a client that has heard that it serves."""
+    """A worker, and a client that has received its presence as serving."""
 
     client: HandClient
     worker: Worker
@@ -24,7 +24,7 @@ class ReceivedCommand(NamedTuple):
 
 
 class Controlled(NamedTuple):
-    """The same, with a controller."""
+    """A worker and a client, with a controller."""
 
     client: HandClient
     boss: HandController
@@ -33,9 +33,9 @@ class Controlled(NamedTuple):
 
 
 StartHeard = Callable[..., contextlib.AbstractAsyncContextManager[ReceivedCommand]]
-"""Takes what `heard_worker` takes behind the fleet."""
+"""Takes the arguments of `heard_worker` after the fleet."""
 StartControlled = Callable[..., contextlib.AbstractAsyncContextManager[Controlled]]
-"""Likewise."""
+"""Takes the arguments of `controlled_worker` after the fleet."""
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +48,7 @@ async def heard_worker(
     answers: bool = True,
     **fields: object,
 ) -> AsyncIterator[ReceivedCommand]:
-    """Run a worker and a client, which acknowledges its frames if it `answers`; `fields` are of the worker."""
+    """Run a worker and a client, which acknowledges frames if `answers` is set; `fields` are those of the worker."""
     async with (
         hand_client(url, fleet, answers=answers) as client,
         synthetic_worker(url, fleet, config=config, worker_id=worker_id, **fields) as (worker, engine),  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ async def heard_worker(
 
 @contextlib.asynccontextmanager
 async def controlled_worker(url: str, fleet: str, **fields: object) -> AsyncIterator[Controlled]:
-    """Run a controller, too, which has listened since before the worker was there."""
+    """Run `heard_worker` with a controller that subscribed before the worker started."""
     async with (
         hand_controller(url, fleet) as boss,
         heard_worker(url, fleet, **fields) as heard,  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ async def controlled_worker(url: str, fleet: str, **fields: object) -> AsyncIter
 
 
 def stream_of(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
-    """A stream's tokens, its routing, and how many rows that is; its chunks are numbered without a gap."""
+    """Return a stream's tokens, its routed experts and their number of rows; assert chunk numbers without a gap."""
     assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
     routing = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
     return (

@@ -1,4 +1,4 @@
-"""Which worker a request with an adapter ends at, where not all have it."""
+"""The choice of a worker for a request with an adapter, if not all workers have the adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ FAILS = SyntheticConfig.from_args({"faults": {"load_lora": True}})
 async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_it(
     nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two workers failed: whoever gets a request first, from the queue or of a session, the other serves it.
+    """If one of two workers failed to load an adapter, the other worker serves all its requests.
 
-    However often the queue hands it out meanwhile it is no poison, and a name that nobody should have is refused.
+    This holds for requests from the queue and of sessions. Repeated deliveries do not make a request a poison request,
+    and a request with an unknown adapter is rejected.
     """
     monkeypatch.setattr(admission, "ADAPTER_S", 0.002)
     one = write_checkpoint(tmp_path / "one", seed=1)

@@ -1,4 +1,4 @@
-"""Which requests a worker's weights and adapters fit: others are refused, or wait in the queue."""
+"""Requests that a worker's weights and adapters fit: the worker rejects other requests or leaves them in the queue."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ CAPABILITIES = Capabilities(
 def request(
     *, min_weight_version: int | None = None, max_weight_lag: int | None = None, lora: str | None = None
 ) -> GenerateRequest:
-    """One that asks for nothing but this."""
+    """Return a request with only these requirements."""
     return GenerateRequest(
         prompt_token_ids=[1], min_weight_version=min_weight_version, max_weight_lag=max_weight_lag, lora=lora
     )
@@ -34,7 +34,7 @@ def request(
 def test_a_request_waits_exactly_for_weights_that_are_not_there(
     wanted: int, have: int, target: int, num_delivered: int
 ) -> None:
-    """With the version or a later one it starts; otherwise it is looked at again within half a minute."""
+    """With the version or a later one, a request starts. Otherwise the queue delivers it again within half a minute."""
     wait_s = wait_for_weights_s(request(min_weight_version=wanted), Versions(have, target), num_delivered)
 
     assert (wait_s == 0.0) == (have >= wanted)
@@ -42,7 +42,10 @@ def test_a_request_waits_exactly_for_weights_that_are_not_there(
 
 
 def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None:
-    """Weights that the worker is to have cost a quarter of a second; others one second, then twice as much."""
+    """If the worker will get the weights, a request waits a quarter of a second per delivery.
+
+    Otherwise it waits one second, and then twice as long each time, up to four seconds.
+    """
     wanted = request(min_weight_version=5)
 
     assert wait_for_weights_s(wanted, Versions(4, 5), 100) == WEIGHTS_ARE_COMING_S
@@ -53,7 +56,7 @@ def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None
 @pytest.mark.proves("P81")
 @given(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
 def test_what_waited_too_long_is_dropped(lag: int, submitted: int, target: int, attempt: int) -> None:
-    """It is too stale when the target went on by more than the lag since it was submitted."""
+    """A request is too stale if the target version has risen by more than its lag since its submission."""
     waited, versions = request(max_weight_lag=lag), Versions(0, target)
     if target - submitted <= lag:
         check_lag(waited, attempt=attempt, submitted_target=submitted, versions=versions)
@@ -64,19 +67,19 @@ def test_what_waited_too_long_is_dropped(lag: int, submitted: int, target: int, 
 
 
 def test_a_lag_needs_something_to_count_from() -> None:
-    """`max_weight_lag` in a message that does not say which weights there were is an invalid request."""
+    """A message with `max_weight_lag` but without the target version at its submission is an invalid request."""
     with pytest.raises(InvalidRequest, match="max_weight_lag is 2 in a message without target_version"):
         check_lag(request(max_weight_lag=2), attempt=0, submitted_target=None, versions=Versions(0, 0))
     check_lag(request(), attempt=0, submitted_target=None, versions=Versions(0, 99))
 
 
 def test_what_has_begun_to_run_is_not_dropped() -> None:
-    """A later attempt says nothing of when it was submitted, and goes on whatever weights there are."""
+    """A later attempt carries no target version of its submission, and continues with any weights."""
     check_lag(request(max_weight_lag=0), attempt=1, submitted_target=None, versions=Versions(0, 99))
 
 
 def test_an_adapter_must_be_loaded() -> None:
-    """A request with an adapter is refused where it is not loaded, with the names of those that are."""
+    """A request with an adapter that is not loaded is rejected with the names of the loaded adapters."""
     versions = Versions(0, 0, {"b": 1, "a": 7})
     check_request(request(lora="a"), CAPABILITIES, versions)
     with pytest.raises(RequestRejected, match=r"lora 'c' is not loaded on this worker; loaded: a, b$") as e:
@@ -87,7 +90,10 @@ def test_an_adapter_must_be_loaded() -> None:
 
 
 def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
-    """It is no reason to refuse: the queue hands the request out again, ever later; who hands it over hears `full`."""
+    """If the adapter is desired in the fleet, the queue delivers the request again, with longer and longer waits.
+
+    A request that was sent directly to the worker is rejected as `queue_full`.
+    """
     versions = Versions(3, 3, {"a": 1}, frozenset({"a", "b"}))
     waits = [wait_for_weights_s(request(lora="b"), versions, count) for count in (1, 2, 3, 99)]
     assert waits == [0.25, 0.5, 1.0, 8.0]
@@ -101,7 +107,7 @@ def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
 
 
 def test_older_weights_are_refused_where_nobody_else_can_be_asked() -> None:
-    """A request that was handed over directly for later weights goes back to its client."""
+    """A request that was sent directly to a worker with older weights returns to its client."""
     check_request(request(min_weight_version=3), CAPABILITIES, Versions(3, 3))
     with pytest.raises(RequestRejected, match="weight version 2 is older than min_weight_version=3") as e:
         check_request(request(min_weight_version=3), CAPABILITIES, Versions(2, 3))

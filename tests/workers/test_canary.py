@@ -1,4 +1,4 @@
-"""What a canary is, which a sound model cannot give, and when two agree."""
+"""The format of a canary, results that are no canary, and the comparison of two canaries."""
 
 import base64
 import tracemalloc
@@ -25,13 +25,13 @@ PROMPT_LEN, NUM_TOKENS, NUM_LAYERS, TOP_K = 20, 4, 5, 2
 
 
 def rows(dtype: str = "u1") -> Rows:
-    """Distinct experts in every place, ascending."""
+    """Return rows with distinct, ascending experts in every place."""
     first = np.arange((PROMPT_LEN + NUM_TOKENS - 1) * NUM_LAYERS).reshape(-1, NUM_LAYERS) % 100
     return np.stack([first, first + 100], axis=-1).astype(dtype)
 
 
 def canary(routing: Rows | None = None, **fields: Any) -> Canary:
-    """A canary whose routing is `routing`, or `rows()`."""
+    """Return a canary with `routing`, or with `rows()`."""
     routing = rows() if routing is None else routing
     made = Canary(
         token_ids=(5, 6, 7, 8),
@@ -45,12 +45,12 @@ def canary(routing: Rows | None = None, **fields: Any) -> Canary:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("row_dtype", ["u1", "<u2"])
 def test_equal_canaries_agree(dtype: str, row_dtype: str) -> None:
-    """A canary agrees with itself, whatever the dtypes."""
+    """A canary agrees with itself, whatever its dtypes are."""
     assert agrees(canary(rows(row_dtype)), canary(rows(row_dtype)), dtype=dtype) is None
 
 
 def test_a_model_without_experts_has_a_canary_too() -> None:
-    """Without routing, tokens and logprobs decide; only one with routing is no match."""
+    """Without routed experts, tokens and log probabilities decide. A canary with routed experts does not agree."""
     dense = canary(routed_experts=None, shape=None)
 
     assert agrees(dense, dense, dtype="float32") is None
@@ -58,7 +58,7 @@ def test_a_model_without_experts_has_a_canary_too() -> None:
 
 
 def test_float32_is_exact() -> None:
-    """In float32 one other token, one other expert or 2e-3 in one logprob are too much; 5e-4 are not."""
+    """In float32, one other token, one other expert or 2e-3 in a log probability are too much; 5e-4 is not."""
     one_off = rows().copy()
     one_off[3, 2, 1] = 250
 
@@ -69,7 +69,10 @@ def test_float32_is_exact() -> None:
 
 
 def test_bfloat16_forgives_rounding() -> None:
-    """In a narrower dtype a tenth in a logprob and one expert in twenty are rounding, a third of them is not."""
+    """In bfloat16, 0.1 in a log probability and one expert in twenty count as rounding.
+
+    A third of the experts does not.
+    """
     few, many = rows().copy(), rows().copy()
     few[::10, :, 1] = 250
     many[::3, :, :] = 250
@@ -80,7 +83,7 @@ def test_bfloat16_forgives_rounding() -> None:
 
 
 def test_what_follows_a_tie_is_not_compared_in_bfloat16() -> None:
-    """After the first differing token, whose logprob still has to agree, anything may follow."""
+    """The results after the first different token are not compared. The log probability of that token must agree."""
     after_tie = rows().copy()
     after_tie[PROMPT_LEN + 1 :] = 250
     tie = canary(after_tie, token_ids=(5, 9, 1, 1), logprobs=(-1.0, -2.1, -9.0, -9.0))
@@ -91,7 +94,7 @@ def test_what_follows_a_tie_is_not_compared_in_bfloat16() -> None:
 
 
 def test_the_order_of_experts_in_a_row_does_not_count() -> None:
-    """Engines do not sort a row's experts, and a trainer's expected canary need not either."""
+    """The order of a row's experts does not count: engines do not sort them, and trainers need not."""
     assert agrees(canary(), canary(np.ascontiguousarray(rows()[..., ::-1])), dtype="float32") is None
 
 
@@ -113,13 +116,16 @@ def test_the_order_of_experts_in_a_row_does_not_count() -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_canary_that_makes_no_sense_agrees_with_none(fields: dict[str, Any], dtype: str) -> None:
-    """NaN, missing tokens and routing that does not fit its shape are said, never taken for agreement or raised."""
+    """NaN, missing tokens and routing that contradicts its shape cause a reported difference, never an exception."""
     assert agrees(canary(), canary(**fields), dtype=dtype) is not None
     assert agrees(canary(**fields), canary(), dtype=dtype) is not None
 
 
 def test_many_experts_are_compared_in_little_memory() -> None:
-    """A worker may claim any shape that fills a message; comparing takes memory with its size, not with its square."""
+    """A worker may claim any shape that fills a message.
+
+    The memory of the comparison grows with the size of the shape, not with its square.
+    """
     shape = (4, 1, 10_000)
     some, others = (np.full(shape, expert, np.uint8) for expert in (1, 2))
     huge = (base64.b64encode(routing.tobytes()).decode() for routing in (some, others))
@@ -134,7 +140,10 @@ def test_many_experts_are_compared_in_little_memory() -> None:
 
 
 def test_what_the_trainer_expects_must_be_an_answer_to_the_canary() -> None:
-    """Before anything is touched: as many tokens as were asked for, routing of the model's shape, or none."""
+    """An expected canary is checked before any change.
+
+    It must have the requested number of tokens, and routing of the model's shape or none.
+    """
     request = canary_request(model())
     read = read_canary(steps_of(request), request, model())
     dense = SyntheticConfig(max_model_len=1000, vocab_size=50, num_experts=0).capabilities
@@ -155,7 +164,7 @@ def test_what_the_trainer_expects_must_be_an_answer_to_the_canary() -> None:
 
 
 def steps_of(request: GenerateRequest) -> list[RequestStep]:
-    """What a sound engine makes of a canary's request: the prompt with its rows, then token by token."""
+    """Return the steps of a correct engine for a canary request: the prompt with its rows, then single tokens."""
     limit = request.sampling.max_tokens
     assert limit is not None
     row = np.array([[[3, 1], [4, 2]]], np.uint8)
@@ -171,14 +180,14 @@ def steps_of(request: GenerateRequest) -> list[RequestStep]:
 
 
 def model(max_model_len: int = 1000) -> Capabilities:
-    """A model of two layers."""
+    """Return the capabilities of a model with two layers."""
     return SyntheticConfig(
         max_model_len=max_model_len, vocab_size=50, num_layers=2, top_k=2, num_experts=8
     ).capabilities
 
 
 def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
-    """All that the engine made, each row's experts in ascending order."""
+    """A canary holds all results of the engine, with each row's experts in ascending order."""
     request = canary_request(model())
     read = read_canary(steps_of(request), request, model())
     rows_read = canary_rows(read)
@@ -192,7 +201,7 @@ def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
 
 @pytest.mark.parametrize("max_model_len", [2, 10, 1000])
 def test_every_model_can_be_asked_for_a_canary(max_model_len: int) -> None:
-    """The request passes the worker's own checks, however short the context is; two share no cached prefix."""
+    """The canary request passes the worker's checks for every context length. Two requests share no cached prefix."""
     first, second = own_request(model(max_model_len)), own_request(model(max_model_len))
 
     check_request(first, model(max_model_len), Versions(0, 0))
@@ -202,28 +211,28 @@ def test_every_model_can_be_asked_for_a_canary(max_model_len: int) -> None:
 
 
 def lost_logprobs(step: RequestStep) -> None:
-    """An engine that forgot them."""
+    """Simulate an engine that lost its log probabilities."""
     step.logprobs = None
 
 
 def not_a_number(step: RequestStep) -> None:
-    """Weights that overflow."""
+    """Simulate weights that overflow."""
     step.logprobs = np.array([np.nan], np.float32)
 
 
 def lost_row(step: RequestStep) -> None:
-    """Routing that did not come."""
+    """Simulate routed experts that did not arrive."""
     step.routed_experts = None
 
 
 def lost_token(step: RequestStep) -> None:
-    """A generation that ended early."""
+    """Simulate a generation that ended early."""
     step.token_ids = np.empty(0, np.int32)
 
 
 @pytest.mark.parametrize("spoil", [lost_logprobs, not_a_number, lost_row, lost_token])
 def test_what_no_sound_model_gives_is_no_canary(spoil: Callable[[RequestStep], None]) -> None:
-    """Missing or impossible parts are never taken for an answer."""
+    """Results with missing or impossible parts are never a canary."""
     request = canary_request(model())
     steps = steps_of(request)
     spoil(steps[3])
@@ -234,7 +243,7 @@ def test_what_no_sound_model_gives_is_no_canary(spoil: Callable[[RequestStep], N
 
 
 def test_routing_that_is_all_zero_is_no_canary() -> None:
-    """It is what an engine gives whose kernels bypass the place where routing is captured."""
+    """All-zero routing is no canary: an engine gives it if its kernels bypass the capture of routed experts."""
     request = canary_request(model())
     steps = steps_of(request)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Checkpoints and adapters in folders whose files somebody changes, before an engine loads them or meanwhile."""
+"""Checkpoints and adapters whose files change before or during a load."""
 
 import os
 from pathlib import Path
@@ -10,23 +10,26 @@ from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, 
 from tests.workers.control_support import load_lora, rig, update
 
 LONG = 60_000
-"""Tokens: a request that does not end by itself in a test."""
+"""The tokens of a request that does not end by itself in a test."""
 
 
 @pytest.mark.parametrize("change", ["rewritten", "deleted"])
 async def test_files_that_change_while_they_are_loaded_poison(tmp_path: Path, change: str) -> None:
-    """Of the same size too: nobody knows what the engine has read. The worker is fit again after a load in peace."""
+    """Files that change during a load make the weights invalid, also if their size does not change.
+
+    The content that the engine read is unknown. An undisturbed load makes the worker serve again.
+    """
 
     class Disturbed(SyntheticEngine):
         async def load_weights(self, path: Path) -> None:
-            """Load, while somebody else writes to the folder of version 2."""
+            """Load, while another program writes to the folder of version 2."""
             await super().load_weights(path)
             file = path / "model.safetensors"
             if path.name == "2" and change == "deleted":
                 file.unlink()
             elif path.name == "2":
                 file.write_bytes(file.read_bytes()[:-1] + b"?")
-                os.utime(file, ns=(0, 0))  # a moment of its own, whatever the clock of the disk is like
+                os.utime(file, ns=(0, 0))  # a different time, whatever the resolution of the disk's clock
 
     config = SyntheticConfig(faults=SyntheticFaults(load_s=0.05))
     async with rig(tmp_path, config, engine=Disturbed) as worker:
@@ -49,14 +52,17 @@ async def test_files_that_change_while_they_are_loaded_poison(tmp_path: Path, ch
 
 
 def rewrite(folder: Path) -> None:
-    """Write an adapter of the same size and another content."""
+    """Write an adapter of the same size with other content."""
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     os.utime(file, ns=(0, 0))
 
 
 async def test_an_adapter_that_changes_before_its_load_is_not_loaded(tmp_path: Path) -> None:
-    """The one of its name serves on; checked again, the new content is loaded."""
+    """If an adapter changes before its load, the loaded adapter of that name remains.
+
+    After a new check, the new content is loaded.
+    """
     async with rig(tmp_path) as worker:
         await worker.loras.load(load_lora("a", worker.adapter("1", 1), 1), worker.report)
         path = worker.adapter("2", 2)
@@ -77,11 +83,14 @@ async def test_an_adapter_that_changes_before_its_load_is_not_loaded(tmp_path: P
 
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_an_adapter_that_changes_while_it_is_loaded_is_gone(tmp_path: Path, keeps: bool) -> None:
-    """Nobody knows what the engine has read: nobody can name it, also if the engine does not let it go."""
+    """If an adapter changes during its load, no request can use it, also if the engine fails to unload it.
+
+    The content that the engine read is unknown.
+    """
 
     class Disturbed(SyntheticEngine):
         async def load_lora(self, name: str, path: Path, version: int) -> None:
-            """Load, while somebody else writes to the folder of version 2."""
+            """Load, while another program writes to the folder of version 2."""
             await super().load_lora(name, path, version)
             if path.name == "2":
                 rewrite(path)

@@ -1,4 +1,4 @@
-"""The worker process says what is wrong with how it was started, and goes when its parent goes."""
+"""The worker process reports invalid arguments, and exits when its parent exits."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ BAD_COMMAND_LINES = {
 
 @pytest.mark.parametrize("name", BAD_COMMAND_LINES)
 async def test_bad_command_lines(name: str) -> None:
-    """A bad argument ends the process with 2 and one line that names it and what is allowed."""
+    """A bad argument ends the process with exit code 2 and one line with the argument and the allowed values."""
     arguments, message = BAD_COMMAND_LINES[name]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rollbus.workers", *arguments, stderr=PIPE)
     _, stderr = await process.communicate()
@@ -47,14 +47,14 @@ async def test_bad_command_lines(name: str) -> None:
 
 
 def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
-    """What it writes there."""
+    """Return the process's stderr."""
     if process.stderr is None:
         raise RuntimeError("its stderr is not read")
     return process.stderr
 
 
 async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str) -> None:
-    """It says so in one line, serves as soon as there is a server, and nobody has to start it again."""
+    """Without a server, a worker logs one line and waits. It serves as soon as the server runs."""
     async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S):
         proxy.cut()
         async with worker_process(proxy.url, fleet, stderr=PIPE) as process:
@@ -72,7 +72,7 @@ async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_worker_that_waits_for_a_server_stops_as_told(number: signal.Signals) -> None:
-    """A signal ends it with 0, as it ends one that serves."""
+    """A signal ends a waiting worker with exit code 0, as it ends a serving worker."""
     async with worker_process("nats://127.0.0.1:1", "f", stderr=PIPE) as process, asyncio.timeout(HANGS_AFTER_S):
         await stderr_of(process).readline()
         process.send_signal(number)
@@ -80,7 +80,7 @@ async def test_a_worker_that_waits_for_a_server_stops_as_told(number: signal.Sig
 
 
 async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
-    """Where the server does not let it in, waiting would not help: one line says what would, exit code 1."""
+    """If the server rejects its credentials, a worker does not wait: it prints the remedy and exits with 1."""
     require_binary()
     [entry] = ensure_users(tmp_path, [("f", Role.WORKER, "w")])
     async with (
@@ -96,7 +96,7 @@ async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
 
 
 async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:
-    """When the pipe it was given closes, as it does when its parent dies, a worker stops in order."""
+    """A worker stops in order when the pipe of its parent closes, as it does at the parent's death."""
     read_end, write_end = os.pipe()
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Commands as raw JSON, and what one worker makes of them."""
+"""Commands as raw JSON, and their effects on one worker."""
 
 import pytest
 
@@ -18,7 +18,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P21", "P77")
 async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartControlled) -> None:
-    """After pause(keep) and resume a stream is that of an undisturbed run; in between nothing is published (I4)."""
+    """After pause(keep) and resume, a stream equals that of an undisturbed run.
+
+    Between them, the worker publishes no tokens (I4).
+    """
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 400, request_id="undisturbed"))
         await client.until_ended("undisturbed")
@@ -45,7 +48,7 @@ async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartContro
 
 @pytest.mark.proves("P77")
 async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_worker: StartControlled) -> None:
-    """pause(wait) is accepted at once and applied behind the last chunk of what was in flight."""
+    """pause(wait) is accepted immediately and applied after the last chunk of the requests in flight."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
@@ -60,7 +63,7 @@ async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_w
 
 @pytest.mark.proves("P77")
 async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_worker: StartControlled) -> None:
-    """pause(abort) ends each stream with `abort` and the rows of the tokens delivered; then nothing is in flight."""
+    """pause(abort) ends each stream with `abort` and the rows of its tokens. No request is in flight then."""
     async with controlled_worker() as (client, boss, _, engine):
         for request_id in ("a", "b"):
             await client.enqueue(endless(request_id))
@@ -78,7 +81,10 @@ async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_wor
 
 
 async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(controlled_worker: StartControlled) -> None:
-    """When its time is over, pause(wait) has failed and says how much is in flight, which goes on; nothing is taken."""
+    """When its time is over, pause(wait) fails with the number of requests in flight.
+
+    These requests continue, and the worker accepts no others.
+    """
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -95,7 +101,7 @@ async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(control
         again = await boss.do("pause", mode="wait", timeout_s=0.3)
         assert again.status is AckStatus.FAILED
         await boss.applied("pause", mode="abort")
-        # Client and controller have a connection each: what the one has heard says nothing about the other.
+        # Client and controller use separate connections, so messages to one prove nothing about the other.
         await client.until_ended("r")
         assert client.chunks["r"][-1].finish_reason is FinishReason.ABORT
         await boss.applied("resume")
@@ -103,7 +109,7 @@ async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(control
 
 
 async def test_a_resume_ends_a_pause_that_still_waits(controlled_worker: StartControlled) -> None:
-    """A crossing resume does not wait for the pause before it: that one is stale, and the worker serves."""
+    """A crossing resume does not wait for the earlier pause: the pause becomes stale, and the worker serves."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -118,7 +124,7 @@ async def test_a_resume_ends_a_pause_that_still_waits(controlled_worker: StartCo
 
 
 async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: StartControlled) -> None:
-    """keep, then wait: what was frozen is finished; keep, then abort: it is ended."""
+    """A wait after a keep finishes the paused requests. An abort after a keep aborts them."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
@@ -139,7 +145,7 @@ async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: 
 
 @pytest.mark.proves("P18", "P73")
 async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worker: StartControlled) -> None:
-    """Under one id a command is recorded once and answered with the same words, however often it comes."""
+    """A repeated command with one id is recorded once and gets the same ack each time."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -154,7 +160,10 @@ async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worke
 
 
 async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControlled) -> None:
-    """A cache that requests in flight hold is a failure; with `preempt`, or with nothing in flight, it is flushed."""
+    """A flush fails if requests in flight hold the cache.
+
+    It succeeds with `preempt`, or if no request is in flight.
+    """
     async with controlled_worker() as (client, boss, *_):
         await boss.applied("flush_cache")
         await client.enqueue(endless("r"))
@@ -162,7 +171,7 @@ async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControl
         failed = await boss.do("flush_cache")
         before = client.presences["w"].cache_epoch
         await boss.applied("flush_cache", preempt=True)
-        # Of a cache that is emptied, what was known is void.
+        # A flush of the cache makes the earlier announcements about it void.
         await client.until(lambda: client.presences["w"].cache_epoch > before)
         await client.until_serving("w")
 
@@ -172,7 +181,7 @@ async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControl
 
 
 async def test_a_pause_may_clear_the_cache(nats_url: str, fleet: str) -> None:
-    """clear_cache with `keep` takes the cache from what is frozen; where the engine refuses, the pause has failed."""
+    """clear_cache with `keep` removes the cache of paused requests. If the engine refuses, the pause fails."""
     faulty = SLOW.__class__.from_args({"step_s": 0.002, "faults": {"reset_cache": True}})
     async with (
         hand_client(nats_url, fleet) as client,
@@ -192,7 +201,7 @@ async def test_a_pause_may_clear_the_cache(nats_url: str, fleet: str) -> None:
 
 
 async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str, controlled_worker: StartControlled) -> None:
-    """`abort` ends what it names, of whichever client, also while all is frozen; the answer says what was there."""
+    """`abort` ends the named requests of all clients, also during a pause. The ack lists the aborted requests."""
     async with (
         controlled_worker() as (client, boss, *_),
         hand_client(nats_url, fleet, name="other", incarnation="o1") as other,
@@ -222,7 +231,7 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str, cont
 
 
 async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlled_worker: StartControlled) -> None:
-    """`sleep` gives requests in flight to others; after `wake` the same weights serve."""
+    """`sleep` hands requests in flight to other workers. After `wake`, the worker serves the same weights."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 20, request_id="before"))
         await client.until_ended("before")
@@ -247,7 +256,7 @@ async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlle
 
 
 async def test_a_frozen_engine_is_not_dead(controlled_worker: StartControlled) -> None:
-    """The engine's time limit stands still under pause(keep), however long that is; heartbeats and leases go on."""
+    """The engine's time limit does not run during pause(keep), however long it is. Heartbeats and leases continue."""
     async with controlled_worker(engine_timeout_s=1.5) as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
         await client.until(lambda: client.chunks["r"])
@@ -262,7 +271,7 @@ async def test_a_frozen_engine_is_not_dead(controlled_worker: StartControlled) -
 
 
 async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(controlled_worker: StartControlled) -> None:
-    """A plain request past its deadline, and one that its client stops, end while the engine is frozen."""
+    """During a pause, a plain request ends at its deadline, and a request ends when its client aborts it."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         plain = greedy(1, 4_000_000, request_id="plain", timeout_s=1.0)
@@ -271,7 +280,7 @@ async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(controlled_w
         await boss.applied("pause")
         await client.abort("w", client.offers[0][1])
         await client.until_ended("r")
-        # Not what it announced before there was any request.
+        # The first presence without requests may date from before the requests.
         await client.until_state("w", WorkerState.PAUSED)
         await client.until(lambda: client.presences["w"].in_flight == 0)
 

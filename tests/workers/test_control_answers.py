@@ -1,4 +1,4 @@
-"""What a worker answers to commands that change nothing, are wrong, or are not meant for it."""
+"""A worker's acks of commands that change nothing, are wrong, or address other workers."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_a_worker_says_how_it_is(controlled_worker: StartControlled) -> None:
-    """`state` is answered with what the worker announces of itself."""
+    """The ack of `state` contains the worker's presence."""
     async with controlled_worker(weight_version=7) as (_, boss, *_):
         ack = await boss.applied("state")
 
@@ -25,7 +25,10 @@ async def test_a_worker_says_how_it_is(controlled_worker: StartControlled) -> No
 
 
 async def test_a_bad_command_is_refused_where_anyone_can_be_told(controlled_worker: StartControlled) -> None:
-    """What does not decode has failed as invalid_command if it has an id, and is counted if not; nothing changes."""
+    """A command that cannot be decoded fails as invalid_command if it has an id, and is counted otherwise.
+
+    Neither changes anything.
+    """
     async with controlled_worker() as (client, boss, worker, _):
         bad = [
             await boss.command("pause", mode="gently"),
@@ -46,7 +49,7 @@ async def test_a_bad_command_is_refused_where_anyone_can_be_told(controlled_work
 
 
 async def test_commands_for_others_are_left_to_them(controlled_worker: StartControlled) -> None:
-    """A command for another model or other workers gets no answer from this one."""
+    """A worker does not answer a command for another model or for other workers."""
     async with controlled_worker() as (_, boss, *_):
         foreign = [await boss.command("pause", model="else"), await boss.command("pause", workers=["v"])]
         await boss.applied("state", workers=["w"], model="synthetic")
@@ -55,7 +58,7 @@ async def test_commands_for_others_are_left_to_them(controlled_worker: StartCont
 
 
 async def test_a_fenced_worker_serves_nothing(controlled_worker: StartControlled) -> None:
-    """`fence` ends what is in flight as retryable and leaves the worker poisoned, and a resume does not change that."""
+    """`fence` ends requests in flight as retryable and leaves the worker poisoned. A resume does not change that."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -72,7 +75,7 @@ async def test_a_fenced_worker_serves_nothing(controlled_worker: StartControlled
 
 
 async def test_a_fence_from_before_newer_weights_is_stale(controlled_worker: StartControlled) -> None:
-    """Who compared the canaries of an update does not fence a worker that has later weights by now."""
+    """A fence after the comparison of an update's canaries is stale if the worker has later weights by then."""
     async with controlled_worker(weight_version=3) as (client, boss, *_):
         old = await boss.applied("update_weights", version=3, source={"path": "/any"})
         new = await boss.applied("update_weights", version=3, source={"path": "/any"})
@@ -87,7 +90,7 @@ async def test_a_fence_from_before_newer_weights_is_stale(controlled_worker: Sta
 async def test_what_was_done_before_the_command_was_heard_is_answered_at_once(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker hears of a recording by itself. The command that follows needs no clock to be answered."""
+    """A worker applies a recorded command before the command message arrives. It then answers without a timer."""
     monkeypatch.setattr("rollbus.workers.worker.HEARTBEAT_S", 3600.0)
     monkeypatch.setattr("rollbus.workers.control.reading.READ_S", 3600.0)
     async with controlled_worker() as (client, boss, *_):

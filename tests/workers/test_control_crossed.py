@@ -1,4 +1,4 @@
-"""Commands that cross: one that takes the place of another under way, waits behind one, or comes after it was begun."""
+"""Crossing commands: a command that replaces another, waits for another, or arrives after its work has begun."""
 
 import asyncio
 import base64
@@ -28,18 +28,18 @@ SLOW_LOAD = SyntheticConfig.from_args({"step_s": 0.002, "max_model_len": 10_000_
 
 
 def fields_of(root: Path) -> dict[str, Any]:
-    """A worker on weights of version 1, which may load what lies below `root`."""
+    """Return the settings of a worker on weights of version 1, which may load folders below `root`."""
     own = write_checkpoint(root / "1", fill=1)
     return {"weight_roots": (str(root),), "model_path": str(own), "weight_version": 1, "prove_reload": False}
 
 
 def checkpoint(root: Path, fill: int) -> dict[str, str]:
-    """The source of other weights."""
+    """Return the source of other weights."""
     return {"path": str(write_checkpoint(root / str(fill), fill=fill))}
 
 
 async def test_an_update_ends_one_that_still_waits(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """Where requests in flight hold up an update, a later one does not wait for it: that one is stale, at once."""
+    """If requests in flight delay an update, a later update does not wait: the earlier update becomes stale at once."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -56,7 +56,7 @@ async def test_an_update_ends_one_that_still_waits(controlled_worker: StartContr
 
 
 async def test_an_update_that_loads_is_not_broken_off(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """A later one comes after it; streams go through both, and the weights are never half written."""
+    """A later update waits until a load has finished. Streams continue through both, without half-written weights."""
     async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -78,7 +78,7 @@ async def test_an_update_that_loads_is_not_broken_off(controlled_worker: StartCo
 
 
 async def test_who_asks_late_hears_what_is_being_done(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """A worker that read the desired state first has begun; a command that comes then is told how far it is."""
+    """If a worker has begun to apply the desired state, a later command message gets acks with its progress."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -92,7 +92,10 @@ async def test_who_asks_late_hears_what_is_being_done(controlled_worker: StartCo
 
 
 async def test_a_drain_and_a_sleep_wait_for_an_update(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """Both come true after it, in the order in which they were recorded, and the woken worker has the new weights."""
+    """A drain and a sleep are applied after an update, in the recorded order.
+
+    After the wake, the worker serves the new weights.
+    """
     async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
         update = await boss.command("update_weights", source=checkpoint(tmp_path, 2), version=2)
         await boss.until(lambda: any(ack.stage == "loading" for ack in boss.acks(update)))
@@ -115,7 +118,10 @@ async def test_a_drain_and_a_sleep_wait_for_an_update(controlled_worker: StartCo
 async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
     nats_url: str, fleet: str, controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
-    """It serves what it was started with until the finish, which it cannot do; an update makes it serve again."""
+    """A worker that starts during a transfer serves its start weights until the finish, which it cannot apply.
+
+    An update makes it serve again.
+    """
     fields = fields_of(tmp_path)
     chunk = base64.b64encode((write_checkpoint(tmp_path / "2", fill=2) / "model.safetensors").read_bytes()).decode()
     async with controlled_worker(worker_id="a", **fields) as (client, boss, *_):
@@ -139,17 +145,17 @@ async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
 
 
 class StubbornEngine(SyntheticEngine):
-    """Refuses to go on, or to freeze, once told so."""
+    """An engine that can refuse to pause or resume."""
 
     refuses: str | None = None
 
     async def pause(self) -> None:
-        """Freeze."""
+        """Pause, or refuse."""
         self._check("pause")
         await super().pause()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume, or refuse."""
         self._check("resume")
         await super().resume()
 
@@ -160,7 +166,7 @@ class StubbornEngine(SyntheticEngine):
 
 @pytest.mark.parametrize("refuses", ["pause", "resume"])
 async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str, fleet: str) -> None:
-    """A worker that can neither freeze nor go on serves nobody: it tells all whose requests it has, and ends."""
+    """If the engine refuses to pause or resume, the worker ends its requests as `engine_dead` and exits."""
     engine = StubbornEngine(SLOW)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
@@ -181,7 +187,7 @@ async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str,
 async def test_a_pause_may_be_resumed_while_its_last_frames_leave(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What takes its place when there is nothing left to break off is brought next."""
+    """A resume that arrives while a pause's last frames leave is applied next."""
     is_leaving, may_leave = asyncio.Event(), asyncio.Event()
 
     async def leave(_self: OutboundPublisher) -> None:
