@@ -1,10 +1,15 @@
 """The calls of prime-rl's client, replayed in its format on the HTTP service with real vLLM workers.
 
-Source: commit 559b44772e47 of PrimeIntellect-ai/prime-rl (0.8): `utils/client.py` (admin calls, scores),
-`orchestrator/watcher.py` (their order), `orchestrator/inference_metrics.py` (the metrics that it reads),
-`transports/weights/filesystem.py` and `utils/weights.py` (the folder of a broadcast), `inference/vllm/server.py` (the
-answers of its own server). Requests for tokens are those of `renderers` 0.1.12 and `verifiers` 0.4. prime-rl does not
-discover servers: its configuration names them, here one service for all workers.
+Source: commit 559b44772e47 of PrimeIntellect-ai/prime-rl (0.8):
+
+- `utils/client.py`: admin calls and scores;
+- `orchestrator/watcher.py`: the order of the calls;
+- `orchestrator/inference_metrics.py`: the metrics that the client reads from `/metrics`;
+- `transports/weights/filesystem.py` and `utils/weights.py`: the folder of a broadcast;
+- `inference/vllm/server.py`: the answers of prime-rl's own server.
+
+Requests for tokens are those of `renderers` 0.1.12 and `verifiers` 0.4. prime-rl does not discover servers: its
+configuration names them, here one service for all workers.
 """
 
 import asyncio

@@ -180,7 +180,7 @@ def test_a_step_of_failures_ends() -> None:
 
 
 def test_what_the_table_does_not_name_cannot_happen() -> None:
-    """A complete group can be neither continued, failed nor interrupted."""
+    """A complete group cannot be continued, failed or interrupted."""
     for event in (GroupEvent.CONTINUED, GroupEvent.FAILED, GroupEvent.INTERRUPTED):
         with pytest.raises(LocalProtocolError):
             GROUP.next(COMPLETE, event)

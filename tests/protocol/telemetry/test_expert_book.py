@@ -155,7 +155,10 @@ def test_odd_rows_count_nothing_and_harm_nothing() -> None:
 
 
 def test_wide_models_are_counted_too() -> None:
-    """Models whose expert ids need two bytes and a model at the limit are counted. A model above the limit is not."""
+    """Models whose cells (layer and expert) need two- or four-byte numbers are counted up to the limit.
+
+    A model above the limit is not.
+    """
     for num_layers, num_experts in ((61, 384), (4, MAX_EXPERT_CELLS // 4), (1, 256), (2, 1)):
         dtype = dtype_for(num_experts)
         routing = RoutedExpertsInfo(num_layers=num_layers, top_k=1, num_experts=num_experts, dtype=dtype)
