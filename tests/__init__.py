@@ -1,1 +1,1 @@
-"""The tests of rollbus; `tests/support` holds what several of them share."""
+"""The tests of rollbus; `tests/support` has the code that several tests share."""

@@ -1,4 +1,4 @@
-"""What pytest loads before every test: how async tests run, and how hypothesis searches."""
+"""Pytest configuration of all tests: how async tests run and how hypothesis searches."""
 
 import asyncio
 import inspect
@@ -11,18 +11,19 @@ from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S
 
 pytest_plugins = ["tests.support.fixtures"]
 
-# The same examples in every run; `pytest --hypothesis-profile=explore` looks for new ones. No deadline: machines vary.
+# Each run uses the same examples; `pytest --hypothesis-profile=explore` searches for new ones. No deadline, because the
+# speed of machines varies.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 
-# A shell starts what is to run in the background with Ctrl-C ignored, and programs inherit that: some tests send it.
+# A shell starts background programs with SIGINT ignored, and child processes inherit that. Some tests send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of routed experts where the installed vLLM returns none."""
+    """Skip tests of routed experts if the installed vLLM returns none."""
     if item.get_closest_marker("routing") is not None:
-        # Imports vLLM, as those tests do.
+        # This import loads vLLM, as the marked tests do anyway.
         from tests.support.routing_here import no_routing_here
 
         reason = no_routing_here()
@@ -32,14 +33,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run `async def` tests on an event loop of their own."""
+    """Run each `async def` test on a separate event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 
     limit_s = ENGINE_HANGS_AFTER_S if pyfuncitem.get_closest_marker("vllm") else HANGS_AFTER_S
 
     async def bounded() -> None:
-        # A test that hangs fails where it hangs, and leaves time for the others.
+        # The time limit lies inside the loop, so a traceback shows where a test hangs, and other tests still run.
         async with asyncio.timeout(limit_s):
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 

@@ -1,4 +1,4 @@
-"""The connection to NATS: opening, closing, errors that say what is wrong, and nothing dropped without a count."""
+"""The NATS connection: opening, closing, clear errors, and a count of each dropped message."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ MEGABYTE = bytes(1024 * 1024)
 
 
 async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) -> None:
-    """Messages arrive at the handler in order; after closing, no task is left, and closing again does nothing."""
+    """Messages arrive at the handler in order. After closing, no task remains, and a second close does nothing."""
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
 
     async def receive(message: Msg) -> None:
@@ -39,12 +39,12 @@ async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) ->
 
 
 def test_works_on_uvloop(nats_url: str, fleet: str) -> None:
-    """All of it runs on uvloop too."""
+    """The connection also runs on uvloop."""
     uvloop.run(test_carries_messages_and_leaves_nothing(nats_url, fleet))
 
 
 async def test_what_was_published_is_sent_before_closing(nats_url: str, fleet: str) -> None:
-    """Closing right after publishing loses nothing."""
+    """Closing immediately after publishing loses no message."""
     received: asyncio.Queue[int] = asyncio.Queue(10)
 
     async def receive(message: Msg) -> None:
@@ -61,7 +61,7 @@ async def test_what_was_published_is_sent_before_closing(nats_url: str, fleet: s
 
 
 async def test_a_queue_group_shares_messages(nats_url: str, fleet: str) -> None:
-    """Of two subscriptions in one queue group, exactly one gets each message."""
+    """Exactly one of two subscriptions in a queue group receives each message."""
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
 
     async def receive(message: Msg) -> None:
@@ -91,7 +91,7 @@ async def test_a_queue_group_shares_messages(nats_url: str, fleet: str) -> None:
     ],
 )
 async def test_a_malformed_url_is_refused(url: str, problem: str) -> None:
-    """A URL that cannot be a NATS server's gives an error with the URL and what is wrong with it."""
+    """A malformed NATS URL raises an error that names the URL and the problem."""
     with pytest.raises(BusBroken, match=problem) as caught:
         await open_connection(url, name="test")
 
@@ -99,13 +99,13 @@ async def test_a_malformed_url_is_refused(url: str, problem: str) -> None:
 
 
 async def test_a_url_may_leave_out_what_is_usual(nats_url: str) -> None:
-    """Scheme and a trailing slash are optional."""
+    """The scheme and a trailing slash of a URL are optional."""
     async with opened(nats_url.removeprefix("nats://") + "/") as connection:
         assert connection.is_connected
 
 
 async def test_nobody_there(caplog: pytest.LogCaptureFixture) -> None:
-    """Where no server answers, the error names address and reason but no password; nothing is logged or left."""
+    """If no server answers, the error names the address and the reason but no password; no log line or task remains."""
     with pytest.raises(BusBroken, match=r"no NATS server at nats://\*\*\*@127\.0\.0\.1:1 within 0\.1 s: .*Errno"):
         await open_connection("nats://user:secret@127.0.0.1:1", name="test", timeout_s=0.1)
 
@@ -114,7 +114,7 @@ async def test_nobody_there(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_server_that_says_nothing_is_given_up() -> None:
-    """A server that accepts connections and says nothing is given up after `timeout_s`."""
+    """Connecting to a server that accepts connections but sends nothing fails after `timeout_s`."""
     accepted: list[asyncio.StreamWriter] = []
     listener = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -130,7 +130,7 @@ async def test_a_server_that_says_nothing_is_given_up() -> None:
 
 @pytest.mark.slow
 async def test_a_late_server_is_waited_for() -> None:
-    """The first connection is tried again until the server is there."""
+    """The first connection is retried until the server runs."""
     require_binary()
     async with EmbeddedServer() as server:
         await server.stop()
@@ -146,7 +146,7 @@ async def test_a_late_server_is_waited_for() -> None:
 
 
 async def test_a_wrong_password_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A server's refusal ends the attempts, with the server's words and without the password."""
+    """If the server rejects the user, connecting fails immediately with the server's message, without the password."""
     caplog.set_level(logging.DEBUG)
     guarded = tmp_path / "guarded"
     guarded.write_text(f'#!/bin/sh\nexec {require_binary()} --user rollbus --pass correct "$@"\n')
@@ -163,7 +163,7 @@ async def test_a_wrong_password_is_refused_at_once(tmp_path: Path, caplog: pytes
 
 
 async def test_cancelling_an_attempt_leaves_nothing() -> None:
-    """An attempt to connect that is cancelled leaves no task."""
+    """A cancelled attempt to connect leaves no task."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await open_connection(NOBODY, name="test")
@@ -172,7 +172,7 @@ async def test_cancelling_an_attempt_leaves_nothing() -> None:
 
 
 async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
-    """A message that is too large is this side's bug; a closed connection says that it is closed."""
+    """Publishing a message that is too large is a local error. A closed connection raises `BusClosed`."""
     async with opened(nats_url) as connection:
         with pytest.raises(LocalProtocolError, match=f"over the server's max_payload of {connection.max_payload}"):
             await publish(connection, f"{fleet}.x", bytes(connection.max_payload + 1))
@@ -183,7 +183,7 @@ async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
 
 
 async def test_headers_count_towards_the_largest_message(nats_url: str, fleet: str) -> None:
-    """Data that fits only without its headers is refused here: the server would end the connection for it."""
+    """Data that exceeds the limit with its headers is rejected locally: the server would close the connection."""
     received: asyncio.Queue[Msg] = asyncio.Queue(10)
 
     async def receive(message: Msg) -> None:
@@ -204,7 +204,7 @@ async def test_headers_count_towards_the_largest_message(nats_url: str, fleet: s
 
 
 async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str, fleet: str) -> None:
-    """A connection that the server ended for good tells its owner, and publishing repeats the reason."""
+    """If the server closes a connection for good, its owner receives the error, and publishing raises it again."""
     heard: asyncio.Queue[Exception] = asyncio.Queue(10)
     async with opened(nats_url, on_error=heard.put_nowait) as connection:
         limit = connection.max_payload
@@ -222,7 +222,7 @@ async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str
 async def test_dropped_messages_are_counted_and_told(
     nats_url: str, fleet: str, limits: tuple[int, int], kept: int
 ) -> None:
-    """Messages beyond either limit of a subscription are dropped, each of them counted and told."""
+    """Messages beyond a limit of a subscription are dropped, and each of them is counted and reported."""
     taken, release, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
     handled: list[bytes] = []
     heard: list[Exception] = []
@@ -251,7 +251,7 @@ async def test_dropped_messages_are_counted_and_told(
 async def test_a_failing_handler_is_counted_and_told(
     nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a handler raises is counted, logged with its traceback and told; the next message is handled."""
+    """An exception in a handler is counted, logged with its traceback and reported, and the next message is handled."""
     heard: list[Exception] = []
     handled = asyncio.Event()
 
@@ -271,4 +271,4 @@ async def test_a_failing_handler_is_counted_and_told(
 
 
 async def _ignore(_message: Msg) -> None:
-    """Take a message and do nothing."""
+    """Ignore the message."""

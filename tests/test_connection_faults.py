@@ -1,4 +1,4 @@
-"""The connection to NATS when the server crashes, returns or does not read."""
+"""The NATS connection when the server crashes, returns or does not read."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ async def stalled(
     on_disconnect: Callable[[], Awaitable[None]] | None = None,
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[tuple[EmbeddedServer, Connection, asyncio.Task[None]]]:
-    """Provide a server that does not read, a connection, and a task that waits in `publish` for the server."""
+    """Provide a server that does not read, a connection, and a task that waits in `publish`."""
 
     async def flood() -> None:
         while True:
@@ -53,7 +53,7 @@ async def stalled(
 
 @pytest.mark.slow
 async def test_an_outage_is_survived_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    """After the server's crash and return, both callbacks were called, and subscriptions and buffered messages live."""
+    """After an outage both callbacks have run, and subscriptions and buffered messages remain."""
     require_binary()
     gone, back = asyncio.Event(), asyncio.Event()
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
@@ -82,7 +82,7 @@ async def test_an_outage_is_survived_counted_and_told(caplog: pytest.LogCaptureF
 
 @pytest.mark.slow
 async def test_a_failing_reconnect_callback_does_not_end_the_connection() -> None:
-    """A callback that fails with one of our errors is logged, and the next outage is survived too."""
+    """A callback that raises a rollbus error is logged, and the connection also survives the next outage."""
     require_binary()
     calls: asyncio.Queue[None] = asyncio.Queue(10)
 
@@ -98,7 +98,7 @@ async def test_a_failing_reconnect_callback_does_not_end_the_connection() -> Non
 
 
 async def test_a_full_buffer_is_an_error() -> None:
-    """While the server is gone, publishing works up to the bound and then says so."""
+    """While the server is down, publishing works until the buffer is full and then raises an error."""
     require_binary()
     gone = asyncio.Event()
     async with EmbeddedServer() as server, opened(server.url, on_disconnect=event_callback(gone)) as connection:
@@ -113,7 +113,7 @@ async def test_a_full_buffer_is_an_error() -> None:
 
 
 async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None:
-    """After a `flush` that was cancelled, messages still arrive."""
+    """Messages still arrive after a cancelled `flush`."""
     handled = asyncio.Event()
 
     async def receive(_message: Msg) -> None:
@@ -134,14 +134,14 @@ async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None
 
 
 async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`confirm` speaks for all that was published before it, also for what still waited to be sent."""
+    """`confirm` covers all earlier publications, including unsent ones."""
     received: list[bytes] = []
 
     async def receive(message: Msg) -> None:
         received.append(message.data)
 
     async def send_nothing(force_flush: bool = False) -> None:
-        """In place of what wakes nats-py's own sender."""
+        """Replace the function that wakes nats-py's sender."""
 
     async with opened(nats_url) as reader, opened(nats_url) as writer:
         await subscribe(reader, f"{fleet}.x", receive)
@@ -155,7 +155,7 @@ async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypa
 
 
 async def test_a_server_that_is_away_confirms_nothing() -> None:
-    """`confirm` is False while the server hangs, and while there is no connection."""
+    """`confirm` returns False while the server hangs and while there is no connection."""
     gone = asyncio.Event()
     async with (
         EmbeddedServer() as server,
@@ -173,9 +173,9 @@ async def test_a_server_that_is_away_confirms_nothing() -> None:
 
 
 async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
-    """A `confirm` and a request whose answers can't come any more end with the connection, not with their time.
+    """A `confirm` or request that waits for an answer ends when the connection is lost, not at its timeout.
 
-    A request of the time without a connection is answered after it.
+    A request sent during the outage is answered after the reconnect.
     """
     gone = asyncio.Event()
 
@@ -207,7 +207,7 @@ async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
 
 
 async def test_a_waiting_publish_can_be_cancelled() -> None:
-    """A task that waits in `publish` for a server that does not read ends when it is cancelled."""
+    """A task that waits in `publish` for a server that does not read can be cancelled."""
     async with stalled() as (_, _, task):
         task.cancel()
         await asyncio.wait([task], timeout=SOON_S)
@@ -217,7 +217,7 @@ async def test_a_waiting_publish_can_be_cancelled() -> None:
 
 @pytest.mark.parametrize("what", ["request", "flush"])
 async def test_a_cancel_that_meets_the_answer_is_not_lost(nats_url: str, fleet: str, what: str) -> None:
-    """A request or flush that is cancelled in the moment of its answer ends as cancelled."""
+    """A request or flush that is cancelled at the moment of its answer ends as cancelled."""
     waits: list[asyncio.Future[object]] = []
 
     async def ask(connection: Connection) -> None:
@@ -238,7 +238,7 @@ async def test_a_cancel_that_meets_the_answer_is_not_lost(nats_url: str, fleet: 
 
 
 async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
-    """With unsent bytes and a server that does not read, closing ends after `timeout_s`; no task is left."""
+    """With unsent bytes and a server that does not read, closing ends after `timeout_s` and leaves no task."""
     async with stalled() as (_, connection, task):
         task.cancel()
         async with asyncio.timeout(SOON_S):
@@ -261,7 +261,7 @@ async def test_cancelling_a_close_leaves_nothing() -> None:
 
 
 def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A close whose last bytes meet a lost connection ends as any other, its callbacks called, no task left."""
+    """If the connection is lost during the last write, a close still runs its callback and leaves no task."""
     told: list[str] = []
 
     async def scenario() -> None:
@@ -284,7 +284,7 @@ def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest
 
 @pytest.mark.parametrize("what", ["publish", "subscribe", "ping"])
 def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet: str, what: str) -> None:
-    """Whoever writes first into a connection that was lost unnoticed fails at nothing; what was published arrives."""
+    """The first write after an unnoticed loss raises no error, and published messages arrive after the reconnect."""
 
     async def scenario() -> None:
         received: asyncio.Queue[bytes] = asyncio.Queue(10)
@@ -296,7 +296,7 @@ def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet
         async with opened(nats_url, on_reconnect=event_callback(back)) as connection, asyncio.timeout(SOON_S):
             await subscribe(connection, f"{fleet}.x", receive)
             await connection.flush()
-            for task in (connection._flusher_task, connection._reading_task):  # they would notice
+            for task in (connection._flusher_task, connection._reading_task):  # these tasks would detect the loss
                 assert task is not None
                 task.cancel()
             connection._wire.abort()
@@ -319,7 +319,7 @@ def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet
 
 
 async def test_what_is_lost_is_not_written(nats_url: str) -> None:
-    """A wire that was cut refuses to write, on every event loop, so that nobody takes the bytes for sent."""
+    """On each event loop, a lost transport rejects writes, so that no caller assumes that the bytes were sent."""
     async with opened(nats_url) as connection:
         connection._wire.abort()
         with pytest.raises(ConnectionResetError):
@@ -328,7 +328,7 @@ async def test_what_is_lost_is_not_written(nats_url: str) -> None:
 
 @pytest.mark.slow
 async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that stops reading and answering is given up, though bytes for it are unsent; its return is noticed."""
+    """A server that stops reading and answering counts as disconnected despite unsent bytes; its return is detected."""
     monkeypatch.setattr(connection_module, "PING_INTERVAL_S", 0.02)
     gone, back = asyncio.Event(), asyncio.Event()
     async with (
@@ -344,7 +344,7 @@ async def test_a_dead_server_is_noticed_with_bytes_unsent(monkeypatch: pytest.Mo
 
 
 async def _fails(request: Awaitable[object]) -> bool:
-    """Whether NATS says that it failed."""
+    """Return True if NATS raises an error for the request."""
     try:
         await request
     except nats_errors.Error:
@@ -353,4 +353,4 @@ async def _fails(request: Awaitable[object]) -> bool:
 
 
 async def _ignore(_message: Msg) -> None:
-    """Take a message and do nothing."""
+    """Ignore the message."""

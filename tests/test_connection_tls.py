@@ -1,4 +1,4 @@
-"""TLS: a server that goes away, comes back, or stops answering, in the handshake and after it."""
+"""TLS connections to a server that disconnects, returns or stops answering, during and after the handshake."""
 
 import asyncio
 from pathlib import Path
@@ -12,22 +12,22 @@ from tests.support.tls_server import TlsServer
 from tests.support.waits import until_true
 
 ENDS_WITHIN_S = 15.0
-"""Far more than it takes; half of what a TLS connection waits for the other side's goodbye."""
+"""Far longer than needed, but half the time that a TLS connection waits for the peer's close message."""
 
 pytestmark = pytest.mark.slow
 
 
 async def opened(server: TlsServer) -> Connection:
-    """A connection to it."""
+    """Open a connection to the server."""
     return await open_connection(server.server, name="test")
 
 
 async def reconnects(server: TlsServer) -> None:
-    """Lose the server, and find it again."""
+    """Disconnect the server and restart it."""
     connection = await opened(server)
     server.go_away()
     await until_true(lambda: not connection.is_connected)
-    # Some attempts are refused.
+    # In this time some attempts to connect are refused.
     await asyncio.sleep(0.6)
     server.listen()
     await until_true(lambda: connection.is_connected)
@@ -37,13 +37,13 @@ async def reconnects(server: TlsServer) -> None:
 
 @on_both_loops
 def test_a_connection_is_opened_again(tmp_path: Path, loop: str) -> None:
-    """When the server is back."""
+    """The connection is opened again after the server has returned."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, reconnects(server))
 
 
 async def gives_up(server: TlsServer) -> None:
-    """Try to connect."""
+    """Assert that connecting fails after its timeout."""
     async with asyncio.timeout(ENDS_WITHIN_S):
         with pytest.raises(BusBroken, match="within 1 s"):
             await open_connection(server.server, name="test", timeout_s=1)
@@ -51,18 +51,18 @@ async def gives_up(server: TlsServer) -> None:
 
 @on_both_loops
 def test_a_handshake_that_never_ends_is_given_up(tmp_path: Path, loop: str) -> None:
-    """At the time limit."""
+    """Connecting fails at the timeout if the handshake never ends."""
     with TlsServer(tmp_path, shakes_hands=False).running() as server:
         run_on(loop, gives_up(server))
 
 
 async def closes_in_a_handshake(server: TlsServer) -> None:
-    """Lose the server, and close before it has shaken hands again."""
+    """Disconnect the server, then close the connection during the next handshake."""
     connection = await opened(server)
     server.shakes_hands = False
     server.go_away()
     server.listen()
-    # It is in the middle of the handshake of its next connection.
+    # The next connection is now in its handshake.
     await asyncio.sleep(1)
     async with asyncio.timeout(ENDS_WITHIN_S):
         await connection.shut(timeout_s=0.5)
@@ -70,7 +70,7 @@ async def closes_in_a_handshake(server: TlsServer) -> None:
 
 @on_both_loops
 def test_closing_in_the_middle_of_a_handshake(tmp_path: Path, loop: str) -> None:
-    """Nothing is waited for."""
+    """Closing during a handshake ends soon."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, closes_in_a_handshake(server))
 
@@ -84,6 +84,6 @@ async def closes_unanswered(server: TlsServer) -> None:
 
 @on_both_loops
 def test_a_server_that_says_no_goodbye_is_not_waited_for(tmp_path: Path, loop: str) -> None:
-    """TLS would, for half a minute."""
+    """Closing does not wait half a minute, as TLS would, for a server that sends no close message."""
     with TlsServer(tmp_path, answers=False).running() as server:
         run_on(loop, closes_unanswered(server))

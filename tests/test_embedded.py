@@ -1,4 +1,4 @@
-"""The embedded nats-server: starting, failing, breaking, and leaving nothing behind."""
+"""The embedded nats-server: start, failures, crashes and cleanup."""
 
 import asyncio
 import os
@@ -31,24 +31,24 @@ EMBED = """
 
 @pytest.fixture(autouse=True)
 def _binary() -> None:
-    """Every test here starts servers of its own."""
+    """Require the nats-server binary, because each test here starts servers."""
     require_binary()
 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's temporary folders are made."""
+    """Return the folder in which this test creates its temporary folders."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
 def contents(folder: Path) -> list[str]:
-    """Return the names of all there is in a folder."""
+    """Return the names of all entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 async def echo(url: str) -> int:
-    """Make a round trip through the server and return its `max_payload`."""
+    """Make a round trip to the server and return its `max_payload`."""
     connection = await open_connection(url, name="echo")
     await connection.flush()
     await connection.shut()
@@ -56,7 +56,7 @@ async def echo(url: str) -> int:
 
 
 async def test_serves_clients_and_leaves_nothing(temporary: Path) -> None:
-    """A server accepts connections on entering, with 8 MiB messages; on leaving, process and folder are gone."""
+    """A started server accepts connections and 8 MiB messages; after its end, process and folder are gone."""
     async with EmbeddedServer() as server:
         pid = server.pid
         max_payload = await echo(server.url)
@@ -66,7 +66,7 @@ async def test_serves_clients_and_leaves_nothing(temporary: Path) -> None:
 
 
 def test_works_on_uvloop_in_a_thread(temporary: Path) -> None:
-    """A server runs on uvloop's event loop too, and outside the main thread."""
+    """A server also runs on uvloop and outside the main thread."""
     answers: list[int] = []
 
     async def main() -> None:
@@ -84,7 +84,7 @@ def test_works_on_uvloop_in_a_thread(temporary: Path) -> None:
 
 
 async def test_two_servers_run_side_by_side() -> None:
-    """Two servers take different ports and do not see each other's streams."""
+    """Two servers use different ports and have separate streams."""
     async with EmbeddedServer() as one, EmbeddedServer() as two:
         first = await open_connection(one.url, name="one")
         second = await open_connection(two.url, name="two")
@@ -98,13 +98,13 @@ async def test_two_servers_run_side_by_side() -> None:
 
 
 async def test_max_payload_is_the_servers() -> None:
-    """`max_payload_bytes` is what clients are told."""
+    """Clients receive `max_payload_bytes` as the server's limit."""
     async with EmbeddedServer(max_payload_bytes=64 * 1024) as server:
         assert await echo(server.url) == 64 * 1024
 
 
 async def test_a_restart_keeps_port_and_streams() -> None:
-    """After a restart, whether the server had been stopped, killed or running, url and stored messages are the same."""
+    """A restart keeps the URL and the stored messages, whether the server was stopped, killed or running."""
     async with EmbeddedServer() as server:
         url, pids = server.url, {server.pid}
         connection = await open_connection(url, name="writer")
@@ -125,7 +125,7 @@ async def test_a_restart_keeps_port_and_streams() -> None:
 
 
 async def test_a_given_store_outlives_the_server(tmp_path: Path) -> None:
-    """Streams in a given folder, whatever its name, are there for the next server and stay there."""
+    """Streams in a given folder with any name remain for the next server."""
     store = tmp_path / 'a "store" of $HOME \\ é'
     for expected in (1, 2):
         async with EmbeddedServer(store_dir=store) as server:
@@ -139,7 +139,7 @@ async def test_a_given_store_outlives_the_server(tmp_path: Path) -> None:
 
 
 async def test_a_failed_start_shows_the_log(temporary: Path) -> None:
-    """When the server ends at once, the error says so with the server's own words, and nothing stays."""
+    """If the server exits immediately, the error contains the server's log, and no folder remains."""
     async with EmbeddedServer() as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(BusBroken, match=r"exited immediately.*\n(.*\n)*.*address already in use"):
@@ -151,7 +151,7 @@ async def test_a_failed_start_shows_the_log(temporary: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_is_never_ready_is_killed(tmp_path: Path, temporary: Path) -> None:
-    """A server that is not ready in time is killed, and the error names the time and shows the log."""
+    """A server that is not ready in time is killed, and the error names the time and contains the log."""
     binary = tmp_path / "mute"
     binary.write_text("#!/bin/sh\necho pid $$ waits >&2\nexec sleep 600\n")
     binary.chmod(0o755)
@@ -164,7 +164,7 @@ async def test_a_server_that_is_never_ready_is_killed(tmp_path: Path, temporary:
 
 
 async def test_a_file_that_is_no_program_is_named(tmp_path: Path) -> None:
-    """A binary that the system cannot run gives its name and the system's reason."""
+    """A binary that cannot run raises an error with its path and the system's reason."""
     binary = tmp_path / "text"
     binary.write_text("not a program")
     binary.chmod(0o755)
@@ -173,7 +173,7 @@ async def test_a_file_that_is_no_program_is_named(tmp_path: Path) -> None:
 
 
 async def test_cancelling_a_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    """A start cancelled while it waits for the server leaves neither process nor folder."""
+    """A cancelled start leaves neither process nor folder."""
     pid_file = tmp_path / "pid"
     binary = tmp_path / "mute"
     binary.write_text(f"#!/bin/sh\necho $$ >{pid_file}.part\nmv {pid_file}.part {pid_file}\nexec sleep 600\n")
@@ -190,7 +190,7 @@ async def test_cancelling_a_start_leaves_nothing(tmp_path: Path, temporary: Path
 
 
 async def test_cancelling_a_stop_leaves_nothing(temporary: Path) -> None:
-    """A stop cancelled while the server takes its time kills the server."""
+    """A cancelled stop kills the server."""
     async with EmbeddedServer() as server:
         pid = server.pid
         os.kill(pid, signal.SIGSTOP)
@@ -204,7 +204,7 @@ async def test_cancelling_a_stop_leaves_nothing(temporary: Path) -> None:
 
 
 async def test_ends_can_be_repeated() -> None:
-    """Stopping or killing a server that is down does nothing; a closed one cannot be restarted."""
+    """Stopping or killing a stopped server does nothing, and a closed server cannot be restarted."""
     async with EmbeddedServer() as server:
         await server.stop()
         await server.stop()
@@ -218,7 +218,7 @@ async def test_ends_can_be_repeated() -> None:
 
 
 async def test_a_death_is_noticed() -> None:
-    """`wait` returns when the server dies by itself."""
+    """`wait` returns when the server dies."""
     async with EmbeddedServer() as server:
         os.kill(server.pid, signal.SIGKILL)
         await server.wait()
@@ -229,7 +229,7 @@ async def test_a_death_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["raise SystemExit", "os._exit(1)"])
 def test_nothing_survives_the_end_of_python(ending: str, tmp_path: Path) -> None:
-    """However the Python process ends, its server and temporary folder go with it."""
+    """When the Python process exits in any way, its server and temporary folder are removed."""
     with python_program(EMBED.format(body=ending), tmp_path) as program:
         pid, folder = read_line(program).split()
         program.wait()
@@ -240,7 +240,7 @@ def test_nothing_survives_the_end_of_python(ending: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_nothing_survives_the_killing_of_python(tmp_path: Path) -> None:
-    """When the Python process is killed, its server and temporary folder are gone."""
+    """When the Python process is killed, its server and temporary folder are removed."""
     with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid, folder = read_line(program).split()
         program.kill()
@@ -251,7 +251,7 @@ def test_nothing_survives_the_killing_of_python(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_server(tmp_path: Path) -> None:
-    """When the Python process is killed and a forked child of it lives on, the server is gone all the same."""
+    """When the Python process is killed, its server ends even if a forked child still runs."""
     body = """
             if (child := os.fork()) == 0:
                 os.read(0, 1)  # until the test ends
@@ -270,7 +270,7 @@ def test_a_forked_child_does_not_keep_the_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
 def test_nothing_survives_the_killing_of_the_guard(tmp_path: Path) -> None:
-    """When both the Python process and the guard are killed, as `pkill python` does, the server is gone."""
+    """When the Python process and the guard process are killed, as `pkill python` does, the server ends."""
     with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid = int(read_line(program).split()[0])
         guard = parent_of(pid)
@@ -284,7 +284,7 @@ def test_nothing_survives_the_killing_of_the_guard(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_does_not_reach_the_server(tmp_path: Path) -> None:
-    """After SIGINT to the whole process group, the server still serves, so that all can end in order."""
+    """The server still serves after SIGINT to its process group, so that clients can close normally."""
     body = """
             from rollbus.bus.nats.connection import open_connection
             interrupted = asyncio.Event()
@@ -307,7 +307,7 @@ def test_ctrl_c_does_not_reach_the_server(tmp_path: Path) -> None:
 
 
 def test_the_binary_is_found_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument comes before the environment variable, that before Python's folder, that before PATH."""
+    """The binary is searched in this order: argument, environment variable, Python's folder, PATH."""
     places = [tmp_path / name / "nats-server" for name in ("argument", "variable", "python", "path")]
     for place in places:
         place.parent.mkdir()
@@ -330,7 +330,7 @@ def test_the_binary_is_found_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tests_use_the_server_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`$ROLLBUS_TEST_NATS` comes before any server that the tests could start."""
+    """Tests use `$ROLLBUS_TEST_NATS` instead of any server that they could start."""
     monkeypatch.setenv("ROLLBUS_TEST_NATS", "nats://elsewhere:1")
     with running_server() as url:
         assert url == "nats://elsewhere:1"
@@ -340,7 +340,7 @@ def test_tests_use_the_server_they_are_given(monkeypatch: pytest.MonkeyPatch) ->
 def test_tests_without_a_server_say_why(
     ci: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no way to a server, tests are skipped with the reason; on CI they fail."""
+    """Without a server, tests are skipped with the reason, and on CI they fail."""
     monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("ROLLBUS_TEST_NATS", raising=False)

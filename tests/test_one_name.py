@@ -1,4 +1,4 @@
-"""Modules of rollbus are imported as parts of `rollbus`, and a text that names a module names one that exists."""
+"""Modules of rollbus are imported under `rollbus`, and each text that names a module names an existing module."""
 
 import ast
 import asyncio
@@ -27,7 +27,7 @@ TEXTS = ("*.md", "*.yaml", "*.yml", "*.json", "Makefile", "deploy/docker/*", "te
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """The files of the repository that match, but for recorded bytes and figures."""
+    """Return the matching files of the repository, except recorded messages and results."""
     left_out = (":!tests/golden/v1", ":!bench/results", ":!src/rollbus/*/**")
     listed = subprocess.run(
         ["git", "ls-files", "--", *patterns, *left_out], cwd=ROOT, capture_output=True, text=True, check=True
@@ -36,7 +36,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def names_a_module(name: str) -> bool:
-    """Say whether a dotted name is a module of ours, or a name that one binds; nothing is imported."""
+    """Return True if a dotted name is a module of rollbus or a name that a module binds; import nothing."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = SOURCE.joinpath(*parts[:length])
@@ -48,7 +48,7 @@ def names_a_module(name: str) -> bool:
 
 
 def bound_in(file: Path) -> set[str]:
-    """The names that a module has, but for those that are bound in blocks of functions and classes."""
+    """Return the names that a module binds, except names inside functions and classes."""
     names: set[str] = set()
     pending: list[ast.AST] = [ast.parse(file.read_text())]
     while pending:
@@ -66,7 +66,7 @@ def bound_in(file: Path) -> set[str]:
 
 
 def said_in_python(file: Path) -> Iterator[str]:
-    """The strings of a program that are dotted names and begin as one of ours, and what it runs with `-m`."""
+    """Yield the strings of a program that are dotted names of rollbus, and the modules that it runs with `-m`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
             first, *rest = node.value.split(".")
@@ -82,7 +82,7 @@ def said_in_python(file: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_what_bus_has_is_public() -> None:
-    """`rollbus` has the names of `rollbus.bus`, and its version; the client is not imported before it is asked for."""
+    """`rollbus` has the names of `rollbus.bus` and its version; it imports the client only on first use."""
     code = "import rollbus, rollbus.schemas.limits, sys; print('rollbus.bus' in sys.modules, 'nats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -95,13 +95,13 @@ def test_what_bus_has_is_public() -> None:
 
 
 def test_tests_import_nothing_under_a_second_name() -> None:
-    """No module of ours was imported as `bus` or `workers.worker` by any test that was collected."""
+    """No collected test has imported a module of rollbus under a name such as `bus` or `workers.worker`."""
     assert misnamed() == []
 
 
 @pytest.mark.slow
 def test_programs_import_us_as_rollbus_and_we_ourselves_relatively() -> None:
-    """Inside our folders no import says `rollbus`, elsewhere none says `bus` or another part alone."""
+    """Files in the packages import each other relatively; other files import only names below `rollbus`."""
     wrong = []
     for file in tracked("*.py"):
         banned = {"rollbus"} if file.relative_to(ROOT).parts[0] in FOLDERS else set(FOLDERS)
@@ -115,7 +115,10 @@ def test_programs_import_us_as_rollbus_and_we_ourselves_relatively() -> None:
 
 
 def test_nothing_looks_for_files_beside_itself() -> None:
-    """What comes with the package is found by importlib.resources; a path, resolved in a checkout, would leave it."""
+    """Packages find their data files with importlib.resources.
+
+    A path that is resolved in a checkout would leave the package.
+    """
     files = [file for file in tracked("*.py") if file.relative_to(ROOT).parts[0] in FOLDERS]
 
     assert [str(file) for file in files if "Path(__file__)" in file.read_text()] == []
@@ -123,7 +126,7 @@ def test_nothing_looks_for_files_beside_itself() -> None:
 
 @pytest.mark.slow
 async def test_a_worker_imports_nothing_under_a_second_name(nats_url: str, fleet: str) -> None:
-    """Of all that a worker's process imports, nothing is called `bus`, `schemas` or another part of ours alone."""
+    """A worker process imports no module under a name such as `bus` or `schemas`."""
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-X", "importtime", "-m", "rollbus.workers", "--engine", "synthetic", "--listen-s", "0"),
         *("--nats", nats_url, "--fleet", fleet),
@@ -147,7 +150,7 @@ async def test_a_worker_imports_nothing_under_a_second_name(nats_url: str, fleet
 
 @pytest.mark.slow
 def test_every_string_that_names_a_module_of_ours_names_one_that_is_there() -> None:
-    """In programs, in what is run with `-m`, and in what the distribution tells others to import."""
+    """Each module name in programs, in commands with `-m`, and in entry points is an existing module."""
     programs = [file for file in tracked("*.py") if file != Path(__file__)]
     said = [(file, name) for file in programs for name in said_in_python(file)]
     said += [
@@ -162,7 +165,7 @@ def test_every_string_that_names_a_module_of_ours_names_one_that_is_there() -> N
     points = [*project["scripts"].values(), *project["entry-points"]["vllm.general_plugins"].values()]
     said += [(ROOT / "pyproject.toml", point.replace(":", ".")) for point in points]
 
-    # Attributes of spans have such names, too.
+    # Span attributes have the same form as module names.
     attributes = {getattr(attribute_names, name) for name in attribute_names.__all__}
     wrong = [(file, name) for file, name in said if not names_a_module(name) and name not in attributes]
 

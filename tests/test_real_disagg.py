@@ -1,4 +1,4 @@
-"""A prefill and a decode worker on real engines: what they give together is what one worker gives alone."""
+"""A prefill and a decode worker on real engines together return the same results as a single worker."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ from tests.support.waits import until_true
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("unhurried")]
 
 BLOCK = 32
-"""Where a worker with a connector runs on a CPU."""
+"""Block size of the KV cache of a worker with a connector on a CPU."""
 NUM_TOKENS = 12
 ABANDONED_AFTER_S = 60
 LENGTHS = (1, 31, 32, 33, 100, 500)
@@ -47,19 +47,19 @@ class Pair:
     url: str
     fleet: str
     folder: Path
-    """Where KV is."""
+    """The folder with the stored KV."""
     processes: dict[str, psutil.Popen]
-    """By role, which is also the worker's id."""
+    """The worker processes, by role, which is also the worker id."""
 
     def legs(self) -> list[Path]:
-        """What of prefill legs is there."""
+        """Return the folders of stored prefill phases."""
         return list(self.folder.iterdir())
 
     @contextlib.asynccontextmanager
     async def between_legs(
         self, rb: rollbus.Client, request: GenerateRequest
     ) -> AsyncIterator["asyncio.Task[Generation]"]:
-        """Run the block while the KV of `request` has been stored, and nobody has taken it yet."""
+        """Run the block after the KV of `request` has been stored and before a decode worker has loaded it."""
         assert self.legs() == []
         self.processes["decode"].suspend()
         try:
@@ -72,7 +72,7 @@ class Pair:
             self.processes["decode"].resume()
 
     def is_sound(self) -> bool:
-        """Both live, and serve now or soon."""
+        """Return True if both workers run, serve soon, and no KV is stored."""
         if any(process.poll() is not None for process in self.processes.values()):
             return False
         try:
@@ -86,7 +86,7 @@ class Pair:
 def pairs(
     nats_url: str, tiny_moes: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shared[Pair]]:
-    """One pair for all tests that leave it as it was."""
+    """Provide one pair for all tests, which is replaced after a test has broken it."""
 
     def make() -> contextlib.AbstractContextManager[Pair]:
         return running_pair(nats_url, tiny_moes[0], tmp_path_factory.mktemp("kv"))
@@ -97,13 +97,13 @@ def pairs(
 
 @pytest.fixture
 def pair(pairs: Shared[Pair]) -> Pair:
-    """Two workers with the weights of `real_fleet`."""
+    """Return two workers with the weights of `real_fleet`."""
     return pairs.get()
 
 
 @contextlib.contextmanager
 def running_pair(nats_url: str, model: Path, folder: Path) -> Iterator[Pair]:
-    """Start both workers; in the end they stop in order."""
+    """Start both workers; at the end they exit with code 0."""
     fleet = f"disagg-{uuid.uuid4().hex[:8]}"
     extra = {"shared_storage_path": str(folder), "abandoned_after_s": ABANDONED_AFTER_S}
     connector = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
@@ -136,26 +136,26 @@ def running_pair(nats_url: str, model: Path, folder: Path) -> Iterator[Pair]:
 
 
 def both_serve(state: FleetState) -> bool:
-    """Both workers do."""
+    """Return True if both workers serve."""
     return {worker.worker for worker in state.workers if worker.state is WorkerState.SERVING} == {*ROLES}
 
 
 async def wait_until_serving(nats_url: str, fleet: str, timeout_s: float) -> None:
-    """Until both workers serve."""
+    """Wait until both workers serve."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(timeout_s):
         await until_state(rb, both_serve)
 
 
 @contextlib.asynccontextmanager
 async def connected(pair: Pair) -> AsyncIterator[rollbus.Client]:
-    """Give a client that has heard of both workers."""
+    """Provide a client that knows both workers."""
     async with rollbus.connect(pair.url, fleet=pair.fleet) as rb:
         await until_state(rb, both_serve)
         yield rb
 
 
 def check_legs(generation: Generation, request: GenerateRequest) -> None:
-    """It was served in two legs, and the tokens transferred count as cached."""
+    """Assert that the request had both phases and that its transferred tokens count as cached."""
     check_generation(generation, request)
     assert generation.attempts == 1
     assert generation.exact
@@ -168,16 +168,16 @@ def check_legs(generation: Generation, request: GenerateRequest) -> None:
 
 @pytest.mark.proves("P24")
 async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
-    """Tokens, logprobs and routing are a single worker's, from any row of the prompt on."""
+    """Tokens, logprobs and routed experts equal those of a single worker, for any `routed_experts_prompt_start`."""
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         for length in LENGTHS:
             for start in (0, length // 2, length):
-                # A salt of its own, so that no prefix cache has anything of it.
+                # The unique salt prevents prefix cache hits.
                 request = greedy(length, NUM_TOKENS, routed_experts_prompt_start=start, cache_salt=f"{length}-{start}")
                 generation = await rb.complete(request)
                 check_legs(generation, request)
                 assert_same(generation, await single.complete(request))
-        # What was cached on both sides changes nothing.
+        # A repeated prompt with cached prefixes on both workers has the same results.
         repeated = greedy(500, NUM_TOKENS, routed_experts_prompt_start=9, cache_salt="500-0")
         assert_same(await rb.complete(repeated), await single.complete(repeated))
         assert rb.stats().prefill_legs == 3 * 4 + 1
@@ -185,7 +185,7 @@ async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
 
 
 async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
-    """32 prompts of 500 tokens at once, which the engine computes in parts, equal each alone."""
+    """32 parallel prompts of 500 tokens, which the engine computes in slices, equal each prompt alone."""
     requests = [
         greedy(500, NUM_TOKENS, seed=i, request_id=f"r{i}", routed_experts_prompt_start=16 * i) for i in range(32)
     ]
@@ -197,13 +197,13 @@ async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
             assert_same(generation, await single.complete(request))
         in_two_legs = [g for g in together.values() if g.worker_ids == ROLES]
         assert {g.cached_tokens for g in in_two_legs} == {480}
-        # On a slow machine some may wait for the prefill worker for longer than they should.
+        # On a slow machine some requests may wait too long for the prefill worker.
         assert len(in_two_legs) + rb.stats().prefill_fallbacks["busy"] == 32
     assert pair.legs() == []
 
 
 async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) -> None:
-    """A prompt whose KV the decode worker got from elsewhere is computed anew for who wants its rows."""
+    """A request without a prefill phase gets fresh rows, even if the decode worker has the prompt's transferred KV."""
     request = greedy(100, NUM_TOKENS, seed=77)
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         check_legs(await rb.complete(request), request)
@@ -214,7 +214,7 @@ async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) ->
 
 
 async def test_over_http(pair: Pair, real_fleet: str) -> None:
-    """The HTTP service gives the same routing from two workers as from one."""
+    """The HTTP service returns the same tokens and routed experts from two workers as from one."""
     body = {
         "token_ids": [int(token) for token in greedy(100, 1, seed=5).prompt_token_ids],
         "sampling_params": {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 0},
@@ -238,8 +238,8 @@ async def test_over_http(pair: Pair, real_fleet: str) -> None:
 
 
 async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
-    """KV that is gone before it is loaded costs an attempt, and nothing else."""
-    # Salted: what the decode worker has in its cache it would not load.
+    """If the KV is lost before it is loaded, the request needs a second attempt and returns the same result."""
+    # The salt prevents the decode worker from using its own cache instead of loading the KV.
     request = greedy(100, NUM_TOKENS, seed=13, cache_salt="lost")
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         async with pair.between_legs(rb, request) as running:
@@ -249,13 +249,13 @@ async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
         assert_same(generation, await single.complete(request))
         assert generation.attempts == 2
         assert generation.worker_ids[0] == "prefill"
-        # The engine lives, and so do its transfers.
+        # The engine and its transfers still work.
         again = replace(request, cache_salt="again")
         check_legs(await rb.complete(again), again)
 
 
 async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
-    """KV that nobody comes for is deleted when it is old, although no engine has anything to do."""
+    """Old KV that no worker loads is deleted, even if no engine has requests."""
     leg = pair.folder / uuid.uuid4().hex
     leg.mkdir()
     (leg / "pp0-tp0.safetensors").touch()
@@ -268,7 +268,7 @@ async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
 
 @pytest.mark.proves("P24")
 async def test_new_weights_between_legs(pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]) -> None:
-    """An update between the legs mixes no weights: KV of the old ones is used by the old ones or by nobody."""
+    """An update between the phases never mixes weights: KV of old weights is used only with the old weights."""
     request = greedy(100, 200, seed=21, cache_salt="between")
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         async with asyncio.TaskGroup() as tasks, pair.between_legs(rb, request) as running:

@@ -1,4 +1,4 @@
-"""What a vLLM worker counts of its experts: that of the client's rows, without cached prefixes, by version."""
+"""A vLLM worker counts its experts by version; the counts equal the client's rows without cached prefixes."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from tests.support.real_fleet import WEIGHT_VERSION, RealWorkers, greedy
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXPERTS, TOP_K = 16, 4
-"""Of the tiny MoE."""
+"""Values of the tiny MoE."""
 
 
 @pytest.fixture
 def own_worker(nats_url: str, tiny_moe_float32: Path) -> Iterator[RealWorkers]:
-    """A worker that no other test asks for anything, as it counts all of its tokens."""
+    """Run a worker for this test only, because the worker counts all its tokens."""
     workers = RealWorkers(nats_url, tiny_moe_float32)
     yield workers
     workers.stop()
 
 
 def collapsed(model: Path) -> Path:
-    """The same model, beside it, whose routers like all experts alike, and so choose the same ones for each token."""
+    """Copy the model and give each router equal weights for all experts, so that each token uses the same experts."""
     from safetensors.numpy import load_file, save_file
 
     folder = model.with_name(f"{model.name}-collapsed")
@@ -44,7 +44,7 @@ def collapsed(model: Path) -> Path:
 
 
 def check(version: VersionLoad, results: list[Generation]) -> None:
-    """A version has the counts of the rows of these results."""
+    """Assert that the counts of a version equal the rows of these results."""
     wanted = planes_of(results, EXPERTS)
     for name, plane in (("prompt", version.prompt), ("generated", version.generated)):
         np.testing.assert_array_equal(plane.counts, wanted[name])
@@ -54,7 +54,7 @@ def check(version: VersionLoad, results: list[Generation]) -> None:
 async def test_a_real_worker_counts_what_its_engine_computed(
     nats_url: str, own_worker: RealWorkers, tiny_moe_float32: Path
 ) -> None:
-    """Of new prompts all, of a prompt that comes again what is not cached; collapsed weights are seen as such."""
+    """New prompts count completely, repeated prompts without their cached tokens, and collapsed weights are visible."""
     await own_worker.have(1)
     async with rollbus.connect(nats_url, fleet=own_worker.fleet) as rb:
         requests = [greedy(300 + seed, 10 + seed, seed) for seed in range(4)]

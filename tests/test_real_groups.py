@@ -1,4 +1,4 @@
-"""Steps of groups on a real vLLM engine: what is stopped and continued is what the model would have given at once."""
+"""Group steps on a real vLLM engine: interrupted and resumed requests equal uninterrupted ones."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ LENGTHS = {"long": 1500, "short": 8, "middle": 300, "next": 8, "last": 12}
 
 
 def request(key: str) -> GenerateRequest:
-    """A greedy request of its length, whose first prompt rows are not wanted."""
+    """Return a greedy request with the length of this key, without the first prompt rows."""
     return greedy(40, LENGTHS[key], seed=[*LENGTHS].index(key), routed_experts_prompt_start=7)
 
 
 async def test_carried_groups_equal_undisturbed_ones(nats_url: str, real_fleet: str) -> None:
-    """Token for token, with their logprobs, the experts of every row, and the version of every token."""
+    """Carried groups have the same tokens, logprobs, routed experts and versions as uninterrupted requests."""
     prompts = [GroupPrompt(request(key), key=key) for key in LENGTHS]
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         async with rb.groups(prompts, n=2, need=1, over=3) as groups:
@@ -31,7 +31,7 @@ async def test_carried_groups_equal_undisturbed_ones(nats_url: str, real_fleet: 
 
     assert taken.keys() == LENGTHS.keys()
     assert [len(step.groups) for step in steps] == [1] * len(LENGTHS)
-    # It was stopped and continued, with tokens of several parts.
+    # This group was interrupted and resumed, with tokens from several requests.
     assert taken["long"].steps > 1
     assert min(generation.parts for generation in taken["long"].generations) > 1
     for key, group in taken.items():

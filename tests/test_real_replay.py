@@ -1,4 +1,4 @@
-"""Replay of what a vLLM worker sent, in float32 with the worker's own weights, as a trainer would do it."""
+"""Replay of a vLLM worker's results in float32 with the worker's own weights, as in a trainer."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 16, 4
 
 
 async def talk(rb: rollbus.Client, seed: int) -> Sample:
-    """Two turns: the second asks only for the rows that are not there yet."""
+    """Run a conversation of two turns, in which the second turn requests only the missing rows; return its sample."""
     stitcher = Stitcher()
     first = greedy(5 + 13 * seed, 7 + seed, seed)
     answer = await rb.complete(first)
@@ -37,7 +37,7 @@ async def talk(rb: rollbus.Client, seed: int) -> Sample:
 
 
 def logprobs_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """f32[1, T]: of each target."""
+    """Return the logprob of each target, f32[1, T]."""
     with torch.no_grad():
         logits = model(**batch.model_inputs()).logits
     chosen: torch.Tensor = logits.log_softmax(-1).gather(-1, batch.target_ids[..., None])[..., 0]
@@ -48,7 +48,7 @@ def logprobs_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 async def test_replay_with_the_workers_weights_changes_nothing(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
-    """Logprobs of packed conversations are equal to 1e-5 with and without, and to the tolerance the worker's own."""
+    """Logprobs with and without replay agree to 1e-5, and both agree with the worker's to the tolerance."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         samples = [await talk(rb, seed) for seed in range(5)]
     (batch,) = pack(samples, max_tokens=1024, pad_to_multiple_of=64)
@@ -69,7 +69,7 @@ async def test_replay_with_the_workers_weights_changes_nothing(
 async def test_other_experts_than_the_workers_are_used_too(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
-    """With each expert replaced by its neighbour, these are the ones that compute, and the logprobs are others."""
+    """Replay also uses other experts than the worker's: shifted expert ids compute and change the logprobs."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         (batch,) = pack([await talk(rb, 0)], max_tokens=1024)
     assert batch.routed_experts is not None

@@ -1,4 +1,4 @@
-"""What a vLLM worker tells of one request: in the order of time, and with the numbers that its client got."""
+"""The timeline of one request on a vLLM worker is in the order of time and agrees with the client's numbers."""
 
 import pytest
 
@@ -13,7 +13,7 @@ LIFE = ["published", "offered", "started", "prefilled", "first_token", "ended"]
 
 
 async def test_a_timeline_agrees_with_the_result(nats_url: str, real_fleet: str) -> None:
-    """Of a request that is streamed, and of the same taken whole, whose prompt is in the cache by then."""
+    """The timelines of a streamed request and of the same request without streaming agree with their results."""
     async with rollbus.connect(nats_url, fleet=real_fleet, client="alice", placement=False) as rb:
         streamed, whole = (greedy(200, 40, seed=7, request_id=f"timeline-{name}") for name in ("streamed", "whole"))
         chunks = await all_of(rb.generate(streamed))
@@ -38,7 +38,7 @@ async def test_a_timeline_agrees_with_the_result(nats_url: str, real_fleet: str)
 
 
 def check_life(timeline: WorkerTimeline) -> None:
-    """Check that its events came in order: by the worker's clock, on the machine of the server."""
+    """Assert that the events have the expected order by the clock of the worker, which runs on the server's machine."""
     assert [event.event for event in timeline.events] == LIFE
     times = [event.at for event in timeline.events]
     assert times == sorted(times)

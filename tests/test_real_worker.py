@@ -1,4 +1,4 @@
-"""A vLLM worker process behind the bus: what a trainer receives is what the model computed, alone or among many."""
+"""A vLLM worker process behind the bus returns what the model computes, for single and for parallel requests."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.mark.proves("P15")
 async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
-    """200 prompt and 100 sampled tokens: the experts of every row and layer, and the logprobs, are Hugging Face's."""
+    """The routed experts and logprobs of 200 prompt and 100 sampled tokens equal those of Hugging Face."""
     request = GenerateRequest(
         prompt_token_ids=prompt(200), sampling=SamplingParams(max_tokens=100, seed=11, ignore_eos=True)
     )
@@ -36,7 +36,7 @@ async def test_routing_and_logprobs_equal_hugging_face(nats_url: str, real_fleet
 
 
 def hugging_face(model_path: Path, sequence: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Run `sequence` through transformers' own implementation in float32.
+    """Run `sequence` through the transformers implementation in float32.
 
     Returns:
         The experts of each position, [n, num_layers, top_k], and the log probability of each next token, f4[n - 1].
@@ -55,7 +55,7 @@ def hugging_face(model_path: Path, sequence: list[int]) -> tuple[np.ndarray, np.
 
 
 async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> None:
-    """64 requests of mixed lengths at once: all rows there, and each equals the same request run alone."""
+    """64 parallel requests of mixed lengths have all rows, and each equals the same request alone."""
     requests = [
         greedy(5 + 7 * i % 200, 1 + 5 * i % 60, seed=i, request_id=f"r{i}", routed_experts_prompt_start=i % 6)
         for i in range(64)
@@ -70,11 +70,11 @@ async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> No
 
 @pytest.mark.proves("P14")
 async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> None:
-    """Every streamed chunk brings the rows of what its steps computed: the prompt's first, then one for each token."""
+    """Each streamed chunk has the rows of its engine steps: first those of the prompt, then one for each token."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         chunks = [chunk async for chunk in rb.generate(greedy(40, 12))]
 
-    # The last token has none yet. A worker that is late sends the tokens of several steps together.
+    # The last token has no row yet. A slow worker sends the tokens of several steps together.
     num_rows, num_tokens = 0, 0
     for chunk in chunks:
         num_tokens += chunk.num_tokens
@@ -89,7 +89,7 @@ async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> No
 
 @pytest.mark.proves("P36")
 async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
-    """n=3 gives three samples with routing each; child i is what seed + i gives alone."""
+    """n=3 returns three samples with routed experts, and child request i equals a request with seed + i."""
     sampling = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         first = await rb.complete(GenerateRequest(prompt_token_ids=prompt(30), sampling=sampling))
@@ -105,7 +105,7 @@ async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
 
 
 async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
-    """A long prompt arrives whole with all of its routing."""
+    """A prompt of 5000 tokens has all its rows."""
     request = greedy(5000, 3)
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         check_generation(await rb.complete(request), request)
@@ -113,7 +113,7 @@ async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
 
 @pytest.mark.proves("P27")
 async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) -> None:
-    """A request that the model cannot serve says what is allowed, while others run beside it."""
+    """A request that the model cannot serve fails with the allowed values, while parallel requests complete."""
     too_long = greedy(8192, 1, request_id="long")
     no_token = GenerateRequest(prompt_token_ids=[600], request_id="vocabulary")
     good = [greedy(10, 30, seed=i, request_id=f"good{i}") for i in range(8)]
@@ -132,7 +132,7 @@ async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) ->
 
 
 async def test_the_load_of_the_engine_is_announced(nats_url: str, real_fleet: str) -> None:
-    """Any client reads what vLLM's scheduler counted: the prefix hits of its requests, an idle cache, two rates."""
+    """Clients can read the counters of vLLM's scheduler: prefix cache hits, an idle cache and two rates."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         first = await rb.complete(greedy(1000, 4, seed=77))
         before = (await until_state(rb, lambda state: hits(state) >= 0)).workers[0].engine_stats
@@ -154,6 +154,6 @@ async def test_the_load_of_the_engine_is_announced(nats_url: str, real_fleet: st
 
 
 def hits(state: rollbus.FleetState) -> int:
-    """Tokens that the fleet's one worker has found in its prefix cache; -1 while it does not say."""
+    """Return the prefix cache hits of the fleet's only worker, or -1 if its presence has none yet."""
     stats = state.workers[0].engine_stats if state.workers else None
     return -1 if stats is None or stats.prefix_cache_hits is None else stats.prefix_cache_hits

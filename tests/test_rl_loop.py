@@ -1,4 +1,4 @@
-"""The loop that learns, shortened, as a user runs it: real rollouts, new weights in the midst of them, replay."""
+"""A short run of the RL example with real rollouts, weight updates during rollouts, and replay."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ NUM_STEPS = 20
 
 
 async def test_it_learns_and_replay_brings_sampler_and_trainer_closer(tmp_path: Path) -> None:
-    """One seed: rewards rise by half, the KL is lower with replay, and no trained token is too old."""
+    """With one seed the rewards rise by half, the KL is lower with replay, and no trained token is too old."""
     shortened = ["--seeds", "1", "--steps", str(NUM_STEPS), "--workers", "1", "--output", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(RL_LOOP), *shortened, stdout=asyncio.subprocess.PIPE
@@ -36,7 +36,7 @@ async def test_it_learns_and_replay_brings_sampler_and_trainer_closer(tmp_path: 
     assert steps["step"].tolist() == list(range(NUM_STEPS))
     assert steps["reward"][-10:].mean() > 1.5 * steps["reward"][:10].mean() > 0
     assert 0 < steps["kl_with_replay"].mean() < steps["kl_without_replay"].mean()
-    # There are always answers of weights before the present ones, and none of those too old.
+    # From the second step on, answers lag by at least one version and at most the allowed lag.
     assert set(steps["lag"][1:]) <= {1, 2}
     assert f"of {NUM_STEPS}\n" in said
     assert (tmp_path / "learning.svg").read_text().startswith("<?xml")
@@ -44,12 +44,12 @@ async def test_it_learns_and_replay_brings_sampler_and_trainer_closer(tmp_path: 
 
 @pytest.fixture(scope="module")
 def rl_loop() -> dict[str, Any]:
-    """Its names."""
+    """Return the names of the example."""
     return runpy.run_path(str(RL_LOOP))
 
 
 def judged(rl_loop: dict[str, Any], rewards: list[float], *, kl: tuple[float, float] = (1e-5, 1e-4)) -> list[str]:
-    """What is wrong with a run of one step for each reward."""
+    """Return the problems that the example reports for a run with one step per reward."""
     fields: dict[str, Any] = {"seed": 0, "lag": 1, "mixed": 0.0, "dropped": 0, "seconds": 1.0}
     kls = {"kl_with_replay": kl[0], "kl_without_replay": kl[1]}
     steps = [rl_loop["Step"](step=step, reward=reward, **fields, **kls) for step, reward in enumerate(rewards)]
@@ -59,13 +59,13 @@ def judged(rl_loop: dict[str, Any], rewards: list[float], *, kl: tuple[float, fl
 
 @pytest.mark.parametrize("rewards", [[0.1], [0.1] * 10, [0.2, 0.1, 0.0], [0.1] * 19, [0.0]])
 def test_few_steps_promise_no_higher_rewards(rl_loop: dict[str, Any], rewards: list[float]) -> None:
-    """Nor does a single one."""
+    """A run with few steps need not raise the rewards."""
     assert judged(rl_loop, rewards) == []
 
 
 @pytest.mark.parametrize("num_steps", [20, 25, 40])
 def test_rewards_of_enough_steps_must_rise_by_half(rl_loop: dict[str, Any], num_steps: int) -> None:
-    """Those of the last ten, against those of the first ten."""
+    """The mean reward of the last ten steps must exceed that of the first ten by half."""
     between = [0.1] * (num_steps - 20)
 
     assert judged(rl_loop, [0.1] * 10 + between + [0.16] * 10) == []
@@ -79,7 +79,7 @@ def test_rewards_of_enough_steps_must_rise_by_half(rl_loop: dict[str, Any], num_
 def test_replay_must_bring_both_closer_where_there_is_anything_to_compare(
     rl_loop: dict[str, Any], num_steps: int
 ) -> None:
-    """At any number of steps."""
+    """At any number of steps replay must lower the KL, unless there is no KL to compare."""
     rewards = [0.1 * 1.1**step for step in range(num_steps)]
 
     assert judged(rl_loop, rewards, kl=(math.nan, math.nan)) == []

@@ -1,4 +1,4 @@
-"""Several URLs are servers of one cluster: any of them will do, and so will those that it names."""
+"""Several URLs name servers of one cluster: a client uses any of them, and any server that they advertise."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ DEAD = "nats://127.0.0.1:1"
     ],
 )
 def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
-    """A comma before an `@` belongs to a password; a server that is named twice is one."""
+    """A comma before an `@` belongs to a password, and a repeated server counts once."""
     assert list(parse_urls(text)) == urls
     assert "p,w" not in redact(text)
 
@@ -52,20 +52,20 @@ def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
     ],
 )
 def test_a_wrong_list_is_refused_at_the_edge(urls: str | list[str], problem: str) -> None:
-    """The error names the URL that is wrong; nothing is connected to."""
+    """An invalid list is rejected with the invalid URL before any connection."""
     with pytest.raises(BusBroken, match=problem):
         rollbus.connect(urls)
 
 
 async def test_a_dead_url_does_not_stop_a_connect(nats_url: str) -> None:
-    """Wherever it stands; a sequence is as good as a string."""
+    """Connecting succeeds with a dead URL at any position, in a string or a sequence."""
     for urls in ([DEAD, nats_url], [nats_url, DEAD]):
         async with rollbus.connect(urls, fleet="nobody") as rb:
             assert (await rb.fleet.state()).workers == ()
 
 
 async def test_where_all_are_dead_each_is_named() -> None:
-    """With the reason of the last attempt."""
+    """If all servers are dead, the error names each URL and the reason of the last attempt."""
     with pytest.raises(
         BusBroken, match=r"no NATS server at nats://127.0.0.1:1,nats://\*\*\*@127.0.0.1:2 within .*Errno"
     ):
@@ -73,7 +73,7 @@ async def test_where_all_are_dead_each_is_named() -> None:
 
 
 async def meets_refusals(good: TlsServer, bad: TlsServer, worse: TlsServer) -> None:
-    """One that can be trusted is enough; where none can, the error comes at once."""
+    """Connect with one trusted server, then assert an immediate error without any trusted server."""
     server = Server(f"tls://{bad.address},tls://{good.address}", tls=good.tls)
     connection = await open_connection(server, name="test", timeout_s=SOON_S)
     assert connection.is_connected
@@ -87,7 +87,7 @@ async def meets_refusals(good: TlsServer, bad: TlsServer, worse: TlsServer) -> N
 @pytest.mark.slow
 @on_both_loops
 def test_a_server_that_is_refused_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
-    """Unless each of the URLs is."""
+    """Connecting fails because of untrusted servers only if no URL has a trusted server."""
     with (
         TlsServer(tmp_path).running() as good,
         TlsServer(tmp_path).running() as bad,
@@ -98,7 +98,7 @@ def test_a_server_that_is_refused_does_not_stop_a_connect(tmp_path: Path, loop: 
 
 
 async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: FakeServer, *, is_trusted: bool) -> None:
-    """Lose both servers of the URLs."""
+    """Disconnect both servers of the URLs and wait for the learned server."""
     bundle = Path(first.tls.ca).with_name("all.pem")
     bundle.write_bytes(b"".join(one.cert.read_bytes() for one in (first, second, learned)))  # type: ignore[attr-defined]
     urls = f"tls://alice:hunter2@127.0.0.1:{first.port},tls://alice:hunter2@localhost:{second.port}"
@@ -106,7 +106,7 @@ async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: Fake
     await until_true(lambda: connection.discovered_servers)
     first.go_away()
     second.go_away()
-    # Each of the names is tried.
+    # The client tries each of the names.
     await until_true(lambda: len(learned.received) >= (1 if is_trusted else 3))
     await until_true(lambda: connection.is_connected == is_trusted)
     await connection.shut()
@@ -116,7 +116,7 @@ async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: Fake
 @on_both_loops
 @pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("localhost", True), ("other.example", False)])
 def test_a_learned_server_has_to_prove_one_of_the_names(tmp_path: Path, loop: str, name: str, is_trusted: bool) -> None:
-    """Each server of a URL its own, a learned one any of them; only then it is shown the user of the URL."""
+    """A learned server must prove one of the names in the URLs; only then it receives the user of the URL."""
     with TlsServer(tmp_path, names=(name,)).running() as learned:
         known = (learned.address,)
         with (
@@ -129,7 +129,7 @@ def test_a_learned_server_has_to_prove_one_of_the_names(tmp_path: Path, loop: st
 
 @pytest.mark.slow
 async def test_reconnects_go_round_the_servers() -> None:
-    """A connection that was told of one server only goes from each that is killed to one that is left."""
+    """A connection with one URL moves from each killed server to a running server that it has learned."""
     require_binary()
     async with nats_cluster() as cluster, opened(cluster.urls[0]) as connection:
         await until_true(lambda: len(connection.discovered_servers) == 2)

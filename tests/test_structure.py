@@ -1,4 +1,4 @@
-"""What the repository promises about its own shape: layers, sizes, the lock, and how light the client is."""
+"""The structure of the repository: layers, file sizes, the lock file, and the light client."""
 
 import ast
 import json
@@ -21,12 +21,12 @@ ROOT_ENTRIES = {
     "mkdocs.yml", "pyproject.toml", "requirements-cpu.lock",
 }  # fmt: skip
 ELSEWHERE = ("trl", "verifiers", "worker")
-"""Extras of other environments: of trainers, and of GPUs."""
+"""Extras for other environments: trainers and GPUs."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 HEAVY = ("aiohttp", "opentelemetry", "tokenizers", "torch", "transformers", "triton", "vllm")
 
-# Run by the Python of a client-only environment: imports every module of the client and says what came along.
+# A client-only environment runs this probe, which imports each client module and prints the loaded heavy packages.
 CLIENT_PROBE = f"""
 import importlib, importlib.util, json, pkgutil, sys
 import rollbus.bus, rollbus.schemas
@@ -43,13 +43,13 @@ print(json.dumps({{
 
 
 def python_files(*folders: str) -> Iterator[Path]:
-    """Every Python file below these folders of the repository."""
+    """Yield each Python file below these folders of the repository."""
     for folder in folders:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
 def imported_names(path: Path) -> set[str]:
-    """The absolute names that a file of ours imports anywhere, also inside functions and `if TYPE_CHECKING`."""
+    """Return all absolute names that a file of a package imports, also inside functions and `if TYPE_CHECKING`."""
     folder = ("rollbus", *path.relative_to(ROOT).parent.parts)
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -63,7 +63,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command away from this environment's settings; returns its stdout, or fails with all that it said."""
+    """Run a command without this environment's settings; return its stdout, or fail with its output."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -76,7 +76,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of a fresh environment that holds rollbus without extras, as a trainer would install it."""
+    """Install rollbus without extras into a fresh environment, as for a trainer; return its `bin` folder."""
     folder = tmp_path_factory.mktemp("client")
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", ROOT, cwd=folder)
@@ -86,7 +86,7 @@ def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.proves("P32")
 @pytest.mark.slow
 def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
-    """Installed without extras, bus and schemas import, and no engine, library of models or of traces comes along."""
+    """Without extras, bus and schemas can be imported, and no engine, model or trace library is installed."""
     probe = json.loads(run(client_bin / "python", "-I", "-c", CLIENT_PROBE, cwd=tmp_path))
 
     assert probe == {"rollbus": probe["rollbus"], "loaded": [], "installed": []}
@@ -95,12 +95,12 @@ def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_client_install_has_the_command(client_bin: Path, tmp_path: Path) -> None:
-    """Installed without extras, `rollbus --help` works."""
+    """Without extras, `rollbus --help` works."""
     assert "rollbus" in run(client_bin / "rollbus", "--help", cwd=tmp_path)
 
 
 def test_import_contracts_hold() -> None:
-    """The layers that pyproject.toml declares are kept by every import, direct or not."""
+    """Each direct or indirect import obeys the layers in pyproject.toml."""
     report = run(Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache", cwd=ROOT)
 
     assert " 0 broken." in report
@@ -114,7 +114,7 @@ def test_import_contracts_hold() -> None:
     ],
 )
 def test_pure_packages_import_only_their_own_kind(folder: str, allowed: set[str]) -> None:
-    """The packages schemas and bus.protocol import the standard library without asyncio, and what is named here."""
+    """The packages schemas and bus.protocol import only these packages and the standard library without I/O modules."""
     allowed = allowed | (sys.stdlib_module_names - {"asyncio", "socket", "ssl", "subprocess", "threading"})
     strangers = {
         f"{path.relative_to(ROOT)}: {name}"
@@ -127,7 +127,7 @@ def test_pure_packages_import_only_their_own_kind(folder: str, allowed: set[str]
 
 
 def test_files_and_functions_stay_short() -> None:
-    """No file is longer than 400 lines, no function longer than 70."""
+    """No file has more than 400 lines, and no function more than 70."""
     too_long = []
     for path in python_files(*PACKAGES, "bench", "examples", "tests", ".ci"):
         text = path.read_text()
@@ -143,7 +143,7 @@ def test_files_and_functions_stay_short() -> None:
 
 
 def test_blind_handlers_stand_at_named_boundaries() -> None:
-    """A handler of every exception begins with a comment that names its boundary, and there are at most twelve."""
+    """Each handler of all exceptions begins with a comment that names its boundary, and there are at most twelve."""
     handlers = {
         f"{path.relative_to(ROOT)}:{number}": after.strip()
         for path in python_files(*PACKAGES)
@@ -156,14 +156,14 @@ def test_blind_handlers_stand_at_named_boundaries() -> None:
 
 
 def test_root_stays_clean() -> None:
-    """At the root stand the packages, their surroundings and the few files that every reader expects, nothing else."""
+    """The root has only the packages, their support folders and a few well-known files."""
     tracked = run("git", "ls-files", cwd=ROOT).splitlines()
 
     assert {name.split("/")[0] for name in tracked} - ROOT_ENTRIES == set()
 
 
 def test_lock_is_exact_and_for_a_cpu() -> None:
-    """Every line of the lock names one version, none is CUDA's or breaks a CPU torch, and torch is the CPU build."""
+    """Each line of the lock pins one version; torch is the CPU build, and no package requires CUDA."""
     lines = [line for line in (ROOT / "requirements-cpu.lock").read_text().splitlines() if not line.startswith("#")]
     locked = dict(line.split("==") for line in lines)
     unwanted = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
@@ -174,7 +174,7 @@ def test_lock_is_exact_and_for_a_cpu() -> None:
 
 
 def test_lock_covers_what_pyproject_asks_for() -> None:
-    """Each dependency, and each extra of this environment, stands in the lock: `make lock` was not forgotten."""
+    """The lock contains each dependency of this environment; otherwise `make lock` is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     here = [items for name, items in extras.items() if name not in ELSEWHERE]
@@ -185,5 +185,5 @@ def test_lock_covers_what_pyproject_asks_for() -> None:
 
 
 def test_the_package_says_that_it_is_typed() -> None:
-    """It carries the py.typed that lets type checkers read its annotations."""
+    """The package has a py.typed file, so that type checkers read its annotations."""
     assert (ROOT / "src" / "rollbus" / "py.typed").is_file()

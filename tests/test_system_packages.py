@@ -1,4 +1,4 @@
-"""`.ci/system-packages` installs what is missing, says loudly what it could not install, and never fails CI."""
+"""`.ci/system-packages` installs missing programs, reports those that it cannot install, and never fails CI."""
 
 import shutil
 import subprocess
@@ -10,19 +10,19 @@ from tests.support.patience import SOON_S
 from tests.support.processes import ROOT
 
 USED = ("bash", "cat", "chmod", "rm", "tail", "timeout")
-"""Programs that are on every machine."""
+"""Programs that each machine has."""
 INSTALLS = """echo "$@" >> {folder}/asked
 case "$*" in *chromium-driver) : > {folder}/chromedriver; chmod +x {folder}/chromedriver;; esac"""
-"""An apt-get that has one of the packages."""
+"""An apt-get with only one of the packages."""
 
 
 def run(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
-    """Run the script where there are no other programs than these; each is a line of shell."""
+    """Run the script with only these programs on the path; each value is a line of shell code."""
     lines = {name: f'exec {shutil.which(name)} "$@"' for name in USED} | programs
     for name, line in lines.items():
         (folder / name).write_text(f"#!{shutil.which('bash')}\n{line}\n")
         (folder / name).chmod(0o755)
-    # The policy is a file of the machine: the script is read with another place for it.
+    # The policy file belongs to the machine, so the script runs with another path.
     script = (ROOT / ".ci/system-packages").read_text().replace("/usr/sbin/policy-rc.d", f"{folder}/policy")
     command = [str(folder / "bash"), "-c", script]
     return subprocess.run(
@@ -31,7 +31,7 @@ def run(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
-    """A machine that has them is left alone, without a word."""
+    """On a machine with all programs, the script installs nothing and prints nothing."""
     has = dict.fromkeys(("chromium", "chromedriver", "promtool"), "exit 0")
     done = run(tmp_path, **has, **{"apt-get": f": > {tmp_path}/asked"}, id="echo 0")
 
@@ -44,7 +44,7 @@ def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
     [({"id": "echo 0"}, "there is no apt-get"), ({"id": "echo 1000", "apt-get": "exit 1"}, "only root may install")],
 )
 def test_what_cannot_be_installed_is_said(tmp_path: Path, programs: dict[str, str], reason: str) -> None:
-    """The words name the programs and the command that installs them; CI goes on."""
+    """The message names the missing programs and the command that installs them, and the exit code is 0."""
     done = run(tmp_path, chromium="exit 0", **programs)
 
     assert done.returncode == 0
@@ -53,7 +53,7 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, programs: dict[str, st
 
 
 def test_a_package_that_fails_keeps_no_other_away(tmp_path: Path) -> None:
-    """Each is asked for by itself, no service is started, and what failed is named."""
+    """Each package is installed separately without starting services, and the failed package is named."""
     done = run(tmp_path, chromium="exit 0", id="echo 0", **{"apt-get": INSTALLS.format(folder=tmp_path)})
 
     asked = (tmp_path / "asked").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""`tls://`, a CA or a client certificate mean TLS or nothing: not one byte goes to a server without it."""
+"""`tls://`, a CA or a client certificate require TLS: the client sends no byte to a server without TLS."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ SECRETS = "alice:hunter2"
 
 @contextlib.asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[Connection]:
-    """A connection, closed at the end."""
+    """Open a connection and close it at the end of the block."""
     connection = await open_connection(server, name="test", timeout_s=60)
     try:
         yield connection
@@ -43,13 +43,13 @@ async def opened(server: Server) -> AsyncIterator[Connection]:
 
 
 async def ignore(_message: Msg) -> None:
-    """Take a message and do nothing."""
+    """Ignore the message."""
 
 
 async def is_refused(server: Server) -> None:
-    """Connect, and be told why not."""
+    """Assert that connecting fails with the reason."""
     with pytest.raises(TlsFailed, match="offers none; nothing was sent to it; give the server a certificate") as told:
-        # A connection that is made all the same has to be closed, or the loop would wait for it.
+        # A connection that succeeds unexpectedly must be closed, or the event loop would wait for it.
         async with opened(server):
             pass
     assert "hunter2" not in str(told.value)
@@ -59,7 +59,7 @@ async def is_refused(server: Server) -> None:
 @on_both_loops
 @pytest.mark.parametrize("asked_by", ["url", "ca", "certificate", "key of a user"])
 def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: str) -> None:
-    """Each setting that requires TLS, with each kind of credentials."""
+    """A server without TLS receives no byte, for each setting that requires TLS and each kind of credentials."""
     cert, key = certificate(tmp_path)
     with PlainServer().running() as plain:
         url = f"{SECRETS}@{plain.address}"
@@ -75,7 +75,7 @@ def test_a_server_without_tls_gets_nothing(tmp_path: Path, loop: str, asked_by: 
 
 
 async def loses_its_server(server: TlsServer) -> None:
-    """Find another server at its place, without TLS, and then the first one again."""
+    """Replace the server by a server without TLS, then start the first server again."""
     async with opened(replace(server.server, url=f"tls://{SECRETS}@{server.address}")) as connection:
         await subscribe(connection, "secret.subject", ignore)
         server.go_away()
@@ -93,13 +93,13 @@ async def loses_its_server(server: TlsServer) -> None:
 @pytest.mark.proves("P26")
 @on_both_loops
 def test_a_server_without_tls_gets_nothing_at_a_reconnect(tmp_path: Path, loop: str) -> None:
-    """Each time; what was published meanwhile waits for the server that has TLS."""
+    """At a reconnect, a server without TLS receives no byte, and published messages wait for the server with TLS."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, loses_its_server(server))
 
 
 async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -> None:
-    """Close with bytes unsent, when the server in reach has said nothing yet."""
+    """Close a connection with unsent bytes while the reachable server has sent nothing yet."""
     async with opened(server.server) as connection:
         await subscribe(connection, "secret.subject", ignore)
         server.go_away()
@@ -109,22 +109,22 @@ async def closes_at_a_silent_server(server: TlsServer, silent: "SilentServer") -
 
 
 class SilentServer(PlainServer):
-    """Waits for the client to speak."""
+    """A server that sends nothing first."""
 
     def say_info(self, one: socket.socket, **more: Any) -> None:
-        """Do not."""
+        """Send nothing."""
 
 
 @on_both_loops
 def test_closing_sends_nothing_without_tls(tmp_path: Path, loop: str) -> None:
-    """What nats-py flushes as its last act neither."""
+    """Closing sends no unsent bytes, which nats-py flushes last, to a server without TLS."""
     with TlsServer(tmp_path).running() as server, SilentServer().running() as silent:
         run_on(loop, closes_at_a_silent_server(server, silent))
     assert not any(silent.received)
 
 
 async def hears_of(server: TlsServer, other: FakeServer, url: str, *, num_visits: int = 2) -> Connection:
-    """Connect to the first of two servers, hear of the second, and lose the first."""
+    """Connect to the first server, learn the second server from it, and disconnect the first."""
     connection = await open_connection(Server(url, tls=server.tls), name="test", timeout_s=60)
     await until_true(lambda: len(connection.discovered_servers))
     server.go_away()
@@ -133,7 +133,7 @@ async def hears_of(server: TlsServer, other: FakeServer, url: str, *, num_visits
 
 
 async def is_told_of_a_plain_server(server: TlsServer, plain: PlainServer) -> None:
-    """Never speak to it."""
+    """Learn a plain server, assert that it receives no byte, and reconnect to the first server."""
     connection = await hears_of(server, plain, f"tls://{SECRETS}@{server.address}")
     assert not connection.is_connected
     server.listen()
@@ -144,13 +144,13 @@ async def is_told_of_a_plain_server(server: TlsServer, plain: PlainServer) -> No
 
 @on_both_loops
 def test_a_learned_server_without_tls_gets_nothing(tmp_path: Path, loop: str) -> None:
-    """Each time; the connection goes back to the one that has TLS."""
+    """A learned server without TLS receives no byte, and the connection returns to the server with TLS."""
     with PlainServer().running() as plain, TlsServer(tmp_path, learned=(plain.address,)).running() as server:
         run_on(loop, is_told_of_a_plain_server(server, plain))
 
 
 async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -> None:
-    """Connect to one server, hear of the other under `localhost`, and lose the first."""
+    """Connect to a server, learn the other server as `localhost`, and disconnect the first."""
     bundle = Path(server.tls.ca).with_name("both.pem")
     bundle.write_bytes(server.cert.read_bytes() + other.cert.read_bytes())
     server.tls = Tls(ca=str(bundle))
@@ -167,7 +167,7 @@ async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -
 def test_a_learned_server_has_to_prove_the_name_of_the_url(
     tmp_path: Path, loop: str, names: tuple[str, ...], is_trusted: bool
 ) -> None:
-    """The certificate must bear the name of the URL, not the learned address, which any server could name."""
+    """A learned server's certificate must have the name in the URL: any server could advertise an address."""
     with TlsServer(tmp_path, names=names).running() as other:
         learned = (f"localhost:{other.port}",)
         with TlsServer(tmp_path, learned=learned).running() as server:
@@ -175,7 +175,7 @@ def test_a_learned_server_has_to_prove_the_name_of_the_url(
 
 
 async def learns_nothing(server: TlsServer) -> None:
-    """Connect, and look at the servers that it knows, and at what it takes for said."""
+    """Connect and assert that the connection has learned no server and received no message."""
     async with opened(server.server) as connection:
         heard: list[bytes] = []
 
@@ -190,7 +190,7 @@ async def learns_nothing(server: TlsServer) -> None:
 
 @on_both_loops
 def test_what_comes_before_tls_is_not_believed(tmp_path: Path, loop: str) -> None:
-    """No address, and nothing behind the INFO: anybody on the way can have written both."""
+    """Messages and addresses before the TLS handshake are ignored: an attacker could have sent them."""
     server = TlsServer(tmp_path, connect_urls=["198.51.100.1:4222"])
     server.before_handshake = b"MSG x 1 5\r\nhello\r\n+OK\r\nPONG\r\n"
     with server.running():
@@ -206,7 +206,7 @@ BAD_INFOS: dict[str, Any] = {
 
 
 async def survives(server: TlsServer, bad: FakeServer) -> None:
-    """Meet a bad INFO at a reconnect, and the server again."""
+    """Reconnect first to a server with an invalid INFO, then to the right server."""
     async with opened(server.server) as connection:
         server.go_away()
         bad.listen(server.port)
@@ -217,14 +217,14 @@ async def survives(server: TlsServer, bad: FakeServer) -> None:
 
 
 class BadServer(PlainServer):
-    """Sends an INFO that is none."""
+    """A server that sends an invalid INFO."""
 
     def __init__(self, info: dict[str, Any] | None) -> None:
         super().__init__(**(info or {}), tls_required=True)
         self.is_list = info is None
 
     def serve(self, one: socket.socket, sent: bytearray) -> None:
-        """Say it, and wait for the end."""
+        """Send the INFO and wait for the client to disconnect."""
         one.sendall(b"INFO " + json.dumps([] if self.is_list else self.info).encode() + b"\r\n")
         one.recv(65536)
 
@@ -232,7 +232,7 @@ class BadServer(PlainServer):
 @on_both_loops
 @pytest.mark.parametrize("what", BAD_INFOS)
 def test_an_info_that_is_none_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
-    """It is an attempt that failed."""
+    """An invalid INFO counts as a failed attempt, and the client continues to reconnect."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, survives(server, BadServer(BAD_INFOS[what])))
 
@@ -241,7 +241,7 @@ def test_an_info_that_is_none_does_not_end_reconnecting(tmp_path: Path, loop: st
 async def real_server(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *, names: tuple[str, ...] = ("127.0.0.1",), **options: Any
 ) -> AsyncIterator[tuple[str, Tls]]:
-    """A nats-server with TLS: host and port, and what to trust."""
+    """Run a nats-server with TLS; yield its address and the TLS settings that trust it."""
     require_binary()
     cert, key = certificate(folder, names=names)
     configure_tls(monkeypatch, cert, key, **options)
@@ -250,7 +250,7 @@ async def real_server(
 
 
 async def test_a_server_that_only_offers_tls_is_used_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where clients may choose, ours does."""
+    """If TLS is optional on the server, the client uses it if its settings require TLS."""
     async with (
         real_server(monkeypatch, tmp_path, outside={"allow_non_tls": True}) as (address, tls),
         opened(Server(f"nats://{address}", tls=tls)) as asks,
@@ -261,7 +261,7 @@ async def test_a_server_that_only_offers_tls_is_used_with_it(monkeypatch: pytest
 
 
 async def test_a_server_that_wants_the_handshake_first_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It says nothing before; the second attempt begins with TLS, and so does the next connection."""
+    """If a server sends nothing before the handshake, the second attempt and the next connection begin with TLS."""
     async with (
         real_server(monkeypatch, tmp_path, handshake_first=True) as (address, tls),
         opened(Server(f"tls://{address}", tls=tls)) as connection,
@@ -275,7 +275,7 @@ async def test_a_server_that_wants_the_handshake_first_gets_it(monkeypatch: pyte
 async def test_who_takes_tls_out_of_the_info_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A man in the middle gets no CONNECT for it."""
+    """If an attacker removes TLS from the INFO, the client raises an error and sends no CONNECT."""
     async with real_server(monkeypatch, tmp_path) as (address, tls), tcp_proxy(f"nats://{address}") as proxy:
         proxy.make_filter = lambda: lambda data: data.replace(b'"tls_required":true', b'"tls_required":false')
         with pytest.raises(TlsFailed, match="offers none"):
@@ -286,14 +286,19 @@ async def test_who_takes_tls_out_of_the_info_ends_the_connection(
     ("names", "days", "is_named", "words"),
     [
         (("127.0.0.1",), 1, False, "self-signed certificate; name the certificate of its CA with --tls-ca FILE"),
-        (("nats.example.com",), 1, True, "not valid for '127.0.0.1'.*; use a name of the server's certificate in the URL"),
+        (
+            ("nats.example.com",),
+            1,
+            True,
+            "not valid for '127.0.0.1'.*; use a name of the server's certificate in the URL",
+        ),
         (("127.0.0.1",), -1, True, "expired; renew the server's certificate"),
     ],
 )
 async def test_a_certificate_that_is_refused_says_why(
     tmp_path: Path, names: tuple[str, ...], days: float, is_named: bool, words: str
 ) -> None:
-    """At once, with the next step; the server gets no CONNECT."""
+    """An untrusted certificate raises an immediate error with the next step, and the server receives no CONNECT."""
     server = TlsServer(tmp_path, names=names, days=days)
     async with server.beside():
         tls = server.tls if is_named else Tls()
@@ -304,7 +309,7 @@ async def test_a_certificate_that_is_refused_says_why(
 
 @pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_a_server_that_asks_for_a_certificate(tmp_path: Path, newest: ssl.TLSVersion) -> None:
-    """Without one the error names the options, in both versions of TLS; with one the connection is made."""
+    """Without a client certificate the error names the options, in both TLS versions; with it, connecting succeeds."""
     cert, key = certificate(tmp_path, file="client")
     server = TlsServer(tmp_path)
     server.ask_for_certificates(cert, newest)
@@ -317,7 +322,7 @@ async def test_a_server_that_asks_for_a_certificate(tmp_path: Path, newest: ssl.
 
 
 async def test_nats_server_asks_for_a_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same, with the real one."""
+    """A real nats-server that requires a client certificate behaves in the same way."""
     cert, key = certificate(tmp_path, file="client")
     async with real_server(monkeypatch, tmp_path, verify=True, ca_file=str(cert)) as (address, tls):
         with pytest.raises(TlsFailed, match="--tls-cert FILE and --tls-key FILE"):
@@ -329,14 +334,14 @@ async def test_nats_server_asks_for_a_certificate(monkeypatch: pytest.MonkeyPatc
 async def test_without_asking_tls_is_used_where_a_server_demands_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As before; its certificate has to be good all the same."""
+    """Without settings for TLS, the client uses TLS if the server requires it, and still verifies the certificate."""
     async with real_server(monkeypatch, tmp_path) as (address, _):
         with pytest.raises(TlsFailed, match="self-signed"):
             await open_connection(f"nats://{address}", name="test", timeout_s=60)
 
 
 def test_what_asks_for_tls() -> None:
-    """The scheme, in any case, and each file; a key alone is a mistake."""
+    """The scheme in any case, a CA or a certificate requires TLS, and a key without a certificate is an error."""
     assert Server("TLS://h").requires_tls
     assert Server("h", tls=Tls(ca="x")).requires_tls
     assert Server("h", tls=Tls(cert="x")).requires_tls

@@ -1,4 +1,4 @@
-"""The distribution: what the archives hold, and that it runs where users have files of the same names."""
+"""The distribution has the right files and also runs beside user files with the same names."""
 
 import asyncio
 import io
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Archives(NamedTuple):
-    """What one build made."""
+    """The archives of one build."""
 
     source: Path
     wheel: Path
@@ -50,14 +50,14 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Archives:
 
 
 def build(target: str, folder: Path, output: Path) -> None:
-    """Run the build backend, without a download."""
+    """Run the build backend without downloads."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(output)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_archives_hold_files_and_no_links(archives: Archives) -> None:
-    """Everything that git tracks of the package is in the wheel as a file, and nothing in either archive is a link."""
+    """The wheel has each tracked file of the packages, and neither archive has a link."""
     listed = subprocess.run(
         ["git", "ls-files", *FOLDERS, "examples"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -73,7 +73,7 @@ def test_archives_hold_files_and_no_links(archives: Archives) -> None:
 
 
 def test_the_wheel_of_the_source_archive_is_that_of_the_checkout(archives: Archives) -> None:
-    """Built from the one or the other, a wheel has the same files with the same bytes."""
+    """The wheels from the checkout and from the source archive have the same files and bytes."""
     checkout, source = (contents(path) for path in (archives.wheel, archives.wheel_from_source))
 
     assert checkout.keys() == source.keys()
@@ -81,24 +81,24 @@ def test_the_wheel_of_the_source_archive_is_that_of_the_checkout(archives: Archi
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
-    """The files of a wheel."""
+    """Return the files of a wheel with their contents."""
     with zipfile.ZipFile(io.BytesIO(wheel.read_bytes())) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
 class Place(NamedTuple):
-    """A folder full of files that are called as ours are, and an environment with the wheel."""
+    """A folder with user files that have names of rollbus packages, and an environment with the wheel."""
 
     folder: Path
     bin: Path
 
     def environment(self, **settings: str) -> dict[str, str]:
-        """Without anything that points to this checkout."""
+        """Return environment variables without references to this checkout."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         return {**kept, "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", **settings}
 
     def run(self, *command: str | Path, **settings: str) -> str:
-        """Run a command there; returns its stdout, or fails with all that it said."""
+        """Run a command in the folder; return its stdout, or fail with its output."""
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment(**settings), capture_output=True, text=True, check=False
         )
@@ -108,14 +108,14 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Install the wheel alone. What it needs is that of this environment, whose editable rollbus is not seen there."""
+    """Install only the wheel; its dependencies come from this environment without the editable rollbus."""
     folder = tmp_path_factory.mktemp("place")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     subprocess.run([*pip, "install", "--quiet", "--no-index", "--no-deps", archives.wheel], check=True)
     [site] = (folder / "venv" / "lib").glob("python3*/site-packages")
-    # Folders that a .pth names are not searched for .pth files themselves.
+    # Python does not read .pth files in a folder that a .pth file adds.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     mine = folder / "mine"
     mine.mkdir()
@@ -127,7 +127,7 @@ def place(archives: Archives, tmp_path_factory: pytest.TempPathFactory) -> Place
 
 
 def test_only_one_name_is_installed(place: Place, archives: Archives) -> None:
-    """`rollbus` is the wheel's, of its version, and none of its parts is importable by itself."""
+    """`rollbus` comes from the wheel and has its version, and no part of it can be imported alone."""
     code = f"""
 import importlib.util, rollbus
 print(rollbus.__file__)
@@ -145,7 +145,7 @@ print([spec.name for spec in specs if spec is not None and spec.origin is not No
 
 @contextmanager
 def up(place: Place) -> Iterator[str]:
-    """Run `rollbus up` with a real engine; yields the address of its NATS server once it serves."""
+    """Run `rollbus up` with a real engine; yield its NATS URL when it serves."""
     program, state = str(place.bin / "rollbus"), str(place.folder)
     command = [program, "up", "--json", "--nats", "nats://127.0.0.1:0", "--state-dir", state]
     environment = place.environment(ROLLBUS_NATS_SERVER=str(find_binary()))
@@ -166,7 +166,7 @@ def up(place: Place) -> Iterator[str]:
 
 @pytest.mark.vllm
 async def test_it_runs_beside_files_of_the_same_names(place: Place) -> None:
-    """Where `bus.py`, `schemas.py`, `trainer/` and others are the user's, README's lines, a worker and `up` run."""
+    """The README example, a worker and `up` run beside user files such as `bus.py`, `schemas.py` and `trainer/`."""
     [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (place.folder / "train.py").write_text(lines)
 

@@ -1,4 +1,4 @@
-"""The connection to a server that misbehaves, or sends faster than anybody reads."""
+"""The connection to a server that sends invalid data, or sends faster than the client reads."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def sending(data: bytes, *, stays: bool) -> Serve:
-    """Send `data`; then leave, or stay until the client does."""
+    """Return a server that sends `data`, then disconnects or waits for the client to disconnect."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(data)
@@ -33,7 +33,7 @@ def sending(data: bytes, *, stays: bool) -> Serve:
 
 @contextlib.asynccontextmanager
 async def connected(serve: Serve) -> AsyncIterator[NatsTransport]:
-    """Run a server that does `serve`, and connect to it."""
+    """Run a server with `serve` and connect to it."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -55,7 +55,7 @@ async def connected(serve: Serve) -> AsyncIterator[NatsTransport]:
 
 
 async def carry_all_sizes(nats_url: str, fleet: str) -> None:
-    """Messages of all sizes, with headers and without, arrive as they were sent."""
+    """Assert that messages of all sizes, with and without headers, arrive unchanged."""
     nats = await open_connection(nats_url, name="test")
     sizes = [0, 1, 100, 8191, 8192, 16_384, 16_385, 65_536, 100_000, nats.max_payload - 100]
     sent = [(os.urandom(size), headers) for size in sizes for headers in (None, {"k": "v" * 20})] * 3
@@ -75,12 +75,12 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
 
 @on_both_loops
 def test_all_sizes_arrive(nats_url: str, fleet: str, loop: str) -> None:
-    """And are what was sent."""
+    """Messages of all sizes arrive unchanged on both event loops."""
     run_on(loop, carry_all_sizes(nats_url, fleet))
 
 
 async def flood_is_held_up() -> None:
-    """What nobody takes stays with the server; then all of it comes."""
+    """Assert that unread messages stay at the server and that all of them arrive later."""
     message = b"MSG a 1 60000\r\n" + b"x" * 60_000 + b"\r\n"
     num_messages = 2000
 
@@ -93,7 +93,7 @@ async def flood_is_held_up() -> None:
     async with connected(serve) as wire:
         await asyncio.sleep(0.3)
         taken = list(await wire.operations())
-        # What one reading brings on top: asyncio and uvloop ask for no more than the buffer at a time.
+        # A single read adds at most the buffer size of asyncio or uvloop.
         assert (
             sum(len(one.payload) for one in taken if isinstance(one, SubscriptionMessage)) < MAX_UNREAD_BYTES + 200_000
         )
@@ -104,19 +104,19 @@ async def flood_is_held_up() -> None:
 
 @on_both_loops
 def test_a_flood_is_held_up(loop: str) -> None:
-    """And lost is none of it."""
+    """A client that does not read slows a fast server down and loses no message."""
     run_on(loop, flood_is_held_up())
 
 
 async def test_a_flood_of_nothing_is_held_up() -> None:
-    """Empty messages take memory too."""
+    """Empty messages count towards the limit, because they also use memory."""
     async with connected(sending(b"MSG a 1 0\r\n\r\n" * 500_000, stays=True)) as wire:
         await asyncio.sleep(0.3)
         assert len(list(await wire.operations())) < 100_000
 
 
 async def test_what_came_before_the_end_is_handed_on() -> None:
-    """Then the end is told."""
+    """Messages that arrived before the end of the connection are returned first, then the end is raised."""
     async with connected(sending(b"PING\r\nMSG a 1 3\r\nabc\r\nMSG a 1 30000\r\nabc", stays=False)) as wire:
         taken = list(await wire.operations())
         with pytest.raises(nats_errors.UnexpectedEOF):
@@ -128,7 +128,7 @@ async def test_what_came_before_the_end_is_handed_on() -> None:
 
 
 async def test_lines_of_the_start_are_read_one_by_one() -> None:
-    """Those that came early wait; at the end there is an empty one."""
+    """The first lines are read one by one, and at the end of the connection a line is empty."""
     async with connected(sending(b"INFO {}\r\nPONG\r\nINFO {1}\r\n", stays=False)) as wire:
         assert await wire.readline() == b"INFO {}\r\n"
         assert await wire.readline() == b"PONG\r\n"
@@ -137,7 +137,7 @@ async def test_lines_of_the_start_are_read_one_by_one() -> None:
 
 
 async def test_what_is_no_nats_ends_the_connection() -> None:
-    """Nothing can be read behind it."""
+    """Invalid NATS data ends the connection."""
     async with connected(sending(b"+OK\r\nMSG a 1 2\r\nabcdef", stays=True)) as wire:
         taken = list(await wire.operations())
         assert taken[0] == b"+OK\r\n"
@@ -148,7 +148,7 @@ async def test_what_is_no_nats_ends_the_connection() -> None:
 
 
 async def test_without_a_connection_there_is_an_error() -> None:
-    """Not a wait."""
+    """Reads and writes without a connection raise an error instead of waiting."""
     wire = NatsTransport()
     wire.abort()
     assert wire.at_eof()
