@@ -1,4 +1,4 @@
-"""The desired state, and how workers come to it: several of them, late, out of order, and after they were away."""
+"""The desired state, and how workers reach it: several workers, late, out of order, and after an absence."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, fleet: str) -> None:
-    """Of several workers that hear a command without an epoch one records it; all answer under the same epoch."""
+    """If several workers receive a command without an epoch, only one records it. All ack it with the same epoch."""
     names = ("a", "b", "c", "d")
     async with (
         hand_client(nats_url, fleet) as client,
@@ -50,11 +50,11 @@ async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, 
 
 @pytest.mark.proves("P75")
 async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> None:
-    """A command whose register was set again since is stale, however it comes, and changes nothing."""
+    """A command whose register was set again since then is stale in every form, and changes nothing."""
     async with controlled_worker() as (client, boss, *_):
         first = await boss.record("pause", id="late")
         second = await boss.record("resume")
-        # Before, the worker may know of the first alone, and rightly says that this is applied.
+        # Before this, the worker may know only the first command, and would correctly ack it as applied.
         await client.until(lambda: client.presences["w"].epoch == second)
         late = await boss.do("pause", id="late", epoch=first)
 
@@ -66,7 +66,7 @@ async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> No
 
 @pytest.mark.proves("P72")
 async def test_what_is_recorded_needs_no_command(controlled_worker: StartControlled) -> None:
-    """A worker that hears of a write to the desired state comes to it; the nudge that follows gets its answer."""
+    """A worker that receives a write to the desired state applies it. The later command message gets its ack."""
     async with controlled_worker() as (client, boss, *_):
         epoch = await boss.record("pause", id="p")
         await client.until_state("w", WorkerState.PAUSED)
@@ -77,7 +77,7 @@ async def test_what_is_recorded_needs_no_command(controlled_worker: StartControl
 
 @pytest.mark.proves("P72")
 async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, fleet: str) -> None:
-    """A late joiner reads the desired state before it takes work: paused, it pulls nothing; on the resume it serves."""
+    """A worker that starts during a pause reads the desired state first, and pulls nothing until the resume."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("pause")
         await client.enqueue(short("r"))
@@ -92,7 +92,7 @@ async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, f
 
 @pytest.mark.proves("P18", "P72")
 async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, fleet: str) -> None:
-    """Commands recorded while a worker starts are dealt with before it serves, and it answers none of them unasked."""
+    """A worker applies commands that were recorded during its start before it serves, and acks none of them."""
     engine = GatedEngine("start", config=SLOW)
     async with (
         hand_client(nats_url, fleet) as client,
@@ -115,7 +115,7 @@ async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, 
 async def test_a_drained_worker_hands_its_requests_to_others(
     nats_url: str, fleet: str, controlled_worker: StartControlled
 ) -> None:
-    """`drain` of one worker ends its streams as retryable at once; another serves on; `resume` brings it back."""
+    """`drain` ends a worker's streams as retryable immediately, and another worker serves. `resume` reverses it."""
     async with controlled_worker(worker_id="a") as (client, boss, _, engine):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -137,7 +137,7 @@ async def test_a_drained_worker_hands_its_requests_to_others(
 
 
 async def test_a_command_for_one_worker_counts_for_it_alone(nats_url: str, fleet: str) -> None:
-    """What is said to one worker holds for it until the same is said to all; a later life of it gets it too."""
+    """A command for one worker holds until all workers get the same command, also for its next incarnation."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         async with (
             synthetic_worker(nats_url, fleet, worker_id="a"),
@@ -158,7 +158,10 @@ async def test_a_command_for_one_worker_counts_for_it_alone(nats_url: str, fleet
 
 
 async def test_a_worker_that_was_away_comes_back_paused(fleet: str) -> None:
-    """A lease that runs out under a pause: all is given up; the next life reads that, and takes nothing."""
+    """If a lease expires during a pause, the worker discards its requests.
+
+    Its next incarnation reads the pause and pulls nothing.
+    """
     async with (
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet, lease_s=2.0) as (client, boss, worker, engine),
@@ -183,7 +186,7 @@ async def test_a_worker_that_was_away_comes_back_paused(fleet: str) -> None:
 
 
 async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: str) -> None:
-    """A server that restarts within the lease changes nothing: the pause holds, and the stream goes on after it."""
+    """A server that restarts within the lease changes nothing: the pause holds, and the stream continues after it."""
     async with (
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet, lease_s=30.0) as (client, boss, *_),
@@ -205,7 +208,7 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
 async def test_a_raw_command_waits_for_jetstream(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it cannot be recorded for a while, a command is tried again until its time is over, and then has failed."""
+    """A worker retries to record a command while JetStream is away. The command fails when its time is over."""
     is_away = True
     record = DesiredStore.record
 
@@ -228,7 +231,7 @@ async def test_a_raw_command_waits_for_jetstream(
 
 
 async def test_what_is_no_longer_desired_is_undone(controlled_worker: StartControlled) -> None:
-    """After a reset of the desired state a paused, sleeping worker serves again."""
+    """After a reset of the desired state, a paused and sleeping worker serves again."""
     async with controlled_worker() as (client, boss, *_):
         await boss.applied("pause")
         await boss.applied("sleep")
@@ -241,7 +244,7 @@ async def test_what_is_no_longer_desired_is_undone(controlled_worker: StartContr
 
 
 async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
-    """Where epochs begin anew, as the bucket was lost, a worker comes to what is recorded then."""
+    """If epochs restart because the bucket was lost, a worker applies the commands that are recorded afterwards."""
     async with (
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet) as (client, boss, *_),
@@ -258,7 +261,10 @@ async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.proves("P79")
 async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(controlled_worker: StartControlled) -> None:
-    """An update from a refused path: the version stays, the worker is outdated, and its streams go on elsewhere."""
+    """An update from a forbidden path keeps the version and makes the worker outdated.
+
+    Its streams end as retryable.
+    """
     async with controlled_worker(weight_version=3) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -281,7 +287,7 @@ async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(control
 async def test_weights_that_could_not_be_fetched_are_tried_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A worker that catches up while the storage is away is outdated, and has the weights once the storage is back."""
+    """A worker that starts while the object store is away is outdated, and loads the weights when the store is back."""
     is_away = True
 
     async def checkpoint(_self: WeightSources, _source: WeightSource, _report: Callable[[str], None]) -> Path:

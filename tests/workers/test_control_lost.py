@@ -1,4 +1,4 @@
-"""What a worker makes of a desired state that cannot be read, is gone, or names what is not there any more."""
+"""A desired state that cannot be read, is deleted, or names deleted files."""
 
 import asyncio
 import shutil
@@ -27,18 +27,21 @@ pytestmark = pytest.mark.slow
 
 
 async def spoil(client: HandClient, boss: HandController) -> None:
-    """Write something into the key that is no desired state."""
+    """Write a value that is no desired state into the key."""
     await client.nats.jetstream().publish(boss.store.subject(MODEL), b'{"model": 7}')
 
 
 async def ask(client: HandClient, request_id: str) -> None:
-    """Have a request answered."""
+    """Send a request, and wait for its end."""
     await client.enqueue(short(request_id))
     await client.until_ended(request_id)
 
 
 async def test_garbage_changes_no_worker_that_serves(controlled_worker: StartControlled) -> None:
-    """It serves on, says that it does not know what is desired, and refuses commands; after a reset all is well."""
+    """If the desired state is garbage, a worker continues to serve, reports the problem and rejects commands.
+
+    After a reset, commands work again.
+    """
     async with controlled_worker() as (client, boss, *_):
         epoch = (await boss.applied("resume")).epoch
         await spoil(client, boss)
@@ -61,7 +64,7 @@ async def test_garbage_changes_no_worker_that_serves(controlled_worker: StartCon
 
 
 async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, fleet: str) -> None:
-    """Nobody knows what it should be: it says so, waits, and serves after a reset."""
+    """A worker that starts on a garbage desired state reports the problem, waits, and serves after a reset."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("resume")
         await spoil(client, boss)
@@ -77,7 +80,10 @@ async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, flee
 async def test_a_worker_comes_back_whatever_is_answered_first(
     heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fenced, it reads what is desired before its announcement is confirmed: with that it serves, and reads no more."""
+    """A fenced worker may read the desired state before its presence is confirmed.
+
+    It then serves with that state, without another read.
+    """
     gate = asyncio.Event()
     async with heard_worker() as (client, worker, _):
         confirm = worker._nats.confirm
@@ -102,7 +108,7 @@ async def test_a_worker_comes_back_whatever_is_answered_first(
 
 
 async def test_a_deleted_key_undoes_what_was_desired(controlled_worker: StartControlled) -> None:
-    """As NATS's own tools delete it: a paused worker serves, and later commands are no older than earlier ones."""
+    """If NATS's own tools delete the key, a paused worker serves. The epochs of later commands still increase."""
     async with controlled_worker() as (client, boss, *_):
         before = await boss.applied("pause")
         await publish(client.nats, boss.store.subject(MODEL), b"", headers={"KV-Operation": "DEL"})
@@ -114,7 +120,7 @@ async def test_a_deleted_key_undoes_what_was_desired(controlled_worker: StartCon
 
 
 async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> None:
-    """A command that has the epoch of another, as the bucket was lost between the two, is carried out all the same."""
+    """A command with the epoch of another command is applied if the bucket was lost between them."""
     async with (
         EmbeddedServer() as server,
         controlled_worker(server.url, fleet) as (client, boss, *_),
@@ -129,7 +135,10 @@ async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> Non
 
 
 async def test_a_command_that_was_lost_with_the_store_is_answered(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its controller does not wait for the end of the command's time, which may be ten minutes."""
+    """A command that was lost with the store fails soon, so its controller does not wait for the command's timeout.
+
+    That timeout may be ten minutes.
+    """
     monkeypatch.setattr(read_order, "STALE_S", 0.1)
     async with (
         EmbeddedServer() as server,
@@ -147,9 +156,9 @@ async def test_a_command_that_was_lost_with_the_store_is_answered(fleet: str, mo
 
 
 async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Restarted where the recorded checkpoint and adapter are deleted: outdated, it says which path; it catches up.
+    """A worker that restarts after the recorded checkpoint was deleted is outdated and names the path.
 
-    An adapter alone does not keep it from serving.
+    It serves after the next update. A deleted adapter alone does not keep it from serving.
     """
     own = write_checkpoint(tmp_path / "1", fill=1)
     two, adapter = tmp_path / "2", write_adapter(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""What a worker decides about commands, without a bus: what is due, what it is then, and what it says once."""
+"""A worker's decisions about commands, without a bus: the due register, the worker state and the single final ack."""
 
 import itertools
 
@@ -37,12 +37,12 @@ BAD = failure(ControlError(ControlCode.BAD_SOURCE, "no"))
 
 
 def recorded(*commands: AnyCommand) -> dict[str, Recorded]:
-    """These commands, recorded from epoch 1 on."""
+    """Return these commands, recorded from epoch 1 on."""
     return {str(command.register): Recorded(epoch=epoch, command=command) for epoch, command in enumerate(commands, 1)}
 
 
 def test_registers_are_brought_in_the_order_of_recording() -> None:
-    """Due is the register of the lowest epoch that was not dealt with; then none, whatever came of it."""
+    """The due register is the unhandled one with the lowest epoch. A handled register is not due, also if it failed."""
     effective = recorded(UPDATE, Pause(), FlushCache())
     dealt: dict[str, HandledRegister] = {}
     order = []
@@ -54,7 +54,7 @@ def test_registers_are_brought_in_the_order_of_recording() -> None:
 
 
 def test_what_was_set_again_is_due_again() -> None:
-    """A register is due whenever its epoch is another than that dealt with: a later one, or one that was set back."""
+    """A register is due if its epoch differs from the handled one, also if the register was set back."""
     effective = recorded(Resume(), Pause())
 
     assert next_due(effective, {"pause": HandledRegister(1, RegisterOutcome())}) == PendingRegister(
@@ -67,7 +67,7 @@ def test_what_was_set_again_is_due_again() -> None:
 
 
 def test_what_waits_for_its_source_holds_up_nothing_else() -> None:
-    """A register in staging is not due, whatever its epoch; what was recorded later is brought about meanwhile."""
+    """A register in staging is not due, whatever its epoch is. Registers recorded later are applied meanwhile."""
     effective = recorded(UPDATE, Pause())
 
     assert next_due(effective, {}, {"weights"}) == PendingRegister("pause", effective["pause"])
@@ -77,7 +77,7 @@ def test_what_waits_for_its_source_holds_up_nothing_else() -> None:
 
 
 def test_what_is_desired_no_longer_comes_first() -> None:
-    """A register that was dealt with and is gone is undone before others are brought."""
+    """A handled register that is no longer desired is undone before others are applied."""
     assert next_due(recorded(Pause()), {"sleep": HandledRegister(7, RegisterOutcome())}) == PendingRegister(
         "sleep", None
     )
@@ -104,7 +104,10 @@ def test_what_is_desired_no_longer_comes_first() -> None:
 def test_what_a_worker_is_follows_from_its_registers(
     commands: list[AnyCommand], outcomes: dict[str, RegisterOutcome], expected: WorkerEvent
 ) -> None:
-    """What forbids to serve comes before what asks not to; a pause that failed is one, a sleep that failed is none."""
+    """A state that forbids serving precedes a command that stops it.
+
+    A failed pause counts as a pause, and a failed sleep does not count as a sleep.
+    """
     effective = recorded(*commands)
     dealt = {
         name: HandledRegister(item.epoch, outcomes.get(name, RegisterOutcome())) for name, item in effective.items()
@@ -127,7 +130,7 @@ def test_what_a_worker_is_follows_from_its_registers(
 def test_a_worker_that_waits_for_weights_serves_nothing(
     commands: list[AnyCommand], expected: WorkerEvent | None
 ) -> None:
-    """While the recorded weights are staged a worker is paused, drained or asleep as it should be, and never serves."""
+    """While recorded weights are staged, a worker is paused, drained or asleep as desired, but never serves."""
     effective = recorded(*commands)
     handled = {
         name: HandledRegister(item.epoch, RegisterOutcome()) for name, item in effective.items() if name != "weights"
@@ -147,7 +150,7 @@ def test_a_worker_that_waits_for_weights_serves_nothing(
     ],
 )
 def test_an_error_is_a_final_word(code: ControlCode, status: AckStatus) -> None:
-    """What an engine cannot do is unsupported, what came too late stale, all else failed; long texts are cut."""
+    """The final ack is `unsupported`, `stale`, or `failed` for all other errors. Its message is truncated."""
     outcome = failure(ControlError(code, "x" * 2 * MAX_ERROR_CHARS))
 
     assert outcome.status is status
@@ -156,13 +159,13 @@ def test_an_error_is_a_final_word(code: ControlCode, status: AckStatus) -> None:
 
 
 def word(heard: ReceivedCommand, status: AckStatus) -> Ack:
-    """Something said about a command."""
+    """Return an ack of a command."""
     command = heard.command
     return Ack(id=command.id, command=command.command, worker="w", incarnation="i", model="m", status=status)
 
 
 def begun(log: CommandLog, command_id: str) -> ReceivedCommand:
-    """A command that was just heard."""
+    """Return a command that was just received."""
     heard = log.add(Pause(id=command_id), "boss", 0.0)
     assert heard is not None
     return heard
@@ -170,7 +173,7 @@ def begun(log: CommandLog, command_id: str) -> ReceivedCommand:
 
 @pytest.mark.proves("P18")
 def test_nothing_is_said_after_the_final_word() -> None:
-    """Of two final words, in whatever order, the first alone is said; it is kept for those who ask again."""
+    """Only the first final ack of a command is sent. It is kept for repeated commands."""
     finals = [status for status in AckStatus if status.is_final]
     for first, second in itertools.product(finals, AckStatus):
         log = CommandLog()
@@ -186,7 +189,7 @@ def test_nothing_is_said_after_the_final_word() -> None:
 
 
 def test_commands_under_way_and_ended_are_bounded() -> None:
-    """No more than so many are under way; of the ended ones the oldest is forgotten."""
+    """The number of running commands is bounded. Of the ended commands, the oldest is removed."""
     log = CommandLog()
     heard = [begun(log, f"c{number}") for number in range(MAX_SEEN_COMMANDS)]
     assert log.add(Pause(id="one-more"), "boss", 0.0) is None
@@ -201,7 +204,7 @@ def test_commands_under_way_and_ended_are_bounded() -> None:
 
 
 def test_another_life_answers_nothing_of_what_was_under_way() -> None:
-    """After a fence nothing is said of commands heard before, except to repeat final words."""
+    """After a fence, a worker sends no ack for earlier commands, except repeated final acks."""
     log = CommandLog()
     ended, open_one = begun(log, "ended"), begun(log, "open")
     log.add_ack(ended, word(ended, AckStatus.APPLIED))

@@ -1,4 +1,4 @@
-"""How often a worker reads what is desired of it."""
+"""The number of a worker's reads of the desired state."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ MODEL = "m"
 
 
 class Store:
-    """Answers each read when it is told to, with what stood there when the read began."""
+    """A store that answers each read on demand, with the state at the begin of the read."""
 
     def __init__(self) -> None:
         self.state = DesiredState(model=MODEL)
@@ -29,7 +29,7 @@ class Store:
         self._answers: asyncio.Queue[BusBroken | None] = asyncio.Queue()
 
     async def read(self, _model: str) -> DesiredState:
-        """As the store's."""
+        """Return the state, as the real store does."""
         state = self.state
         self.num_begun += 1
         self._begun.set()
@@ -39,11 +39,11 @@ class Store:
         return state
 
     async def confirmed_s(self) -> float:
-        """As the store's on one server."""
+        """Return 0, as a store on one server does."""
         return 0.0
 
     def record(self, command: Pause | FlushCache) -> int:
-        """Record a command; returns its epoch."""
+        """Record a command, and return its epoch."""
         self.state, epoch = desired.record(self.state, command)
         return epoch
 
@@ -52,14 +52,14 @@ class Store:
         self._answers.put_nowait(error)
 
     async def until_begun(self, count: int) -> None:
-        """Wait until so many reads have begun."""
+        """Wait until `count` reads have begun."""
         while self.num_begun < count:
             self._begun.clear()
             await self._begun.wait()
 
 
 class Reading:
-    """A reader on such a store."""
+    """A reader with this store."""
 
     def __init__(self) -> None:
         self.store = Store()
@@ -68,20 +68,20 @@ class Reading:
         self.reader.on_read = self._changed.set
 
     async def until_read(self, look: int) -> None:
-        """Wait until a look was followed."""
+        """Wait until the reader has finished read number `look`."""
         while self.reader.num_read < look:
             self._changed.clear()
             await self._changed.wait()
 
     async def rest(self) -> None:
-        """Let the reader begin whatever it will begin."""
+        """Let the reader begin all reads that it will begin."""
         for _ in range(5):
             await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager
 async def reading() -> AsyncIterator[Reading]:
-    """Run the reader; it has read once."""
+    """Run the reader, and yield it after its first read has begun."""
     made = Reading()
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(SOON_S):
         task = tasks.create_task(made.reader.run(), name="read")
@@ -93,7 +93,7 @@ async def reading() -> AsyncIterator[Reading]:
 
 
 async def test_a_command_that_was_read_needs_no_other_look() -> None:
-    """What its recording had read already is not read again when the command itself is heard."""
+    """A command that an earlier read contains needs no new read when its message arrives."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()
@@ -105,7 +105,7 @@ async def test_a_command_that_was_read_needs_no_other_look() -> None:
 
 
 async def test_a_command_is_found_in_the_read_under_way() -> None:
-    """Commands that are heard while they are being read are done with that read, and there is no other."""
+    """The current read serves commands that arrive during it, if it contains them. No other read follows."""
     async with reading() as made:
         pause, flush = made.store.record(Pause(id="p")), made.store.record(FlushCache(id="f"))
         made.reader.request_read()
@@ -120,7 +120,7 @@ async def test_a_command_is_found_in_the_read_under_way() -> None:
 
 
 async def test_a_command_that_a_read_came_too_early_for_is_read() -> None:
-    """The read under way had begun before it was recorded: only the next one counts."""
+    """A read that began before a command was recorded does not count for it, so another read follows."""
     async with reading() as made:
         made.reader.request_read()
         await made.store.until_begun(2)
@@ -135,7 +135,7 @@ async def test_a_command_that_a_read_came_too_early_for_is_read() -> None:
 
 
 async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
-    """As after a bucket was lost: what was read bears another id, and counts for nothing."""
+    """A command with the same epoch but another id does not count, as after a lost bucket."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="before"))
         made.store.answer()
@@ -151,7 +151,7 @@ async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
 
 
 async def test_a_look_during_a_read_is_followed_by_another() -> None:
-    """Whoever looks without saying for what gets what stands there afterwards."""
+    """A read request without a command during a read causes another read."""
     async with reading() as made:
         made.reader.request_read()
         await made.store.until_begun(2)
@@ -163,7 +163,7 @@ async def test_a_look_during_a_read_is_followed_by_another() -> None:
 
 
 async def test_a_failed_read_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was heard during a read that failed is done with the next one."""
+    """The next read serves the commands that arrived during a failed read."""
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
@@ -180,7 +180,7 @@ async def test_a_failed_read_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_who_was_away_reads_again() -> None:
-    """Nothing that was read before counts after a fence, not even for a command that was in it."""
+    """After a fence, earlier reads do not count, not even for a command that they contained."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
         made.store.answer()

@@ -1,4 +1,4 @@
-"""What a worker makes of an answer that is older than what it has read, as a deposed leader's."""
+"""Reads that are older than the last read of a worker, for example from a deposed leader."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Doctor = Callable[[DesiredState | None], None]
 
 
 def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
-    """Have the worker's reads answered with a state of one's choice, from when it is called; quick ones."""
+    """Return a function that makes the worker read a given state, and shorten the delay between reads."""
     store: DesiredStore = worker._control.reader._store
 
     def answer(state: DesiredState | None) -> None:
@@ -39,7 +39,7 @@ def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
 
 
 async def paused_after_resume(boss: HandController) -> DesiredState:
-    """Have the worker paused; returns what stood there when it served."""
+    """Resume and then pause the worker; return the desired state of the resume."""
     await boss.applied("resume")
     before = await boss.store.read(MODEL)
     assert before is not None
@@ -51,7 +51,7 @@ async def paused_after_resume(boss: HandController) -> DesiredState:
 async def test_a_stale_answer_changes_nothing(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
-    """A paused worker stays paused, says what is the matter, and goes on with the next answer that is not stale."""
+    """After a stale read, a paused worker stays paused, reports the problem, and continues with the next valid read."""
     async with controlled_worker() as (client, boss, worker, _):
         before = await paused_after_resume(boss)
         await client.until_state("w", WorkerState.PAUSED)
@@ -68,7 +68,7 @@ async def test_a_stale_answer_changes_nothing(
 
 
 async def test_another_bucket_is_believed(controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state under another id is another one, even if it is of fewer commands."""
+    """A state with another bucket id is accepted, also if it has fewer commands."""
     async with controlled_worker() as (client, boss, worker, _):
         before = await paused_after_resume(boss)
         await client.until_state("w", WorkerState.PAUSED)
@@ -79,7 +79,10 @@ async def test_another_bucket_is_believed(controlled_worker: StartControlled, mo
 async def test_what_stays_older_is_believed_at_last(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No deposed leader answers for so long: the store was set back, and with it what is desired."""
+    """A state that stays older for long is accepted, because no deposed leader answers for so long.
+
+    The store was reset in that case.
+    """
     monkeypatch.setattr(read_order, "STALE_S", 0.1)
     async with controlled_worker() as (client, boss, worker, _):
         before = await paused_after_resume(boss)

@@ -1,4 +1,4 @@
-"""Commands that come while a transfer of weights is open: no step is made on half-written weights, and all answer."""
+"""Commands during an open transfer of weights: no step runs on half-written weights, and all commands get acks."""
 
 import base64
 import contextlib
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class Scene:
-    """A worker with one request in flight, and weights half way into it."""
+    """A worker with one request in flight, during a transfer of weights."""
 
     def __init__(self, client: HandClient, boss: HandController, worker: Worker, root: Path) -> None:
         self.client = client
@@ -34,24 +34,24 @@ class Scene:
         self._info = {"data": base64.b64encode(data.read_bytes()).decode()}
 
     async def start(self, **fields: object) -> None:
-        """Begin a transfer; on return the client has all that was sampled before."""
+        """Begin a transfer, and return when the client has all tokens that were sampled before."""
         await self.boss.applied("start_weight_update", **fields)
-        # Client and controller have a connection each: what the one has heard says nothing about the other.
+        # Client and controller use separate connections, so messages to one prove nothing about the other.
         await self.client.until_state("w", WorkerState.UPDATING)
-        # The client has acknowledged all before that ends.
+        # The wait ends when the client has acknowledged all frames.
         await until_true(lambda: not self._worker._links.outbound.held_bytes)
 
     async def finish(self, version: int = 2) -> None:
-        """Transfer the rest; the weights are those of `version`."""
+        """Transfer the rest, as weights of `version`."""
         await self.boss.applied("update_weight_chunk", info=self._info)
         await self.boss.applied("finish_weight_update", version=version)
 
     def num_tokens(self) -> int:
-        """What the client has of its request."""
+        """Return the number of tokens that the client has received."""
         return sum(chunk.num_tokens for chunk in self.client.chunks["r"])
 
     def versions(self) -> set[int]:
-        """Of its tokens."""
+        """Return the weight versions of these tokens."""
         return {chunk.weight_version for chunk in self.client.chunks["r"] if chunk.num_tokens}
 
 
@@ -76,9 +76,9 @@ async def transferring(start: StartControlled, root: Path) -> AsyncIterator[Scen
 async def test_what_needs_the_engine_to_go_on_is_refused_at_once(
     controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
-    """Resume, a waiting pause, sleep and adapters: each fails with the reason, and nothing is sampled meanwhile.
+    """Resume, pause(wait), sleep and adapter commands fail with the reason, and no token is sampled.
 
-    The pause register holds all the same: the last word on it counts when the transfer has ended.
+    The last value of the pause register counts when the transfer has ended.
     """
     async with transferring(controlled_worker, tmp_path) as scene:
         count = scene.num_tokens()
@@ -106,7 +106,7 @@ async def test_what_needs_the_engine_to_go_on_is_refused_at_once(
 
 
 async def test_pauses_hold_through_a_transfer(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """`keep` and `abort` are applied at once; the worker is paused when the transfer has ended, until the resume."""
+    """`keep` and `abort` are applied immediately. After the transfer, the worker stays paused until the resume."""
     async with transferring(controlled_worker, tmp_path) as scene:
         await scene.boss.applied("pause", mode="keep")
         count = scene.num_tokens()
@@ -125,7 +125,7 @@ async def test_pauses_hold_through_a_transfer(controlled_worker: StartControlled
 
 
 async def test_a_drain_hands_over_what_a_transfer_holds_up(controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """It is applied at once: the streams are with others; the worker is drained when the transfer has ended."""
+    """A drain is applied immediately: the streams end as retryable. After the transfer, the worker is drained."""
     async with transferring(controlled_worker, tmp_path) as scene:
         await scene.boss.applied("drain", workers=["w"])
         await scene.client.until_ended("r")
@@ -137,7 +137,10 @@ async def test_a_drain_hands_over_what_a_transfer_holds_up(controlled_worker: St
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
 async def test_an_update_breaks_a_transfer_off(mode: str, controlled_worker: StartControlled, tmp_path: Path) -> None:
-    """No request is finished on half-written weights: they go to others, end, or are kept for the new ones."""
+    """An update ends a transfer, and no request finishes on half-written weights.
+
+    By its mode, requests end as retryable, are aborted, or are kept for the new weights.
+    """
     async with transferring(controlled_worker, tmp_path) as scene:
         count = scene.num_tokens()
         path = str(write_checkpoint(tmp_path / "two", fill=2))
@@ -156,7 +159,7 @@ async def test_an_update_breaks_a_transfer_off(mode: str, controlled_worker: Sta
 async def test_a_worker_that_was_fenced_in_a_transfer_does_not_finish_it(
     controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
-    """It may have missed a part: its weights are not to be trusted, and the finish does not make them so."""
+    """A worker that was fenced during a transfer may have missed a part, so the finish fails and it stays poisoned."""
     own = write_checkpoint(tmp_path / "own", fill=1)
     fields: dict[str, Any] = {"weight_roots": (str(tmp_path),), "model_path": str(own), "prove_reload": False}
     async with controlled_worker(**fields) as (client, boss, worker, _):

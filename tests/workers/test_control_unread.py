@@ -1,4 +1,4 @@
-"""What a worker does that cannot learn what is desired of it, as on the small side of a partition."""
+"""A worker that cannot read the desired state, as on the small side of a partition."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
-    """No server says what is desired."""
+    """Make reads fail, as if no server answered."""
 
     async def read(_model: str) -> None:
         await asyncio.sleep(0)
@@ -28,7 +28,7 @@ def unanswered(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
 
 
 def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
-    """A leader answers that the others have left."""
+    """Make reads unconfirmed, as if a leader answered without its cluster."""
 
     async def confirmed_s() -> float:
         await asyncio.sleep(0)
@@ -45,7 +45,10 @@ async def test_who_does_not_know_what_is_desired_takes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     part: Callable[[DesiredStore, pytest.MonkeyPatch], str],
 ) -> None:
-    """No request from the queue, none past it; what runs goes on. With the next answer all is as before."""
+    """A worker without a valid desired state accepts no requests from the queue and no direct ones.
+
+    Running requests continue. After the next valid read, the worker serves as before.
+    """
     monkeypatch.setattr(reading, "RETRY_S", 0.01)
     async with controlled_worker() as (client, boss, worker, _):
         await boss.applied("resume")

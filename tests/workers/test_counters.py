@@ -1,4 +1,4 @@
-"""What a worker counts, and announces with itself."""
+"""The counters of a worker, and their announcement."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PROMPT_LEN = 3
 
 
 def test_tokens_and_rows_are_counted_as_the_engine_makes_them() -> None:
-    """Those of requests that are there; what comes of others is late."""
+    """A worker counts the tokens and rows of its requests. Steps of other requests count as late."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", prompt_len=PROMPT_LEN, routing=True)
@@ -33,7 +33,10 @@ def test_tokens_and_rows_are_counted_as_the_engine_makes_them() -> None:
 
 
 def test_times_of_tokens_are_added_up() -> None:
-    """The first counts from the offer; of a later step its whole time, for each of its tokens; without tokens none."""
+    """The time of a first token counts from the offer.
+
+    The time of a later step counts once for each of its tokens, and steps without tokens count nothing.
+    """
     links = make_links()
     ear = Ear(links)
     (first, _), (second, _) = ear.offer("a"), ear.offer("b")
@@ -49,7 +52,7 @@ def test_times_of_tokens_are_added_up() -> None:
 
 
 def test_stalls_of_links_that_are_gone_still_count() -> None:
-    """A counter never falls: neither when a client is forgotten, nor when the worker has lost its lease."""
+    """A counter never falls: neither when a client is removed, nor when the worker has lost its lease."""
     links = make_links()
     seen = [links.outbound.credit_stalls]
     for client in ("alice", "bob"):
@@ -75,7 +78,7 @@ def test_stalls_of_links_that_are_gone_still_count() -> None:
 
 @pytest.mark.slow
 async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str) -> None:
-    """What became of each request stands in one counter; another process of that name begins at 0."""
+    """Each request is counted in one counter by its result. Another process of that name begins at 0."""
     config = SyntheticConfig(step_s=0.002)
     sampling = rollbus.SamplingParams(max_tokens=5, ignore_eos=True)
     prompt = [1] * PROMPT_LEN
@@ -106,7 +109,7 @@ async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str)
 
 
 async def until_announced(rb: rollbus.Client, is_met: Callable[[WorkerPresence], object]) -> WorkerPresence:
-    """The first announcement of a worker for which this holds."""
+    """Return the first presence of a worker for which `is_met` holds."""
     async with asyncio.timeout(SOON_S):
         while True:
             for worker in (await rb.fleet.state()).workers:

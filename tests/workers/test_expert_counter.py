@@ -1,4 +1,4 @@
-"""Which positions of engine steps a worker counts: each row names its position, so that the counts say which came."""
+"""The positions of engine steps that a worker counts. Each row names its position, so the counts show the rows."""
 
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ PROMPT_LEN = 6
 
 
 class Seen(NamedTuple):
-    """One plane."""
+    """The counts of one plane."""
 
     positions: list[int]
-    """Whose rows were counted, each as often as it was."""
+    """The positions whose rows were counted, repeated by their counts."""
     computed: int
 
 
@@ -35,15 +35,15 @@ class Rig:
 
     @property
     def counter(self) -> ExpertCounter:
-        """Of the links."""
+        """The counter of the links."""
         return self.links.dispatcher.experts
 
     def add(self, *steps: RequestStep | TokenBatch) -> None:
-        """As the engine's next step."""
+        """Add steps as the engine's next step."""
         self.links.add_steps(steps, NOW)
 
     def seen(self, later_s: float = 5.0) -> dict[str, Seen]:
-        """What was counted, by plane."""
+        """Return the counts by plane."""
         load = self.counter.load(0, "versions", NOW + later_s)
         assert load is not None
         window, left_out = merge_loads({"w": load})
@@ -53,7 +53,7 @@ class Rig:
 
 
 def _seen(plane: PlaneLoad) -> Seen:
-    """Every layer and choice says the same."""
+    """Return the counts, and assert that every layer and choice has the same."""
     assert (plane.counts == plane.counts[0]).all()
     times = plane.counts[0] // ROUTING.top_k
     assert plane.seen == times.sum()
@@ -61,7 +61,7 @@ def _seen(plane: PlaneLoad) -> Seen:
 
 
 def rows(first: int, past: int) -> Rows:
-    """Of these positions; each chooses the expert of its own number."""
+    """Return the rows of these positions, each with the expert of its own number."""
     positions = np.arange(first, past, dtype=np.uint8)
     return np.broadcast_to(positions[:, None, None], (past - first, ROUTING.num_layers, ROUTING.top_k)).copy()
 
@@ -69,7 +69,7 @@ def rows(first: int, past: int) -> Rows:
 def made(
     name: str, num_tokens: int, first: int | None = None, past: int = 0, *, cached: int | None = None, end: bool = False
 ) -> RequestStep:
-    """A step of an engine with the rows of these positions."""
+    """Return an engine step with the rows of these positions."""
     one = step(name, num_tokens, end=end)
     if first is not None:
         one.routed_experts, one.routed_experts_start = rows(first, past), first
@@ -78,7 +78,7 @@ def made(
 
 
 def batch_of(names: list[str], positions: list[int] | None) -> TokenBatch:
-    """A token of each, with the rows of these positions."""
+    """Return a batch with one token of each request, with the rows of these positions."""
     found = None if positions is None else np.concatenate([rows(position, position + 1) for position in positions])
     starts = None if positions is None else np.array(positions, np.int64)
     return TokenBatch(
@@ -88,12 +88,15 @@ def batch_of(names: list[str], positions: list[int] | None) -> TokenBatch:
 
 @pytest.fixture(params=[False, True], ids=["streamed", "gathered"])
 def rig(request: pytest.FixtureRequest) -> Rig:
-    """With a client that streams, and one that takes results whole."""
+    """Return a rig with a client that streams, and one whose results are not streamed."""
     return Rig(gathers=request.param)
 
 
 def test_planes_are_prompt_and_generated(rig: Rig) -> None:
-    """The first step has the prompt, each later one the token before its own; the last token was never computed."""
+    """The first step has the rows of the prompt, and each later step has the row of the token before.
+
+    The last token was never computed.
+    """
     rig.add(made(rig.name, 1, 0, 6, cached=0))
     rig.add(batch_of([rig.name], [6]))
     rig.add(batch_of([rig.name], [7]))
@@ -103,7 +106,7 @@ def test_planes_are_prompt_and_generated(rig: Rig) -> None:
 
 
 def test_cached_prompt_positions_are_not_counted(rig: Rig) -> None:
-    """Their rows come all the same: the engine kept them."""
+    """Cached prompt positions are not counted, although the engine returns their rows."""
     rig.add(made(rig.name, 1, 0, 6, cached=4))
     rig.add(batch_of([rig.name], [6]))
 
@@ -111,7 +114,7 @@ def test_cached_prompt_positions_are_not_counted(rig: Rig) -> None:
 
 
 def test_several_tokens_in_a_step_count_each(rig: Rig) -> None:
-    """As with speculative decoding, also in the first step."""
+    """Each token of a step counts, as with speculative decoding, also in the first step."""
     rig.add(made(rig.name, 3, 0, 8, cached=2))
     rig.add(made(rig.name, 2, 8, 10))
 
@@ -119,7 +122,7 @@ def test_several_tokens_in_a_step_count_each(rig: Rig) -> None:
 
 
 def test_requests_without_routing_are_computed_and_not_seen() -> None:
-    """So a reader knows which part of the load the counts are."""
+    """Requests without routing count as computed and not as seen, which shows the share that the counts cover."""
     rig = Rig()
     declined, _ = rig.ear.offer("declined", prompt_len=PROMPT_LEN, routing=False)
     rig.add(made(declined, 1, cached=1))
@@ -129,7 +132,7 @@ def test_requests_without_routing_are_computed_and_not_seen() -> None:
 
 
 def test_positions_below_start_are_computed_and_not_seen() -> None:
-    """The rows begin with the request's `start`."""
+    """The rows begin with the request's `start`, so positions below it count as computed only."""
     rig = Rig()
     message = queued()
     request = request_of(PROMPT_LEN, request_id="s", routed_experts_prompt_start=4)
@@ -141,7 +144,10 @@ def test_positions_below_start_are_computed_and_not_seen() -> None:
 
 
 def test_a_preemption_computes_everything_anew(rig: Rig) -> None:
-    """Six of the prompt and two generated ones once more, of which no rows come, and then the third."""
+    """After a preemption, six prompt and two generated positions count as computed again, without rows.
+
+    The third generated position counts normally.
+    """
     rig.add(made(rig.name, 1, 0, 6, cached=4))
     rig.add(batch_of([rig.name], [6]))
     rig.add(batch_of([rig.name], [7]))
@@ -153,7 +159,7 @@ def test_a_preemption_computes_everything_anew(rig: Rig) -> None:
 
 
 def test_a_prompt_counts_with_its_first_token(rig: Rig) -> None:
-    """Steps before it may be discarded, as new weights restart such requests."""
+    """A prompt is counted with its first token, because new weights may restart requests before it."""
     rig.add(made(rig.name, 0, 0, 3, cached=1))
     rig.links.requests.restart_unbegun(None)
     rig.add(made(rig.name, 0, 0, 4, cached=2))
@@ -163,7 +169,7 @@ def test_a_prompt_counts_with_its_first_token(rig: Rig) -> None:
 
 
 def test_steps_of_ended_requests_are_not_counted(rig: Rig) -> None:
-    """Nor those of requests that never were here."""
+    """Steps of ended and of unknown requests are not counted."""
     other, _ = rig.ear.offer("other", prompt_len=PROMPT_LEN, routing=True)
     rig.add(made(rig.name, 1, 0, 6, cached=0), made(other, 1, 0, 6, cached=5))
     rig.add(made(rig.name, 1, 6, 7, end=True))
@@ -174,7 +180,7 @@ def test_steps_of_ended_requests_are_not_counted(rig: Rig) -> None:
 
 
 def test_a_version_counts_from_its_first_step_on() -> None:
-    """Before it the one before; a new incarnation begins anew."""
+    """Steps before the first step of a new version count for the old one. A new incarnation begins at 0."""
     rig = Rig()
     rig.add(made(rig.name, 1, 0, 6, cached=0))
     rig.links.versions.weight_version = 7
@@ -191,7 +197,10 @@ def test_a_version_counts_from_its_first_step_on() -> None:
 
 
 def test_engines_without_routing_are_said_to_have_none() -> None:
-    """And one that has not started, or that has too many experts, is an error that says so."""
+    """An engine without routing has no load.
+
+    An engine that has not started, or that has too many experts, causes an error with that reason.
+    """
     counter = ExpertCounter()
     with pytest.raises(ControlError, match="has not started") as caught:
         counter.load(0, "recent", NOW)

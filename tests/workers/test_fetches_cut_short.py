@@ -1,4 +1,4 @@
-"""Fetches that do not come to their end: what came stays for the next try, and nothing of what cannot be had."""
+"""Incomplete fetches: fetched bytes stay for the next try, and nothing remains of a version that was deleted."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ OnFetch = Callable[[str, Path], Awaitable[None]]
 
 @pytest.fixture
 def on_fetch(monkeypatch: pytest.MonkeyPatch) -> list[OnFetch]:
-    """What is done before an object is fetched, once each, in this order; then objects are fetched as ever."""
+    """Return a list of functions, of which each is called once before an object is fetched."""
     todo: list[OnFetch] = []
     fetch = FolderReader.fetch
 
@@ -35,14 +35,14 @@ def on_fetch(monkeypatch: pytest.MonkeyPatch) -> list[OnFetch]:
 
 
 async def go_on(name: str, into: Path) -> None:
-    """Let it be fetched."""
+    """Do nothing, so that the object is fetched."""
 
 
 @contextlib.asynccontextmanager
 async def machine(
     nats_url: str, tmp_path: Path, *, dtype: str = "BF16"
 ) -> AsyncIterator[tuple[Versions, WeightSources]]:
-    """An empty chain, and the sources of a worker that has nothing at hand."""
+    """Yield an empty chain, and the sources of a worker without local files."""
     own = write_checkpoint(tmp_path / "own", dtype=dtype)
     objects = ObjectReader(nats_url, name="test")
     sources = WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=objects)
@@ -51,13 +51,13 @@ async def machine(
 
 
 def entries(tmp_path: Path) -> list[str]:
-    """What lies beside the locks where checkpoints are kept, complete or not."""
+    """Return the entries of the checkpoint folder, complete or not, without locks."""
     root = tmp_path / "cache" / "shared.weights" / "checkpoints"
     return [entry.name for entry in root.iterdir() if not entry.name.endswith(".lock")]
 
 
 async def cut_short(sources: WeightSources, source: WeightSource, on_fetch: list[OnFetch], num_whole: int) -> None:
-    """Cancel a staging in the middle of the object that follows so many."""
+    """Cancel a staging in the middle of the object after `num_whole` objects."""
     is_there = asyncio.Event()
 
     async def stop(name: str, into: Path) -> None:
@@ -77,7 +77,7 @@ async def cut_short(sources: WeightSources, source: WeightSource, on_fetch: list
 async def test_a_version_is_fetched_on_where_it_was_cut_short(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], num_whole: int
 ) -> None:
-    """Of the anchor's files and two deltas only those are fetched again that had not come whole."""
+    """After a cancelled staging, only the incomplete objects of the anchor and two deltas are fetched again."""
     async with machine(nats_url, tmp_path) as (versions, sources):
         weights = random_weights(0)
         await versions.publish(weights)
@@ -101,7 +101,7 @@ async def test_a_version_is_fetched_on_where_it_was_cut_short(
 async def test_an_upload_is_fetched_on_where_it_was_cut_short(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch]
 ) -> None:
-    """The same goes for what was put by hand."""
+    """After a cancelled staging, only the incomplete files of an uploaded folder are fetched again."""
     async with machine(nats_url, tmp_path, dtype="F32") as (versions, sources):
         folder = write_sharded(tmp_path / "step-1")
         objects = await put_folder(versions.nats, versions.bucket, "step-1", folder, max_bytes=BUCKET_BYTES)
@@ -120,7 +120,10 @@ async def test_an_upload_is_fetched_on_where_it_was_cut_short(
 async def test_a_version_that_is_deleted_while_it_is_fetched_leaves_nothing(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], number: int, num_whole: int
 ) -> None:
-    """Its anchor or its delta, at any object still to come: the error says so, and the next version is built."""
+    """If a version's anchor or delta is deleted during the fetch, the error says so and nothing remains.
+
+    The next version is built normally.
+    """
     async with machine(nats_url, tmp_path) as (versions, sources):
         await versions.publish(random_weights(0))
         source = await versions.publish(random_weights(1))

@@ -1,4 +1,4 @@
-"""Folders that several processes share: built once, never deleted while used, and nothing half built under a name."""
+"""Folders that several processes share: built once, never deleted while used, and complete under their names."""
 
 import asyncio
 import errno
@@ -23,12 +23,12 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def store(tmp_path: Path, *, model: str = "m", kept: int = 2, max_bytes: int | None = None) -> FolderStore:
-    """The store of a process of the machine `tmp_path`."""
+    """Return the store of a process on the machine `tmp_path`."""
     return FolderStore(tmp_path / "shared.weights" / "checkpoints", model=model, max_bytes=max_bytes, kept=kept)
 
 
 def complete(partial: PartialFolder, folder: Path) -> None:
-    """Have a folder become the complete one."""
+    """Make a folder the complete one."""
     partial.complete(folder, files_stamp(folder))
 
 
@@ -47,7 +47,7 @@ async def build(folders: FolderStore, digest: str, size: int = 10) -> Hold:
 
 
 def ignore() -> None:
-    """Take word of a wait."""
+    """Ignore a wait."""
 
 
 def _hold(root: Path, digest: str, pipe: Connection) -> None:
@@ -75,14 +75,14 @@ class Other:
         self.opened = self._pipe.recv()
 
     def kill(self) -> None:
-        """Kill it; the system ends its locks."""
+        """Kill it. The operating system releases its locks."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join(SOON_S)
 
 
 async def test_a_folder_is_built_once(tmp_path: Path) -> None:
-    """It is there when it is complete, readable for this user alone, and found from then on."""
+    """A folder exists when it is complete, is readable only for this user, and is found from then on."""
     folders = store(tmp_path)
     partial = await folders.open("a", ignore)
     assert isinstance(partial, PartialFolder)
@@ -104,7 +104,7 @@ async def test_a_folder_is_built_once(tmp_path: Path) -> None:
 
 
 async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
-    """It finds the folder; other work goes on meanwhile."""
+    """A second builder waits without blocking, and then finds the folder of the first."""
     waits = asyncio.Event()
     first = await store(tmp_path).open("a", ignore)
     assert isinstance(first, PartialFolder)
@@ -117,7 +117,10 @@ async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
 
 
 async def test_what_a_killed_builder_left_is_gone_on_with(tmp_path: Path) -> None:
-    """Its lock ends with it, and there is no folder of that name."""
+    """The lock of a killed builder is released, and another builder continues with its files.
+
+    No complete folder of that name exists before.
+    """
     other, waits = Other(tmp_path, "a"), asyncio.Event()
     assert other.opened == "PartialFolder"
     folders = store(tmp_path)
@@ -135,7 +138,7 @@ async def test_what_a_killed_builder_left_is_gone_on_with(tmp_path: Path) -> Non
 
 
 async def test_what_another_process_uses_stays(tmp_path: Path) -> None:
-    """However many newer folders there are; it goes with its last user."""
+    """A folder that another process uses stays, also after many newer folders. It is removed after its last use."""
     folders = store(tmp_path)
     (await build(folders, "a")).release()
     other = Other(tmp_path, "a")
@@ -151,7 +154,7 @@ async def test_what_another_process_uses_stays(tmp_path: Path) -> None:
 
 
 async def test_what_this_process_holds_stays_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that has none answers an error; a store is one process's then."""
+    """On a file system without locks, a store protects only the folders of its own process."""
 
     def refuse(fd: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -170,7 +173,7 @@ async def test_what_this_process_holds_stays_without_locks(tmp_path: Path, monke
 
 
 async def test_the_files_of_an_old_generation_are_used_again(tmp_path: Path) -> None:
-    """Of the oldest that nobody holds; it is no complete folder from then on."""
+    """A new folder reuses the files of the oldest unused folder, which is then no complete folder any more."""
     folders = store(tmp_path)
     for digest in "ab":
         (await build(folders, digest)).release()
@@ -187,7 +190,7 @@ async def test_the_files_of_an_old_generation_are_used_again(tmp_path: Path) -> 
 
 
 async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
-    """A new folder is made then."""
+    """If all old folders are in use, a new folder is made."""
     folders = store(tmp_path)
     held = await build(folders, "a")
     (await build(folders, "b")).release()
@@ -201,7 +204,7 @@ async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
 
 
 async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Path) -> None:
-    """Before the first byte, naming what is used, needed and allowed."""
+    """A full store deletes unused folders, and else fails before the first byte with used, needed and allowed bytes."""
     folders = store(tmp_path, max_bytes=10_000)
     held = await build(folders, "a", 4000)
     (await build(folders, "b", 5000)).release()
@@ -220,7 +223,7 @@ async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Pat
 
 
 async def test_a_partial_folder_counts_as_what_it_becomes(tmp_path: Path) -> None:
-    """What an earlier try has fetched is not counted twice."""
+    """Bytes that an earlier try has fetched are not counted twice."""
     partial = await store(tmp_path, max_bytes=1000).open("a", ignore)
     assert isinstance(partial, PartialFolder)
     (partial.path / "fetched").write_bytes(bytes(800))
@@ -231,7 +234,7 @@ async def test_a_partial_folder_counts_as_what_it_becomes(tmp_path: Path) -> Non
 
 
 async def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path) -> None:
-    """No disk has room for this."""
+    """A folder that does not fit on the disk is rejected before its first byte."""
     partial = await store(tmp_path).open("a", ignore)
     assert isinstance(partial, PartialFolder)
 
@@ -240,7 +243,7 @@ async def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path)
 
 
 async def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not even the lock file can be written, the next try of the same process need not wait."""
+    """If the lock file itself cannot be written, the next try of the same process need not wait."""
     folders = store(tmp_path)
 
     def fail(*_: object) -> int:
@@ -257,7 +260,7 @@ async def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_held", [True, False])
 async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> None:
-    """If nobody has them; younger ones stay, for the next try."""
+    """An unused partial folder is removed after a day. Younger ones stay for the next try."""
     folders = store(tmp_path)
     for digest in ("old", "young"):
         partial = await folders.open(digest, ignore)
@@ -274,7 +277,7 @@ async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> 
 
 
 async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its content is confirmed: a crash of the machine may have lost some of it."""
+    """A folder of an earlier boot is unconfirmed until its content is checked: a crash may have damaged it."""
     folders = store(tmp_path)
     (await build(folders, "a")).release()
     monkeypatch.setattr(folder_store, "boot_id", lambda: "another boot")
@@ -292,7 +295,7 @@ async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("is_held_elsewhere", [True, False])
 async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewhere: bool) -> None:
-    """Also while another process holds it; who finds the damage later leaves what was built since."""
+    """A damaged folder is retired, also while another process holds it. A later retirement keeps the new folder."""
     folders = store(tmp_path)
     hold, late = await build(folders, "a"), store(tmp_path).hold("a")
     assert late is not None
@@ -316,7 +319,7 @@ async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewher
 
 
 async def test_a_folder_of_which_a_file_was_changed_says_so(tmp_path: Path) -> None:
-    """Lost, new, or of another content and the same size: the time of change tells."""
+    """A folder detects lost, new and changed files, also of the same size, by the time of change."""
     folders = store(tmp_path)
     hold = await build(folders, "a")
     content = (hold.folder / "file").read_bytes()
@@ -335,7 +338,7 @@ async def test_a_folder_of_which_a_file_was_changed_says_so(tmp_path: Path) -> N
 
 
 async def test_generations_are_counted_by_model(tmp_path: Path) -> None:
-    """Those of another model stay, until nobody has used them for a day."""
+    """Folders of another model stay until they are unused for a day."""
     mine, theirs = store(tmp_path), store(tmp_path, model="other")
     for folders, digests in ((theirs, "ab"), (mine, "cde")):
         for digest in digests:
@@ -350,7 +353,7 @@ async def test_generations_are_counted_by_model(tmp_path: Path) -> None:
 
 
 async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for it ends, so that somebody sees it; the next try waits again."""
+    """The wait for a stalled builder fails with its process id. The next try waits again."""
     first = await store(tmp_path).open("a", ignore)
     assert isinstance(first, PartialFolder)
     monkeypatch.setattr(locks, "STALLED_S", 0.2)
@@ -363,7 +366,7 @@ async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypat
 
 
 def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
-    """However long it takes."""
+    """A builder that makes progress is waited for without limit."""
     now = 0.0
     path = tmp_path / ".a.lock"
     path.write_bytes(b"builder 7")
@@ -378,7 +381,7 @@ def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_what_is_left_beside_a_complete_folder_goes(tmp_path: Path) -> None:
-    """While it is used too; not while another process builds or deletes it."""
+    """A partial folder beside a complete one is removed, unless another process builds or deletes it."""
     folders = store(tmp_path)
     held = await build(folders, "a")
     folders.partial("a").mkdir()

@@ -1,4 +1,4 @@
-"""Requests that follow one of their group to a worker: they wait there for its next slots, before the queue."""
+"""Requests that follow a group's request to its worker: they wait there for slots, and get them before the queue."""
 
 import pytest
 
@@ -17,22 +17,22 @@ TWO_SLOTS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_0
 
 
 def running(client: HandClient) -> set[int]:
-    """The children of `g` that have a token."""
+    """Return the children of `g` that have a token."""
     return {chunk.child for chunk in client.chunks["g"] if chunk.token_ids_data}
 
 
 def refused(client: HandClient) -> dict[int, str]:
-    """The children of `g` that ended with an error, and which."""
+    """Return the error codes of the children of `g` that ended with an error."""
     return {chunk.child: chunk.error.code for chunk in client.chunks["g"] if chunk.error is not None}
 
 
 def key(child: int) -> RequestKey:
-    """A sample of the group."""
+    """Return the key of a sample of the group."""
     return RequestKey("g", 0, child)
 
 
 async def lead(client: HandClient, num_followers: int) -> None:
-    """Have the queue's first request lead group `g`, another one take the second slot, and others follow."""
+    """Make the queue's first request lead group `g`, another request use the second slot, and others follow."""
     await client.enqueue(endless("g"))
     await client.enqueue(endless("other"))
     await client.until(lambda: len(client.offers) == 2)
@@ -40,13 +40,13 @@ async def lead(client: HandClient, num_followers: int) -> None:
 
 
 async def follow(client: HandClient, *children: int) -> None:
-    """Hand over samples of the group that may wait."""
+    """Send samples of the group that may wait directly to the worker."""
     first, *others = children
     await client.hand_over(endless("g"), "w", child=first, siblings=[Sibling(child) for child in others], may_wait=True)
 
 
 async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker: StartHeard) -> None:
-    """They come before what waits in the queue, in their order; that one comes when none of them waits."""
+    """Followers get free slots in their order, before queued requests."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
         await client.until(lambda: len(client.offers) == 4)
@@ -58,7 +58,7 @@ async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker
         await client.abort("w", key(0))
         await client.until(lambda: 2 in running(client))
         assert not client.chunks["queued"]
-        # Each is named again as the engine gets it: until then, it cannot have killed the engine.
+        # Each follower is offered again when the engine gets it: before that, it cannot have killed the engine.
         assert [each for _, each in client.offers[2:]] == [key(1), key(2), key(1), key(2)]
         await client.abort("w", key(1))
         await client.until_ended("queued")
@@ -69,7 +69,10 @@ async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker
 
 
 async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHeard) -> None:
-    """So many for each leader; a group that had no turn here is refused as any placed request."""
+    """The number of waiting followers is limited per leader.
+
+    A request of a group without a leader on this worker is rejected like any placed request.
+    """
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, MAX_FOLLOWERS + 2)
         await client.until(lambda: len(refused(client)) == 2)
@@ -77,7 +80,7 @@ async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHea
         await client.hand_over(endless("h"), "w", may_wait=True)
         await client.until_ended("h")
         await client.until(lambda: len(client.offers) == 2 + MAX_FOLLOWERS)
-        # A place that is given up is free.
+        # The place of an aborted follower is free.
         await client.abort("w", *(key(child) for child in range(1, MAX_FOLLOWERS + 1)))
         await until_true(lambda: not worker._intake.followers)
         await client.abort("w", *(each for _, each in client.offers))
@@ -86,7 +89,7 @@ async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHea
 async def test_followers_that_wait_in_vain_are_refused(
     heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a while in which no slot becomes free; those of the message with a slot go on."""
+    """Followers are rejected after a time without a free slot. Running requests of the group continue."""
     monkeypatch.setattr("rollbus.bus.protocol.queue.follower_backlog.STALLED_S", 0.1)
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
@@ -98,7 +101,7 @@ async def test_followers_that_wait_in_vain_are_refused(
 
 
 async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: StartHeard) -> None:
-    """Before it pauses, drains or takes new weights: the queue gives followers to another worker."""
+    """A worker rejects its waiting followers before it pauses, drains or loads weights, so that others get them."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
         await client.until(lambda: len(client.offers) == 4)
@@ -109,7 +112,7 @@ async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: S
 
 
 async def test_samples_that_are_placed_together_stay_together(heard_worker: StartHeard) -> None:
-    """The first has a slot; those for which there is none follow it, where a client that does not ask is refused."""
+    """The first samples of a placed group get slots, and the samples without a slot follow them."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
         await follow(client, 0, 1, 2)
@@ -122,7 +125,10 @@ async def test_samples_that_are_placed_together_stay_together(heard_worker: Star
 
 
 async def test_requests_of_lane_high_go_first(heard_worker: StartHeard) -> None:
-    """Two of them wait in the queue: the worker learns that from the first, and takes both before a follower."""
+    """Queued requests of the lane `high` get slots before followers.
+
+    The worker learns from the first of two that another one waits.
+    """
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
         await client.until(lambda: len(client.offers) == 4)

@@ -1,4 +1,4 @@
-"""What a worker takes in: as much as it has slots for, once, and from clients that are there."""
+"""The requests that a worker accepts: as many as it has slots, each once, and only from live clients."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000
 
 
 async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fleet: str) -> None:
-    """Of five requests two workers with two slots each take four; the fifth waits in the queue until a slot is free."""
+    """Of five requests, two workers with two slots each accept four. The fifth waits in the queue for a slot."""
     async with (
         hand_client(nats_url, fleet) as client,
         synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="a") as (a, _),
@@ -49,7 +49,7 @@ async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fl
 
 @pytest.mark.proves("P46")
 async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(nats_url: str, fleet: str) -> None:
-    """Unconfirmed, a request stays with its worker beyond `ack_wait`; when that worker is gone, another gets it."""
+    """An unconfirmed request stays with its worker beyond `ack_wait`. When that worker is gone, another gets it."""
     async with (
         hand_client(nats_url, fleet, answers=False) as client,
         asyncio.TaskGroup() as tasks,
@@ -65,7 +65,7 @@ async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(n
             await survivor.enter_async_context(synthetic_worker(nats_url, fleet, config=ENDLESS, worker_id="b"))
             await client.until_serving("b")
             presence = tasks.create_task(announce_for_ever(client))
-            await asyncio.sleep(6.0)  # longer than the queue waits for a word
+            await asyncio.sleep(6.0)  # longer than the queue waits for an ack
 
             assert [worker for worker, _ in client.offers] == ["a"]
             assert a.presence().in_flight == 1
@@ -75,14 +75,14 @@ async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(n
 
 
 async def announce_for_ever(client: HandClient) -> None:
-    """Announce the client as a real one does."""
+    """Publish the client's presence as a real client does."""
     while True:
         await client.announce()
         await asyncio.sleep(1.0)
 
 
 async def test_an_offer_that_is_refused_leaves_the_queue(heard_worker: StartHeard) -> None:
-    """A client that does not want an offer answers with an abort: the engine stops it, the queue forgets it."""
+    """If a client answers an offer with an abort, the engine aborts the request and the queue removes it."""
     async with heard_worker(answers=False, config=ENDLESS) as (client, worker, _):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.offers)
@@ -96,7 +96,7 @@ async def test_an_offer_that_is_refused_leaves_the_queue(heard_worker: StartHear
 async def test_requests_of_a_closed_client_are_stopped_and_dropped(
     nats_url: str, fleet: str, heard_worker: StartHeard
 ) -> None:
-    """What a closed client had is aborted; what it left in the queue is dropped when it is pulled, and counted."""
+    """The running requests of a closed client are aborted. Its queued requests are dropped when pulled, and counted."""
     async with (
         heard_worker(config=ENDLESS) as (client, worker, _),
         hand_client(nats_url, fleet, name="other") as other,
@@ -117,7 +117,7 @@ async def test_requests_of_a_closed_client_are_stopped_and_dropped(
 async def test_a_client_that_falls_silent_has_its_requests_stopped(
     nats_url: str, fleet: str, heard_worker: StartHeard
 ) -> None:
-    """Once a client's lease and the margin have passed, its requests are aborted in the engine."""
+    """When a client's lease and the margin have passed, the engine aborts its requests."""
     async with (
         heard_worker(config=ENDLESS) as (client, worker, _),
         hand_client(nats_url, fleet, name="other") as other,
@@ -137,7 +137,7 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(
 
 @pytest.mark.proves("P50")
 async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_worker: StartHeard) -> None:
-    """A worker takes what is handed to it directly while it has a slot, and else answers `queue_full`."""
+    """A worker accepts direct requests while it has a slot, and then rejects them immediately as `queue_full`."""
     async with heard_worker(config=ENDLESS) as (client, worker, _):
         await until_found_empty(worker)
         for number in range(3):
@@ -150,13 +150,13 @@ async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_wor
 
 
 async def until_found_empty(worker: Worker) -> None:
-    """Wait until the worker has asked every lane of the queue, and found none that has requests."""
+    """Wait until the worker has found every lane of the queue empty."""
     await until_true(lambda: worker._puller.lanes_waiting() == ())
 
 
 @pytest.mark.proves("P47")
 async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
-    """A request that many workers were given and no client confirmed is refused as `poison_request`."""
+    """A request that was delivered too often without a client's confirmation is rejected as `poison_request`."""
     given: asyncio.Queue[QueuedRequest] = asyncio.Queue(2)
     async with hand_client(nats_url, fleet) as client, asyncio.timeout(SOON_S):
         await client.enqueue(short("r"))
@@ -176,12 +176,12 @@ async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str)
 
 
 async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, fleet: str) -> None:
-    """Requests that are refused, or of dead clients, leave the queue one after another: not one slot's worth a beat."""
+    """Rejected requests, and requests of closed clients, leave the queue immediately, not a few per heartbeat."""
     async with (
         hand_client(nats_url, fleet) as client,
         hand_client(nats_url, fleet, name="dead") as dead,
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(max_num_seqs=2), worker_id="a") as (worker, _),
-        # At two a heartbeat it would take minutes.
+        # At two requests per heartbeat, this would take minutes.
         asyncio.timeout(SOON_S),
     ):
         await client.until_serving("a")
@@ -197,7 +197,7 @@ async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, 
 
 @pytest.mark.proves("P39")
 async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker: StartHeard) -> None:
-    """Requests without an id, or signed by another client than their subject names, leave the queue, counted."""
+    """Requests without an id, or with another client than in their subject, leave the queue and are counted."""
     async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), client="mallory")
         await client.nats.jetstream().publish(client.subjects.request(client.name, MODEL, "high"), b"\x93")
@@ -210,10 +210,10 @@ async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker
 
 @pytest.mark.proves("P61")
 async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
-    """A worker that holds more than its budget for a client that grants no credit takes no requests until it may."""
+    """A worker that holds more than its budget for a client without credit pulls no requests until it may send."""
     config = SyntheticConfig(max_num_seqs=4, max_model_len=10_000_000, num_layers=256, top_k=32)
     async with (
-        # Less than what may be sent at first: what was sent and not acknowledged is over it already.
+        # The budget is smaller than the initial credit, so unacknowledged frames exceed it immediately.
         heard_worker(answers=False, config=config, max_held_bytes=200_000) as (client, worker, engine),
         hand_client(nats_url, fleet, name="other") as other,
         asyncio.TaskGroup() as tasks,
@@ -227,7 +227,7 @@ async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str, heard_
 
         assert worker.presence().free_slots == 0
         assert is_idle(engine)
-        # Those that pulls brought which were under way already.
+        # These requests come from pulls that were already under way.
         assert len(other.offers) <= MAX_OVER
         client.answers = True
         await client.answer("w")
