@@ -1,1 +1,1 @@
-"""The numbered promises of rollbus: their texts, the tests that prove them, and the page that lists both."""
+"""The numbered promises of rollbus: their texts, the tests that prove them, and the page with both."""

@@ -1,7 +1,7 @@
-"""Reads promises.toml and the markers of the tests, and makes docs/promises.md from both.
+"""Generates docs/promises.md from promises.toml and from the markers of the tests.
 
-The tests are parsed, not imported: `@pytest.mark.proves("P1", "P2")` above a test function, and a `proves` marker in
-the `pytestmark` of a module, which counts for each of its tests.
+The tests are parsed, not imported. A test names its promises with `@pytest.mark.proves("P1", "P2")`. A `proves` marker
+in the `pytestmark` of a module applies to each of its tests.
 """
 
 import ast
@@ -32,7 +32,7 @@ number. Each promise names the code that implements it and the tests that prove 
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise, as promises.toml has it."""
+    """A promise of promises.toml."""
 
     number: str
     text: str
@@ -77,7 +77,7 @@ def proofs() -> tuple[Proof, ...]:
 
 
 def proofs_in(source: str, path: str) -> Iterator[Proof]:
-    """Yield each promise that a test of this source names, once for each test."""
+    """Yield the promises of each test in this source."""
     module = ast.parse(source)
     common = [number for node in module.body for number in _numbers_of_module(node)]
     for node in ast.walk(module):
@@ -88,7 +88,7 @@ def proofs_in(source: str, path: str) -> Iterator[Proof]:
 
 
 def _numbers_of_module(node: ast.stmt) -> list[str]:
-    """Return the numbers in an assignment to `pytestmark`, and none of any other statement."""
+    """Return the promise numbers in an assignment to `pytestmark`, and an empty sequence for any other statement."""
     match node:
         case ast.Assign(targets=[ast.Name(id="pytestmark")], value=value):
             marks = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
@@ -98,14 +98,14 @@ def _numbers_of_module(node: ast.stmt) -> list[str]:
 
 
 def _numbers(mark: ast.expr) -> list[str]:
-    """Return the numbers of a `pytest.mark.proves(...)` expression, and none of any other expression."""
+    """Return the numbers of a `pytest.mark.proves(...)` expression, and an empty sequence for any other expression."""
     if not isinstance(mark, ast.Call) or ast.unparse(mark.func) != "pytest.mark.proves":
         return []
     return [str(ast.literal_eval(argument)) for argument in mark.args]
 
 
 def mentions() -> dict[str, list[str]]:
-    """Return the numbers that README.md, docs/ and the packages mention, each with the files that mention it."""
+    """Return the promise numbers in README.md, docs/ and the packages, each with the files that mention it."""
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     files += [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     found: dict[str, list[str]] = {}

@@ -8,31 +8,31 @@ from tests.promises.page import PAGE, ROOT, Proof, mentions, page, promises, pro
 
 
 def test_each_promise_has_a_test() -> None:
-    """At least one test is marked with the number of each promise that is not withdrawn."""
+    """Each promise that is not withdrawn has at least one test with its number."""
     proven = {proof.number for proof in proofs()}
 
     assert [number for number, promise in promises().items() if not promise.withdrawn and number not in proven] == []
 
 
 def test_each_marker_names_a_promise() -> None:
-    """A marker names a promise that exists and is not withdrawn."""
+    """Each marker names a promise that exists and is not withdrawn."""
     valid = {number for number, promise in promises().items() if not promise.withdrawn}
 
     assert [proof for proof in proofs() if proof.number not in valid] == []
 
 
 def test_each_mention_names_a_promise() -> None:
-    """README.md, docs/ and the packages mention only numbers that exist."""
+    """README.md, docs/ and the packages mention only existing numbers."""
     assert {number: files for number, files in mentions().items() if number not in promises()} == {}
 
 
 def test_no_number_is_left_out() -> None:
-    """The numbers are P1, P2 and so on without a gap, so that no removed promise goes unnoticed."""
+    """The numbers are P1, P2 and so on without a gap, so that a removed promise is noticed."""
     assert sorted(promises(), key=lambda number: int(number[1:])) == [f"P{n + 1}" for n in range(len(promises()))]
 
 
 def test_each_promise_names_the_code() -> None:
-    """Each promise that is not withdrawn names code, and each path exists."""
+    """Each promise that is not withdrawn names code files that exist."""
     known = promises().values()
 
     assert [promise.number for promise in known if not promise.withdrawn and not promise.where] == []
@@ -41,7 +41,7 @@ def test_each_promise_names_the_code() -> None:
 
 @pytest.mark.parametrize("promise", promises().values(), ids=list(promises()))
 def test_the_text_is_short(promise: object) -> None:
-    """A promise is at most four sentences of at most 30 words, each with a full stop."""
+    """A promise has at most four sentences of at most 30 words, each with a full stop."""
     text = getattr(promise, "text", "")
     sentences = re.split(r"(?<=\.) (?=[A-Z`])", text)
 
@@ -51,12 +51,12 @@ def test_the_text_is_short(promise: object) -> None:
 
 
 def test_the_page_is_current() -> None:
-    """docs/promises.md has the present promises and tests: `python -m tests.promises` writes it."""
+    """docs/promises.md equals the page that `python -m tests.promises` writes."""
     assert PAGE.read_text() == page()
 
 
 def test_markers_are_found_where_pytest_allows_them() -> None:
-    """Markers count on a function, in a module's `pytestmark`, alone or in a list, and beside other markers."""
+    """A marker counts on a function and in a module's `pytestmark`, alone, in a list or beside other markers."""
     source = """
 pytestmark = [pytest.mark.slow, pytest.mark.proves("P1")]
 
