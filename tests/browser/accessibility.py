@@ -1,4 +1,4 @@
-"""What somebody needs who does not see the page, or not well: names and roles, and text that stands out."""
+"""Accessibility checks of the page: names, roles and text contrast."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NAMED = {
     *("button", "checkbox", "combobox", "dialog", "grid", "heading", "image", "link", "listbox", "menuitem", "option"),
     *("radio", "searchbox", "slider", "spinbutton", "switch", "tab", "table", "tabpanel", "textbox"),
 }
-"""Roles that mean nothing without a name."""
+"""Roles of elements that need a name."""
 FAINT = """
 const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
 const rgba = color => {
@@ -44,7 +44,7 @@ while (walker.nextNode()) {
 }
 return [...new Set(faint)];
 """
-"""WCAG 2.2, success criterion 1.4.3; backgrounds that are pictures or partly see-through are not looked at."""
+"""Check WCAG 2.2, success criterion 1.4.3. The script ignores backgrounds that are pictures or partly transparent."""
 
 
 async def _nodes(page: Page) -> list[tuple[str, str]]:
@@ -57,7 +57,7 @@ async def _nodes(page: Page) -> list[tuple[str, str]]:
 
 
 async def roles(page: Page) -> dict[str, list[str]]:
-    """The names of what is there, by role, in order."""
+    """Return the names of the elements by role, in the order of the page."""
     found: dict[str, list[str]] = {}
     for role, name in await _nodes(page):
         found.setdefault(role, []).append(name)
@@ -65,11 +65,11 @@ async def roles(page: Page) -> dict[str, list[str]]:
 
 
 async def nameless(page: Page) -> list[str]:
-    """The roles of what has no name and needs one."""
+    """Return the roles of the elements that need a name and have none."""
     return [role for role, name in await _nodes(page) if role in NAMED and not name]
 
 
 async def faint_texts(page: Page) -> list[str]:
-    """Texts whose contrast to what is behind them is too low, and the contrast."""
+    """Return the texts whose contrast to their background is too low, each with its contrast ratio."""
     faint: list[str] = await page.run(FAINT)
     return faint

@@ -1,4 +1,4 @@
-"""Workers that only announce themselves: as many as no machine runs, and with words that no worker of ours says."""
+"""Workers that only publish presence: more workers than one machine can run, and texts that no rollbus worker sends."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ AGAIN_S = 1.0
 async def announced(
     nats_url: str, fleet: str, say: Callable[[int], Iterable[WorkerPresence]], *, again_s: float = AGAIN_S
 ) -> AsyncIterator[None]:
-    """Publish what `say` returns for 0, and then again and again for 1, 2, 3 ...
+    """Publish the presence that `say` returns for 0, and every `again_s` seconds for 1, 2, 3 and so on.
 
-    Pings are answered with what was said last. Nothing is signed.
+    A ping is answered with the presence that was published last. The presence is not signed.
     """
     subjects = Subjects(fleet)
     last: dict[str, WorkerPresence] = {}

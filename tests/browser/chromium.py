@@ -1,4 +1,4 @@
-"""Debian's Chromium without a screen, driven by its driver."""
+"""Debian's Chromium in headless mode, controlled by chromedriver."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ ARGUMENTS = (
     "--no-first-run",
 )
 LOGS = {"browser": "ALL", "performance": "ALL"}
-"""The console, and what goes over the network."""
+"""The logs of the browser console and of its network requests."""
 
 
 def _browser() -> str | None:
@@ -32,7 +32,7 @@ def _browser() -> str | None:
 
 
 def missing() -> str | None:
-    """Return what is not on this machine; None: all is there."""
+    """Return the reason why no browser can start on this machine, or None if one can."""
     if _browser() is None:
         return f"no browser on PATH: {', '.join(BROWSERS)}"
     return None if shutil.which(DRIVER) else f"no {DRIVER} on PATH"
@@ -40,16 +40,16 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def running_chromium(profile: Path) -> Iterator[Chrome]:
-    """Run a browser with a profile of its own."""
+    """Run a browser with a new profile."""
     options = ChromeOptions()
     options.binary_location = _browser() or ""
     for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
         options.add_argument(argument)
     if os.geteuid() == 0:
-        # Chromium refuses to be root inside its sandbox.
+        # Chromium does not start its sandbox as root.
         options.add_argument("--no-sandbox")
     options.set_capability("goog:loggingPrefs", LOGS)
-    # The driver's path is given, so that selenium looks for none on the network.
+    # With a given driver path, selenium does not download a driver.
     driver = Chrome(options=options, service=Service(shutil.which(DRIVER)))
     try:
         yield driver

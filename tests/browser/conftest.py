@@ -1,4 +1,4 @@
-"""One browser for all tests of a file."""
+"""One browser for all tests of a module."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.browser.chromium import missing, running_chromium
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    """Start a browser; where there is none, its tests are skipped."""
+    """Start a browser, or skip the tests if this machine has none."""
     if reason := missing():
         pytest.skip(reason)
     with running_chromium(tmp_path_factory.mktemp("profile")) as driver:

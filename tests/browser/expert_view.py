@@ -1,4 +1,4 @@
-"""What the page's view of the experts shows, and what it should: the counts of the rows that a client got."""
+"""The experts view of the page, and the expected counts: those of the rows that a client received."""
 
 from collections.abc import Iterable
 
@@ -18,12 +18,12 @@ TOTAL = "return Number(document.querySelector('[data-testid=cell-readout]')?.dat
 
 
 def counts_of(generations: Iterable[rollbus.Generation], num_experts: int) -> dict[str, Counts]:
-    """Count the choices in rows that begin at 0, by plane: i8[num_layers, num_experts]."""
+    """Count the choices in rows that start at position 0, by plane: i8[num_layers, num_experts]."""
     prompts, answers = [], []
     for generation in generations:
         rows = generation.routed_experts
         assert rows is not None
-        # The last token was sampled and not computed.
+        # The last token was sampled, but the engine computed no row for it.
         prompt_len = len(rows) - (len(generation.token_ids) - 1)
         prompts.append(rows[:prompt_len])
         answers.append(rows[prompt_len:])
@@ -38,9 +38,9 @@ def _counts(rows: npt.NDArray[np.integer], num_experts: int) -> Counts:
 
 
 async def until_counts(page: Page, plane: str, expected: Counts) -> None:
-    """Wait until a plane has as many choices as expected, and read each cell with the arrow keys."""
+    """Wait until a plane shows the expected number of choices, then read each cell with the arrow keys."""
     await page.click(f"label:has([data-testid=plane-{plane}])")
-    # Each layer has as many.
+    # All layers have the same number of choices.
     await page.until(TOTAL, int(expected[0].sum()))
     await page.run("document.querySelector('[data-testid=heatmap]').focus()")
     num_layers, num_experts = expected.shape

@@ -1,4 +1,4 @@
-"""What the page's view of the fleet shows."""
+"""The content of the fleet view of the page."""
 
 from tests.browser.page import Page
 
@@ -9,9 +9,9 @@ const cells = row => [...row.querySelectorAll("td[data-column]")].map(td => [td.
 return [...document.querySelectorAll("[data-testid=workers] tbody tr[data-key]")]
     .map(row => ({worker: row.dataset.key, ...Object.fromEntries(cells(row))}));
 """
-"""The rows of the table of workers that are elements now: the text of each cell by its column."""
+"""The rows of the workers table that exist as elements now: the text of each cell by its column."""
 
 
 async def rows(page: Page) -> dict[str, dict[str, str]]:
-    """The rows of the table of workers that are elements now, by worker."""
+    """Return the rows of the workers table that exist as elements now, by worker."""
     return {row["worker"]: row for row in await page.run(ROWS)}

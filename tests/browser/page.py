@@ -1,4 +1,4 @@
-"""A page in the browser, as a person has it: what it shows, what is clicked, and what the browser complains about."""
+"""A page in the browser: its content, user input, and the complaints of the browser."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ T = TypeVar("T")
 Theme = Literal["light", "dark"]
 LOOK_AGAIN_S = 0.1
 FAILED_REQUEST = "network"
-"""The console's word for where it complains of a request that failed, or whose answer is from 400 on."""
+"""The source of console messages about a request that failed or whose response has a status from 400 on."""
 
 
 def each(selector: str, expression: str) -> str:
-    """A script that returns a list: of each such element `one`, what the expression says."""
+    """Return a script that evaluates the expression for each matching element `one` and returns a list."""
     return f"return [...document.querySelectorAll({json.dumps(selector)})].map(one => {expression})"
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a screen shows at once, in CSS pixels."""
+    """The size of a screen in CSS pixels."""
 
     width: int
     height: int
@@ -42,31 +42,31 @@ PHONE = Size(390, 844, is_mobile=True)
 
 @dataclass
 class Page:
-    """An open page; made by `opened`."""
+    """An open page. Call `opened` to open one."""
 
     driver: Chrome
     origin: str
     complaints: list[str] = field(default_factory=list)
-    """What the console has said, from warnings on."""
+    """Console messages of level warning and above."""
     urls: list[str] = field(default_factory=list)
-    """Of all that was asked for by this page."""
+    """The URLs of all requests of this page."""
     may_fail: bool = False
-    """Requests may fail, or be refused."""
+    """True if requests may fail or be refused."""
 
     async def _do(self, act: Callable[[], T]) -> T:
-        # The driver's calls block, and the service is in this process.
+        # The driver's calls block, and the service runs in this process.
         return await asyncio.to_thread(act)
 
     async def run(self, script: str, *arguments: object) -> Any:
-        """What a function with this body returns in the page."""
+        """Return the result of a function with this body that runs in the page."""
         return await self._do(lambda: self.driver.execute_script(script, *arguments))
 
     async def command(self, name: str, **parameters: object) -> Any:
-        """What Chromium's own protocol answers to a command."""
+        """Return the result of a command of the Chrome DevTools Protocol."""
         return await self._do(lambda: self.driver.execute_cdp_cmd(name, parameters))
 
     async def until(self, script: str, expected: object = True, *arguments: object) -> Any:
-        """Look again and again until `script` returns `expected`, or holds of what it returns if that is callable."""
+        """Poll until `script` returns `expected`, or until `expected` accepts its result if `expected` is callable."""
         seen: object = None
 
         def is_met() -> bool:
@@ -83,25 +83,28 @@ class Page:
         raise AssertionError(f"{script}\nis {seen!r}\nand not {expected!r}; the page shows\n{shown[:4000]}")
 
     async def until_text(self, selector: str, expected: object) -> Any:
-        """Wait until the shown text of the first such element is `expected`, or holds of it; None: there is none."""
+        """Wait until the visible text of the first matching element is `expected`. The text is None without an element.
+
+        `expected` may also be a callable that accepts the text.
+        """
         return await self.until("return document.querySelector(arguments[0])?.innerText", expected, selector)
 
     async def texts(self, selector: str) -> list[str]:
-        """The shown text of each such element."""
+        """Return the visible text of each matching element."""
         found: list[str] = await self.run(each(selector, "one.innerText"))
         return found
 
     async def click(self, selector: str) -> None:
-        """Click on an element once it can be seen; fails where another element lies above."""
+        """Click an element as soon as it is visible. The click fails if another element covers it."""
         await self.until("return document.querySelector(arguments[0])?.checkVisibility() ?? false", True, selector)
         await self._do(lambda: self.driver.find_element(By.CSS_SELECTOR, selector).click())
 
     async def press(self, *keys: str) -> None:
-        """Press keys, one after the other, as the element with the focus gets them."""
+        """Press keys one after the other. The element with the focus receives them."""
         await self._do(lambda: ActionChains(self.driver).send_keys(*keys).perform())
 
     async def resize(self, size: Size) -> None:
-        """Have another screen."""
+        """Emulate another screen size."""
         await self.command(
             "Emulation.setDeviceMetricsOverride",
             width=size.width,
@@ -111,16 +114,16 @@ class Page:
         )
 
     async def like(self, theme: Theme) -> None:
-        """Prefer light or dark pages."""
+        """Emulate a user preference for light or dark pages."""
         await self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     async def goto(self, address: str) -> None:
-        """Load an address, after which the browser looks for what it has said so far."""
+        """Load an address and collect the browser's log entries so far."""
         await self._do(lambda: self.driver.get(address))
         await self.listen()
 
     async def listen(self) -> None:
-        """Take over what the browser has noted."""
+        """Collect the new entries of the browser's logs."""
         for entry in await self._do(lambda: self._log("browser")):
             if entry["level"] in ("SEVERE", "WARNING") and not (self.may_fail and entry["source"] == FAILED_REQUEST):
                 self.complaints.append(f"{entry['source']}: {entry['message']}")
@@ -134,7 +137,7 @@ class Page:
 
     @property
     def strangers(self) -> list[str]:
-        """Addresses of other origins than the service's that the page has asked for."""
+        """URLs of the page's requests to other origins than the service."""
         return [url for url in self.urls if not url.startswith((f"{self.origin}/", "data:"))]
 
 
@@ -145,10 +148,10 @@ BLANK = "about:blank"
 async def opened(
     driver: Chrome, address: str, *, size: Size = DESKTOP, theme: Theme = "light", may_fail: bool = False
 ) -> AsyncIterator[Page]:
-    """Open an address; in the end nothing has been complained of, and nothing asked for elsewhere.
+    """Open an address, and verify at the end that the console is clean and that no request left the origin.
 
     Args:
-        may_fail: the test makes requests fail, which the console tells of.
+        may_fail: the test makes requests fail, so the console may report failed requests.
     """
     page = Page(driver, "{0.scheme}://{0.netloc}".format(urlsplit(address)), may_fail=may_fail)
     await page.goto(BLANK)
@@ -160,8 +163,8 @@ async def opened(
         yield page
         await page.listen()
     finally:
-        # Ends its streams before the service ends.
+        # A blank page closes its streams before the service stops.
         await page.goto(BLANK)
-    # Said here, since pytest explains only what stands in a test.
+    # The assertions need messages: pytest explains only assertions in test modules.
     assert page.complaints == [], page.complaints
     assert page.strangers == [], page.strangers

@@ -1,4 +1,4 @@
-"""An hour that a service might have seen, for pictures of the view of speed."""
+"""A synthetic hour of history, for screenshots of the throughput view."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ __all__ = ["remember_an_hour"]
 
 POINTS = 715
 PAUSES = (240, 480)
-"""Points before which new weights were loaded."""
+"""Indexes of the points that follow an update of the weights."""
 
 
 def _points() -> Iterator[Point]:
@@ -31,7 +31,7 @@ def _points() -> Iterator[Point]:
 
 
 def remember_an_hour(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """Services that start from here on remember an hour of one model, and what comes after it."""
+    """Give each service that starts from now on an hour of history of one model, followed by its real points."""
 
     class Past(History):
         def __init__(self) -> None:

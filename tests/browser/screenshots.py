@@ -1,4 +1,4 @@
-"""Pictures of the page for the docs, where `$ROLLBUS_SCREENSHOTS` names a folder for them; otherwise none are made."""
+"""Screenshots of the page for the docs, saved only if `$ROLLBUS_SCREENSHOTS` names a folder."""
 
 import base64
 import os
@@ -12,7 +12,7 @@ FOLDER = os.environ.get("ROLLBUS_SCREENSHOTS")
 
 
 async def photograph(page: Page, name: str) -> None:
-    """Write what is on the screen to the file page-`name`.png, if pictures are wanted."""
+    """Save a screenshot to the file page-`name`.png if a folder is set."""
     if FOLDER:
         picture = await page.command("Page.captureScreenshot", format="png")
         _write(Path(FOLDER, f"page-{name}.png"), picture["data"])

@@ -1,4 +1,4 @@
-"""Workers on the synthetic engine that have something to do, beside some that are in trouble."""
+"""Busy workers on the synthetic engine, and announced workers with problems."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,10 @@ CONFIG = SyntheticConfig(
 
 @contextlib.asynccontextmanager
 async def busy_fleet(nats_url: str, fleet: str, folder: Path, count: int) -> AsyncIterator[tuple[Path, Path]]:
-    """Run workers `gen-0`, `gen-1` ... of a model with many experts; the folders of its first and next weights."""
+    """Run workers `gen-0`, `gen-1` ... of a model with many experts.
+
+    Yield the folders of its first and next weights.
+    """
     one, two = (write_checkpoint(folder / "weights" / name, seed=seed) for seed, name in enumerate(("one", "two")))
     async with contextlib.AsyncExitStack() as stack:
         for i in range(count):
@@ -56,7 +59,7 @@ async def busy_fleet(nats_url: str, fleet: str, folder: Path, count: int) -> Asy
 
 @contextlib.asynccontextmanager
 async def under_load(rb: rollbus.Client, count: int) -> AsyncIterator[None]:
-    """Have so many requests run while the block lasts."""
+    """Keep `count` requests in flight while the block runs."""
 
     async def read(number: int) -> None:
         async for _ in rb.generate(endless(f"rollout-{number}")):
@@ -70,7 +73,7 @@ async def under_load(rb: rollbus.Client, count: int) -> AsyncIterator[None]:
 
 
 def in_trouble(_: int) -> Iterator[WorkerPresence]:
-    """Announce a worker that stages new weights, one that could not, and one that starts."""
+    """Yield the presence of a worker that stages weights, one whose update failed, and one that starts."""
     able = capabilities(max_num_seqs=SLOTS)
     staging = Staging(
         source="objects:weights/13", stage="fetching", done_bytes=21_400_000_000, total_bytes=61_100_000_000
@@ -98,7 +101,7 @@ def in_trouble(_: int) -> Iterator[WorkerPresence]:
 
 
 def bias_router(monkeypatch: pytest.MonkeyPatch, weights: Path) -> None:
-    """Have the weights of a folder prefer the first experts of every third layer: they get half of its tokens."""
+    """Bias the router of a folder's weights: in every third layer, the first experts receive half of the tokens."""
     biased = SyntheticWeights.of(checksum_of(weights)).experts
     chosen = SyntheticModel.rows
 

@@ -1,4 +1,4 @@
-"""Commands from the page: said first, then sent, then answered by the ledger."""
+"""Commands from the page: a dialog describes each command, then the command is sent, then the ledger shows its acks."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ DISABLED = each("[data-testid=act-pause], [data-testid=act-drain]", "one.disable
 
 @asynccontextmanager
 async def two_workers(nats_url: str, fleet: str, settings: Settings | None = None) -> AsyncIterator[Http]:
-    """Serve a fleet of `w0` and `w1`, which take a while for each token."""
+    """Serve a fleet with the workers `w0` and `w1`, which compute each token slowly."""
     config = SyntheticConfig(step_s=0.02, max_model_len=10_000_000)
     async with (
         synthetic_worker(nats_url, fleet, config=config, worker_id="w0"),
@@ -40,7 +40,7 @@ async def two_workers(nats_url: str, fleet: str, settings: Settings | None = Non
 
 
 async def send(page: Page, act: str) -> None:
-    """Give a command and wait until both workers have applied it."""
+    """Send a command and wait until both workers have applied it."""
     await page.click(f"[data-testid=act-{act}]")
     await page.click("[data-testid=act-confirm]")
     await page.until(LEDGER, [["w0", "applied"], ["w1", "applied"]])
@@ -48,7 +48,10 @@ async def send(page: Page, act: str) -> None:
 
 
 async def test_pause_and_resume(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The dialog counts workers and requests before anything happens; the ledger names each worker that has done it."""
+    """The dialog shows the numbers of workers and requests before the command is sent.
+
+    The ledger then lists each worker that applied it.
+    """
     async with (
         two_workers(nats_url, fleet) as http,
         under_load(http.rb, 3),
@@ -68,17 +71,17 @@ async def test_pause_and_resume(browser: Chrome, nats_url: str, fleet: str) -> N
         await until_state(http.rb, lambda state: {one.state for one in state.workers} == {WorkerState.PAUSED})
         await page.until(STATES, lambda states: len(states) == 2 and all("paused" in state for state in states))
         await page.until_text("[data-testid=told-pause]", lambda text: bool(text) and "keep" in text)
-        # The requests are still there, and go on.
+        # The requests survive the pause and continue.
         await page.until_text("[data-testid=tile-in-flight-value]", "3")
         await send(page, "resume")
         await until_state(http.rb, all_serve)
         await page.until(STATES, lambda states: len(states) == 2 and all("serving" in state for state in states))
-        # As they were heard on the bus.
+        # The ledgers of the commands that the service received from the bus.
         await page.until(LEDGERS, ["resume", "pause"])
 
 
 async def test_a_filter_chooses_the_workers(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """A drain of those that the filter shows goes to no other."""
+    """A drain with an active filter goes only to the workers that the filter shows."""
     async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
         await page.until_text("[data-testid=tile-workers-value]", "2 of 2")
         await page.click("[data-testid=worker-filter]")
@@ -93,7 +96,10 @@ async def test_a_filter_chooses_the_workers(browser: Chrome, nats_url: str, flee
 
 
 async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Without it the page can only be read, a wrong one is said to be wrong, and the right one leaves no trace."""
+    """Without the admin token, the page is read-only.
+
+    It reports a wrong token, and the right token leaves no trace in the page.
+    """
     async with (
         two_workers(nats_url, fleet, Settings(admin_token=ADMIN)) as http,
         opened(browser, f"{http.url}/", may_fail=True) as page,
@@ -117,7 +123,7 @@ async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fle
 
 
 async def test_a_filter_that_shows_no_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The dialog offers no worker, and not all of them."""
+    """If the filter shows no worker, the dialog offers no worker instead of all workers."""
     async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
         await page.until(DISABLED, [False, False])
         await page.click("[data-testid=worker-filter]")
