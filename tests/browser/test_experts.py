@@ -1,4 +1,4 @@
-"""The load of experts, of the synthetic engine: cell by cell, and a router that collapses with an update."""
+"""The load of the experts on the synthetic engine: exact cells, and a router that collapses after an update."""
 
 import asyncio
 from pathlib import Path
@@ -27,7 +27,7 @@ CONFIG = SyntheticConfig(num_layers=3, num_experts=8, top_k=2)
 
 
 async def test_each_cell_is_what_the_rows_say(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Prompts and generated tokens apart, added up over two workers, and of one of them alone."""
+    """Each cell equals the count of the rows: apart for prompts and generated tokens, and for two workers or one."""
     async with (
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="w0"),
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="w1"),
@@ -51,7 +51,7 @@ async def test_each_cell_is_what_the_rows_say(browser: Chrome, nats_url: str, fl
 async def test_a_collapsed_router_is_seen(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights that send every token to the same experts stand beside those before them, by version."""
+    """The page compares versions: it shows that new weights send every token to the same experts."""
     one, two = folders(tmp_path)
     collapsed = SyntheticWeights.of(checksum_of(two)).experts
     chosen = SyntheticModel.rows

@@ -1,4 +1,4 @@
-"""The view of the fleet: two workers on the synthetic engine, and many more that only announce themselves."""
+"""The fleet view: two workers on the synthetic engine, and many workers that only publish presence."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.slow
 SLOTS = 4
 MANY = 1000
 MAX_ROWS = 100
-"""Rows of the table that are elements at a time; a screen shows fewer than thirty."""
+"""Maximum number of table rows that are elements at a time. A screen shows fewer than thirty rows."""
 
 
 def many_workers(_: int) -> list[WorkerPresence]:
-    """A thousand, of which each tenth is paused, each with another load."""
+    """Return a thousand workers with different loads. Every tenth worker is paused."""
     small = capabilities(max_num_seqs=MANY)
     return [
         presence(
@@ -42,7 +42,7 @@ def many_workers(_: int) -> list[WorkerPresence]:
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_it_fits_on_the_screen(browser: Chrome, nats_url: str, fleet: str, size: Size, theme: Theme) -> None:
-    """Light and dark, on a desk and in a hand: the workers are there, and nothing must be scrolled sideways."""
+    """In light and dark mode, on desktop and phone, the page shows the workers and needs no horizontal scrolling."""
     config = SyntheticConfig(max_num_seqs=SLOTS)
     async with (
         synthetic_worker(nats_url, fleet, config=config, worker_id="w0"),
@@ -59,7 +59,10 @@ async def test_it_fits_on_the_screen(browser: Chrome, nats_url: str, fleet: str,
 
 
 async def test_rows_say_what_workers_announce(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """State, version, slots, KV use, errors: as in the announcement; what is not announced is not 0."""
+    """A row shows state, version, slots, KV use and error of the worker's presence.
+
+    A missing value is not shown as 0.
+    """
     said = presence(
         worker="w0",
         state=WorkerState.OUTDATED,
@@ -90,7 +93,7 @@ async def test_rows_say_what_workers_announce(browser: Chrome, nats_url: str, fl
 
 
 async def test_a_thousand_workers_are_scrolled_sorted_and_filtered(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The table has elements for what is in sight and a little more, wherever one scrolls."""
+    """While a user scrolls, sorts and filters, the table has elements only for the visible rows and a few more."""
     async with (
         announced(nats_url, fleet, many_workers, again_s=5.0),
         http_before(nats_url, fleet) as http,
@@ -116,20 +119,20 @@ FIRST = "return document.querySelector('[data-testid=workers] tbody tr[data-key]
 
 
 async def _scroll(page: Page, top: int) -> int:
-    """Scroll the table, and return where it is and how far it can be."""
+    """Scroll the table towards `top` and return the position that it reached."""
     script = "const all = document.querySelector('.scroller'); all.scrollTop = arguments[0]; return all.scrollTop;"
     at: int = await page.run(script, top)
     return at
 
 
 async def _rows_while_scrolling(page: Page) -> list[str]:
-    """The workers of all rows from the top to the bottom; there are never many elements."""
+    """Return the workers of all rows from top to bottom. Check that there are never many elements."""
     seen: list[str] = []
     step = await page.run("return document.querySelector('.scroller').clientHeight")
     top = -1
     while (now := await _scroll(page, top + 1 if top < 0 else top + step)) != top:
         top = now
-        # Drawn with the next frame.
+        # The browser draws the rows with its next frame.
         drawn = await page.until(
             f"const view = document.querySelector('.scroller').getBoundingClientRect();"
             f"const all = [...document.querySelectorAll('[data-testid=workers] tbody tr[data-key]')];"

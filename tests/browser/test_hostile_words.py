@@ -1,4 +1,4 @@
-"""Words from the wire that are written like a page: shown as they are, never read as one."""
+"""Text from the wire that looks like HTML: the page shows it as text and never interprets it."""
 
 import pytest
 from selenium.webdriver import Chrome
@@ -18,7 +18,7 @@ QUOTES = "\"'><svg onload=window.taken=true>&amp;"
 
 
 async def test_nothing_of_it_is_carried_out(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """As the name of a model, an error, a stage, an adapter: no element is made of it, and it can be read."""
+    """The page shows markup in names, errors and stages as text, and creates no element from it."""
     said = presence(
         worker="w0",
         incarnation=QUOTES,

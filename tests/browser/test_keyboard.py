@@ -1,4 +1,4 @@
-"""The page without a mouse, and as a screen reader has it."""
+"""The page without a mouse, and in the accessibility tree that a screen reader uses."""
 
 import pytest
 from selenium.webdriver import Chrome
@@ -15,7 +15,7 @@ FOCUS = "const at = document.activeElement; return at.dataset.testid ?? at.close
 
 
 async def tab_to(page: Page, testid: str) -> list[str]:
-    """Press Tab until an element has the focus; returns what had it on the way."""
+    """Press Tab until an element has the focus. Return the elements that had the focus on the way."""
     seen: list[str] = []
     while testid not in seen:
         await page.press(Keys.TAB)
@@ -25,7 +25,7 @@ async def tab_to(page: Page, testid: str) -> list[str]:
 
 
 async def test_the_dialog_opens_and_closes(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Enter opens it, the focus stays inside, Escape closes it and gives the focus back."""
+    """Enter opens the dialog, the focus stays inside, and Escape closes it and returns the focus to its button."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,
@@ -47,7 +47,7 @@ async def test_the_dialog_opens_and_closes(browser: Chrome, nats_url: str, fleet
 
 
 async def test_the_table_is_sorted_and_filtered(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Headers are buttons that say how the table is sorted, and the filter is a search box with a name."""
+    """The column headers are buttons that announce the sort order, and the filter is a search box with a name."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,

@@ -1,4 +1,4 @@
-"""The page beside many other viewers of the same service."""
+"""The page while many other viewers use the same service."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ VIEWERS = 50
 
 
 async def test_fifty_streams_beside_the_page(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Each of them, and the page, hears of a worker that comes while all are looking."""
+    """Each of fifty event streams and the page receive the presence of a worker that starts while all are open."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,

@@ -1,4 +1,4 @@
-"""The service goes and comes back, and so does its NATS server: the page says so, and is well again by itself."""
+"""Outages of the service and of its NATS server: the page reports them and recovers without a reload."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ SERVING = "[data-testid=tile-workers-value]"
 
 @contextlib.asynccontextmanager
 async def service(nats_url: str, fleet: str, address: str) -> AsyncIterator[None]:
-    """Serve a fleet at an address that is known before."""
+    """Serve a fleet at a given address."""
     host, port = address.split(":")
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -34,7 +34,7 @@ async def service(nats_url: str, fleet: str, address: str) -> AsyncIterator[None
 
 
 async def until_well(page: Page) -> None:
-    """Wait until the page is fed, and complains of nothing."""
+    """Wait until the page receives data and shows no banner."""
     await page.until("return document.querySelector('[data-testid=link]').dataset.state", "live")
     await page.until("return document.querySelector('[data-testid=banner]').checkVisibility()", False)
 
@@ -49,7 +49,7 @@ SHORT_WAIT = (
 
 
 async def test_a_hidden_page_rests(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """A page that is hidden for long gives its connection back, and is fed again as soon as it is shown."""
+    """A page that is hidden for a long time closes its connection. It connects again as soon as it is visible."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,
@@ -67,7 +67,10 @@ async def test_a_hidden_page_rests(browser: Chrome, nats_url: str, fleet: str) -
 
 
 async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Meanwhile the banner says since when there is no news; afterwards the page shows what is so now."""
+    """While the service is down, a banner shows the time of the last data.
+
+    After the restart, the page shows the current state.
+    """
     [address] = free_nodes(1)
     async with synthetic_worker(nats_url, fleet, worker_id="w0"), contextlib.AsyncExitStack() as first:
         await first.enter_async_context(service(nats_url, fleet, address))
@@ -76,7 +79,7 @@ async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str
             await until_well(page)
             await first.aclose()
             await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No data since" in text)
-            # What was known stays to be seen, and looks old.
+            # The page keeps the last known data and marks them as stale.
             assert {*await rows(page)} == {"w0"}
             assert await page.run("return document.body.classList.contains('stale')")
             async with synthetic_worker(nats_url, fleet, worker_id="w1"), service(nats_url, fleet, address):
@@ -86,7 +89,7 @@ async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str
 
 
 async def test_the_nats_server_comes_back(browser: Chrome, fleet: str) -> None:
-    """Meanwhile the service still feeds the page, which says what is missing."""
+    """While the NATS server is down, the service keeps the page connected, and the page names the missing server."""
     require_binary()
     async with (
         EmbeddedServer() as server,

@@ -1,4 +1,4 @@
-"""Each view as people see it, a fleet at work; with `$ROLLBUS_SCREENSHOTS` their pictures are kept for the docs."""
+"""Each view with a busy fleet. With `$ROLLBUS_SCREENSHOTS`, the tests save the screenshots of the docs."""
 
 import asyncio
 from pathlib import Path
@@ -31,7 +31,7 @@ SCREENS: dict[str, tuple[Size, Theme]] = {
 
 @pytest.mark.parametrize("name", SCREENS)
 async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, name: str) -> None:
-    """All can be read, and all has a name."""
+    """In each size and theme, all text of the fleet view has enough contrast and each element has a name."""
     size, theme = SCREENS[name]
     async with (
         busy_fleet(nats_url, fleet, tmp_path, WORKERS) as (_, two),
@@ -41,7 +41,7 @@ async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
         async with under_load(http.rb, REQUESTS), opened(browser, f"{http.url}/", size=size, theme=theme) as page:
             await page.until_text("[data-testid=tile-workers-value]", "5 of 5")
             await http.rb.fleet.update_weights(path=str(two), version=12, mode="keep")
-            # Their answers hold the routing of a canary: tens of kilobytes.
+            # The acks contain the routed experts of a canary, which take tens of kilobytes.
             await page.until(LEDGERS, ["update_weights", "check_weights"])
             async with announced(nats_url, fleet, in_trouble):
                 await page.until_text("[data-testid=tile-workers-value]", "6 of 8")
@@ -54,7 +54,7 @@ async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
 async def test_throughput(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An hour of points, and what comes now."""
+    """The throughput view shows an hour of history and the current points."""
     remember_an_hour(monkeypatch, MODEL)
     async with (
         busy_fleet(nats_url, fleet, tmp_path, WORKERS),
@@ -62,14 +62,16 @@ async def test_throughput(
         opened(browser, f"{http.url}/#/throughput") as page,
     ):
         await page.until("return document.querySelectorAll('#view-throughput canvas').length > 0")
-        await page.until_text("[data-testid=chart-tokens_per_s]", lambda text: bool(text) and "Tokens per second" in text)
+        await page.until_text(
+            "[data-testid=chart-tokens_per_s]", lambda text: bool(text) and "Tokens per second" in text
+        )
         await photograph(page, "throughput")
         assert await faint_texts(page) == []
         assert await nameless(page) == []
 
 
 async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """One that was held by a pause, and went on with other weights."""
+    """The request view shows a request that a pause held and that continued with other weights."""
     async with (
         busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
         http_before(nats_url, fleet) as http,
@@ -90,7 +92,7 @@ async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
 async def test_experts(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights that send most tokens to a few experts stand out, layer by layer."""
+    """The experts view shows layer by layer that new weights send most tokens to a few experts."""
     async with (
         busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
         http_before(nats_url, fleet) as http,

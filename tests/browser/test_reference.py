@@ -1,4 +1,4 @@
-"""The reference of the routes, as a browser shows it."""
+"""The reference of the routes in a browser."""
 
 import pytest
 from selenium.webdriver import Chrome
@@ -10,6 +10,6 @@ pytestmark = pytest.mark.slow
 
 
 async def test_the_reference_is_shown(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Nothing of it is refused by its own policy, and it asks for nothing elsewhere."""
+    """The reference page violates no rule of its content security policy and loads nothing from other origins."""
     async with http_before(nats_url, fleet) as http, opened(browser, f"{http.url}/docs") as page:
         await page.until_text("body", lambda text: text is not None and "/v1/rl/state" in text)

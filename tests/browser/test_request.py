@@ -1,4 +1,4 @@
-"""What became of one request, looked up by its id."""
+"""The timeline of one request, found by its id."""
 
 import pytest
 from selenium.webdriver import Chrome
@@ -18,7 +18,7 @@ NOTE = "[data-testid=request-note]"
 
 
 async def test_a_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """Typed in, it is shown from the queue to the end; one that nobody knows is said to be unknown."""
+    """The page shows the timeline of the entered request id from the queue to the end, and reports an unknown id."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet) as http,
@@ -48,7 +48,7 @@ async def test_a_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
 
 
 async def test_a_token_that_may_not(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """The token of requests shows the fleet, and not what became of a request."""
+    """The token for requests shows the fleet, but not the timeline of a request."""
     settings = Settings(token="data-token-7319", admin_token="admin-token-2846")
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),

@@ -1,4 +1,4 @@
-"""Tokens: asked for where they are needed, and kept nowhere but in the tab's own storage."""
+"""Tokens: the page asks for them when it needs them, and stores them only in the session storage of the tab."""
 
 import pytest
 from selenium.webdriver import Chrome
@@ -17,24 +17,24 @@ TRACES = """
 return [document.documentElement.outerHTML, location.href, JSON.stringify(localStorage), document.cookie,
         ...[...document.querySelectorAll("input")].map(input => input.value)].join("\\n");
 """
-"""Where a token must not be left."""
+"""Places that must not contain a token."""
 
 
 async def give(page: Page, token: str) -> None:
-    """Type a token into the dialog that asks for it."""
+    """Enter a token into the token dialog."""
     await page.click("[data-testid=token-input]")
     await page.press(token, Keys.ENTER)
 
 
 async def check_leaves_no_trace(page: Page, token: str) -> None:
-    """A token is in no address, not in the document, and in no storage that outlives the tab."""
+    """Check that the token is in no URL, not in the document, and in no storage that outlives the tab."""
     await page.listen()
     assert token not in "\n".join([await page.run(TRACES), *page.urls])
     assert [token] == await page.run("return Object.values(sessionStorage)")
 
 
 async def test_nothing_is_shown_without_the_token(browser: Chrome, nats_url: str, fleet: str) -> None:
-    """A wrong one is said to be wrong; the right one opens the page, and again after it was loaded anew."""
+    """The page reports a wrong token. The right token opens the page, also after a reload."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
         http_before(nats_url, fleet, SETTINGS) as http,

@@ -1,4 +1,4 @@
-"""The page beside a real engine: its worker among synthetic ones, and the load of its experts."""
+"""The page with a vLLM engine: its worker beside synthetic workers, and the load of its experts."""
 
 import asyncio
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ REQUESTS = 6
 
 @pytest.fixture(scope="module")
 def workers(nats_url: str, tiny_moe_float32: Path) -> Iterator[RealWorkers]:
-    """Give a fleet of the tests of this file alone: all that its worker counts is theirs."""
+    """Start workers in a separate fleet, so that the tests of this module own all counts of the worker."""
     workers = RealWorkers(nats_url, tiny_moe_float32, version=VERSION)
     try:
         yield workers
@@ -32,7 +32,7 @@ def workers(nats_url: str, tiny_moe_float32: Path) -> Iterator[RealWorkers]:
 
 
 async def test_two_synthetic_workers_and_one_on_vllm(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
-    """State, version and slots of each are those that it announces."""
+    """The page shows state, version and slots of each worker as the worker announces them."""
     await workers.have(1)
     async with (
         synthetic_worker(nats_url, workers.fleet, worker_id="s0", weight_version=1),
@@ -57,7 +57,7 @@ async def test_two_synthetic_workers_and_one_on_vllm(browser: Chrome, nats_url: 
 
 @pytest.mark.routing
 async def test_the_heat_map_is_what_the_rows_say(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
-    """Without hits of the prefix cache, each cell has as many choices as the rows from position 0 on."""
+    """Without prefix cache hits, each cell equals the number of choices in the rows from position 0 on."""
     await workers.have(1)
     async with (
         http_before(nats_url, workers.fleet) as http,
