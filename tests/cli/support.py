@@ -1,4 +1,4 @@
-"""Runs `rollbus` as its users do: as a command of its own."""
+"""Runs `rollbus` as a child process, as its users do."""
 
 import asyncio
 import codecs
@@ -25,14 +25,14 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 def rollbus(
     *args: str, nats: str = "nats://127.0.0.1:9", cwd: Path | None = None, env: Mapping[str, str] = ENV
 ) -> subprocess.CompletedProcess[str]:
-    """Run a subcommand to its end; without `nats`, nobody listens at its address."""
+    """Run a subcommand to its end. The default of `nats` is an address without a server."""
     return subprocess.run(
         command(*args), env={**env, "ROLLBUS_NATS": nats}, cwd=cwd, capture_output=True, text=True, check=False
     )
 
 
 class Ended(NamedTuple):
-    """What a run of `rollbus` left."""
+    """The exit code and output of a run of `rollbus`."""
 
     code: int
     stdout: str
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 
 async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
-    """Run a subcommand to its end, while the test's event loop goes on. Cancellation: kills it."""
+    """Run a subcommand to its end without blocking the event loop of the test. Cancellation kills the process."""
     process = await asyncio.create_subprocess_exec(
         *command(*args, "--fleet", fleet),
         env={**ENV, "ROLLBUS_NATS": nats},
@@ -57,7 +57,7 @@ async def run_rollbus(nats: str, fleet: str, *args: str) -> Ended:
 
 
 def command(*args: str) -> list[str]:
-    """The command line of a subcommand."""
+    """Return the command line of a subcommand."""
     return [sys.executable, "-P", "-m", "rollbus.frontend.cli", *args]
 
 
@@ -65,7 +65,7 @@ def command(*args: str) -> list[str]:
 def running_up(
     *args: str, log: Path, env: Mapping[str, str] = ENV
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run `rollbus up --json` at a free port; yields the process and what it printed once it was ready."""
+    """Run `rollbus up --json` at a free port. Yield the process and the JSON object that it prints when it is ready."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command("up", "--json", "--nats", "nats://127.0.0.1:0", *args),
@@ -87,7 +87,7 @@ def running_up(
 
 
 def serves(nats: str, count: int = 1) -> bool:
-    """Say whether exactly so many workers serve at this address, at once or soon."""
+    """Return True if exactly `count` workers serve at this address, now or soon."""
 
     async def look() -> bool:
         try:
@@ -101,7 +101,7 @@ def serves(nats: str, count: int = 1) -> bool:
 
 
 def processes_with(*words: str) -> list[int]:
-    """The ids of the worker processes whose command lines have all of these words."""
+    """Return the ids of the worker processes whose command lines contain all of these words."""
     listing = subprocess.run(
         ["ps", "-ww", "-eo", "pid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
@@ -114,7 +114,7 @@ def processes_with(*words: str) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The ids of a process's children, their children, and so on."""
+    """Return the ids of all descendants of a process."""
     listing = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
     for line in listing.splitlines():
@@ -130,62 +130,63 @@ def descendants_of(pid: int) -> list[int]:
 
 
 class Terminal:
-    """A command on a terminal of its own, and all that it has shown there."""
+    """A command on a separate terminal, and all text that it has shown there."""
 
     def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
         self._process = process
         self._end = end
-        # What is read at once may end within a character.
+        # One read may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self.text = ""
 
     def read_until(self, words: str, *, times: int = 1) -> None:
-        """Read until these were shown so many times; the test's own time limit ends the wait."""
+        """Read until the text was shown `times` times. The time limit of the test ends the wait."""
         self.read_to_match(f"(?s){'.*?'.join([re.escape(words)] * times)}")
 
     def read_to_match(self, pattern: str) -> None:
-        """Read until something that was shown matches; the test's own time limit ends the wait.
+        """Read until the shown text matches. The time limit of the test ends the wait.
 
-        Ctrl-C within a drawing that is larger than the terminal's buffer loses the rest of it: read to its end before.
+        Ctrl-C during a drawing that is larger than the terminal's buffer loses the rest of the drawing: read to its end
+        before.
         """
         while not re.search(pattern, self.text):
             if not self._read():
                 raise AssertionError(f"it ended without {pattern!r}:\n{self.text}")
 
     def press_ctrl_c(self) -> None:
-        """Interrupt it as a person does."""
+        """Interrupt the command as a user does."""
         self.press(b"\x03")
 
     def press(self, keys: bytes) -> None:
-        """Send what a terminal sends for these keys."""
+        """Send the bytes that a terminal sends for these keys."""
         os.write(self._end, keys)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send the command a signal."""
         self._process.send_signal(number)
 
     def settings(self) -> list[Any]:
-        """How the terminal is set: echo, lines or single keys, and so on."""
+        """Return the settings of the terminal, for example echo and line mode."""
         return termios.tcgetattr(self._end)
 
     def resize(self, columns: int, lines: int) -> None:
-        """Change the terminal's size, as one does with its window."""
+        """Change the size of the terminal, like a resized window."""
         termios.tcsetwinsize(self._end, (lines, columns))
 
     def read_to_end(self) -> int:
-        """Read until it has ended, and return its exit code."""
+        """Read until the command has ended, and return its exit code."""
         while self._read():
             pass
         return self._process.wait()
 
     def lines(self) -> list[str]:
-        """What stands there in the end, as far as lines were overwritten in place."""
+        """Return the lines that remain visible after all overwriting in place."""
         lines = [""]
         for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r\n|\r|[^\x1b\r]+", self.text):
             if part == "\r\n":
                 lines.append("")
             elif part == "\x1b[1A":
-                # At the top the cursor stays, as when a part of what is drawn over was lost.
+                # In the top line the cursor does not move. This happens if a part of the overwritten drawing was lost.
                 lines[-1:] = [] if len(lines) > 1 else [""]
             elif part == "\x1b[2K":
                 lines[-1] = ""
@@ -196,7 +197,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             data = os.read(self._end, 65536)
-        except OSError:  # how Linux says that nobody has the terminal open any more
+        except OSError:  # Linux raises this error if no process has the terminal open any more.
             return False
         self.text += self._decoder.decode(data)
         return bool(data)
@@ -206,22 +207,22 @@ class Terminal:
 def on_terminal(
     *args: str, size: tuple[int, int] | None = None, program: Sequence[str] | None = None
 ) -> Iterator[Terminal]:
-    """Run a subcommand on a terminal of its own; it is killed in the end.
+    """Run a subcommand on a separate terminal, and kill it at the end.
 
     Args:
-        size: columns and lines; None: wide enough for a line of any length.
-        program: run instead of `rollbus`.
+        size: columns and lines. None: wide enough for a line of any length.
+        program: run this instead of `rollbus`.
     """
     end, terminal = os.openpty()
-    # The echo of Ctrl-C would stand anywhere, also within a character or within what moves the cursor.
+    # The echo of Ctrl-C could appear anywhere, also within a character or an escape sequence.
     settings = termios.tcgetattr(terminal)
     settings[3] &= ~termios.ECHO
-    # Without this, Ctrl-C also throws away what was written and not yet read.
+    # Without this flag, Ctrl-C also discards output that was not read yet.
     settings[3] |= termios.NOFLSH
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
     if size is not None:
         termios.tcsetwinsize(terminal, size[::-1])
-    # These two would win over the terminal's own size; readline writes them into the environment of pytest.
+    # These two variables override the terminal's size. readline sets them in the environment of pytest.
     env = {name: value for name, value in ENV.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         ["setsid", "--ctty", *(program or command(*args))],

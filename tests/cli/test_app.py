@@ -36,12 +36,12 @@ NEEDED = {
     "unload-lora": ["name"],
     "update-weights": ["path"],
 }
-"""What some commands cannot do without."""
+"""The arguments that some commands require."""
 HEAVY = ("nats", "rich", "torch", "transformers", "uvloop", "vllm")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollbus --help` lists the commands, each with its line, and the exit codes."""
+    """`rollbus --help` lists the commands, each with a line of help, and the exit codes."""
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
 
@@ -53,7 +53,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_every_help_ends_with_examples(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two to four command lines that parse; one of them at least is of the command itself."""
+    """Each help ends with two to four command lines that parse. At least one of them calls the command itself."""
     with pytest.raises(SystemExit):
         main([*filter(None, [command]), "--help"])
 
@@ -66,14 +66,14 @@ def test_every_help_ends_with_examples(command: str | None, capsys: pytest.Captu
 
 
 def words_of_rollbus(line: str) -> list[str]:
-    """The arguments of `rollbus` in a line for a shell; none if it runs another program."""
+    """Return the arguments of `rollbus` in a shell line, or an empty list if the line runs another program."""
     words = [word for word in shlex.split(line, comments=True) if "=" not in word or word.startswith("-")]
     assert words[0] in {"rollbus", "echo", "curl"}
     return words[1:] if words[0] == "rollbus" else []
 
 
 def test_a_help_names_the_common_options_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """They stand in full in `rollbus --help`, and a command's help has room for its own."""
+    """The help of a command lists the common options in one line. Only `rollbus --help` describes them."""
     with pytest.raises(SystemExit):
         main(["status", "--help"])
     short = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_a_help_names_the_common_options_in_one_line(capsys: pytest.CaptureFixtu
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollbus help pause` prints what `rollbus pause --help` prints."""
+    """`rollbus help pause` prints the same text as `rollbus pause --help`."""
     outs = []
     for argv in (["help", "pause"], ["pause", "--help"]):
         with pytest.raises(SystemExit) as caught:
@@ -100,7 +100,7 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
-    """Help answers at once, and without the extras: nothing that takes long to import is imported."""
+    """`rollbus --help` imports no slow module, so it answers immediately and works without the extras."""
     code = f"""
 import sys
 from rollbus.frontend.cli.app import build_parser
@@ -114,7 +114,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_takes_the_common_options(command: str) -> None:
-    """--nats, --fleet, --json and -v mean the same everywhere."""
+    """The options --nats, --fleet, --json and -v have the same meaning in each command."""
     args = build_parser().parse_args(
         [command, *NEEDED.get(command, []), "--nats", "nats://h:1", "--fleet", "f", "--json", "-v"]
     )
@@ -123,7 +123,7 @@ def test_every_command_takes_the_common_options(command: str) -> None:
 
 
 def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """$ROLLBUS_NATS is the default of --nats; without it, the server of this machine."""
+    """$ROLLBUS_NATS is the default of --nats. Without the variable, the default is the server of this machine."""
     monkeypatch.setenv("ROLLBUS_NATS", "nats://somewhere:1")
     assert build_parser().parse_args(["status"]).nats == "nats://somewhere:1"
     monkeypatch.delenv("ROLLBUS_NATS")
@@ -156,7 +156,7 @@ def test_the_address_of_nats_comes_from_the_environment(monkeypatch: pytest.Monk
     ],
 )
 def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, one line on stderr, nothing on stdout."""
+    """A usage error gives exit code 2, one line on stderr and nothing on stdout."""
     with pytest.raises(SystemExit) as caught:
         main(argv)
 
@@ -202,7 +202,7 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
 def test_a_typo_is_answered_with_the_nearest_name(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a command, an option and a value; where nothing is near, with where to look."""
+    """A misspelled command, option or value gets the nearest name, or a hint where to find the allowed names."""
     with pytest.raises(SystemExit) as caught:
         main(argv)
 
@@ -211,7 +211,7 @@ def test_a_typo_is_answered_with_the_nearest_name(
 
 
 def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
-    """What argparse accepts is not taken for a typo: beginnings of options, negative numbers, all that follows `--`."""
+    """The parser still accepts beginnings of options, negative numbers, and all arguments that follow `--`."""
     args = build_parser().parse_args(["generate", "--inp", "a", "--output=--b", "--temperature", "-1"])
     assert (args.input, args.output, args.temperature) == (Path("a"), Path("--b"), -1)
     assert build_parser().parse_args(["abort", "--", "--id"]).request_ids == ["--id"]
@@ -236,7 +236,10 @@ def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
 def test_what_cannot_be_meant_is_refused_in_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Mistakes that need a look at the machine are usage errors, too; nothing is started and no file is made."""
+    """Mistakes that need a check of the machine are usage errors too.
+
+    The command then starts nothing and creates no file.
+    """
     monkeypatch.chdir(tmp_path)
 
     assert main(argv) == ExitCode.USAGE
@@ -248,7 +251,10 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
 
 @pytest.mark.slow
 def test_no_nats_server_is_one_line() -> None:
-    """Without -v there is no traceback; with it there is one, before the line."""
+    """Without -v, a missing NATS server gives one line without a traceback.
+
+    With -v, the traceback comes before that line.
+    """
     quiet, verbose = rollbus("status"), rollbus("status", "-v")
 
     assert (quiet.returncode, verbose.returncode) == (ExitCode.FAILED, ExitCode.FAILED)
@@ -260,7 +266,7 @@ def test_no_nats_server_is_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_bug_is_one_line_too() -> None:
-    """An error that nobody expected ends with 1, names itself, and says how to see more."""
+    """An unexpected error gives exit code 1 and one line with the error and a hint how to see the traceback."""
     code = """
 import sys
 from rollbus.frontend.cli import app
@@ -288,12 +294,15 @@ sys.exit(app.main(["status"]))
     ],
 )
 def test_errors_have_their_exit_codes(error: CommandFailed | OSError, code: ExitCode) -> None:
-    """Each kind of error ends a command with its own code."""
+    """Each kind of error ends a command with its own exit code."""
     assert exit_code_of(error) == code
 
 
 def test_the_cause_is_shown_before_its_consequences() -> None:
-    """Of several errors the one that a command made is shown; a bug among them is never hidden."""
+    """If several errors are raised, the command reports the error that it raised itself.
+
+    It never hides a bug among them.
+    """
     cause, consequence = CommandFailed("worker died"), BusBroken("gone")
 
     assert cause_of(ExceptionGroup("", [ExceptionGroup("", [consequence]), cause])) is cause
@@ -302,7 +311,7 @@ def test_the_cause_is_shown_before_its_consequences() -> None:
 
 
 def test_up_listens_where_the_others_will_look() -> None:
-    """The port of --nats is taken as it is; without one, or with 0, any free port."""
+    """`up` uses the port of --nats. Without a port, or with port 0, it uses any free port."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
@@ -314,7 +323,7 @@ def test_up_listens_where_the_others_will_look() -> None:
 
 
 def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A taken port that the user named, by --nats or $ROLLBUS_NATS, is an error; the default one moves and says so."""
+    """A busy port is an error if --nats or $ROLLBUS_NATS names it. A busy default port is replaced, with a message."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -338,7 +347,7 @@ def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `rollbus worker` and `rollbus up` are told reaches `python -m rollbus.workers` unchanged."""
+    """`rollbus worker` and `rollbus up` pass the worker options unchanged to `python -m rollbus.workers`."""
     engine_args = '{"max_model_len": 64}'
     argv = ["up", "--engine", "synthetic", "--engine-args", engine_args, "--served-model-name", "m", "-v"]
     argv += ["--engine-timeout-s", "60", "--weight-root", "a", "--weight-root", "b", "--cache-dir", "c"]
@@ -353,7 +362,7 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_find_our_package_and_not_one_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder of our package, not resolved, comes first on a worker's path, once; what the user had there stays."""
+    """A worker's PYTHONPATH starts with the unresolved folder of rollbus, exactly once. The user's entries stay."""
     source = ROOT / "src"
     monkeypatch.setenv("PYTHONPATH", f"/theirs:{source}")
     assert python_env()["PYTHONPATH"] == f"/theirs:{source}"
@@ -362,7 +371,7 @@ def test_workers_find_our_package_and_not_one_of_the_folder(monkeypatch: pytest.
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollbus --version` and `rollbus.__version__` say the same as the installed distribution."""
+    """`rollbus --version` and `rollbus.__version__` equal the version of the installed distribution."""
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
 
@@ -375,7 +384,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 def test_without_vllm_it_is_said_what_to_install(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A light install is told so before anything is started."""
+    """Without vLLM, `up` and `demo` report before they start anything how to install it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
 
     assert main([command, "--nats", "nats://127.0.0.1:0"]) == ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""`rollbus bench`; the engine is the synthetic one, as it is not what is tested. No test looks at how fast it is."""
+"""`rollbus bench` with the synthetic engine, because the engine is not under test. No test checks a speed."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from tests.support.waits import until_true
 
 SMALL = BenchLoad(input_tokens=7, output_tokens=5)
 ROW_BYTES = 16
-"""Of the synthetic model: 4 layers, top 4, a byte each."""
+"""Bytes of a row of the synthetic model: 4 layers, top 4, one byte each."""
 ENGINE = SyntheticConfig().capabilities
 SLOW = SyntheticConfig(step_s=0.01)
 NOBODY = "no_workers: no live worker serves synthetic"
@@ -40,22 +40,25 @@ OPTIONS = ("--input-tokens", "7", "--output-tokens", "5", "--requests", "6", "--
 
 
 def requests(load: BenchLoad = SMALL, count: int = 6, seed: int = 0, vocab_size: int = 32_000) -> list[GenerateRequest]:
-    """What a round of `count` requests sends."""
+    """Return the requests that a round of `count` requests sends."""
     return list(load.requests("synthetic", vocab_size, count, np.random.default_rng(seed)))
 
 
 def prompts(of: Iterable[GenerateRequest]) -> list[tuple[int, ...]]:
-    """Their prompts, to be compared."""
+    """Return the prompts of the requests in a form that can be compared."""
     return [tuple(np.asarray(request.prompt_token_ids).tolist()) for request in of]
 
 
 def once_more(request: GenerateRequest) -> GenerateRequest:
-    """The same with an id of its own."""
+    """Return a copy of the request with a new id."""
     return replace(request, request_id=uuid.uuid4().hex)
 
 
 def test_every_prompt_is_new() -> None:
-    """Prompts differ in a round and from seed to seed; a seed repeats them, with another cache salt in each run."""
+    """Prompts differ within a round and between seeds.
+
+    A seed repeats its prompts, but each run has another cache salt.
+    """
     first, again, other = requests(), requests(BenchLoad(input_tokens=7, output_tokens=5)), requests(seed=1)
 
     assert len(set(prompts(first))) == 6
@@ -74,7 +77,7 @@ def test_every_prompt_is_new() -> None:
     ],
 )
 def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> None:
-    """Before anything is sent; of several workers the weakest counts."""
+    """A load that the weakest worker's engine cannot serve is a usage error before any request is sent."""
     without_experts = SyntheticConfig(num_experts=0, max_model_len=70_000).capabilities
     strong = SyntheticConfig(max_model_len=70_000).capabilities
 
@@ -96,7 +99,7 @@ def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> 
 def test_numbers_that_do_not_go_together_are_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line that names the options, and nothing is started."""
+    """Options with inconsistent values are a usage error of one line that names them, and nothing is started."""
     assert main(["bench", *argv, "--nats", "nats://127.0.0.1:9"]) == ExitCode.USAGE
     err = capsys.readouterr().err
     assert words in err
@@ -105,7 +108,7 @@ def test_numbers_that_do_not_go_together_are_refused(
 
 @pytest.mark.parametrize("argv", [["--logprobs", "all"], ["--concurrency", "0"], ["--concurrency"], ["--rounds", "0"]])
 def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """By the parser, which names the option."""
+    """The parser refuses an invalid number and names the option."""
     with pytest.raises(SystemExit) as caught:
         main(["bench", *argv])
     assert caught.value.code == ExitCode.USAGE
@@ -115,7 +118,10 @@ def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFix
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool) -> None:
-    """Tokens and routing of each request by the row rule, in both ways; times only where chunks are taken."""
+    """A round counts tokens and routed experts by the row rule, streamed or not.
+
+    It measures times only when streaming.
+    """
     ended: list[int] = []
     async with served(nats_url, fleet, weight_version=3) as (rb, *_):
         taken = await measure(rb, requests(), 4, streams=streams, advance=lambda: ended.append(1))
@@ -134,7 +140,10 @@ async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str, streams: bool) -> None:
-    """A request that is refused, and one that a stop token ends early, are failures by name; the others count."""
+    """A rejected request and a request that ends early at a stop token count as failures by name.
+
+    The others count as usual.
+    """
     refused = GenerateRequest(prompt_token_ids=[10**6])
     early = GenerateRequest(
         prompt_token_ids=[1], sampling=rollbus.SamplingParams(stop_token_ids=range(1024), allowed_token_ids=[5])
@@ -149,7 +158,7 @@ async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str,
 
 @pytest.mark.slow
 async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
-    """It does not count as failed, one after the other, what nobody was there to take."""
+    """Without workers, a round fails as a whole instead of counting each request as a failure."""
     ended: list[object] = []
 
     async def end(streams: bool) -> None:
@@ -167,7 +176,7 @@ async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -> None:
-    """Not even those of an earlier run with the same seed; the same requests once more would be."""
+    """A run with the seed of an earlier run has no prefix cache hits. A repetition of the same requests has hits."""
     earlier, later = (requests(BenchLoad(input_tokens=40, output_tokens=5)) for _ in range(2))
     async with served(nats_url, fleet, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         cached = [(await measure(rb, those, 6, streams=False)).cached_tokens for those in (earlier, later)]
@@ -179,7 +188,7 @@ async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -
 
 @pytest.mark.slow
 async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
-    """As JSON: the fleet's own model and version, both concurrencies, every round whole; the warm-up is not in it."""
+    """The JSON report has the fleet's model and version and whole rounds of both concurrencies, without warm-up."""
     async with observing(nats_url, fleet), served(nats_url, fleet, weight_version=3) as (_, worker, _):
         ended = await run_rollbus(nats_url, fleet, "bench", *OPTIONS, "--concurrency", "2", "3", "--stream")
         counted = worker.stats().links.ended
@@ -197,12 +206,12 @@ async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fleet: str) -> None:
-    """What an operator aborts is in the table and in the last line; the rest is measured all the same."""
-    # Seconds of work, which a busy machine needs to come to the abort in the middle of it.
+    """Aborted requests are listed in the table and in the last line, and the other requests are still measured."""
+    # The load takes seconds, because a busy machine needs that time to abort in the middle of it.
     options = ("--concurrency", "2", "--output-tokens", "150", "--requests", "4", "--rounds", "1", "--json")
     async with served(nats_url, fleet, config=SLOW) as (rb, worker, engine), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_rollbus(nats_url, fleet, "bench", *options))
-        # Behind the two that warm up, and with many to follow.
+        # At this point both warm-up requests have ended, and many requests follow.
         await until_true(lambda: worker.stats().links.ended >= 2 and not is_idle(engine))
         await rb.fleet.pause(mode="abort")
         await rb.fleet.resume()
@@ -216,7 +225,7 @@ async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fle
 
 @pytest.mark.slow
 async def test_ctrl_c_aborts_what_is_open(nats_url: str, fleet: str) -> None:
-    """The engine has nothing more to do, and the command says that it was interrupted, with 130."""
+    """After Ctrl-C, the engine has no request left, and the command reports the interrupt with exit code 130."""
     async with (
         observing(nats_url, fleet) as observer,
         served(nats_url, fleet, config=SLOW) as (_, _, engine),
@@ -253,13 +262,19 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
 def test_without_a_worker_there_is_nothing_to_measure(
     workers: list[WorkerPresence], model: str | None, error: type[Exception], words: str
 ) -> None:
-    """It is said what those do that are there, or which models are served; what is paused would only wait."""
+    """The error gives the states of the live workers or the models that are served.
+
+    Requests to a paused fleet would only wait.
+    """
     with pytest.raises(error, match=words):
         target_of(workers, model, nats_url="nats://user:secret@h", fleet="f")
 
 
 def test_the_workers_that_serve_are_the_target() -> None:
-    """Those of the model that was named, or of the only one; a prefill worker alone serves nobody."""
+    """The target is the serving workers of the named model, or of the only model.
+
+    A prefill worker alone serves no requests.
+    """
     other = replace(SERVES, model="n")
 
     assert target_of([PAUSED, SERVES, PREFILL], None, nats_url="", fleet="f") == BenchTarget("m", [SERVES])
@@ -268,7 +283,7 @@ def test_the_workers_that_serve_are_the_target() -> None:
 
 @contextmanager
 def default_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Make the default address one of this test's own, at which nobody listens; nothing else names a fleet."""
+    """Set a default address that has no server, and unset the variables that name a fleet."""
     with socket.socket() as ours:
         ours.bind(("127.0.0.1", 0))
         monkeypatch.setattr(app, "DEFAULT_NATS", f"nats://127.0.0.1:{ours.getsockname()[1]}")
@@ -278,7 +293,7 @@ def default_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 
 def test_a_fleet_that_is_named_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its server, its own name, its model or credentials, or by who listens at the default address."""
+    """`bench` never replaces a fleet that options or credentials name, nor the server at the default address."""
     with default_address(monkeypatch) as ours:
 
         def is_replaced(*argv: str) -> bool:
@@ -300,7 +315,7 @@ def test_a_fleet_that_is_named_is_never_replaced(monkeypatch: pytest.MonkeyPatch
 def test_where_no_fleet_is_the_transport_alone_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No fleet named, nobody listening at the default address: it brings its own, and says so above the figures."""
+    """Without a named fleet and a default server, `bench` starts its own and prints TRANSPORT ONLY above the table."""
     with default_address(monkeypatch):
         assert main(["bench", *OPTIONS[:-1], "--concurrency", "3"]) == ExitCode.OK
 

@@ -1,4 +1,4 @@
-"""What `rollbus bench` makes of its rounds; the rounds are made by hand."""
+"""The report that `rollbus bench` makes of its rounds. The rounds are handmade."""
 
 import json
 from array import array
@@ -12,7 +12,7 @@ from rollbus.frontend.cli.figures import Spread, percentile
 
 
 def report(*outcomes: ConcurrencyResult) -> Report:
-    """A report of these."""
+    """Return a report of these outcomes."""
     options = BenchOptions(load=BenchLoad(input_tokens=7, output_tokens=5), concurrencies=[1], rounds=2)
     target = BenchTarget("m", [])
     return Report(
@@ -21,7 +21,7 @@ def report(*outcomes: ConcurrencyResult) -> Report:
 
 
 def test_a_figure_is_a_median_with_its_range() -> None:
-    """Of any number of rounds, with the digits that the median is worth; the same value three times is said once."""
+    """A figure shows median and range of the rounds with the significant digits. Equal values are shown once."""
     assert Spread.of([3.0, 100.0, 2.0]) == Spread(3.0, 2.0, 100.0)
     assert Spread.of([1234.5, 1000.0, 2000.4]).text() == "1,234 (1,000 to 2,000)"
     assert Spread.of([0.01234, 0.5]).text() == "0.256 (0.012 to 0.500)"
@@ -29,14 +29,14 @@ def test_a_figure_is_a_median_with_its_range() -> None:
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
-    """The smallest that so many percent of them do not exceed, in whatever order they come."""
+    """A percentile is the smallest value that so many percent of the values do not exceed, in any order."""
     values = array("f", range(100, 0, -1))
 
     assert (percentile(values, 50), percentile(values, 99), percentile([3.0, 1.0, 2.0], 50)) == (50.0, 99.0, 2.0)
 
 
 def test_a_report_has_a_column_for_each_concurrency() -> None:
-    """Medians and ranges of the rounds, the sums of what went wrong, and every version that sampled a token."""
+    """A report has medians and ranges of the rounds, sums of the errors, and each version that sampled a token."""
     one, two = ConcurrencyResult(1, 32), ConcurrencyResult(64, 256)
     for tokens in (100, 300, 200):
         one.add(Round(seconds=2.0, cpu_s=0.5, requests=1, tokens=tokens, routing_bytes=2_000_000, weight_versions={7}))
@@ -64,7 +64,7 @@ def test_a_report_has_a_column_for_each_concurrency() -> None:
 
 
 def test_a_failure_is_never_hidden() -> None:
-    """Also that of a request which was sent to warm up: by its code in table and JSON, and in the last line."""
+    """A failure appears by its code in table and JSON and in the last line, also if it was a warm-up request."""
     outcome, other = ConcurrencyResult(1, 32), ConcurrencyResult(2, 32)
     warm_up = Round()
     warm_up.fail("timeout", "not finished within 3 s")

@@ -1,4 +1,4 @@
-"""The commands to workers as a user gives them, on workers by hand, whose every answer the test writes."""
+"""The control commands of the CLI, with handmade workers whose acks are given by the test."""
 
 import contextlib
 import json
@@ -27,7 +27,10 @@ APPLIES = (ACCEPTED, APPLIED)
 async def workers(
     nats_url: str, fleet: str, answers: Mapping[str, Sequence[AckStatus]]
 ) -> AsyncIterator[list[AnyCommand]]:
-    """Workers that answer each command, at its first arrival, as `answers` says; yields what they have heard."""
+    """Run workers that answer the first arrival of each command with `answers`.
+
+    Yield the commands that they received.
+    """
     heard: list[AnyCommand] = []
 
     async def join(name: str, says: Sequence[AckStatus]) -> HandWorker:
@@ -56,7 +59,7 @@ async def workers(
 
 
 def ack(given: AnyCommand, worker: str, status: AckStatus) -> Ack:
-    """A worker's word on a command."""
+    """Return a worker's ack of a command."""
     error = AckError(code=ControlCode.ENGINE_ERROR, message="the engine said no") if status is FAILED else None
     epoch = given.epoch
     return Ack(
@@ -92,7 +95,10 @@ def ack(given: AnyCommand, worker: str, status: AckStatus) -> Ack:
 async def test_commands_say_what_was_typed(
     args: list[str], name: str, fields: dict[str, object], nats_url: str, fleet: str
 ) -> None:
-    """Each option reaches the workers as the field of its name; all applied it: exit code 0."""
+    """Each option reaches the workers as the field of the same name.
+
+    If all workers apply the command, the exit code is 0.
+    """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
         ended = await run_rollbus(nats_url, fleet, *args)
 
@@ -104,7 +110,10 @@ async def test_commands_say_what_was_typed(
 
 
 async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> None:
-    """A relative PATH is made absolute where it was typed, links unresolved; with --objects it is left as it is."""
+    """A relative PATH becomes absolute in the current folder, with symbolic links unresolved.
+
+    With --objects, it is unchanged.
+    """
     async with workers(nats_url, fleet, {"w0": APPLIES}) as heard:
         await run_rollbus(nats_url, fleet, "update-weights", "some/folder", "--version", "1")
         await run_rollbus(nats_url, fleet, "load-lora", "code", "../adapter")
@@ -116,7 +125,10 @@ async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> N
 
 
 async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:
-    """Exit code 3 when one of two failed: the table has both, the summary counts, stderr names the one and says why."""
+    """If one of two workers fails, the exit code is 3.
+
+    The table lists both, and stderr names the failed worker and the reason.
+    """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": (ACCEPTED, FAILED)}):
         ended = await run_rollbus(nats_url, fleet, "flush-cache")
 
@@ -133,7 +145,7 @@ async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None:
-    """--json: one line on stdout, also when it did not go well."""
+    """With --json, the command prints one line on stdout, also if it fails."""
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": (STALE,)}):
         ended = await run_rollbus(nats_url, fleet, "pause", "--json")
 
@@ -156,7 +168,7 @@ async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None
 async def test_what_was_answered_decides_the_exit_code(
     answers: dict[str, tuple[AckStatus, ...]], code: ExitCode, nats_url: str, fleet: str
 ) -> None:
-    """None and refused: 1; some: 3; none, and nobody said why in time: 4."""
+    """The exit code is 1 if all refused, 3 if only some applied, and 4 if none applied or gave a reason in time."""
     async with workers(nats_url, fleet, answers):
         ended = await run_rollbus(nats_url, fleet, "flush-cache", "--timeout-s", "0.1")
 
@@ -169,7 +181,7 @@ async def test_what_was_answered_decides_the_exit_code(
     [["pause"], ["update-weights", "/x", "--version", "1"], ["abort", "r"], ["drain", "w0"], ["resume", "--json"]],
 )
 async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_url: str, fleet: str) -> None:
-    """5, in one line, and nothing is recorded."""
+    """Without workers, a command exits with code 5 and one line on stderr, and the desired state records nothing."""
     ended = await run_rollbus(nats_url, fleet, *args)
     status = await run_rollbus(nats_url, fleet, "status", "--json")
 
@@ -178,7 +190,10 @@ async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_u
 
 
 async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet: str) -> None:
-    """--expect: with one of two workers there is nothing sent and the exit code 5; with two all goes on as always."""
+    """With fewer live workers than --expect, the command is not sent and exits with code 5.
+
+    With enough, it runs as usual.
+    """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
         few = await run_rollbus(nats_url, fleet, "pause", "--expect", "3")
         others = await run_rollbus(nats_url, fleet, "pause", "--model", "other", "--expect", "1")
@@ -202,7 +217,7 @@ async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_is_sent(args: list[str], message: str) -> None:
-    """Usage errors, in one line; NATS, which is not there, is not asked."""
+    """An invalid argument is a usage error of one line. The command detects it before it connects to NATS."""
     done = rollbus(*args)
 
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (ExitCode.USAGE, "", 1)
@@ -210,7 +225,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_sent(args: list[str]
 
 
 async def test_reset_forgets_what_was_told(nats_url: str, fleet: str) -> None:
-    """After it nothing is desired; where nothing was, it says so. Epochs go on."""
+    """`reset` clears the desired state and reports if it was empty. The epoch continues to increase."""
     async with workers(nats_url, fleet, {"w0": APPLIES}):
         first = await run_rollbus(nats_url, fleet, "reset", "--json")
         await run_rollbus(nats_url, fleet, "pause")

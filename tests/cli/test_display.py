@@ -11,7 +11,7 @@ from rollbus.frontend.cli.generate_bar import GenerateBar, count_text, pace_text
 
 
 def test_a_piped_table_is_plain_text() -> None:
-    """Into a pipe go aligned columns of any width, without borders or trailing blanks."""
+    """A table in a pipe has aligned columns of any width, without borders and trailing blanks."""
     out = io.StringIO()
 
     print_table(("a", "long name"), [["wide cell" * 20, "1"], ["b", ""]], out=out)
@@ -22,7 +22,7 @@ def test_a_piped_table_is_plain_text() -> None:
 
 
 def test_a_terminal_table_has_borders_and_the_same_cells() -> None:
-    """On a terminal the cells stand in a frame; text that looks like markup stays as it is."""
+    """A table on a terminal has borders, and text that looks like markup stays unchanged."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -37,7 +37,7 @@ def test_a_terminal_table_has_borders_and_the_same_cells() -> None:
 
 
 def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that do not fit are broken over lines, so that a worker's id can still be read."""
+    """On a narrow terminal, long cells are wrapped, so that a worker's id remains readable."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -54,7 +54,10 @@ def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_peer_cannot_move_the_cursor(is_terminal: bool) -> None:
-    """Control characters in what a worker says are shown and not obeyed, and a line's end does not end the row."""
+    """Control characters in a worker's texts are shown as escapes and not executed.
+
+    A line break does not end the row.
+    """
 
     class Out(io.StringIO):
         def isatty(self) -> bool:
@@ -68,7 +71,7 @@ def test_a_peer_cannot_move_the_cursor(is_terminal: bool) -> None:
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
-    """What `head` does not want any more is thrown away: the exit code of the command stays what it is."""
+    """If the reader closes the pipe, like `head`, the remaining output is discarded and the exit code stays."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
@@ -77,7 +80,7 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Logs and pipes get no bar."""
+    """Progress displays write nothing to logs and pipes."""
     with progress("working", 2) as advance, waiting("waiting") as show, GenerateBar(is_shown=True) as bar:
         advance()
         show("still waiting")
@@ -89,7 +92,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
 
 
 def test_experts_are_counted_by_layer() -> None:
-    """Each choice counts once for its layer, over arrays of any length and dtype."""
+    """Each choice counts once for its layer, in arrays of any length and dtype."""
     one = np.array([[[0, 1], [3, 3]], [[1, 2], [3, 0]]], np.uint8)
     other = np.array([[[1, 0], [0, 2]]], "<u2")
 
@@ -99,7 +102,7 @@ def test_experts_are_counted_by_layer() -> None:
 
 
 def test_the_most_and_the_least_used_experts_are_named() -> None:
-    """Shares are of the layer's choices; experts that were never chosen are counted."""
+    """The shares refer to the choices of the layer. Experts that were never chosen are counted."""
     assert expert_rows(np.array([[6, 3, 1, 0], [0, 0, 0, 0]])) == [
         ["0", "0 (60%), 1 (30%), 2 (10%)", "1 (30%), 2 (10%), 3 (0%)", "1"],
         ["1", "0 (0%), 1 (0%), 2 (0%)", "1 (0%), 2 (0%), 3 (0%)", "4"],
@@ -116,18 +119,18 @@ def test_the_most_and_the_least_used_experts_are_named() -> None:
     ],
 )
 def test_the_pace_is_that_of_this_run(ended: int, tokens: int, seconds: float, text: str) -> None:
-    """The 1,000 prompts of earlier runs count as done, and not for the rate or the time left."""
+    """The 1,000 prompts of earlier runs count as done, but not for the rate or the time left."""
     assert pace_text(9000, ended, before=1000, tokens=tokens, seconds=seconds) == text
 
 
 def test_an_end_before_the_end_says_how_far_it_is() -> None:
-    """Failures are counted where there are some."""
+    """A run that stops early reports the number of finished prompts, and the number of failures if there are any."""
     assert count_text(290, 0, 1260) == "290 of 1,260 done; the same command continues"
     assert count_text(1290, 2, 2260) == "1,290 of 2,260 done, 2 failed; the same command continues"
 
 
 def test_a_run_is_summed_up_in_one_line() -> None:
-    """Only what happened is mentioned."""
+    """The summary mentions only counts that are not zero."""
     report = {
         "prompts": 5,
         "resumed": 0,

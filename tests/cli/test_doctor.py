@@ -1,4 +1,4 @@
-"""`rollbus doctor` says what is wrong and what to do, and ends with 1 when something will not work."""
+"""`rollbus doctor` reports problems with advice, and exits with code 1 if something will not work."""
 
 import json
 from collections.abc import AsyncIterator
@@ -27,22 +27,22 @@ GOOD = HostProbe(
     shm_bytes=lambda: 8 * 1024**3,
     nats_server=lambda: "nats-server: v2.15.1",
 )
-"""A machine on which all is well."""
+"""A machine without problems."""
 
 
 def found(machine: HostProbe) -> dict[str, Finding]:
-    """What is found on a machine that is not as it should be."""
+    """Return the findings about the machine that are not ok."""
     return {finding.check: finding for finding in examine_machine(machine) if finding.status is not Status.OK}
 
 
 async def examined(url: str, creds: Path | None = None, fleet: str | None = None) -> dict[str, Finding]:
-    """What is found at a server."""
+    """Return the findings about a server."""
     target = DoctorTarget(url=url, creds=None if creds is None else str(creds), fleet=fleet)
     return {finding.check: finding async for finding in examine_bus(target)}
 
 
 def test_a_machine_on_which_all_is_well_has_nothing_to_say() -> None:
-    """Every line is ok, and none has advice."""
+    """On a machine without problems, each finding is ok and has no advice."""
     assert found(GOOD) == {}
     assert not any(finding.advice for finding in examine_machine(GOOD))
 
@@ -62,7 +62,7 @@ def test_a_machine_on_which_all_is_well_has_nothing_to_say() -> None:
 def test_versions_that_do_not_go_together_are_named(
     versions: dict[str, str | None], check: str | None, status: Status | None, words: str
 ) -> None:
-    """The torchvision that pip brings beside a CPU torch, an engine that is too old, one that is not there."""
+    """`doctor` reports the torchvision that pip installs beside a CPU torch, an old engine, and a missing engine."""
     [*problems] = found(replace(GOOD, version_of=(VERSIONS | versions).get)).values()
 
     assert [(problem.check, problem.status) for problem in problems] == ([(check, status)] if check else [])
@@ -79,7 +79,7 @@ def test_versions_that_do_not_go_together_are_named(
     ],
 )
 def test_what_is_short_is_named_with_what_to_do(machine: HostProbe, check: str, status: Status) -> None:
-    """Memory, shared memory, the server's binary."""
+    """`doctor` reports too little memory or shared memory and an old or missing nats-server, each with advice."""
     problems = found(machine)
 
     assert [(problem.check, problem.status) for problem in problems.values()] == [(check, status)]
@@ -87,7 +87,7 @@ def test_what_is_short_is_named_with_what_to_do(machine: HostProbe, check: str, 
 
 
 def test_without_a_server_it_says_how_to_start_one() -> None:
-    """The one thing that will not work; the rest is still looked at, and the exit code says so."""
+    """Without a server, `doctor` reports one failure, checks everything else too, and exits with code 1."""
     done = rollbus("doctor", "--json", "--nats", "nats://127.0.0.1:9")
     told = json.loads(done.stdout)
     [failed] = [finding for finding in told["findings"] if finding["status"] == "fail"]
@@ -98,7 +98,7 @@ def test_without_a_server_it_says_how_to_start_one() -> None:
 
 
 async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet: str) -> None:
-    """An open server without workers: warnings, and 0."""
+    """An open server without workers gives warnings and exit code 0."""
     ended = await run_rollbus(nats_url, fleet, "doctor")
     lines = ended.stdout.splitlines()
 
@@ -110,7 +110,7 @@ async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet
 
 
 async def test_a_server_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No JetStream, and a small max_payload."""
+    """`doctor` reports a server without JetStream, and a small max_payload."""
     require_binary()
     change_config(monkeypatch)
     async with EmbeddedServer(max_payload_bytes=65536) as server:
@@ -122,7 +122,7 @@ async def test_a_server_that_lacks_something_is_told_what(monkeypatch: pytest.Mo
 
 @asynccontextmanager
 async def secured(folder: Path) -> AsyncIterator[Guarded]:
-    """A server that knows its users, and a worker."""
+    """Run a server with users, and a worker."""
     async with guarded(folder) as guard:
         own = {"worker_id": "w0", "credentials": guard.credentials("w0")}
         async with synthetic_worker(guard.url, FLEET, config=SyntheticConfig(step_s=0.002), model=MODEL, **own):
@@ -133,7 +133,7 @@ async def secured(folder: Path) -> AsyncIterator[Guarded]:
 
 @pytest.mark.slow
 async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
-    """By trying, without a trace: nothing is stored, recorded or commanded, and a client of the name goes on."""
+    """`doctor` tests permissions without side effects, and a client of the same name continues."""
     may = {
         "alice": "send requests",
         "front": "send requests, command",
@@ -158,7 +158,7 @@ async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_permissions_that_are_not_the_roles_are_a_failure(tmp_path: Path) -> None:
-    """As with a server that has not read its configuration again."""
+    """Permissions that differ from the role are a failure, as with a server that has not reloaded its configuration."""
     async with guarded(tmp_path) as guard:
         own = json.loads(guard.path("eye").read_bytes())
         path = tmp_path / "changed.creds"
@@ -174,7 +174,7 @@ async def test_permissions_that_are_not_the_roles_are_a_failure(tmp_path: Path) 
 
 @pytest.mark.slow
 async def test_a_server_that_refuses_us_is_no_server_that_is_missing(tmp_path: Path) -> None:
-    """Without credentials, and with a file that is none."""
+    """A server that refuses the connection is not reported as missing, without credentials or with an invalid file."""
     async with guarded(tmp_path) as guard:
         nobody = await examined(guard.url)
         (tmp_path / "none.creds").write_text("{}")

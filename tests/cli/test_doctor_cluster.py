@@ -1,4 +1,4 @@
-"""What operators see of three servers, whole and with some gone."""
+"""`doctor` and `status` with a cluster of three servers, complete and with failed servers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -26,18 +26,18 @@ MODEL = "synthetic"
 
 
 async def findings(urls: str) -> list[Finding]:
-    """All that is not well."""
+    """Return the findings that are not ok."""
     target = DoctorTarget(url=urls, creds=None, fleet="f")
     return [finding async for finding in examine_bus(target) if finding.status is not Status.OK]
 
 
 def about(found: list[Finding], check: str, status: Status) -> str:
-    """What was found of one thing, and the advice."""
+    """Return findings and advice of one check with one status."""
     return "\n".join(f"{one.found} -> {one.advice}" for one in found if (one.check, one.status) == (check, status))
 
 
 async def streams_without_share(server: Server) -> None:
-    """Make the queue as an earlier release left it."""
+    """Reconfigure the queue as an earlier release created it."""
     async with connected(server, name="test") as nats:
         config = (await ask(nats, f"STREAM.INFO.rb~f~{MODEL}"))["config"]
         config |= {"max_msgs_per_subject": -1, "discard_new_per_subject": False}
@@ -46,7 +46,7 @@ async def streams_without_share(server: Server) -> None:
 
 @asynccontextmanager
 async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
-    """Three servers with a worker; its queue has one replica, and no share for each client."""
+    """Run three servers and a worker. Its queue has one replica, and no limit for each client."""
     require_binary()
     async with nats_cluster() as cluster:
         urls = ",".join(cluster.urls)
@@ -58,7 +58,7 @@ async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
 
 
 async def test_doctor_sees_what_is_missing() -> None:
-    """Too few replicas and no share; then a server that is gone; then a majority."""
+    """`doctor` reports too few replicas and a missing limit for each client, a failed server, and a lost majority."""
     async with served_cluster() as (cluster, urls):
         found = await findings(urls)
         few = about(found, "replicas", Status.WARN)
@@ -78,7 +78,7 @@ async def test_doctor_sees_what_is_missing() -> None:
             return "2 of 3 replicas are current; behind: n0" in about(seen, f"queue of {MODEL}", Status.WARN)
 
         await until(is_behind, expected=True)
-        # Dead, but two others let us in.
+        # The server has failed, but `doctor` can connect to the two others.
         assert cluster.urls[0] in about(seen, "server", Status.WARN)
 
         await cluster.servers[1].kill()
@@ -93,7 +93,7 @@ async def test_doctor_sees_what_is_missing() -> None:
 
 
 async def test_status_says_that_a_queue_has_no_leader() -> None:
-    """At once, in the table and in JSON, where the one server that holds the queue is gone."""
+    """If the only server with the queue has failed, `status` reports in table and JSON that the queue has no leader."""
     async with served_cluster() as (cluster, urls):
         whole = await run_rollbus(urls, "f", "status", "--json")
         [normal] = [queue for queue in json.loads(whole.stdout)["queues"] if queue["lane"] == "normal"]

@@ -1,4 +1,4 @@
-"""`rollbus doctor` at the door: what answers there, TLS, credentials that are not taken, and a store that is small."""
+"""`rollbus doctor` and connection problems: other protocols, TLS, refused credentials, and a small store."""
 
 import socket
 from pathlib import Path
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.slow
 
 
 class OtherServer(FakeServer):
-    """None of NATS: says one thing unasked, and another one when it is asked."""
+    """A server that is not NATS. It sends one message on connect and another after the first data."""
 
     def __init__(self, unasked: bytes, asked: bytes) -> None:
         super().__init__({})
         self.unasked, self.asked = unasked, asked
 
     def serve(self, one: socket.socket, sent: bytearray) -> None:
-        """Say both."""
+        """Send both messages."""
         one.sendall(self.unasked)
         if one.recv(65536):
             one.sendall(self.asked)
@@ -47,7 +47,7 @@ class OtherServer(FakeServer):
     ],
 )
 async def test_what_is_no_nats_server_is_named(unasked: bytes, asked: bytes, found: str, advice: str) -> None:
-    """By what it says."""
+    """`doctor` names the protocol of a server that is not NATS by the bytes that the server sends."""
     async with OtherServer(unasked, asked).beside() as server:
         finding = (await examined(f"nats://{server.address}"))["server"]
 
@@ -57,14 +57,14 @@ async def test_what_is_no_nats_server_is_named(unasked: bytes, asked: bytes, fou
 
 
 def trust(monkeypatch: pytest.MonkeyPatch, cert: Path) -> None:
-    """As `--tls-ca` does."""
+    """Trust a certificate as `--tls-ca` does."""
     monkeypatch.setenv("ROLLBUS_TLS_CA", str(cert))
 
 
 async def test_a_server_without_tls_is_a_failure_where_it_is_required(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It says that the server offers none, and sends neither user nor password."""
+    """If the server offers no TLS, `doctor` reports that and sends neither user nor password."""
     cert, _ = certificate(tmp_path)
     trust(monkeypatch, cert)
     async with PlainServer().beside() as server:
@@ -92,7 +92,7 @@ async def test_a_server_without_tls_is_a_failure_where_it_is_required(
 async def test_a_wrong_certificate_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, name: str, days: float, is_trusted: bool, words: tuple[str, str]
 ) -> None:
-    """Its subject, names, issuer and end, and what is wrong with it."""
+    """`doctor` shows subject, names, issuer and end of a wrong certificate, and the error."""
     async with TlsServer(tmp_path, names=(name,), days=days).beside() as server:
         if is_trusted:
             trust(monkeypatch, server.cert)
@@ -106,12 +106,12 @@ async def test_a_wrong_certificate_is_shown(
 
 
 async def at_tls(monkeypatch: pytest.MonkeyPatch, folder: Path, scheme: str, days: float, **options: Any) -> Finding:
-    """What is found about the TLS of a nats-server."""
+    """Return the finding about the TLS of a nats-server."""
     require_binary()
     cert, key = certificate(folder, days=days)
     configure_tls(monkeypatch, cert, key, **options)
     async with EmbeddedServer() as server:
-        # OpenSSL's own variable: no option of ours asks for TLS.
+        # This is the variable of OpenSSL. No option of rollbus requests TLS in this test.
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         findings = await examined(server.url.replace("nats://", scheme))
     return findings["tls"] if "tls" in findings else findings["server"]
@@ -133,7 +133,10 @@ async def at_tls(monkeypatch: pytest.MonkeyPatch, folder: Path, scheme: str, day
 async def test_a_good_certificate_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, scheme: str, days: float, status: Status, words: tuple[str, str]
 ) -> None:
-    """With the protocol; one that ends soon and a URL that does not insist are warnings."""
+    """`doctor` shows protocol and certificate.
+
+    It warns if the certificate expires soon or the URL does not require TLS.
+    """
     finding = await at_tls(monkeypatch, tmp_path, scheme, days)
 
     assert (finding.status, words[0] in finding.found, words[1] in finding.advice) == (status, True, True)
@@ -142,7 +145,7 @@ async def test_a_good_certificate_is_shown(
 async def test_a_server_that_wants_the_handshake_first_is_found_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server sends nothing to a client that does not begin with TLS."""
+    """`doctor` detects a server that sends nothing before a TLS handshake."""
     finding = await at_tls(monkeypatch, tmp_path, "nats://", 100, handshake_first=True)
 
     assert "sends nothing before a TLS handshake; there it shows TLSv1.3, certificate of CN=cert" in finding.found
@@ -150,7 +153,7 @@ async def test_a_server_that_wants_the_handshake_first_is_found_out(
 
 
 async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path) -> None:
-    """Each refusal says what was shown, and what to do about that."""
+    """For each refusal, `doctor` reports the credentials that it presented, with matching advice."""
     [other] = ensure_users(tmp_path / "other", [(FLEET, Role.TRAINER, "alice")])
     async with guarded(tmp_path / "users") as guard:
         none = (await examined(guard.url))["server"]
@@ -166,7 +169,7 @@ async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path)
 
 
 async def test_credentials_of_before_there_were_signatures_are_a_warning(tmp_path: Path) -> None:
-    """They work, and believe what nobody has signed."""
+    """Credentials without roots are a warning: they work, but accept unsigned messages."""
     async with guarded(tmp_path) as guard:
         new = (await examined(guard.url, guard.path("alice")))["credentials"]
         fields = msgspec.json.decode(guard.path("alice").read_bytes())
@@ -179,7 +182,7 @@ async def test_credentials_of_before_there_were_signatures_are_a_warning(tmp_pat
 
 
 async def test_a_small_store_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how much it holds, though the server's API names no limit; and nothing is left of the looking."""
+    """`doctor` reports the size of a small store, although the API states no limit, and leaves no trace."""
     require_binary()
     change_config(monkeypatch, max_file_store=2 * 1024**2)
     async with EmbeddedServer() as server:
@@ -195,7 +198,7 @@ async def test_a_small_store_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_a_store_with_room_for_a_model_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte."""
+    """A store with exactly enough room for the queues of a model gives no warning."""
     require_binary()
     change_config(monkeypatch, max_file_store=5 * 1024**3)
     async with EmbeddedServer() as server:

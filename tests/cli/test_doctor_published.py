@@ -1,4 +1,4 @@
-"""What doctor says of the buckets of published weights."""
+"""The findings of `doctor` about the buckets of published weights."""
 
 from pathlib import Path
 
@@ -20,13 +20,16 @@ CHECK = f"published weights of {MODEL}"
 
 
 async def examined(url: str, fleet: str, creds: Path | None = None) -> Finding | None:
-    """What is found of the published weights."""
+    """Return the finding about the published weights, if there is one."""
     target = DoctorTarget(url=url, creds=None if creds is None else str(creds), fleet=fleet)
     return {finding.check: finding async for finding in examine_bus(target)}.get(CHECK)
 
 
 async def test_a_bucket_without_room_for_two_anchors_is_a_warning(nats_url: str) -> None:
-    """With what is used, needed and allowed; one with room is well, and without versions there is no line."""
+    """A bucket without room for two anchors is a warning with used, needed and allowed bytes.
+
+    Without versions, there is no finding.
+    """
     async with opened(nats_url) as nats:
         for max_bytes, status in ((24 * MEGABYTE, Status.WARN), (32 * MEGABYTE, Status.OK)):
             async with versions_bucket(nats, max_bytes=max_bytes) as (fleet, _):
@@ -49,7 +52,10 @@ async def test_a_bucket_without_room_for_two_anchors_is_a_warning(nats_url: str)
 
 @pytest.mark.slow
 async def test_a_publisher_sees_its_own_models(tmp_path: Path) -> None:
-    """And nothing that it may not; a trainer has no such line."""
+    """A publisher sees the finding about its own models without violating its permissions.
+
+    A trainer has no such finding.
+    """
     async with guarded(tmp_path) as guard:
         store = VersionStore(guard.login("carol"), Subjects(FLEET), MODEL, publisher="carol")
         await store.open()
@@ -60,5 +66,5 @@ async def test_a_publisher_sees_its_own_models(tmp_path: Path) -> None:
         assert finding.status is Status.OK
         assert f"{UPLOAD_BYTES // MEGABYTE}" in finding.found
         assert await examined(guard.url, FLEET, guard.path("alice")) is None
-        # Doctor tries what each role needs.
+        # `doctor` tests the permissions of each role, so violations of other subjects are expected.
         assert [line for line in guard.violations() if "OBJ_" in line or "$O." in line] == []

@@ -1,4 +1,4 @@
-"""`rollbus experts`: the map, its numbers, and what stands beside it."""
+"""`rollbus experts`: the map, its figures, and its notes."""
 
 import json
 import sys
@@ -19,12 +19,12 @@ from tests.support.requests import sized
 
 
 def cells_of(line: str) -> str:
-    """The characters of one layer."""
+    """Return the characters of one layer."""
     return line.split("|")[1]
 
 
 def test_each_shade_is_twice_the_load() -> None:
-    """From none to more than all but one; an even layer is even."""
+    """Each character stands for twice the load of the one before, and an even layer shows equal characters."""
     table = np.array([[8] * 8, [0, 1, 2, 4, 8, 16, 32, 1], [0] * 8, [64] + [0] * 7])
     title, even, uneven, empty, dense = map_lines(table, 2, 80)[-5:]
 
@@ -38,7 +38,7 @@ def test_each_shade_is_twice_the_load() -> None:
 
 @pytest.mark.parametrize(("num_layers", "num_experts"), [(48, 128), (61, 384), (4, 40), (1024, 256)])
 def test_large_models_fit_a_terminal(num_layers: int, num_experts: int) -> None:
-    """80 columns; the map says how many experts a character stands for, of which the busiest shows."""
+    """The map of a large model fits 80 columns, and each character shows the busiest of a stated number of experts."""
     table = np.ones((num_layers, num_experts), np.int64)
     table[-1, -1] = num_experts * 20
     lines = map_lines(table, 8, 80)
@@ -56,7 +56,7 @@ def test_large_models_fit_a_terminal(num_layers: int, num_experts: int) -> None:
 async def test_the_command_shows_what_workers_counted(
     one_worker: StartServed, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """As a map, as JSON with all counts, by version, and as a picture."""
+    """`experts` prints a map, JSON with all counts, a table by version, and a picture."""
     async with one_worker(worker_id="w0", config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         results = [await rb.complete(sized(64, 20)), await rb.complete(sized(80, 7))]
         await asked_until(rb, lambda window: window.generated.computed == 25)
@@ -81,7 +81,10 @@ async def test_the_command_shows_what_workers_counted(
 
 @pytest.mark.slow
 async def test_who_is_left_out_is_said(nats_url: str, fleet: str) -> None:
-    """A worker of an earlier release beside another: exit code 3; it alone: 1; nobody: 5."""
+    """With a worker of an earlier release the exit code is 3 beside another worker and 1 if it is alone.
+
+    Without workers, the exit code is 5.
+    """
     async with controlled(nats_url, fleet, "old") as control:
         await control.rb.fleet.wait_for_workers()
         alone = await run_rollbus(nats_url, fleet, "experts")
@@ -100,7 +103,7 @@ async def test_who_is_left_out_is_said(nats_url: str, fleet: str) -> None:
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without it the error names the extra, before anything is asked."""
+    """Without matplotlib, the error of --png names the extra before any worker is asked."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
     assert main(["experts", "--png", "map.png"]) == ExitCode.FAILED
