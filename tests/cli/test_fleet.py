@@ -1,4 +1,4 @@
-"""The commands together, over a real NATS server; the engine is the synthetic one, as it is not what is tested."""
+"""The commands together, with a real NATS server. The engine is synthetic, because the engine is not under test."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
-    """A fleet of two workers that stays up for this module."""
+    """Start a fleet of two workers that all tests of this module share."""
     log = tmp_path_factory.mktemp("up") / "log"
 
     def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
@@ -38,18 +38,18 @@ def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, 
 
 @pytest.fixture
 def nats(ups: Shared[tuple[Any, dict[str, Any]]]) -> str:
-    """The address of that fleet."""
+    """Return the NATS address of the shared fleet."""
     return str(ups.get()[1]["nats"])
 
 
 def write(path: Path, *lines: dict[str, object]) -> Path:
-    """Make an input."""
+    """Write an input file with these lines."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def read(path: Path) -> dict[int, dict[str, Any]]:
-    """The results of an output by index; each must be there once."""
+    """Return the results of an output file by index, and check that each index occurs once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     results = {line["index"]: line for line in lines}
     assert len(results) == len(lines)
@@ -57,14 +57,14 @@ def read(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def generate(nats: str, path: Path, *args: str) -> tuple[int, dict[str, Any], str]:
-    """Run `rollbus generate --json` on `path`; returns exit code, report and stderr."""
+    """Run `rollbus generate --json` on `path`. Return exit code, report and stderr."""
     output = path.with_name("out.jsonl")
     done = rollbus("generate", "--input", str(path), "--output", str(output), "--json", *args, nats=nats)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
 def test_status_shows_the_workers(nats: str) -> None:
-    """One row for each worker, one for each queue, one for all engines that are alike; as JSON in one line."""
+    """`status` prints a row per worker, per queue and per group of equal engines. With --json, it prints one line."""
     table, as_json = rollbus("status", nats=nats), rollbus("status", "--json", nats=nats)
 
     assert (table.returncode, table.stderr) == (0, "")
@@ -85,7 +85,7 @@ def test_status_shows_the_workers(nats: str) -> None:
 
 
 def test_status_is_watched_in_place(nats: str) -> None:
-    """On a terminal the tables are drawn again where they stand; Ctrl-C ends that with 0, with the last ones left."""
+    """On a terminal, `status --watch` redraws in place, and Ctrl-C exits with 0 and leaves the last tables."""
     with on_terminal("status", "--watch", "--nats", nats) as terminal:
         terminal.read_to_match(r"(?s)Ctrl-C ends.*Ctrl-C ends.*max_model_len[^┘]*┘")
         terminal.press_ctrl_c()
@@ -98,7 +98,7 @@ def test_status_is_watched_in_place(nats: str) -> None:
 
 @pytest.mark.parametrize(("options", "fleet"), [((), "default"), (("--json",), "default"), ((), "nobody")])
 def test_status_is_watched_through_a_pipe(nats: str, options: tuple[str, ...], fleet: str) -> None:
-    """States follow each other, also of a fleet without workers; Ctrl-C ends with 0."""
+    """Into a pipe, `status --watch` writes state after state, also of an empty fleet, and Ctrl-C exits with 0."""
     args = ("status", "--watch", "--fleet", fleet, *options)
     first = '{"' if options else f"fleet {fleet} at "
     with subprocess.Popen(
@@ -115,7 +115,7 @@ def test_status_is_watched_through_a_pipe(nats: str, options: tuple[str, ...], f
 
 
 def test_a_watch_ends_with_its_reader(nats: str) -> None:
-    """`status --watch --json | head -1` ends."""
+    """`status --watch` ends if its reader closes the pipe, as in `status --watch --json | head -1`."""
     with subprocess.Popen(
         command("status", "--watch", "--json"), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE
     ) as process:
@@ -127,7 +127,7 @@ def test_a_watch_ends_with_its_reader(nats: str) -> None:
 
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
 def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
-    """No workers: exit code 5, at once, in one line that names fleet and server; nothing is sent."""
+    """Without workers, a command sends nothing and exits with code 5 and one line that names fleet and server."""
     status = rollbus("status", "--fleet", "nobody", *json_option, nats=nats)
     path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]})
     code, _, stderr = generate(nats, path, "--fleet", "nobody")
@@ -148,7 +148,7 @@ def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tupl
 
 
 def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
-    """Results have tokens, logprobs and rows by the row rule; the report counts them."""
+    """Each prompt gets one result with tokens, logprobs and rows by the row rule, and the report counts them."""
     prompts: list[dict[str, object]] = [
         {"prompt_token_ids": list(range(1, i + 2)), "max_tokens": i % 7 + 1, "ignore_eos": True} for i in range(50)
     ]
@@ -171,7 +171,7 @@ def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
 
 
 def test_options_apply_and_samples_are_siblings(nats: str, tmp_path: Path) -> None:
-    """Options fill in what a line does not say; n samples come as one line; no routing means none."""
+    """Options are defaults for the lines, and n samples are one line, without rows if not requested."""
     path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 2})
     options = ("--max-tokens", "3", "-n", "2", "--seed", "5", "--routed-experts", "none")
 
@@ -185,7 +185,7 @@ def test_options_apply_and_samples_are_siblings(nats: str, tmp_path: Path) -> No
 
 
 def test_failed_prompts_are_listed_and_retried(nats: str, tmp_path: Path) -> None:
-    """One bad prompt harms no other; the command ends with 1; the next run tries the failed one alone."""
+    """A failed prompt gives exit code 1 without affecting others, and the next run retries only that prompt."""
     path = write(
         tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [2]}
     )
@@ -200,7 +200,7 @@ def test_failed_prompts_are_listed_and_retried(nats: str, tmp_path: Path) -> Non
 
 
 def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
-    """After SIGKILL in the middle, the same command finishes: every prompt once, every array there."""
+    """After SIGKILL, the same command finishes the run with each prompt and each array exactly once."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(1000)))
     output = tmp_path / "out.jsonl"
     args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
@@ -225,7 +225,7 @@ def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
-    """An interrupted run says in one line how far it is, ends with 130, and leaves a complete .npz."""
+    """After SIGINT, a run reports its progress in one line, exits with code 130 and leaves a complete .npz."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
     args = ("--input", str(path), "--output", str(output), "--routed-experts", "npz", "--max-in-flight", "16")
@@ -244,7 +244,7 @@ def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_a_bar_from_the_first_moment(nats: str, tmp_path: Path) -> None:
-    """It says what the run does before it generates, and is gone in the end; Ctrl-C counts what earlier runs did."""
+    """A bar names each step of the run and disappears at the end. After Ctrl-C, the count includes earlier runs."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
     args = ("--input", str(path), "--output", str(output), "--max-in-flight", "16", "--nats", nats)
@@ -264,7 +264,7 @@ def test_a_terminal_shows_a_bar_from_the_first_moment(nats: str, tmp_path: Path)
 
 
 def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
-    """Text for a model that is in no folder here is a usage error that says what to pass."""
+    """A text prompt without a local tokenizer is a usage error that names the option to pass."""
     path = write(tmp_path / "in.jsonl", {"prompt": "hello"})
 
     code, _, stderr = generate(nats, path)
@@ -274,7 +274,7 @@ def test_text_needs_a_tokenizer(nats: str, tmp_path: Path) -> None:
 
 
 def test_up_stops_in_order(tmp_path: Path) -> None:
-    """SIGTERM ends everything with 0; stdout has had one line of JSON, stderr the workers' logs and states."""
+    """SIGTERM stops `up` with exit code 0. Stdout has one line of JSON, stderr has the workers' logs and states."""
     with running_up("--engine", "synthetic", log=tmp_path / "log") as (process, info):
         assert (info["http"].startswith("http://127.0.0.1:"), info["workers"]) == (True, ["local-0"])
         assert len(processes_with(info["nats"])) == 1
@@ -291,7 +291,7 @@ def test_up_stops_in_order(tmp_path: Path) -> None:
 
 
 def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
-    """`rollbus worker` becomes the worker: it serves under its name, and ends with 0 when told to."""
+    """`rollbus worker` serves under its id and exits with code 0 after SIGTERM."""
     worker = subprocess.Popen(
         command("worker", "--engine", "synthetic", "--worker-id", "by-hand", "--served-model-name", "other"),
         env={**ENV, "ROLLBUS_NATS": nats},
@@ -306,7 +306,7 @@ def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
 
 
 def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
-    """After SIGKILL of `rollbus up`, its workers end by themselves."""
+    """After SIGKILL of `rollbus up`, its workers exit."""
     with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
         assert len(processes_with(info["nats"])) == 2
         process.kill()
@@ -315,12 +315,12 @@ def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
 
 
 def is_replaced(worker: str, pid: int, nats: str) -> bool:
-    """Another process serves as `worker`."""
+    """Return True if another process serves as `worker`."""
     return processes_with(f"--worker-id {worker}", nats) not in ([], [pid])
 
 
 def test_up_starts_a_dead_worker_again(tmp_path: Path) -> None:
-    """A worker that dies is reported in one line and started again, also the last one; what waits is served then."""
+    """`up` reports each dead worker in one line and restarts it, even the last one, and serves waiting requests."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
         nats = info["nats"]
@@ -345,7 +345,7 @@ def test_up_starts_a_dead_worker_again(tmp_path: Path) -> None:
 
 
 async def test_up_waits_for_its_only_worker(tmp_path: Path) -> None:
-    """All workers may be down while one is to be started again: a request that waits is finished by the next."""
+    """`up` keeps running while its only worker restarts, and a request of the dead worker finishes on the new one."""
     with running_up("--engine", "synthetic", "--engine-args", '{"step_s": 0.02}', log=tmp_path / "log") as (_, info):
         async with bus.connect(info["nats"]) as rb:
             await rb.fleet.wait_for_workers()
@@ -359,7 +359,7 @@ async def test_up_waits_for_its_only_worker(tmp_path: Path) -> None:
 
 
 def test_up_ends_when_its_last_worker_stays_ended(tmp_path: Path) -> None:
-    """A worker that is told to stop is not started again; with the last one everything ends, with 1 and its words."""
+    """`up` does not restart a worker that SIGTERM stopped. After the last one, `up` prints its last lines and fails."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
         os.kill(processes_with("--worker-id local-1", info["nats"])[0], signal.SIGTERM)
@@ -374,7 +374,7 @@ def test_up_ends_when_its_last_worker_stays_ended(tmp_path: Path) -> None:
 
 
 def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
-    """A worker that fails at its start is reported with its own words, and nothing is printed on stdout."""
+    """If a worker fails to start, `up` reports the worker's error message and prints nothing on stdout."""
     done = rollbus(
         "up", "--engine", "synthetic", "--engine-args", '{"speed": 9}', "--nats", "nats://127.0.0.1:0", "--json"
     )
@@ -385,7 +385,7 @@ def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
 
 
 def test_up_with_prefill_workers(tmp_path: Path) -> None:
-    """All workers have a role then, and long prompts go to those for prefill first."""
+    """With --prefill-workers, each worker has a role, and long prompts go to a prefill worker first."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--prefill-workers", "1", log=log) as (_, info):
         assert info["workers"] == ["local-0", "local-1"]

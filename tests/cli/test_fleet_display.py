@@ -1,4 +1,4 @@
-"""What `up` shows a person: which state its workers are in, where the logs are, and what the end waits for."""
+"""The output of `up` for a user: the worker states, the log file, and what `up` waits for at the end."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ ANY_PORTS = ("--nats", "nats://127.0.0.1:0", "--http", "127.0.0.1:0")
 
 
 def presence(worker: str, state: WorkerState, *, uptime_s: float = 0.0, in_flight: int = 0) -> WorkerPresence:
-    """What a worker announces."""
+    """Return the presence of a worker."""
     return WorkerPresence(
         worker=worker,
         incarnation="i",
@@ -30,7 +30,7 @@ def presence(worker: str, state: WorkerState, *, uptime_s: float = 0.0, in_fligh
 
 
 def test_each_change_of_a_worker_is_a_line() -> None:
-    """Seconds count from the start of the process until it serves; what is not news, or of another, is no line."""
+    """The board shows a line per state change of its own workers, with the seconds from process start to serving."""
     board = WorkerBoard(("a", "b"), 100.0)
 
     assert board.line("a", 103.0) == "a  starting  3 s"
@@ -45,7 +45,7 @@ def test_each_change_of_a_worker_is_a_line() -> None:
 
 
 def test_a_worker_that_is_started_again_is_counted_from_its_new_process() -> None:
-    """What the ended process announced last is no news; the next one begins at its own start."""
+    """The board ignores old presence of an ended process and counts the seconds from the start of the new process."""
     board = WorkerBoard(("a",), 0.0)
     board.set_workers([presence("a", WorkerState.SERVING)], 10.0)
     board.set_ended("a")
@@ -56,7 +56,10 @@ def test_a_worker_that_is_started_again_is_counted_from_its_new_process() -> Non
 
 
 def test_the_end_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Workers, requests if there are any, and how long at most; the second signal waits no longer."""
+    """`up` reports the workers and requests that it waits for, with the time limit.
+
+    A second signal kills the workers.
+    """
     idle, busy = (FleetDisplay(("a", "b"), None, shows_logs=True) for _ in range(2))
     busy.set_workers([presence("a", WorkerState.SERVING, in_flight=5), presence("b", WorkerState.SERVING, in_flight=7)])
     capsys.readouterr()
@@ -73,7 +76,7 @@ def test_the_end_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_log_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In size, each with the part before it, and in number: the oldest go, other files stay."""
+    """Log files are bounded in size and number. The oldest files are removed, and other files stay."""
     monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
     other = tmp_path / "notes.log"
     other.touch()
@@ -99,7 +102,7 @@ def test_log_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fleet goes on without it."""
+    """A log file that cannot be written is reported once, and the fleet keeps running."""
     log = LogFile(tmp_path)
     log.path.unlink()
     log.path.symlink_to("/dev/full")
@@ -116,7 +119,7 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_a_person_sees_states_addresses_and_the_end(tmp_path: Path) -> None:
-    """On a terminal: a line for each worker, in place, then the addresses; logs are in the file that is named."""
+    """On a terminal, `up` shows one line per worker in place, then the addresses, and names the log file."""
     with on_terminal("up", "--engine", "synthetic", "--workers", "2", "--state-dir", str(tmp_path), *ANY_PORTS) as term:
         term.read_until("Ctrl-C stops everything.\r\n")
         term.press_ctrl_c()
@@ -137,7 +140,7 @@ def test_a_person_sees_states_addresses_and_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_fails_on_a_terminal_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    """And the file with the rest is named once more."""
+    """If a worker fails on a terminal, `up` shows the end of its log and names the log file."""
     wrong = ("--engine-args", '{"speed": 9}')
     with on_terminal("up", "--engine", "synthetic", *wrong, "--state-dir", str(tmp_path), *ANY_PORTS) as term:
         code = term.read_to_end()
@@ -152,7 +155,7 @@ def test_a_worker_that_fails_on_a_terminal_shows_the_end_of_its_log(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_program_gets_no_log_file(tmp_path: Path) -> None:
-    """Where stderr is no terminal there is no file. Workers that do not serve in time are counted."""
+    """If stderr is not a terminal, `up` writes no log file. It counts the workers that do not serve in time."""
     done = rollbus(
         *("up", "--engine", "synthetic", "--start-timeout", "0.01", "--state-dir", str(tmp_path), *ANY_PORTS)
     )

@@ -70,7 +70,7 @@ PAUSED = replace(
 
 
 def recorded(epoch: int, command: AnyCommand) -> Recorded:
-    """A register."""
+    """Return a register."""
     return Recorded(epoch=epoch, command=command)
 
 
@@ -89,7 +89,7 @@ DESIRED = DesiredState(
 
 
 def test_a_worker_has_a_cell_for_each_column() -> None:
-    """A starting worker is shown as well as one of which everything is known."""
+    """A row has a cell for each column, for a worker that starts and for a worker with all values."""
     assert dict(zip(WORKER_COLUMNS, worker_row(STARTING), strict=True)) == {
         "worker": "w", "model": "m", "role": "-", "state": "starting", "version": "3", "desired": "-", "epoch": "0",
         "in flight": "0", "queued": "0", "free slots": "0", "LoRAs": "-", "uptime": "59s", "lease age": "0.0s",
@@ -100,12 +100,12 @@ def test_a_worker_has_a_cell_for_each_column() -> None:
 
 
 def test_errors_have_a_table_of_their_own() -> None:
-    """Only workers to which something happened are in it, with all that they said."""
+    """The table of errors lists only workers with an error, and shows the complete error."""
     assert error_rows([STARTING, PAUSED]) == [["w", "oops"]]
 
 
 def test_what_is_staged_has_a_row() -> None:
-    """How far each worker is that stages weights."""
+    """The table of staging shows the progress of each worker that stages weights."""
     staging = Staging(source="objects:b/8", stage="fetching", done_bytes=2**29, total_bytes=2**30)
     [row] = staging_rows([STARTING, replace(PAUSED, staging=staging)])
 
@@ -115,7 +115,7 @@ def test_what_is_staged_has_a_row() -> None:
 
 
 def test_the_newest_published_version_of_a_model_has_a_row() -> None:
-    """However many workers have staged it; a store without a limit of its own shows none."""
+    """Each model has one row with its newest published version. A store without a limit shows a dash."""
     older = PublishedVersion(version=7, stored_bytes=2**30)
     newer = PublishedVersion(version=8, stored_bytes=2**25, model_bytes=2**31, chain_length=3, used_bytes=2**32)
     [row] = published_rows([replace(PAUSED, published=newer), STARTING, replace(PAUSED, published=older)])
@@ -127,7 +127,7 @@ def test_the_newest_published_version_of_a_model_has_a_row() -> None:
 
 
 def test_prefixes_and_placement_have_a_row() -> None:
-    """Of each worker that had a request, or refused one; without a prefix cache there is no share of hits."""
+    """Each worker that served or refused a request has a row. Without a prefix cache, the hit rate is a dash."""
     counters = WorkerCounters(
         requests=10, prompt_tokens=12_500, cached_prompt_tokens=9000, recomputed_prompt_tokens=3000,
         placed=7, placements_refused=1, placed_prefix=2, placed_group=4,
@@ -151,7 +151,7 @@ def test_prefixes_and_placement_have_a_row() -> None:
 
 
 def test_engines_that_are_alike_share_a_row() -> None:
-    """What engines can do is said once for all that can the same; of many workers only a few are named."""
+    """Engines with equal capabilities share a row, which names only a few of many workers."""
     workers = [replace(PAUSED, worker=f"w{i}") for i in range(5)]
     other = replace(PAUSED, worker="d", capabilities=DENSE)
 
@@ -170,7 +170,7 @@ def test_engines_that_are_alike_share_a_row() -> None:
 
 
 def test_prefill_and_decode_workers_share_a_row_of_their_engine() -> None:
-    """What a worker is there for stands beside it; how KV goes from one to the other is something engines can do."""
+    """Prefill and decode workers share the row of their engine. The role is a column of the worker."""
     shared = replace(MOE, kv_connector="NixlConnector vllm-0.30.0 bfloat16")
     workers = [replace(PAUSED, worker=role, capabilities=replace(shared, role=role)) for role in ("prefill", "decode")]
 
@@ -179,7 +179,10 @@ def test_prefill_and_decode_workers_share_a_row_of_their_engine() -> None:
 
 
 def test_a_queue_has_a_row_for_each_model() -> None:
-    """What waits stands under its lane, what workers were handed is summed up; an unknown lane's depth is a dash."""
+    """Each model has one row with the waiting requests per lane and the sum of delivered requests.
+
+    An unknown depth is a dash.
+    """
     depths = [
         QueueDepth(model="a", lane="resume", waiting=1, in_hand=2),
         QueueDepth(model="a", lane="high", waiting=3, in_hand=0),
@@ -196,7 +199,7 @@ def test_a_queue_has_a_row_for_each_model() -> None:
 
 
 def test_a_queue_of_a_cluster_says_who_is_behind() -> None:
-    """The fewest replicas of its lanes, and each server once."""
+    """The row shows the smallest number of replicas of the lanes, and each server that is behind once."""
     lanes = [
         QueueDepth(model="a", lane="high", waiting=0, in_hand=0, leader="n1", replicas=3, behind=("n0 (lags by 2)",)),
         QueueDepth(model="a", lane="low", waiting=0, in_hand=0, leader="n2", replicas=3, behind=("n0 (lags by 2)",)),
@@ -206,7 +209,10 @@ def test_a_queue_of_a_cluster_says_who_is_behind() -> None:
 
 
 def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
-    """What lasts of the commands is shown; workers that were told otherwise follow their model."""
+    """The desired state has a row per model and per worker with other registers.
+
+    It shows only recorded commands that still apply.
+    """
     rows = desired_rows({"m": DESIRED, "a": DesiredState(model="a")})
 
     assert rows == [
@@ -229,7 +235,7 @@ STATE = FleetState(
 
 
 def test_the_names_of_the_state_are_documented() -> None:
-    """docs/operate/commands.md has every name that `rollbus status --json` prints, and the states of a worker."""
+    """docs/operate/commands.md lists all names that `rollbus status --json` prints, and the states of a worker."""
     page = re.sub(r"```.*?```", "", (ROOT / "docs/operate/commands.md").read_text(), flags=re.DOTALL)
     text = page.partition("## rollbus status")[2].partition("\n## ")[0]
     written = state_as_json(STATE)
@@ -241,7 +247,7 @@ def test_the_names_of_the_state_are_documented() -> None:
 
 
 def test_the_names_of_the_state_are_pinned() -> None:
-    """Programs that read `rollbus status --json` find what they found before: names may be added, not changed."""
+    """The names in `rollbus status --json` are stable for programs: names may be added, but not changed."""
     written = msgspec.json.decode(msgspec.json.encode(state_as_json(STATE)))
 
     capabilities = [

@@ -1,4 +1,4 @@
-"""Workers get GPUs of their own. Stand-ins say which GPUs there are: none of these tests has seen one."""
+"""The assignment of GPUs to workers. Fake programs list the GPUs, so these tests run without any GPU."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-6e9c)
 
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Put a stand-in for nvidia-smi on the PATH of this process and of those that it starts."""
+    """Put a fake nvidia-smi on the PATH of this process and its child processes."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -33,12 +33,12 @@ def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def lists(listing: str) -> str:
-    """Return a script that prints `listing` if it is asked for a list."""
+    """Return a script that prints `listing` if it is called with -L."""
     return f"[ \"$*\" = -L ] || exit 9\ncat <<'END'\n{listing}END"
 
 
 def options(engine: str = "vllm", engine_args: str | None = None, each: int | None = None) -> argparse.Namespace:
-    """Options of `up`."""
+    """Return options of `up`."""
     return argparse.Namespace(engine=engine, engine_args=engine_args, gpus_per_worker=each)
 
 
@@ -55,13 +55,13 @@ def options(engine: str = "vllm", engine_args: str | None = None, each: int | No
     ],
 )
 def test_the_variable_lists_gpus(value: str, devices: tuple[str, ...]) -> None:
-    """Indices and UUIDs are taken in their order; an empty value means none."""
+    """The variable lists indices and UUIDs in order, and an empty value means no GPU."""
     assert Gpus.from_variable(value).devices == devices
 
 
 @pytest.mark.parametrize(("value", "part"), [("0;1", "'0;1'"), ("0,,1", "''"), ("0,x", "'x'"), ("1,0,1", "'1' twice")])
 def test_a_wrong_list_is_refused(value: str, part: str) -> None:
-    """What CUDA would cut off silently, or would take for one GPU of two workers, is an error that shows it."""
+    """A list that CUDA would cut silently, or that names a GPU twice, is an error that quotes the wrong part."""
     with pytest.raises(CommandFailed, match="CUDA_VISIBLE_DEVICES") as caught:
         Gpus.from_variable(value)
     assert (part in str(caught.value), caught.value.exit_code) == (True, ExitCode.USAGE)
@@ -72,12 +72,12 @@ def test_a_wrong_list_is_refused(value: str, part: str) -> None:
     [(FOUR, ("0", "1", "2", "3")), (WITH_MIG, ("MIG-7a4b", "MIG-8c2d", "1")), ("No devices were found\n", ())],
 )
 def test_the_driver_lists_gpus(listing: str, devices: tuple[str, ...]) -> None:
-    """Its MIG devices stand for the GPU that is divided into them."""
+    """In the driver's list, the MIG devices of a GPU replace that GPU."""
     assert Gpus.from_driver(listing).devices == devices
 
 
 def test_the_variable_comes_before_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver is asked only where the variable is not set; without it there are none."""
+    """nvidia-smi is used only if the variable is not set. Without nvidia-smi, there are no GPUs."""
     driver(tmp_path, monkeypatch, lists(FOUR))
 
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "7"}).devices == ("7",)
@@ -88,7 +88,7 @@ def test_the_variable_comes_before_the_driver(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_driver_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a broken driver does not pass for one without GPUs."""
+    """If nvidia-smi fails, the command fails too, instead of assuming that the machine has no GPU."""
     driver(tmp_path, monkeypatch, 'echo "NVIDIA-SMI has failed because it could not communicate"; exit 9')
 
     with pytest.raises(CommandFailed, match=r"could not communicate; set \$CUDA_VISIBLE_DEVICES"):
@@ -106,19 +106,19 @@ def test_a_driver_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_an_engine_uses_as_many_as_its_sizes_say(engine_args: str | None, number: int) -> None:
-    """The number is the product of all sizes that are on this machine."""
+    """The number of GPUs of an engine is the product of its parallel sizes on this machine."""
     assert gpus_per_engine(engine_args) == number
 
 
 @pytest.mark.parametrize("size", ["0", "true", '"two"'])
 def test_a_size_that_is_none_is_refused(size: str) -> None:
-    """The error names the engine argument."""
+    """An invalid parallel size is an error that names the engine argument."""
     with pytest.raises(CommandFailed, match="--engine-args: tensor_parallel_size is"):
         gpus_per_engine(f'{{"tensor_parallel_size": {size}}}')
 
 
 def test_no_gpu_is_given_twice() -> None:
-    """Each worker gets the next ones of the list."""
+    """Each worker receives the next GPUs of the list, and no GPU is assigned twice."""
     four = Gpus(("GPU-a", "GPU-b", "2", "3", "4"), "here")
 
     assert gpu_shares(four, ("w0", "w1"), 2) == {"w0": ("GPU-a", "GPU-b"), "w1": ("2", "3")}
@@ -128,7 +128,7 @@ def test_no_gpu_is_given_twice() -> None:
 
 @pytest.fixture
 def engines_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed vLLM passes for one that computes on GPUs."""
+    """Make the installed vLLM look like a build for GPUs."""
     monkeypatch.setattr(gpus, "computes_on_cpu", lambda: False)
 
 
@@ -136,7 +136,10 @@ def engines_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_get_what_they_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the option too. The driver's indices go with the driver's order; the user's list stays in its own."""
+    """Each engine receives its number of GPUs by default.
+
+    The driver's indices set its order, and a user's list stays.
+    """
     driver(tmp_path, monkeypatch, lists(FOUR))
     pair = '{"tensor_parallel_size": 2}'
 
@@ -156,7 +159,7 @@ def test_engines_get_what_they_use(
 
 @pytest.mark.usefixtures("engines_use_gpus")
 def test_nothing_is_divided_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPUs: engines start as they did. Zero GPUs for each worker: all see all."""
+    """Without GPUs, or with zero GPUs per worker, the environment of the engines stays unchanged."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert divide_gpus(options(), ("a", "b")) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -165,7 +168,7 @@ def test_nothing_is_divided_where_there_is_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vLLM of these tests is one: more workers than GPUs start, and the option is refused."""
+    """With a vLLM build for CPUs, workers start without GPUs, and --gpus-per-worker is refused."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
     assert divide_gpus(options(), ("a", "b")) == {}
@@ -174,7 +177,7 @@ def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_option_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command says so before it starts anything."""
+    """Without GPUs, --gpus-per-worker is a usage error before anything starts."""
     driver(tmp_path, monkeypatch, lists("No devices were found\n"))
     with pytest.raises(CommandFailed, match="--gpus-per-worker 2: no GPU listed by nvidia-smi") as caught:
         divide_gpus(options("synthetic", each=2), ("a",))
@@ -182,20 +185,20 @@ def test_the_option_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.
 
 
 def visible(worker: str, nats: str) -> tuple[int, str]:
-    """The process of a worker, and the GPUs that its environment lists."""
+    """Return the process id of a worker and the GPUs in its environment."""
     (pid,) = processes_with(f"--worker-id {worker}", nats)
     variables = dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0"))
     return pid, variables.get("CUDA_VISIBLE_DEVICES", "all")
 
 
 def is_back(worker: str, old: int, nats: str) -> bool:
-    """Another process is this worker."""
+    """Return True if another process than `old` serves as this worker."""
     return processes_with(f"--worker-id {worker}", nats) not in ([], [old])
 
 
 @pytest.mark.slow
 def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill workers too; a worker that is started again gets the same ones; the log says who has what."""
+    """`up` assigns GPUs also to prefill workers, keeps the assignment after a restart, and logs it."""
     driver(tmp_path, monkeypatch, lists(FOUR))
     env = {**ENV, "PATH": os.environ["PATH"]}
     log = tmp_path / "log"
@@ -213,7 +216,7 @@ def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_up_refuses_more_workers_than_there_are_gpus() -> None:
-    """Nothing is started; the numbers are in the one line."""
+    """If there are fewer GPUs than workers need, `up` starts nothing and reports both numbers in one line."""
     env = {**ENV, "CUDA_VISIBLE_DEVICES": "0,1"}
 
     done = rollbus("up", "--engine", "synthetic", "--workers", "3", "--gpus-per-worker", "1", env=env)

@@ -1,4 +1,4 @@
-"""`rollbus frontend` and `rollbus up --http` as processes of their own, in front of synthetic workers."""
+"""`rollbus frontend` and `rollbus up --http` as separate processes, with synthetic workers."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ ANY = "127.0.0.1:0"
 
 @pytest.fixture(scope="module")
 def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, dict[str, Any]]]]:
-    """A fleet of one worker that stays up for this module."""
+    """Start a fleet of one worker that all tests of this module share."""
     log = tmp_path_factory.mktemp("up") / "log"
 
     def make() -> AbstractContextManager[tuple[Any, dict[str, Any]]]:
@@ -36,14 +36,14 @@ def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[tuple[Any, 
 
 @pytest.fixture
 def fleet_url(ups: Shared[tuple[Any, dict[str, Any]]]) -> tuple[str, str]:
-    """The addresses of NATS and HTTP."""
+    """Return the addresses of NATS and HTTP."""
     _, info = ups.get()
     return info["nats"], info["http"]
 
 
 @contextmanager
 def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `rollbus frontend --json`; yields the process and the service's address."""
+    """Run `rollbus frontend --json`. Yield the process and the address of the service."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command("frontend", "--json", *args),
@@ -63,7 +63,7 @@ def running_frontend(nats: str, log: Path, *args: str, **env: str) -> Iterator[t
 
 
 def test_up_serves_http(fleet_url: tuple[str, str]) -> None:
-    """Once `up` says that it is up, requests are answered, and tokens come from its worker."""
+    """After `up` reports that it is up, the HTTP service answers requests with tokens of its worker."""
     _, http = fleet_url
     assert httpx.get(f"{http}/health").status_code == 200
     assert [model["id"] for model in httpx.get(f"{http}/v1/models").json()["data"]] == ["synthetic"]
@@ -75,7 +75,7 @@ def test_up_serves_http(fleet_url: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_frontend_starts_and_stops(fleet_url: tuple[str, str], number: signal.Signals, tmp_path: Path) -> None:
-    """It says where it listens, answers, and on a signal ends with 0 and leaves nothing: no process, no listener."""
+    """`frontend` prints its address and serves. After a signal, it exits with 0 and leaves no process or listener."""
     with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
         assert httpx.get(f"{http}/health").status_code == 200
         assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
@@ -89,7 +89,7 @@ def test_frontend_starts_and_stops(fleet_url: tuple[str, str], number: signal.Si
 
 
 def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """What a client reads when the service is told to stop is ended after a few seconds, and aborted at the worker."""
+    """A service that stops ends its open streams after a few seconds and aborts their requests at the worker."""
     body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
     with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
         assert becomes_true(lambda: len(httpx.get(f"{http}/v1/models").json()["data"]) == 1)
@@ -106,7 +106,10 @@ def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str],
 
 
 def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """Without the right one a data route answers 401, an admin route also for the data token."""
+    """With tokens in the environment, a data route without a token gives 401.
+
+    Admin routes also refuse the data token.
+    """
     tokens = {"ROLLBUS_HTTP_TOKEN": "data", "ROLLBUS_ADMIN_TOKEN": "admin"}
     with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY, **tokens) as (_, http):
 
@@ -120,7 +123,7 @@ def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: 
 
 
 def test_names_of_the_service_are_options(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """The host where it listens, and those that are allowed beside it; any other is refused."""
+    """The service accepts its own host and each --allowed-host, and refuses any other Host header."""
     names = ("--http", "localhost:0", "--allowed-host", "fleet.example.com", "--allowed-host", "Other")
     with running_frontend(fleet_url[0], tmp_path / "log", *names) as (_, http):
         for name, status in (("fleet.example.com", 200), ("other:80", 200), ("localhost", 200), ("example.com", 403)):
@@ -129,7 +132,7 @@ def test_names_of_the_service_are_options(fleet_url: tuple[str, str], tmp_path: 
 
 @pytest.mark.parametrize("subcommand", [("frontend",), ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0")])
 def test_an_address_that_cannot_be_had_is_one_line(subcommand: tuple[str, ...], fleet_url: tuple[str, str]) -> None:
-    """A port that is taken, or a host of another machine: exit code 1 before anything is started."""
+    """If the address is in use or belongs to another machine, the command fails with code 1 before it starts."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -141,7 +144,7 @@ def test_an_address_that_cannot_be_had_is_one_line(subcommand: tuple[str, ...], 
 
 
 def test_a_host_that_others_reach_is_said_so(fleet_url: tuple[str, str], tmp_path: Path) -> None:
-    """With a warning for each token that is not set."""
+    """If other machines can reach the service, it logs a warning for each token that is not set."""
     log = tmp_path / "log"
     with running_frontend(fleet_url[0], log, "--http", "0.0.0.0:0", ROLLBUS_HTTP_TOKEN="data") as (_, http):
         assert httpx.get(f"http://127.0.0.1:{http.rpartition(':')[2]}/health").status_code == 200
@@ -152,7 +155,7 @@ def test_a_host_that_others_reach_is_said_so(fleet_url: tuple[str, str], tmp_pat
 
 
 def test_frontend_without_nats_is_one_line() -> None:
-    """No server at the address: exit code 1 and its name."""
+    """Without a NATS server, `frontend` exits with code 1 and one line that names the address."""
     ended = rollbus("frontend", "--http", ANY, nats="nats://127.0.0.1:9")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (ExitCode.FAILED, "", 1)
     assert "127.0.0.1:9" in ended.stderr

@@ -1,4 +1,4 @@
-"""Models by their ids on Hugging Face: from a cache, and from a server of the test's own, without a network."""
+"""Models by Hugging Face id, from a cache and from a fake hub, without a network."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ UP = ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0", "--http", "
 
 
 def hub_env(home: Path, **more: str) -> dict[str, str]:
-    """The environment of a command with a cache of its own."""
+    """Return the environment of a command with its own cache."""
     return {**ENV, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **more}
 
 
 def write_cache(home: Path, checkpoint: Path) -> Path:
-    """Lay a checkpoint out as the hub's cache does, files as links to blobs; returns the snapshot's folder."""
+    """Write a checkpoint in the layout of the hub's cache, with links to blobs. Return the folder of the snapshot."""
     repo = home / "hub" / "models--org--tiny"
     snapshot = repo / "snapshots" / COMMIT
     for folder in (repo / "refs", repo / "blobs", snapshot):
@@ -41,7 +41,7 @@ def write_cache(home: Path, checkpoint: Path) -> Path:
 
 @contextmanager
 def serving_hub(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
-    """Serve one model as the hub does; yields the address, and the paths that were asked for."""
+    """Serve one model as the hub does. Yield the address and the list of requested paths."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,7 +78,7 @@ def serving_hub(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, name="hub")
@@ -92,7 +92,7 @@ def serving_hub(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_a_folder_wins_and_a_path_is_never_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OWNER/NAME is an id unless there is such a folder; nothing else is one."""
+    """OWNER/NAME is a model id unless a folder has that name. No other form is an id."""
     monkeypatch.chdir(tmp_path)
 
     assert is_hub_id("Qwen/Qwen3-0.6B")
@@ -109,7 +109,7 @@ def test_a_folder_wins_and_a_path_is_never_an_id(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
-    """Without a network: workers get the snapshot's folder, and no other folder of the cache for new weights."""
+    """Offline, workers load the snapshot of the cache. They refuse weights from any other folder of the cache."""
     snapshot = write_cache(tmp_path / "hf", write_checkpoint(tmp_path / "one", seed=1))
     other = write_checkpoint(tmp_path / "hf" / "hub" / "other", seed=2)
     env = hub_env(tmp_path / "hf", HF_HUB_OFFLINE="1")
@@ -126,7 +126,7 @@ def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_is_fetched_once(tmp_path: Path) -> None:
-    """What vLLM does not need stays there; the second time all is in the cache, also if the hub is gone."""
+    """The command downloads only the files that vLLM needs, and only once. Later runs work without the hub."""
     checkpoint = write_checkpoint(tmp_path / "one", seed=1)
     files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
     env = hub_env(tmp_path / "hf")
@@ -161,7 +161,7 @@ def test_a_model_is_fetched_once(tmp_path: Path) -> None:
 def test_what_cannot_be_fetched_says_how_to_go_on(
     argv: tuple[str, ...], more: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
-    """Nothing is started; the error names the id, the reason, and both ways out."""
+    """If the model cannot be downloaded, nothing starts. The error gives the id, the reason and both solutions."""
     done = rollbus(*argv, env=hub_env(tmp_path, **more))
 
     assert (done.returncode, done.stdout) == (ExitCode.FAILED, "")
@@ -175,7 +175,7 @@ def test_what_cannot_be_fetched_says_how_to_go_on(
 
 @pytest.mark.slow
 def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:
-    """The hub knows of no such model; or the cache has a part of it."""
+    """An unknown model and an incomplete model in the cache are errors."""
     with serving_hub({}) as (url, _):
         unknown = rollbus(*UP[:-1], "org/other", env=hub_env(tmp_path / "empty", HF_ENDPOINT=url))
     snapshot = write_cache(tmp_path / "hf", write_checkpoint(tmp_path / "one", seed=1))

@@ -28,7 +28,7 @@ MIXED = replace(
 
 
 def test_a_ledger_has_a_row_for_each_worker() -> None:
-    """Who applied it comes first; every other says why it did not."""
+    """A ledger has a row per worker. Workers that applied the command come first, and the others show a reason."""
     assert COLUMNS == ("worker", "result", "version", "seconds", "why")
     assert ledger_rows(MIXED) == [
         ["a", "applied", "2", "0.12", "-"],
@@ -39,7 +39,7 @@ def test_a_ledger_has_a_row_for_each_worker() -> None:
 
 
 def test_an_abort_says_what_it_ended() -> None:
-    """Ids that a worker had are named, and it is said where there were none."""
+    """The ledger of an abort lists the request ids that each worker aborted, or that it had none."""
     ended, none = replace(DONE, request_ids=("x", "y")), replace(DONE, worker="b", request_ids=())
 
     rows = ledger_rows(replace(EMPTY, command="abort", applied={"a": ended, "b": none}))
@@ -49,7 +49,7 @@ def test_an_abort_says_what_it_ended() -> None:
 
 @pytest.mark.proves("P20")
 def test_an_update_says_what_was_compared() -> None:
-    """Modules that could not be probed are named, three of them in a row for people, up to 64 for programs."""
+    """The ledger of an update names modules that could not be probed: three in the table, up to 64 in JSON."""
     names = tuple(f"layers.{number} (it is quantized)" for number in range(4))
     all_probed = replace(DONE, verified=Verified(probed=5, equal=2, seconds=0.5))
     some = replace(DONE, worker="b", verified=Verified(probed=1, unprobed=names, num_unprobed=70))
@@ -66,7 +66,10 @@ def test_an_update_says_what_was_compared() -> None:
 
 
 def test_an_update_says_where_its_time_went() -> None:
-    """By worker, with what was fetched; the fleet's pause and those not waited for stand in the last line."""
+    """The ledger of an update shows fetched bytes and times per worker.
+
+    The summary has the fleet's pause and the late workers.
+    """
     timing = UpdateTiming(
         fetched_bytes=34 * 1024**2, staged_s=2.1, waited_s=0.1, paused_s=0.9, loaded_s=0.6, canary_s=0.25
     )
@@ -93,7 +96,7 @@ def test_an_update_says_where_its_time_went() -> None:
 
 
 def test_an_abort_says_what_nobody_had() -> None:
-    """Ids that no worker had are named; where that is all of them, the command has failed."""
+    """The result of an abort names ids that no worker had. If no worker had any of them, the command failed."""
     some = replace(DONE, request_ids=("x",))
     partly = replace(EMPTY, command="abort", applied={"a": some}).of_abort(("x", "y"))
     nothing = replace(EMPTY, command="abort", applied={"a": replace(DONE, request_ids=())}).of_abort(("y", "z"))
@@ -106,7 +109,7 @@ def test_an_abort_says_what_nobody_had() -> None:
 
 
 def test_a_ledger_is_summed_up_in_one_line() -> None:
-    """Counts, time and epochs; what did not happen is not mentioned."""
+    """The summary has counts, time and epochs, and mentions only counts that are not zero."""
     two = {"a": DONE, "b": DONE}
 
     assert summary(MIXED) == "pause: applied by 1 of 4 workers in 0.31 s, epoch 7; 1 failed; 1 late; 1 missing"
@@ -116,7 +119,7 @@ def test_a_ledger_is_summed_up_in_one_line() -> None:
 
 
 def test_the_names_of_a_ledger_are_pinned() -> None:
-    """Programs that read --json find what they found before: names may be added, not changed."""
+    """The names of a ledger in --json are stable for programs: names may be added, but not changed."""
     told = ledger_as_json(MIXED)
 
     assert {name: told[name] for name in ("command", "id", "complete", "epochs", "seconds")} == {
@@ -155,12 +158,12 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
     ],
 )
 def test_a_ledger_has_its_exit_code(ledger: CommandResult, code: ExitCode) -> None:
-    """All applied it: 0; some: 3; none, and none said why: 4; else 1."""
+    """The exit code is 0 if all workers applied, 3 if some did, 4 if none did and none gave a reason, and else 1."""
     assert exit_code_of_ledger(ledger) == code
 
 
 def test_progress_counts_workers_by_what_they_do() -> None:
-    """Each worker counts once, with its last word; another command begins anew."""
+    """The progress counts each worker once, by its last ack. Another command restarts the count."""
     lines: list[str] = []
     counter = AckCounter(lines.append)
 
@@ -173,7 +176,7 @@ def test_progress_counts_workers_by_what_they_do() -> None:
 
 
 def test_progress_says_how_far_a_stage_is() -> None:
-    """The bytes of all workers in a stage together; a stage without bytes is only named."""
+    """The progress of a stage is the sum of the bytes of all its workers. A stage without bytes shows only its name."""
     lines: list[str] = []
     counter = AckCounter(lines.append)
     for worker, stage, done in (("a", "fetching", 2**29), ("b", "fetching", 2**30), ("c", "checking", 0)):

@@ -1,4 +1,4 @@
-"""With `--log-format json`, all that a command says on stderr is lines of JSON."""
+"""With `--log-format json`, all stderr output of a command is lines of JSON."""
 
 import json
 import signal
@@ -15,14 +15,14 @@ KEYS = {"time", "level", "logger", "event", "fields"}
 
 
 def lines_of(text: str) -> list[dict[str, Any]]:
-    """What is on stderr; each line must be an event."""
+    """Return the events on stderr, and check that each line is an event."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     assert [line for line in lines if not set(line) >= KEYS] == []
     return lines
 
 
 def test_the_whole_fleet_logs_json(tmp_path: Path) -> None:
-    """Workers, the HTTP server, NATS and the command itself: an object a line, which names the worker that it is of."""
+    """With `--log-format json`, each log line of a fleet is a JSON object. Lines of a worker name the worker."""
     log = tmp_path / "log"
     options = ("--engine", "synthetic", "--http", "127.0.0.1:0", "--log-format", "json", "-v")
     with running_up(*options, log=log) as (process, _):
@@ -40,7 +40,7 @@ def test_the_whole_fleet_logs_json(tmp_path: Path) -> None:
     ("argv", "event"), [(["status", "-v"], "command.failed"), (["worker", "--engine", "synthetic"], "worker.failed")]
 )
 def test_a_failure_is_a_line(argv: list[str], event: str) -> None:
-    """An error is an event of its own, of a worker too; with -v it has the traceback."""
+    """A failure of a command or a worker is one event. With -v, it has the traceback."""
     done = rollbus(*argv, "--log-format", "json", "--fleet", "f", nats="nats://user:geheim@host:port")
 
     last = lines_of(done.stderr)[-1]

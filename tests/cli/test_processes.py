@@ -26,7 +26,7 @@ sys.exit(7)
 
 
 class Heard:
-    """Notes what workers print, and tells when that is enough."""
+    """A recorder of the workers' output lines, which signals when it has `count` lines."""
 
     def __init__(self, count: int) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -44,12 +44,12 @@ class Heard:
 
 
 def spec(source: str, name: str = "w") -> ProcessSpec:
-    """A Python program as a worker."""
+    """Return a Python program as a worker process."""
     return ProcessSpec(name, [sys.executable, "-S", "-c", source], dict(os.environ))
 
 
 async def test_workers_end_with_the_body() -> None:
-    """All workers are stopped by SIGTERM when the body ends; what they print is heard with their names."""
+    """When the body ends, all workers are stopped by SIGTERM. Their output lines arrive with their names."""
     heard = Heard(2)
 
     async with run_workers([spec(SERVE, "a"), spec(SERVE, "b")], heard):
@@ -61,7 +61,7 @@ async def test_workers_end_with_the_body() -> None:
 
 
 async def test_a_worker_that_does_not_stop_is_killed() -> None:
-    """SIGTERM comes first, SIGKILL when its time is over."""
+    """A worker that ignores SIGTERM is killed after the stop timeout."""
     heard = Heard(1)
 
     async with run_workers([spec(IGNORE_SIGTERM)], heard, stop_s=0.05):
@@ -71,7 +71,10 @@ async def test_a_worker_that_does_not_stop_is_killed() -> None:
 
 
 async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
-    """The error has the exit code and the last lines; what the dead worker had started is gone as well."""
+    """If a worker dies, its child processes and the other workers are stopped.
+
+    The error has exit code and last lines.
+    """
     heard = Heard(3)
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -89,7 +92,10 @@ RULE = RestartRule(first_delay_s=0.01, max_restarts=2)
 
 
 async def test_a_dead_worker_is_started_again_so_often() -> None:
-    """Each end is told in one line; after the last restart the others go on, and with the last worker all end."""
+    """Each end of a worker is logged in one line. After the last restart, the other workers continue.
+
+    When the last worker ends, the run fails.
+    """
     ends: dict[str, list[str]] = {"a": [], "b": []}
     pids: list[int] = []
     has_ended = asyncio.Event()
@@ -127,7 +133,7 @@ async def test_a_dead_worker_is_started_again_so_often() -> None:
 
 
 async def test_a_worker_that_waits_for_its_restart_is_stopped() -> None:
-    """If the body ends while a worker is down, the worker is not started again, and nothing waits for it."""
+    """If the body ends while a worker waits for its restart, the worker is not restarted, and nothing waits for it."""
     ended = asyncio.Event()
 
     async with asyncio.timeout(SOON_S), run_workers([spec(FAIL, "a")], lambda _name, line: ended.set()) as workers:
@@ -139,7 +145,7 @@ async def test_a_worker_that_waits_for_its_restart_is_stopped() -> None:
 
 
 async def test_an_error_of_the_body_stops_the_workers() -> None:
-    """Whatever ends the body, no worker is left."""
+    """If the body raises an error, all workers are stopped."""
     heard = Heard(1)
 
     async def run() -> None:
@@ -156,7 +162,7 @@ async def test_an_error_of_the_body_stops_the_workers() -> None:
 
 @pytest.mark.proves("P29")
 def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
-    """The pipe that a worker is given reaches its end when the parent is killed, however many workers hold it."""
+    """If the parent is killed, each worker reads the end of its pipe, for any number of workers."""
     worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"
     parent = f"""
         import asyncio, os, sys
@@ -179,7 +185,7 @@ def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
 
 
 async def test_a_failed_tool_says_why() -> None:
-    """Its exit code and its last line make the error; success is silent."""
+    """If a tool fails, the error has its exit code and its last line. A successful tool prints nothing."""
     await run_tool(spec("print('fine')"))
 
     with pytest.raises(CommandFailed, match=r"^w failed with exit code 3: the reason$"):
@@ -187,7 +193,7 @@ async def test_a_failed_tool_says_why() -> None:
 
 
 async def test_a_line_without_an_end_does_not_fill_memory() -> None:
-    """An endless line is heard in pieces."""
+    """An endless line of a worker arrives in pieces, which bounds the memory."""
     heard = Heard(4)
     endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
 
@@ -207,5 +213,5 @@ async def test_a_line_without_an_end_does_not_fill_memory() -> None:
     ],
 )
 def test_workers_share_the_cores(num_workers: int, cores: list[int], expected: list[str]) -> None:
-    """Several engines on one machine compute on cores of their own, where there are enough; one takes what it likes."""
+    """Workers of one machine get separate cores if there are enough. A single worker may use all cores."""
     assert [core_share(index, num_workers, cores) for index in range(num_workers)] == expected

@@ -9,7 +9,7 @@ from rollbus.schemas.errors import InvalidRequest
 
 
 class Letters:
-    """A tokenizer of one token for each letter."""
+    """A tokenizer that makes one token of each letter."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -24,13 +24,13 @@ def parse(line: object, defaults: Defaults | None = None, index: int = 0) -> Pro
 
 
 def write(path: Path, *lines: object) -> Path:
-    """Make an input of lines that are text as they are, or values in JSON."""
+    """Write an input file. Strings are written as they are, other values as JSON."""
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
 
 
 def test_sampling_may_stand_beside_the_prompt_or_under_sampling() -> None:
-    """Both places mean the same, also mixed, and make the same request."""
+    """Sampling parameters have the same meaning beside the prompt, under `sampling`, or mixed."""
     beside = parse({"prompt_token_ids": [1, 2], "max_tokens": 5, "temperature": 0})
     nested = parse({"prompt_token_ids": [1, 2], "sampling": {"max_tokens": 5, "temperature": 0}})
     mixed = parse({"prompt_token_ids": [1, 2], "max_tokens": 5, "sampling": {"temperature": 0}})
@@ -40,7 +40,7 @@ def test_sampling_may_stand_beside_the_prompt_or_under_sampling() -> None:
 
 
 def test_text_is_tokenized_when_the_request_is_made() -> None:
-    """A text prompt needs a tokenizer; the request has its token ids."""
+    """A text prompt needs a tokenizer, and its request has the token ids."""
     prompt = parse({"prompt": "ab", "routed_experts_prompt_start": 2})
 
     assert prompt.request(Letters()).prompt_token_ids.tolist() == [97, 98]  # type: ignore[union-attr]
@@ -49,7 +49,10 @@ def test_text_is_tokenized_when_the_request_is_made() -> None:
 
 
 def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
-    """A routing start beyond the prompt passes as text and is refused with the allowed range once tokenized."""
+    """A start of the rows beyond a text prompt passes parsing.
+
+    It is rejected with the allowed range after tokenization.
+    """
     prompt = parse({"prompt": "ab", "routed_experts_prompt_start": 3})
 
     with pytest.raises(InvalidRequest, match="routed_experts_prompt_start is 3; allowed: an integer from 0 to 2"):
@@ -79,7 +82,7 @@ def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
     ],
 )
 def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: object, field: str, problem: str) -> None:
-    """Every mistake is a usage error that names the file, the line, the field and the problem."""
+    """Each mistake is a usage error that names file, line, field and problem."""
     path = write(tmp_path / "in.jsonl", {"prompt": "fine"}, line)
 
     with pytest.raises(CommandFailed) as caught:
@@ -90,7 +93,7 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: object, fiel
 
 
 def test_options_are_for_lines_that_do_not_say_otherwise() -> None:
-    """A line's own value wins over the default; other defaults still apply."""
+    """The value of a line takes precedence over its default, and the other defaults still apply."""
     defaults = Defaults({"model": "m", "timeout_s": 5.0}, {"max_tokens": 7, "seed": 3})
     request = parse({"prompt_token_ids": [1], "max_tokens": 9, "model": "other"}, defaults).request(None)
 
@@ -99,7 +102,7 @@ def test_options_are_for_lines_that_do_not_say_otherwise() -> None:
 
 
 def test_asking_for_routing_contradicts_an_output_without() -> None:
-    """return_routed_experts true in a line is refused when the command was told to ask for none."""
+    """return_routed_experts true in a line is refused if the command writes no routed experts."""
     defaults = Defaults({"return_routed_experts": False})
 
     assert parse({"prompt_token_ids": [1]}, defaults).request(None).return_routed_experts is False
@@ -121,7 +124,7 @@ def test_asking_for_routing_contradicts_an_output_without() -> None:
     ],
 )
 def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, object]) -> None:
-    """Another prompt, sampling, model or routing is another input."""
+    """The fingerprint changes with prompt, sampling, model, request id, cache salt and routed experts."""
     line = {"prompt": "a", "max_tokens": 5}
 
     assert parse(line).fingerprint != parse({**line, **change}).fingerprint
@@ -129,14 +132,14 @@ def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, 
 
 @pytest.mark.parametrize("change", [{"timeout_s": 9}, {"priority": 2}, {"session_id": "s"}, {"group_id": "g"}])
 def test_the_fingerprint_ignores_what_does_not(change: dict[str, object]) -> None:
-    """A longer time limit or another priority does not make finished results useless."""
+    """The fingerprint ignores time limit, priority, session and group, so that finished results remain usable."""
     line = {"prompt": "a", "max_tokens": 5}
 
     assert parse(line).fingerprint == parse({**line, **change}).fingerprint
 
 
 def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
-    """The index of a prompt is the number of its line in the file."""
+    """The index of a prompt is the number of its line, and blank lines count."""
     path = write(tmp_path / "in.jsonl", {"prompt": "a"}, "", {"prompt_token_ids": [1]}, "  ")
 
     assert [prompt.index for prompt in read_prompts(path, Defaults())] == [0, 2]
@@ -145,7 +148,7 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
 
 
 def test_two_prompts_of_one_request_id_are_refused(tmp_path: Path) -> None:
-    """Request ids are unique, also against those that are given to lines without one."""
+    """Request ids must be unique, also against the ids that the command assigns to lines without one."""
     path = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b", "request_id": "input-0"})
 
     with pytest.raises(CommandFailed, match="line 2: request_id is the same as in line 1"):
@@ -153,7 +156,7 @@ def test_two_prompts_of_one_request_id_are_refused(tmp_path: Path) -> None:
 
 
 def test_results_of_another_input_are_refused(tmp_path: Path) -> None:
-    """A changed line, and a line that is gone, are found before anything is sent."""
+    """A changed or missing line of the input is found before any request is sent."""
     old = write(tmp_path / "old.jsonl", {"prompt": "a"}, {"prompt": "b"})
     finished = {prompt.index: prompt.fingerprint for prompt in read_prompts(old, Defaults())}
     changed = write(tmp_path / "changed.jsonl", {"prompt": "a"}, {"prompt": "c"})

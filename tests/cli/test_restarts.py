@@ -1,4 +1,4 @@
-"""When a process that has ended is started again."""
+"""The rule for the restart of an ended process."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +10,17 @@ RULE = RestartRule()
 
 
 def test_five_restarts_each_after_twice_the_time() -> None:
-    """1, 2, 4, 8, 16 s; the sixth end within ten minutes is the last."""
+    """The delays before five restarts are 1, 2, 4, 8 and 16 s.
+
+    After the sixth end within ten minutes, no restart follows.
+    """
     restarts = Restarts(RULE)
     assert [restarts.delay_s(1, lived_s=1, now=now) for now in range(6)] == [1, 2, 4, 8, 16, None]
     assert str(restarts) == "5 of 5 restarts in 10 minutes"
 
 
 def test_the_time_between_restarts_has_a_bound() -> None:
-    """A process that ends every three minutes is started again for ever, a minute apart at most."""
+    """A process that ends every three minutes is restarted forever, after at most a minute."""
     restarts = Restarts(RULE)
     delays = [restarts.delay_s(-9, lived_s=180, now=180 * count) for count in range(20)]
     assert delays[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
@@ -25,7 +28,7 @@ def test_the_time_between_restarts_has_a_bound() -> None:
 
 
 def test_one_that_has_lived_for_long_starts_anew() -> None:
-    """After ten minutes of life, the first restart comes at once again."""
+    """After ten minutes of runtime, the delay starts at its first value again."""
     restarts = Restarts(RULE)
     for now in range(3):
         restarts.delay_s(1, lived_s=1, now=now)
@@ -33,14 +36,14 @@ def test_one_that_has_lived_for_long_starts_anew() -> None:
 
 
 def test_what_a_restart_does_not_help_stays_ended() -> None:
-    """A process that was told to stop, was given a wrong option, or whose name another has."""
+    """There is no restart if the process was stopped, had a wrong option, or has the name of another process."""
     for exit_code in (0, 2, EXIT_DUPLICATE_WORKER):
         assert Restarts(RULE).delay_s(exit_code, lived_s=1000, now=0) is None
 
 
 @given(st.lists(st.floats(0, 400), max_size=60))
 def test_never_more_than_five_in_ten_minutes(gaps: list[float]) -> None:
-    """Whenever it ends, there are at most five restarts in any ten minutes."""
+    """At most five restarts occur in any ten minutes."""
     restarts, now, at = Restarts(RULE), 0.0, []
     for gap in gaps:
         now += gap
