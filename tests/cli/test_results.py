@@ -16,7 +16,7 @@ PROMPTS = [parse_prompt(i, json.dumps({"prompt_token_ids": [i]}).encode(), Defau
 
 
 def generation(index: int, child: int = 0, **fields: Any) -> Generation:
-    """A finished result of two tokens whose expert ids tell which it is."""
+    """Return a finished result of two tokens. Its expert ids contain its index and child."""
     values: dict[str, Any] = {
         "request": GenerateRequest(prompt_token_ids=[index], request_id=f"input-{index}"),
         "request_id": f"input-{index}",
@@ -33,17 +33,17 @@ def generation(index: int, child: int = 0, **fields: Any) -> Generation:
 
 
 def line_of(prompt: PromptLine, results: ResultsFile, **fields: Any) -> dict[str, object]:
-    """The line of a finished prompt."""
+    """Return the line of a finished prompt."""
     return result_line(prompt, generation(prompt.index, **fields), None, results.rows)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of an output."""
+    """Return all lines of an output."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
-    """Routing in a line decodes to the array; minus infinity becomes -9999; float32 values come back exactly."""
+    """Routed experts in a line decode to the array, minus infinity becomes -9999, and float32 values stay exact."""
     path = tmp_path / "out.jsonl"
     adapter = np.array([5, 5], np.int32)
     masks = TokenMasks(np.array([2, 1], np.int32), np.array([7, 9, 8], np.int32))
@@ -79,7 +79,7 @@ def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
 
 
 def test_samples_stand_as_siblings_in_the_line_of_the_first(tmp_path: Path) -> None:
-    """Several samples make one line; each sample has its own array in the .npz."""
+    """The samples of a prompt are siblings in one line, and each sample has its own array in the .npz."""
     path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
 
     with open_results(path, rows_path) as results:
@@ -93,7 +93,7 @@ def test_samples_stand_as_siblings_in_the_line_of_the_first(tmp_path: Path) -> N
 
 
 def test_what_is_absent_is_null_or_left_out(tmp_path: Path) -> None:
-    """No routing is null; logprobs that were not asked for have no field."""
+    """Missing routed experts are null. Logprobs that were not requested have no field."""
     with open_results(tmp_path / "out.jsonl", None) as results:
         line = line_of(PROMPTS[0], results, routed_experts=None, logprobs=None)
 
@@ -103,7 +103,7 @@ def test_what_is_absent_is_null_or_left_out(tmp_path: Path) -> None:
 
 
 def test_an_error_names_code_and_field() -> None:
-    """A failed prompt's line says why, and whether to try again."""
+    """The line of a failed prompt has the error with code and field, and states whether a retry can succeed."""
     wrong = InvalidRequest(field="sampling.n", problem="is 0", allowed="1 or more")
 
     assert error_line(PROMPTS[0], wrong)["error"] == {
@@ -115,7 +115,7 @@ def test_an_error_names_code_and_field() -> None:
 
 
 def test_one_failed_sample_fails_the_prompt() -> None:
-    """A prompt counts as done only when all of its samples are."""
+    """A prompt is done only if all its samples are done."""
     error = RequestFailed(code=ErrorCode.ENGINE_ERROR, message="no")
     sibling = generation(0, child=1, finish_reason=FinishReason.ERROR, error=error)
 
@@ -127,7 +127,7 @@ def test_one_failed_sample_fails_the_prompt() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("with_npz", [False, True])
 def test_a_run_that_was_cut_anywhere_is_resumed(tmp_path: Path, with_npz: bool) -> None:
-    """After a crash at any byte, a second run finds the whole lines, and in the end each prompt has one line."""
+    """After a crash at any byte, the next run keeps the complete lines, and each prompt ends with one line."""
     whole = tmp_path / "whole.jsonl"
     with open_results(whole, tmp_path / "whole.npz" if with_npz else None) as results:
         for prompt in PROMPTS:
@@ -152,7 +152,7 @@ def test_a_run_that_was_cut_anywhere_is_resumed(tmp_path: Path, with_npz: bool) 
 
 
 def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
-    """A second run drops the lines of errors, keeps the others as they were, and leaves one line for each prompt."""
+    """The next run removes error lines, keeps the other lines, and leaves one line per prompt."""
     path = tmp_path / "out.jsonl"
     error = RequestFailed(code=ErrorCode.TIMEOUT, message="late")
     with open_results(path, None) as results:
@@ -169,7 +169,7 @@ def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_result_without_its_rows_is_made_again(tmp_path: Path) -> None:
-    """When the .npz is gone, the prompts whose rows were in it are not finished."""
+    """If the .npz is missing, prompts with rows in it are not finished."""
     path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
     with open_results(path, rows_path) as results:
         results.append(line_of(PROMPTS[0], results))
@@ -181,7 +181,7 @@ def test_a_result_without_its_rows_is_made_again(tmp_path: Path) -> None:
 
 
 def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
-    """Mixing would discard what was computed; it is refused."""
+    """An output with an .npz cannot be continued without it, because that would discard rows."""
     path = tmp_path / "out.jsonl"
     with open_results(path, tmp_path / "out.npz") as results:
         results.append(line_of(PROMPTS[0], results))
@@ -192,7 +192,7 @@ def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"not ours", b'{"prompt": "a"}\n', b"{}\nab", b'{"index":0}\n', b"\xff\n"])
 def test_a_file_of_something_else_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
-    """A mistaken --output harms nothing, not even a last line without an end."""
+    """A file that is not an output is refused and stays unchanged, also if its last line has no end."""
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
 
@@ -203,7 +203,7 @@ def test_a_file_of_something_else_is_refused_untouched(tmp_path: Path, content: 
 
 
 def test_two_runs_do_not_write_to_one_output(tmp_path: Path) -> None:
-    """The second is refused while the first runs, also after the first has rewritten the file."""
+    """A second run on the same output is refused while the first runs, also after the first rewrote the file."""
     path = tmp_path / "out.jsonl"
     with open_results(path, None) as results:
         results.append(error_line(PROMPTS[0], RequestFailed(code=ErrorCode.TIMEOUT, message="late")))

@@ -9,18 +9,18 @@ from rollbus.frontend.cli.rows_file import RowsFile
 
 
 def rows(seed: int, dtype: str = "u1") -> npt.NDArray[np.uint8]:
-    """Random expert ids, another array for each seed."""
+    """Return random expert ids, different for each seed."""
     return np.random.default_rng(seed).integers(0, 200, (seed + 1, 2, 3)).astype(dtype)
 
 
 def saved(path: Path) -> dict[str, npt.NDArray[np.uint8]]:
-    """All arrays of an archive."""
+    """Return all arrays of an archive."""
     with np.load(path) as archive:
         return dict(archive)
 
 
 def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
-    """Values, shape and dtype survive, for one byte and for two, with rows and without; no folder is left."""
+    """Arrays keep values, shape and dtype, with one or two bytes per id, with or without rows. No folder is left."""
     path = tmp_path / "r.npz"
     arrays = {"0": rows(3), "1": rows(4, "<u2"), "2.1": np.zeros((0, 2, 3), np.uint8)}
 
@@ -37,7 +37,7 @@ def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
 
 
 def test_later_runs_add_to_what_is_there(tmp_path: Path) -> None:
-    """A second run keeps the first one's arrays; an array that is added again replaces the old one."""
+    """A later run keeps the arrays of earlier runs. An array with an existing key replaces the old array."""
     path = tmp_path / "r.npz"
     with RowsFile(path) as file:
         file.append("0", rows(1))
@@ -56,7 +56,7 @@ def test_later_runs_add_to_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_crash_loses_only_the_array_being_written(tmp_path: Path) -> None:
-    """A run after a crash has each array that was added, and no half of the one that the crash cut off."""
+    """After a crash, each array that was added is complete, and an unfinished array is absent."""
     crashed = RowsFile(tmp_path / "r.npz")
     for seed in range(3):
         crashed.append(str(seed), rows(seed))
@@ -73,7 +73,7 @@ def test_a_crash_loses_only_the_array_being_written(tmp_path: Path) -> None:
 
 
 def test_a_crash_while_arrays_move_loses_none(tmp_path: Path) -> None:
-    """The archive is replaced as a whole: until then the old one and the files beside it are there."""
+    """The archive is replaced atomically. Until then, the old archive and the new files both exist."""
     path = tmp_path / "r.npz"
     with RowsFile(path) as file:
         file.append("0", rows(1))
@@ -86,7 +86,7 @@ def test_a_crash_while_arrays_move_loses_none(tmp_path: Path) -> None:
 
 
 def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
-    """A model without experts leaves neither an empty .npz nor a folder."""
+    """A run without rows leaves no .npz and no folder."""
     with RowsFile(tmp_path / "r.npz"):
         pass
 
@@ -94,7 +94,7 @@ def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
 
 
 def test_another_file_is_not_taken_for_an_npz(tmp_path: Path) -> None:
-    """What is no archive is left alone and named."""
+    """A file that is not an .npz archive is named in the error and stays unchanged."""
     path = tmp_path / "r.npz"
     path.write_bytes(b"something else")
 

@@ -1,4 +1,4 @@
-"""`rollbus up --secure`: everything on this machine, and only who has credentials is let in."""
+"""`rollbus up --secure`: a fleet on this machine that accepts only connections with credentials."""
 
 import json
 import subprocess
@@ -12,7 +12,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
-    """Its own parts have theirs; a viewer looks, a trainer generates, an admin pauses; nobody else connects."""
+    """The parts of the fleet have credentials. A viewer reads, a trainer generates, an admin pauses.
+
+    A connection without credentials is refused.
+    """
     auth, log = tmp_path / "auth", tmp_path / "log"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": [1, 2, 3]}) + "\n")
@@ -42,14 +45,14 @@ def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
 
 
 def _arguments(pid: int) -> str:
-    """The command line of a process."""
+    """Return the command line of a process."""
     return subprocess.run(
         ["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False
     ).stdout
 
 
 def test_auth_dir_goes_with_secure(tmp_path: Path) -> None:
-    """Alone it would make nothing secure."""
+    """--auth-dir without --secure is a usage error, because it would secure nothing."""
     done = rollbus("up", "--auth-dir", str(tmp_path))
 
     assert (done.returncode, "--auth-dir requires --secure" in done.stderr) == (2, True)

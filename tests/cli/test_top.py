@@ -1,4 +1,4 @@
-"""`rollbus top` on a terminal of its own, over a real NATS server; the engines are synthetic."""
+"""`rollbus top` on a separate terminal, with a real NATS server. The engines are synthetic."""
 
 import asyncio
 import json
@@ -38,14 +38,14 @@ with FullScreen() as screen:
 
 
 async def until(terminal: Terminal, pattern: str) -> None:
-    """Wait until the terminal has shown a match from now on; ` +` stands for blanks and changes of colour."""
+    """Wait for a new match on the terminal. In the pattern, ` +` matches blanks and changes of colour."""
     terminal.text = ""
     await asyncio.to_thread(terminal.read_to_match, pattern.replace(" +", r"(?:\s|\x1b\[[\d;]*m)+"))
 
 
 @asynccontextmanager
 async def announced(nats_url: str, fleet: str, *workers: str) -> AsyncIterator[None]:
-    """Announce workers that make a hundred tokens a second, without engines."""
+    """Publish presence of workers without engines that report a hundred tokens per second."""
 
     async def announce() -> None:
         seconds = 0
@@ -64,7 +64,7 @@ async def announced(nats_url: str, fleet: str, *workers: str) -> AsyncIterator[N
 
 
 async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:
-    """A pause of the fleet, and a worker that comes and goes, are seen without a key; q ends it with 0."""
+    """`top` shows a pause and the start and end of a worker without a key press, and q exits with 0."""
     args = ("top", "--nats", nats_url, "--fleet", fleet)
     async with synthetic_worker(nats_url, fleet, worker_id="a"), rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
@@ -80,7 +80,7 @@ async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:
 
 
 async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
-    """Keys sort, filter and scroll at once; a terminal that changes its size is filled again."""
+    """Keys sort, filter and scroll immediately, and a resized terminal is redrawn completely."""
     names = [f"w{number:02}" for number in range(60)]
     async with announced(nats_url, fleet, *names):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, "--interval", "60", size=(80, 24)) as terminal:
@@ -98,14 +98,14 @@ async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_server_away_for_three_seconds(fleet: str) -> None:
-    """Top says so, keeps what was known, and goes on when the server is back."""
+    """While NATS is down, `top` reports that and keeps the last state. After the restart it shows new data."""
     require_binary()
     async with EmbeddedServer() as server, announced(server.url, fleet, "a"):
         with on_terminal("top", "--nats", server.url, "--fleet", fleet, size=(80, 24)) as terminal:
             await until(terminal, r"a +serving")
             await server.kill()
             await until(terminal, r"the connection to NATS is down; this is what was known \d+ s ago(?s:.)*a +serving")
-            # The length of the outage is what this test is about.
+            # This test needs an outage of that length.
             await asyncio.sleep(3)
             await server.restart()
             await until(terminal, r"tokens/s[^\n]*\r?\n[^\n]*worker +state")
@@ -115,7 +115,7 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str, number: signal.Signals) -> None:
-    """The other screen is left, the cursor is there, and lines are read as they were."""
+    """After a signal, `top` has left the alternate screen, shown the cursor and restored the terminal's settings."""
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
             before = terminal.settings()
@@ -129,7 +129,7 @@ async def test_a_signal_leaves_the_terminal_as_before(nats_url: str, fleet: str,
 
 
 def test_an_error_leaves_the_terminal_as_before() -> None:
-    """The traceback stands on the first screen, behind all that was drawn on the other one."""
+    """After an error, the terminal is restored, and the traceback is on the normal screen."""
     with on_terminal(size=(80, 24), program=(sys.executable, "-P", "-c", FAILING)) as terminal:
         before = terminal.settings()
         assert terminal.read_to_end() == 1
@@ -140,7 +140,7 @@ def test_an_error_leaves_the_terminal_as_before() -> None:
 
 
 async def test_it_is_suspended_and_continued(nats_url: str, fleet: str) -> None:
-    """Ctrl-Z gives the terminal back, and `fg` takes it again."""
+    """Ctrl-Z restores the terminal, and `fg` continues the full screen."""
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
             before = terminal.settings()
@@ -156,11 +156,11 @@ async def test_it_is_suspended_and_continued(nats_url: str, fleet: str) -> None:
 
 
 async def test_once_into_a_pipe(nats_url: str, fleet: str) -> None:
-    """Where stdout is no terminal the tables are printed once; --json has rates by their names."""
+    """If stdout is not a terminal, `top` prints the tables once. With --json, it prints the rates by name."""
     async with announced(nats_url, fleet, "a"):
         table = await run_rollbus(nats_url, fleet, "top")
         tokens_per_s = 0.0
-        # A busy machine may be too late for the second announcement of the worker.
+        # A busy machine may miss the second presence of the worker.
         while not tokens_per_s:
             written = await run_rollbus(nats_url, fleet, "top", "--json")
             rates = json.loads(written.stdout)["rates"]
@@ -173,7 +173,7 @@ async def test_once_into_a_pipe(nats_url: str, fleet: str) -> None:
 
 
 async def test_nobody_is_there(nats_url: str, fleet: str) -> None:
-    """Exit code 5, as of status; an interval that is none is a usage error."""
+    """Without workers, the exit code is 5, as with `status`. An invalid interval is a usage error."""
     done = await run_rollbus(nats_url, fleet, "top", "--once")
     wrong = await run_rollbus(nats_url, fleet, "top", "--interval", "0")
 
@@ -183,12 +183,12 @@ async def test_nobody_is_there(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_terminal_that_takes_nothing_for_a_while(nats_url: str, fleet: str) -> None:
-    """As with Ctrl-S: top waits, and goes on when what it has written is read; nothing of it is lost."""
+    """If the terminal is stopped, as by Ctrl-S, `top` waits and continues later without losing output."""
     async with announced(nats_url, fleet, *(f"w{number:02}" for number in range(60))):
         args = ("top", "--nats", nats_url, "--fleet", fleet, "--interval", "0.1")
         with on_terminal(*args, size=(400, 150)) as terminal:
             await until(terminal, "q quit")
-            # Screens of that time are more than a terminal keeps for its reader.
+            # The screens of that time exceed the buffer of the terminal.
             await asyncio.sleep(3)
             await until(terminal, "of 60")
             terminal.press(b"q")

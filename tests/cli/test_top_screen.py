@@ -1,4 +1,4 @@
-"""What `rollbus top` shows, line by line, and how keys change it."""
+"""The screen of `rollbus top`, line by line, and the effect of keys."""
 
 import re
 import time
@@ -29,7 +29,7 @@ HOSTILE = "[red]\x1b[2J\x1b]0;title\x07\r\nw9  serving\u202e\x9b31m[/red]"
 
 
 def worker(name: str, seconds: int, **fields: Any) -> WorkerPresence:
-    """A worker that makes 50 tokens a second, as it announces itself after so many seconds."""
+    """Return the presence of a worker after so many seconds, at 50 tokens per second."""
     counters = WorkerCounters(
         generated_tokens=50 * seconds,
         requests=2 * seconds,
@@ -51,7 +51,7 @@ def worker(name: str, seconds: int, **fields: Any) -> WorkerPresence:
 
 
 def view_of(*workers: dict[str, Any], problem: str | None = None, **known: Any) -> TopView:
-    """A fleet of these workers, each heard twice, and what NATS says of it."""
+    """Return the view of a fleet after two presences of each worker."""
     rates = FleetRates()
     for seconds in (1, 2):
         heard = [worker(**{"name": f"w{number}", **fields}, seconds=seconds) for number, fields in enumerate(workers)]
@@ -123,7 +123,7 @@ update_weights 4 (s4)  m   4      all        2 of 3
 
 
 def shown(view: TopView, options: TopOptions = DEFAULT, width: int = 80, height: int = 24) -> list[str]:
-    """The lines of a screen, without blanks at their ends."""
+    """Return the lines of a screen without trailing blanks."""
     lines = draw(view, options, width, height).text.plain.split("\n")
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
@@ -131,18 +131,18 @@ def shown(view: TopView, options: TopOptions = DEFAULT, width: int = 80, height:
 
 
 def column(view: TopView, number: int, options: TopOptions, width: int = 80) -> list[str]:
-    """A column of the workers on a screen."""
+    """Return a column of the workers on a screen."""
     lines = shown(view, options, width)
     return [re.split(r" {2,}", line)[number] for line in lines if re.match(r"w\d", line)]
 
 
 def test_a_small_screen() -> None:
-    """80 columns of 24 lines have the fleet, the workers, queues, models, commands and keys."""
+    """A screen of 80 columns and 24 lines shows fleet, workers, queues, models, commands and keys."""
     assert shown(SMALL) == NARROW.splitlines()
 
 
 def test_a_large_screen() -> None:
-    """200 columns of 60 lines have all columns, and say of each worker that is behind why."""
+    """A screen of 200 columns and 60 lines shows all columns, and the reason for each worker that is behind."""
     text = "\n".join(shown(SMALL, width=200, height=60))
 
     assert WIDE_WORKERS in text
@@ -152,7 +152,7 @@ def test_a_large_screen() -> None:
 
 @given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(SORTS), st.integers(0, 50))
 def test_a_screen_of_any_size_is_filled_and_not_overflown(width: int, height: int, sort: Any, first: int) -> None:
-    """However small a terminal is made, no line is longer than it, and there are no more of them."""
+    """A screen of any size is filled, and no line is longer than the terminal."""
     fleet = view_of(*[{}] * 30, problem="the connection to NATS is down", desired={"m": DESIRED})
     screen = draw(fleet, TopOptions(sort=sort, first=first), width, height)
     lines = screen.text.plain.split("\n")
@@ -163,7 +163,7 @@ def test_a_screen_of_any_size_is_filled_and_not_overflown(width: int, height: in
 
 
 def test_a_thousand_workers_are_scrolled() -> None:
-    """The last page ends with the last worker, however far one goes."""
+    """The last page ends with the last worker, even after scrolling further."""
     fleet = view_of(*[{"name": f"w{number:03}"} for number in range(1000)])
     screen = draw(fleet, TopOptions(first=10**6), 80, 24)
 
@@ -177,7 +177,7 @@ def test_a_thousand_workers_are_scrolled() -> None:
     [("worker", "w0"), ("state", "w2"), ("in-flight", "w1"), ("kv", "w3"), ("tokens", "w4"), ("hits", "w0")],
 )
 def test_workers_are_sorted(sort: Any, first: str) -> None:
-    """Names upwards, states that serve nothing first, numbers from the highest, unknown ones last."""
+    """Workers are sorted by ascending name, non-serving states first, or descending number with unknown values last."""
     fleet = view_of(
         {"engine_stats": EngineStats(prefix_cache_queries=10**6, prefix_cache_hits=10**6)},
         {"in_flight": 60},
@@ -196,7 +196,7 @@ def test_workers_are_sorted(sort: Any, first: str) -> None:
 
 
 def test_one_model_is_shown() -> None:
-    """Its workers, its queue, what it was told, and its rates."""
+    """With one model selected, the screen shows only its workers, queue, commands and rates."""
     lines = shown(SMALL, TopOptions(model="n"))
 
     assert lines[0] == "fleet f, model n at 14:03:22  1 worker: 1 paused"
@@ -208,7 +208,7 @@ def test_one_model_is_shown() -> None:
 
 
 def test_what_is_old_says_so() -> None:
-    """A server that is away is named above the workers, which stay."""
+    """If the NATS server is down, a line above the workers reports it, and the workers stay."""
     lines = shown(TopView(SMALL.state, SMALL.rates, AT, "the connection to NATS is down; known 3 s ago"))
 
     assert lines[2] == "the connection to NATS is down; known 3 s ago"
@@ -216,7 +216,7 @@ def test_what_is_old_says_so() -> None:
 
 
 def test_queues_that_cannot_be_read_have_their_reason() -> None:
-    """The rest is shown."""
+    """A queue that cannot be read shows the reason, and the rest of the screen is complete."""
     fleet = view_of({}, queue_problems={"m": "this user may not read it"})
     lines = shown(fleet)
 
@@ -226,7 +226,7 @@ def test_queues_that_cannot_be_read_have_their_reason() -> None:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_peer_writes_text_and_nothing_else(width: int) -> None:
-    """Escape sequences, line ends, marks of direction and rich's markup of workers are shown as what they are."""
+    """Escape sequences, line breaks, bidirectional marks and rich markup of peers are shown as plain text."""
     command = UpdateWeights(version=4, source=WeightSource(path=HOSTILE), label=HOSTILE)
     told = DesiredState(model=HOSTILE_MODEL, epoch=9, registers={"weights": Recorded(epoch=9, command=command)})
     fleet = view_of(
@@ -248,14 +248,14 @@ HOSTILE_MODEL = "[blink]\u202emodel\u2066[/]"
 
 
 def test_wide_characters_keep_columns_in_place() -> None:
-    """A model's name may be of characters that take two places."""
+    """Wide characters in a model name keep the columns aligned."""
     lines = shown(view_of({"model": "模型" * 20}, {}), width=60)
 
     assert max(map(cell_len, lines)) <= 60
 
 
 def test_many_that_are_behind_are_counted() -> None:
-    """Three are named with the reason."""
+    """Three of the workers that are behind are named with the reason, and the others are counted."""
     fleet = view_of(*[{"epoch": 1, "weight_version": 4}] * 5, desired={"m": DESIRED})
 
     [row] = model_rows(fleet.state, fleet.rates)
@@ -263,7 +263,7 @@ def test_many_that_are_behind_are_counted() -> None:
 
 
 def test_commands_for_single_workers_count_those() -> None:
-    """A command for one names it; a model without workers has its commands too."""
+    """A command for one worker shows the worker's name. A model without workers shows its commands too."""
     desired = DesiredState(
         model="x",
         epoch=2,
@@ -277,7 +277,7 @@ def test_commands_for_single_workers_count_those() -> None:
 
 
 def test_what_is_printed_once_has_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a pipe go all workers and all that is said of them, whatever the width."""
+    """Into a pipe, `top` writes all workers and all columns, for any width."""
     print_top(SMALL, TopOptions(sort="state"))
     fleet, workers, queues, models, commands = capsys.readouterr().out.strip().split("\n\n")
 
@@ -288,7 +288,7 @@ def test_what_is_printed_once_has_all_columns(capsys: pytest.CaptureFixture[str]
 
 
 def test_json_has_the_state_and_the_rates() -> None:
-    """What is not known is null."""
+    """The JSON has state and rates, and unknown values are null."""
     written = top_as_json(SMALL)
 
     assert {"fleet", "workers", "queues", "queue_problems", "desired", "rates"} == written.keys()
@@ -304,7 +304,7 @@ def test_json_has_the_state_and_the_rates() -> None:
 
 
 def test_keys_change_what_is_shown() -> None:
-    """Each choice begins at the top again; what is no choice scrolls, and never above the first worker."""
+    """A new sort or model scrolls to the top. Arrow and page keys scroll, but never above the first worker."""
     options: TopOptions | None = TopOptions(first=5)
     for sort in (*SORTS[1:], SORTS[0]):
         assert options is not None
@@ -325,7 +325,7 @@ def test_keys_change_what_is_shown() -> None:
 
 @given(st.data())
 def test_keys_are_read_however_they_are_cut(data: st.DataObject) -> None:
-    """What a terminal sends in pieces is the same keys as at once; what no key sends is nothing."""
+    """Key sequences are recognized in any fragmentation, and other bytes are ignored."""
     noise = [b"\x1b[38;5;1m", b"x", b"\x1b[200~", b"\xc3\xa9", b"\x00"]
     sent = data.draw(st.lists(st.sampled_from([*top_options._KEYS, *noise]), max_size=20))
     text = b"".join(sent)
@@ -339,7 +339,7 @@ def test_keys_are_read_however_they_are_cut(data: st.DataObject) -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=20))
 def test_little_is_kept_of_what_is_no_key(pieces: list[bytes]) -> None:
-    """A paste of anything neither fails nor grows."""
+    """Input that is not a key neither fails nor accumulates."""
     reader = KeyReader()
     for piece in pieces:
         reader.read(piece)
@@ -347,7 +347,7 @@ def test_little_is_kept_of_what_is_no_key(pieces: list[bytes]) -> None:
 
 
 def test_a_worker_without_capabilities_has_the_slots_that_it_names() -> None:
-    """While it starts, nothing else is known."""
+    """A worker without capabilities shows the slots of its presence."""
     fleet = view_of({"capabilities": None, "free_slots": 3})
 
     assert "12/15" in shown(TopView(replace(fleet.state), fleet.rates, AT))[3]

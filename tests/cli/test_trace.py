@@ -1,4 +1,4 @@
-"""`rollbus trace`: what became of a request, in a terminal and as JSON."""
+"""`rollbus trace`: the timeline of a request, on a terminal and as JSON."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 
 
 def timeline(*events: TimelineEvent, **fields: object) -> WorkerTimeline:
-    """One of request `r`, of worker `a` unless it is said."""
+    """Return a timeline of request `r`, by default on worker `a`."""
     given: dict[str, object] = {"worker": "a", "client": "alice", "incarnation": "1", "request_id": "r"} | fields
     return WorkerTimeline(events=events, **given)  # type: ignore[arg-type]
 
@@ -39,7 +39,10 @@ LIFE = (
 
 
 def test_each_attempt_has_a_line_and_each_event() -> None:
-    """Durations add up to what has passed; times are relative to the first event of all."""
+    """Each attempt and each event has a row.
+
+    Durations add up, and times are relative to the first event of all attempts.
+    """
     again = timeline(TimelineEvent(at=106.0, event="offered", weight_version=8), worker="b", attempt=1)
     trace = RequestTrace(
         request_id="r", timelines=(timeline(*LIFE, lane="normal", prompt_tokens=1200), again), workers_asked=2
@@ -67,7 +70,7 @@ def test_each_attempt_has_a_line_and_each_event() -> None:
 
 
 def test_a_request_that_stands_still_is_paused_now() -> None:
-    """The pause has no end yet."""
+    """A paused request shows `now` as the end of its pause."""
     trace = RequestTrace(request_id="r", timelines=(timeline(*LIFE[:6]),))
 
     [attempt], [phases] = attempt_rows(trace), phase_rows(trace)
@@ -75,7 +78,7 @@ def test_a_request_that_stands_still_is_paused_now() -> None:
 
 
 def test_samples_and_clients_are_named_where_there_are_several() -> None:
-    """One request id may be of two clients, and have many samples; of very many the events are left to --json."""
+    """Rows name sample and client if there are several. The events of many samples are only in --json."""
     many = tuple(timeline(LIFE[1], child=child) for child in range(MAX_SHOWN + 2))
     samples = RequestTrace(request_id="r", timelines=many, left_out=3)
     clients = RequestTrace(request_id="r", timelines=(timeline(LIFE[1]), timeline(LIFE[1], client="bob")))
@@ -90,7 +93,7 @@ def test_samples_and_clients_are_named_where_there_are_several() -> None:
 
 
 def test_clocks_and_silence_are_said() -> None:
-    """A worker that admits what is not published yet has a clock that is behind; one that is silent is named."""
+    """The notes name workers with a clock that is behind, and workers without an answer."""
     early = timeline(TimelineEvent(at=100.0, event="published"), TimelineEvent(at=98.5, event="offered"))
     trace = RequestTrace(request_id="r", timelines=(early,), silent={"w3": "it did not answer within 5.0 s"})
 
@@ -101,7 +104,7 @@ def test_clocks_and_silence_are_said() -> None:
 
 
 def test_what_came_over_the_wire_does_nothing_to_the_terminal() -> None:
-    """Control characters are replaced, long texts cut."""
+    """Control characters from the wire are replaced, and long texts are cut."""
     hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07" + "x" * 500)
     trace = RequestTrace(
         request_id="r",
@@ -115,7 +118,7 @@ def test_what_came_over_the_wire_does_nothing_to_the_terminal() -> None:
 
 @pytest.mark.slow
 async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
-    """As tables, by the id of an OpenAI answer too; as JSON with all that the workers tell."""
+    """`trace` prints tables, also for the id of an OpenAI response, and JSON with complete timelines."""
     async with one_worker(worker_id="w0", options={"client": "alice", "placement": False}) as (rb, *_):
         await rb.complete(short("r"))
         shown, as_json = [await run_rollbus(nats_url, fleet, "trace", *args) for args in (["cmpl-r"], ["r", "--json"])]
@@ -142,7 +145,7 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
 
 @pytest.mark.slow
 async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: str, fleet: str) -> None:
-    """Of a request that is paused, too."""
+    """`trace` also shows a request in flight, even while it is paused."""
     async with one_worker(config=SLOW) as (rb, *_), asyncio.TaskGroup() as tasks:
         stream = await start_stream(tasks, rb, endless("r"))
         await rb.fleet.pause()
@@ -158,7 +161,10 @@ async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: s
 
 @pytest.mark.slow
 async def test_what_nobody_knows_is_said_so(one_worker: StartServed, nats_url: str, fleet: str) -> None:
-    """Exit code 1 and how long workers remember; a wrong id is a usage error; without workers it is 5."""
+    """An unknown request gives exit code 1 and states what workers remember. A wrong id is a usage error.
+
+    Without workers, the exit code is 5.
+    """
     async with one_worker():
         unknown, wrong = [await run_rollbus(nats_url, fleet, "trace", name) for name in ("nothing", "a b")]
     alone = await run_rollbus(nats_url, fleet, "trace", "nothing")
@@ -175,7 +181,7 @@ async def test_what_nobody_knows_is_said_so(one_worker: StartServed, nats_url: s
 
 @pytest.mark.slow
 async def test_a_silent_worker_makes_the_answer_partial(nats_url: str, fleet: str) -> None:
-    """What the others tell is shown, and the silent are named; if all are silent, that is a timeout."""
+    """If a worker does not answer, the exit code is partial and the note names it. If none answers, it is a timeout."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, placement=False) as rb,
         synthetic_worker(nats_url, fleet, worker_id="a") as (worker, _),

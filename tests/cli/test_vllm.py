@@ -1,4 +1,4 @@
-"""The commands on a real engine, which one `rollbus up` starts for all of these tests."""
+"""The commands on a vLLM engine. One `rollbus up` serves all tests of this module."""
 
 import asyncio
 import json
@@ -38,14 +38,14 @@ class Up(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared[Up]]:
-    """One for all tests that leave it running."""
+    """Start one fleet for all tests that leave it running."""
     with Shared(lambda: running(tmp_path_factory.mktemp("up")), is_sound=lambda up: serves(up.nats)) as shared:
         yield shared
 
 
 @pytest.fixture
 def up(ups: Shared[Up]) -> Up:
-    """One worker with the tiny MoE, which is made for it."""
+    """Return a fleet of one worker with the tiny MoE that `up` created."""
     return ups.get()
 
 
@@ -59,7 +59,7 @@ def running(folder: Path) -> Iterator[Up]:
 
 
 def test_status_tells_what_the_engine_can_do(up: Up) -> None:
-    """The worker serves the tiny MoE and says what its routing looks like."""
+    """The worker serves the tiny MoE, and `status` shows the shape of its routed experts."""
     [worker] = json.loads(rollbus("status", "--json", nats=up.nats).stdout)["workers"]
 
     assert (worker["model"], worker["state"], worker["model_path"]) == (TINY_MOE, "serving", str(up.model))
@@ -70,7 +70,7 @@ def test_status_tells_what_the_engine_can_do(up: Up) -> None:
 
 
 def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
-    """Text is tokenized with the model's own tokenizer, found by itself; results are greedy ones of those tokens."""
+    """The model's own tokenizer is found automatically, and the results equal those of the token ids."""
     output, by_ids = tmp_path / "text.jsonl", tmp_path / "ids.jsonl"
     options = ("--max-tokens", "8", "--temperature", "0")
     done = rollbus("generate", "--input", str(QUESTIONS), "--output", str(output), *options, nats=up.nats)
@@ -95,7 +95,7 @@ def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
 
 
 def test_prompts_fail_alone(up: Up, tmp_path: Path) -> None:
-    """What the tokenizer or the engine refuses is one error line each; samples and arrays of the others are whole."""
+    """A prompt that the tokenizer or engine rejects is one error line. Other prompts keep all samples and arrays."""
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines: list[dict[str, object]] = [
         {"prompt": "Why?", "n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True},
@@ -119,7 +119,7 @@ def test_prompts_fail_alone(up: Up, tmp_path: Path) -> None:
 
 
 def test_the_readme_runs(up: Up) -> None:
-    """The lines of Python in README.md run as they stand, and print what they promise."""
+    """The Python code in README.md runs unchanged and prints the described output."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
     done = subprocess.run(
@@ -131,9 +131,9 @@ def test_the_readme_runs(up: Up) -> None:
 
 
 def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[str]) -> None:
-    """One answer appears token by token with its experts, all questions are completed, every layer has its row.
+    """The demo shows an answer token by token with its experts, completes all questions, and has a row per layer.
 
-    Requests wait while the fleet is paused, an answer goes on with new weights, and a flushed cache is empty.
+    Requests wait while the fleet is paused, an answer continues with new weights, and the flushed cache is empty.
     """
     prompts = list(read_prompts(QUESTIONS, Defaults(sampling={"max_tokens": 16})))
     tour = Tour(
@@ -164,7 +164,7 @@ def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[s
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    """A wrong --tokenizer is an error that says which folder it was."""
+    """A wrong --tokenizer is an error that names the folder."""
     with pytest.raises(TokenizerUnavailable, match="is not a folder"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(TokenizerUnavailable, match=f"no tokenizer in {tmp_path}"):
@@ -173,7 +173,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.proves("P29")
 def test_nothing_is_left_when_up_is_killed(up: Up) -> None:
-    """After SIGKILL, the NATS server, the worker and the engine's own processes all end."""
+    """After SIGKILL of `up`, the NATS server, the worker and the engine processes exit."""
     family = descendants_of(up.process.pid)
     assert len(family) >= 4  # nats-server and its guard, the worker, the engine core
 
@@ -184,7 +184,7 @@ def test_nothing_is_left_when_up_is_killed(up: Up) -> None:
 
 
 async def test_a_tiny_moe_of_another_release_is_replaced(tmp_path: Path) -> None:
-    """What was made in another way is made anew; a folder that is something else is left alone and named."""
+    """A tiny MoE of another release is created again. A folder with other content stays and is named in the error."""
     stale = tmp_path / "stale" / TINY_MOE / "tiny_moe.json"
     stale.parent.mkdir(parents=True)
     stale.write_text("{}")
@@ -202,10 +202,10 @@ async def test_a_tiny_moe_of_another_release_is_replaced(tmp_path: Path) -> None
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Return True if a process has ended."""
     return not is_alive(pid)
 
 
 def read(path: Path) -> dict[int, dict[str, Any]]:
-    """The results of an output by index."""
+    """Return the results of an output by index."""
     return {line["index"]: line for line in map(json.loads, path.read_text().splitlines())}

@@ -1,4 +1,4 @@
-"""Rule: weights are published from a folder by command, whole or as what changed, and shown with who has them."""
+"""`publish-weights` stores a folder as an anchor or delta, and `weights` shows the versions and their workers."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The first is an anchor; with the folder of the one before, the second is a delta."""
+    """The first version is an anchor. With the folder of the previous version, the second is a delta."""
     one, two = folders(tmp_path)
     own = ("--model", MODEL)
     first = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1", "--store-only", *own)
@@ -38,7 +38,7 @@ async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_pa
 
 
 async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A folder is trusted only if its hashes are the committed ones."""
+    """A base folder is refused unless its hashes equal the committed hashes."""
     one, two = folders(tmp_path)
     own = ("--model", MODEL, "--store-only")
     early = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "1", "--base", str(one), *own)
@@ -53,7 +53,10 @@ async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path
 
 
 async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The ledger is shown, and who has the version; the only model needs no name."""
+    """`publish-weights` shows the ledger, and `weights` shows the workers with a version.
+
+    A single model needs no name.
+    """
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 2):
         ended = await run_rollbus(nats_url, fleet, "publish-weights", str(two), "--version", "2", "--json")
@@ -71,7 +74,7 @@ async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_pat
 
 
 def test_recorded_is_what_the_desired_state_names() -> None:
-    """And not what a publisher has noted."""
+    """A version is recorded if the desired state names it, not if a publisher has noted it."""
     links = tuple(
         Link(objects=f"b/versions/{n}-1-0000000{n}", version=n, digest=f"{n:064x}", anchor_bytes=1) for n in (1, 2)
     )
@@ -82,7 +85,7 @@ def test_recorded_is_what_the_desired_state_names() -> None:
 
 
 async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The version is stored; nothing that is published, and no model, are errors."""
+    """Without workers, the version is stored. A missing model name and a model without versions are errors."""
     one, _ = folders(tmp_path)
     nameless = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1")
     nothing = await run_rollbus(nats_url, fleet, "weights")
