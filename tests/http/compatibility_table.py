@@ -19,7 +19,7 @@ class RouteRow:
     method: str
     path: str
     served: str
-    """`yes`; `501`: known and refused with the reason; `404`: not known."""
+    """`yes`. `501`: known, but refused with the reason. `404`: unknown."""
     why: str
 
 
@@ -30,25 +30,25 @@ class FieldRow:
     name: str
     example: Any
     served: str
-    """`yes`; `no effect`; `engine`: if the worker's engine has it; `no`."""
+    """`yes`, `no effect`, `engine` (if the worker's engine supports it) or `no`."""
     why: str
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
+    """Return the cells of the table below a heading, without the header rows."""
     text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
 def route_rows() -> list[RouteRow]:
-    """Every row of routes."""
+    """Return all rows of routes."""
     rows = _rows("Routes")
     return [RouteRow(*route.strip("`").partition(" ")[::2], served, why) for route, _, served, why in rows]
 
 
 def field_rows(body: str) -> list[FieldRow]:
-    """Every row of fields of a body."""
+    """Return all rows of the fields of a body."""
     rows = _rows(body)
     return [
         FieldRow(name.strip("`"), json.loads(example.strip("`")), served, why) for name, example, served, why in rows
@@ -56,5 +56,5 @@ def field_rows(body: str) -> list[FieldRow]:
 
 
 def control_rows() -> dict[str, set[str]]:
-    """The fields of each control route, by path."""
+    """Return the fields of each control route by path."""
     return {route.strip("`").split(" ")[1]: set(re.findall(r"`(\w+)`", fields)) for route, fields in _rows("Commands")}

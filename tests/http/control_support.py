@@ -1,4 +1,4 @@
-"""Fleets of synthetic workers behind the HTTP service, with checkpoints and adapters that they may load."""
+"""Fleets of synthetic workers with the HTTP service, and checkpoints and adapters for them."""
 
 import asyncio
 import contextlib
@@ -30,34 +30,34 @@ PING_WAIT_S = 0.15
 
 @dataclass
 class ControlHttp:
-    """A service, and the workers `w0`, `w1` ... behind it."""
+    """A service, and its workers `w0`, `w1` ..."""
 
     http: Http
     engines: list[SyntheticEngine]
     root: Path
-    """Where checkpoints may come from: `one`, which the workers were started with, `two` and `adapter`."""
+    """The folder with the checkpoints `one` (loaded at start) and `two`, and with `adapter`."""
 
     async def post(self, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
-        """Send a body as JSON, or nothing; the answer's status and JSON."""
+        """Send a JSON body, or none. Return status and JSON of the response."""
         answer = await self.http.client.post(path, json=body)
         return answer.status_code, answer.json()
 
     async def told(self, path: str, state: WorkerState) -> httpx.Response:
-        """What the service answers once it has heard that all workers are in a state.
+        """Return the response after the service has received presence of all workers in a state.
 
-        That a command was applied, and how a worker is since, come by different ways.
+        Acks and presence arrive on different subjects, so a worker's presence may be older than its ack.
         """
         await until_state(self.http.own, lambda fleet: {worker.state for worker in fleet.workers} == {state})
         return await self.http.client.get(path)
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
-        """The status and JSON of an answer."""
+        """Return status and JSON of a response."""
         answer = await self.http.client.get(path)
         return answer.status_code, answer.json()
 
 
 async def together(*calls: Coroutine[Any, Any, T]) -> list[T]:
-    """Do these at once: asking a fleet takes half a second each time."""
+    """Run these calls concurrently, because a command to a fleet takes half a second."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(call) for call in calls]
     return [task.result() for task in running]
@@ -73,14 +73,14 @@ async def control_http(
     *,
     models: tuple[str, ...] = (),
 ) -> AsyncIterator[ControlHttp]:
-    """Serve a fleet of synthetic workers of the model `synthetic`, or one of each of `models`, at version 1."""
+    """Serve synthetic workers at version 1: `count` workers of model `synthetic`, or one for each of `models`."""
     root = tmp_path / "root"
     one = write_checkpoint(root / "one", seed=1)
     write_checkpoint(root / "two", seed=2)
     write_adapter(root / "adapter")
     config = SyntheticConfig(step_s=STEP_S, prefix_cache=True)
     async with contextlib.AsyncExitStack() as stack:
-        # Asked for often here, of workers in this process.
+        # The tests ping workers of this process often, so a short wait suffices.
         stack.enter_context(mock.patch("rollbus.bus.client.presence_watcher.PING_WAIT_S", PING_WAIT_S))
         engines = []
         for i, model in enumerate(models or ("synthetic",) * count):
@@ -101,7 +101,7 @@ async def control_http(
 
 @contextlib.asynccontextmanager
 async def in_flight(http: Http, max_tokens: int = 60_000) -> AsyncIterator[list[Chunk]]:
-    """A request that runs, and would for minutes; its chunks. In the end it is given up."""
+    """Run a request that would last for minutes. Yield its chunks, and abort the request at the end."""
     async with asyncio.TaskGroup() as tasks:
         stream = await start_stream(tasks, http.rb, greedy(1, max_tokens))
         yield stream.chunks

@@ -1,4 +1,4 @@
-"""Viewers of a service, as the page is one."""
+"""Viewers of a service's event stream, like the page."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ PATH = "/v1/rl/events"
 
 @dataclass
 class Stream:
-    """The events of one viewer, as they come."""
+    """The events that one viewer receives."""
 
     lines: AsyncIterator[str]
     hello: dict[str, Any] = field(default_factory=dict)
 
     async def next(self, name: str) -> dict[str, Any]:
-        """The next event of a name; those of others are passed over.
+        """Return the next event of a name, and skip others.
 
         Raises:
             EOFError: the stream has ended.
@@ -37,19 +37,19 @@ class Stream:
         raise EOFError
 
     async def until(self, name: str, holds: Any) -> dict[str, Any]:
-        """The first event of a name of which `holds`."""
+        """Return the first event of a name for which `holds` is true."""
         while not holds(event := await self.next(name)):
             pass
         return event
 
     def workers(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows of a `fleet` event, with the names of their fields."""
+        """Return the rows of a `fleet` event, with the names of their fields."""
         return [dict(zip(self.hello["worker_fields"], row, strict=True)) for row in event["workers"]]
 
 
 @contextlib.asynccontextmanager
 async def watching(http: Http, query: str = "", token: str | None = None) -> AsyncIterator[Stream]:
-    """Watch until the block ends; the first event has come."""
+    """Watch the events until the block ends. The first event has arrived at the start of the block."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     async with (
         httpx.AsyncClient(base_url=http.url, timeout=SOON_S) as client,

@@ -1,4 +1,4 @@
-"""Write the table of docs/metrics.md from what the service exports: `python -m tests.http.metrics_doc`."""
+"""Write the table of docs/metrics.md from the metrics of the service: `python -m tests.http.metrics_doc`."""
 
 import re
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ __all__ = ["DOC", "rows", "with_table"]
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 TABLE = re.compile(r"<!-- table -->\n.*?<!-- end -->", re.DOTALL)
 EXPORTED = {"counter": "_total"}
-"""What Prometheus's format appends to the names of a kind."""
+"""Suffixes that the Prometheus format appends to the names of a kind."""
 
 
 class NoClient:
-    """A client that has done nothing."""
+    """A client without any activity."""
 
     def stats(self) -> rollbus.ClientStats:
-        """All zero, and nothing by name."""
+        """Return stats with zeros and empty tables."""
         empty: dict[str, Any] = {field.name: 0 if field.type is int else {} for field in fields(rollbus.ClientStats)}
         return rollbus.ClientStats(**empty)
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
-    """Name, kind, labels, unit and meaning of each metric."""
+    """Yield name, kind, labels, unit and meaning of each metric."""
     registry = Metrics(NoClient())._registry  # type: ignore[arg-type]
     of_workers = {family.name: family.label_names for family in worker_families(())}
     for collector in list(registry._collector_to_names):
@@ -53,7 +53,7 @@ def _unit(name: str) -> str:
 
 
 def with_table(text: str) -> str:
-    """The page with the table as the code has it now."""
+    """Return the page with the current table."""
     lines = ["| metric | kind | labels | unit | meaning |\n", "| --- | --- | --- | --- | --- |\n"]
     lines += [f"| `{name}` | {' | '.join(rest)} |\n" for name, *rest in sorted(rows())]
     table = "<!-- table -->\n" + "".join(lines) + "<!-- end -->"

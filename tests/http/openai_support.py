@@ -1,4 +1,4 @@
-"""What the tests of OpenAI's routes share."""
+"""Helpers for the tests of the OpenAI routes."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -17,11 +17,14 @@ __all__ = ["CHAT", "COMPLETIONS", "client_of", "talking"]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 CONFIG = SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=512)
-"""Every token of the tokenizer may come out."""
+"""The model may generate each token of the tokenizer."""
 
 
 def client_of(http: Http) -> Any:
-    """The real client, which tries once: what fails must not pass the second time; untyped, as is what we add to it."""
+    """Return the OpenAI client without retries, which would hide failures.
+
+    Its type is Any because of rollbus's extra fields.
+    """
     return openai.AsyncOpenAI(base_url=f"{http.url}/v1", api_key="none", max_retries=0)
 
 
@@ -29,7 +32,7 @@ def client_of(http: Http) -> Any:
 async def talking(
     nats_url: str, fleet: str, folder: Path, config: SyntheticConfig = CONFIG
 ) -> AsyncIterator[tuple[Http, Any]]:
-    """A synthetic model with a tokenizer of bytes, and a client of its service."""
+    """Serve a synthetic model with a byte tokenizer. Yield the service and a client of it."""
     settings = Settings(tokenizer=save(make_byte_level(), folder))
     async with http_service(nats_url, fleet, settings, config=config) as http, client_of(http) as client:
         yield http, client

@@ -1,4 +1,4 @@
-"""Tokenizers of a few hundred tokens, one of each family that models have."""
+"""Tokenizers of a few hundred tokens, one for each family of models."""
 
 import functools
 import json
@@ -13,9 +13,9 @@ __all__ = ["CHAT_TEMPLATE", "byte_fallback", "byte_level", "make_byte_level", "s
 
 SPECIAL = "<|end|>"
 ROLE = "<|role|>"
-"""A special token without a use that the configuration names."""
+"""A special token that the configuration does not name."""
 ADDED = "<tool▁call>"
-"""No special token; with a character that byte-level vocabularies do not write."""
+"""An added token that is not special, with a character that byte-level vocabularies do not contain."""
 CHAT_TEMPLATE = (
     "{% if messages[0].role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
@@ -27,12 +27,12 @@ CHAT_TEMPLATE = (
 
 @functools.cache
 def byte_level() -> tokenization.Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have: all bytes are tokens, and some texts."""
+    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen: all bytes are tokens, and some texts."""
     return _loaded(make_byte_level())
 
 
 def make_byte_level() -> Tokenizer:
-    """The same, to be saved."""
+    """Return the byte-level tokenizer in a form that can be saved."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ã", "©"), ("ð", "Ł"), ("ł", "Ģ")]
     vocabulary = {token: index for index, token in enumerate([*letters, *(a + b for a, b in merges)])}
@@ -44,7 +44,7 @@ def make_byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> tokenization.Tokenizer:
-    """As Llama 2 and Gemma have: pieces of text, and all bytes for what they do not cover."""
+    """Return a tokenizer like those of Llama 2 and Gemma: pieces of text, and bytes for all other text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "t", "h", "e", "é", "th", "the", "▁the"]
     vocabulary = {token: index for index, token in enumerate(pieces)}
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
@@ -58,7 +58,7 @@ def byte_fallback() -> tokenization.Tokenizer:
 
 @functools.cache
 def word_piece() -> tokenization.Tokenizer:
-    """As BERT has: the decoder adds the spaces."""
+    """Return a tokenizer like that of BERT, whose decoder adds the spaces."""
     vocabulary = {token: index for index, token in enumerate(["[UNK]", "the", "##re", "cat", "."])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -72,11 +72,11 @@ def _loaded(tokenizer: Tokenizer) -> tokenization.Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write a tokenizer as checkpoints have it, with two special tokens and one more."""
+    """Write a tokenizer in the layout of a checkpoint, with two special tokens and one other added token."""
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (SPECIAL, ROLE)])
     tokenizer.add_tokens([AddedToken(ADDED, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL, "chat_template": chat_template}
-    # Cleaning up would take spaces away.
+    # Clean-up would remove spaces.
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
     return folder

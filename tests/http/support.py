@@ -1,4 +1,4 @@
-"""The HTTP service on a port of its own, in front of workers on the synthetic engine or the real one."""
+"""The HTTP service on a free port, with workers on the synthetic engine or a real engine."""
 
 import base64
 import contextlib
@@ -29,20 +29,20 @@ class Http:
     """A running service."""
 
     url: str
-    """Without a slash at the end."""
+    """The URL, without a slash at the end."""
     client: httpx.AsyncClient
-    """With the service's address as its base."""
+    """An HTTP client with the URL of the service as its base."""
     rb: rollbus.Client
-    """Another client of the same fleet than the service's own."""
+    """A client of the same fleet, separate from the service's client."""
     own: rollbus.Client
-    """The service's own."""
+    """The service's client."""
     engine: SyntheticEngine | None = None
-    """Of its one worker, if that is a synthetic one."""
+    """The engine of the only worker, if it is synthetic."""
 
 
 @functools.cache
 def _declared() -> dict[tuple[str, str], set[str]]:
-    """The statuses that the OpenAPI document has, by method and path."""
+    """Return the statuses in the OpenAPI document, by method and path."""
     paths = document(OPEN, DATA, ADMIN, Settings())["paths"]
     return {
         (method.upper(), path): set(operation["responses"])
@@ -52,10 +52,10 @@ def _declared() -> dict[tuple[str, str], set[str]]:
 
 
 async def _check_declared(answer: httpx.Response) -> None:
-    """Every status that any test sees is one that the document has for its route."""
+    """Check for each response of any test that the OpenAPI document lists the status for the route."""
     path = re.sub(r"/(operations|models|requests)/.+$", r"/\1/{id}", answer.request.url.path)
     path = re.sub(r"/(loras|assets)/.+$", r"/\1/{name}", path)
-    # Where there is a GET there is a HEAD, which the document does not list.
+    # Each GET route also has HEAD, which the document does not list.
     method = "GET" if answer.request.method == "HEAD" else answer.request.method
     statuses = _declared().get((method, path), {"404", "405"})
     status = str(answer.status_code)
@@ -64,7 +64,7 @@ async def _check_declared(answer: httpx.Response) -> None:
 
 @contextlib.asynccontextmanager
 async def http_before(nats_url: str, fleet: str, settings: Settings | None = None) -> AsyncIterator[Http]:
-    """Serve a fleet whose workers are somewhere else."""
+    """Serve a fleet whose workers run elsewhere."""
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     settings = settings or Settings()
@@ -74,7 +74,7 @@ async def http_before(nats_url: str, fleet: str, settings: Settings | None = Non
         serving(own, settings, listening),
         httpx.AsyncClient(
             base_url=url,
-            # Of bodies that tests make themselves; httpx says it of what it encodes.
+            # Tests that encode bodies themselves need this header. For other bodies, httpx sets it.
             headers={"Content-Type": "application/json"},
             timeout=HANGS_AFTER_S,
             event_hooks={"response": [_check_declared]},
@@ -104,7 +104,7 @@ async def http_service(
 
 
 def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[rollbus.GenerateRequest]:
-    """A list that grows by what is asked of the bus for whole answers."""
+    """Return a list that records the requests to the bus that are not streamed."""
     wanted: list[rollbus.GenerateRequest] = []
     complete = rollbus.Client.complete
 
@@ -117,7 +117,7 @@ def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[rollbus.GenerateRequ
 
 
 async def by_bus(rb: rollbus.Client, prompt: list[int], start: int = 0, **sampling: Any) -> rollbus.Generation:
-    """What a prompt gives without HTTP."""
+    """Return the generation of a prompt without HTTP."""
     request = rollbus.GenerateRequest(
         prompt_token_ids=prompt, sampling=rollbus.SamplingParams(**sampling), routed_experts_prompt_start=start
     )
@@ -125,6 +125,6 @@ async def by_bus(rb: rollbus.Client, prompt: list[int], start: int = 0, **sampli
 
 
 def rows_of(routed: dict[str, Any]) -> np.ndarray:
-    """The rows in an answer."""
+    """Return the rows in a response."""
     data = base64.b64decode(routed["data"], validate=True)
     return np.frombuffer(data, routed["dtype"]).reshape(routed["shape"])

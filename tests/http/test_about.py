@@ -1,4 +1,4 @@
-"""What a service says of itself and its engines, to vLLM's and OpenAI's clients and to a browser."""
+"""Routes that describe the service and its engines to clients of vLLM and OpenAI, and to browsers."""
 
 import platform
 import re
@@ -16,7 +16,7 @@ from tests.http.support import http_before, http_service
 
 
 async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
-    """The engines' release under vLLM's name, what workers announce, and nothing of their environment."""
+    """The routes give engine versions under vLLM's names and the workers' presence, and nothing of the environment."""
     async with http_service(nats_url, fleet) as http:
         client = http.client
         version = (await client.get("/version")).json()
@@ -36,7 +36,7 @@ async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_fleet_without_workers_has_no_release(nats_url: str, fleet: str) -> None:
-    """`version` is that of the engines: without one it is 503, while the service lives."""
+    """Without workers, `/version` gives 503, because it is the version of the engines. The service is still alive."""
     async with http_before(nats_url, fleet) as http:
         assert (await http.client.get("/version")).status_code == 503
         assert (await http.client.get("/ping")).status_code == 200
@@ -44,7 +44,7 @@ async def test_a_fleet_without_workers_has_no_release(nats_url: str, fleet: str)
 
 
 async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`models.retrieve` of the openai client, also of a name with slashes; an unknown one is its `NotFoundError`."""
+    """`models.retrieve` of the OpenAI client finds names with slashes, and an unknown model is a `NotFoundError`."""
     async with (
         control_http(nats_url, fleet, tmp_path, models=("org/model-1.5",)) as c,
         client_of(c.http) as client,
@@ -57,7 +57,7 @@ async def test_one_model_is_retrieved(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_the_reference_is_a_page_without_scripts(nats_url: str, fleet: str) -> None:
-    """Every route stands on it, it loads nothing, and the browser is told to run nothing; no token is needed."""
+    """The reference page lists all routes without a token, loads nothing, and its policy forbids scripts."""
     async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         answer = await http.client.get("/docs")
         paths = (await http.client.get("/openapi.json")).json()["paths"]

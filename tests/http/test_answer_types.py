@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers is what they are, to the last field."""
+"""The responses equal their types in the OpenAPI document in each field."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ ASKED: list[tuple[str, type, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("config", [CONFIG, SyntheticConfig(vocab_size=264, num_experts=0)], ids=["moe", "dense"])
 async def test_answers_are_as_described(nats_url: str, fleet: str, tmp_path: Path, config: SyntheticConfig) -> None:
-    """No field is of another type, missing, or not in the document."""
+    """In a response, no field has another type, is missing, or is absent from the document."""
     async with talking(nats_url, fleet, tmp_path, config) as (http, _):
         for path, kind, body in ASKED:
             answer = await http.client.post(path, json=body)

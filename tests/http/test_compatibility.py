@@ -1,4 +1,4 @@
-"""docs/http-compatibility.md says of each route and field whether it is served: each row is read, and tried."""
+"""docs/http-compatibility.md states for each route and field whether it is served. The tests try each row."""
 
 import re
 from importlib.util import find_spec
@@ -37,7 +37,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], str, dict[str, Any], str]] = {
     "Tokenize": (TokenizeBody, "/v1/tokenize", {"prompt": "the"}, ""),
     "Detokenize": (DetokenizeBody, "/v1/detokenize", {"tokens": [5]}, ""),
 }
-"""By heading: the body, its route, what a request needs besides the field, and where the field stands in it."""
+"""By heading: the body, its route, the other fields of a request, and the prefix of the field."""
 VLLM_PROTOCOLS = {
     "Chat": ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
     "Completions": ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
@@ -47,24 +47,24 @@ VLLM_PROTOCOLS = {
 
 
 def names(body: type[msgspec.Struct]) -> set[str]:
-    """The fields of a struct, as JSON has them."""
+    """Return the field names of a struct as they are in JSON."""
     return {field.encode_name for field in msgspec.structs.fields(body)}
 
 
 def plain(path: str) -> str:
-    """A path without the kinds of its parameters."""
+    """Return a path without the types of its parameters."""
     return re.sub(r":path}", "}", path)
 
 
 def test_every_route_of_ours_stands_in_the_table() -> None:
-    """With its method, once; and no other is said to be served."""
+    """The table lists each route of the service once with its method, and no other route as known."""
     rows = [(row.method, row.path) for row in route_rows() if row.served != "404"]
     assert sorted(rows) == sorted((method, plain(path)) for method, path in {**OPEN, **DATA, **ADMIN})
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_every_field_of_ours_stands_in_the_table(body: str) -> None:
-    """Once; and none that the body does not have is said to be served."""
+    """The table lists each field of the body once, and no other field as served."""
     rows = field_rows(body)
     assert len({row.name for row in rows}) == len(rows)
     served = {row.name for row in rows if row.why != "is unknown"}
@@ -72,7 +72,7 @@ def test_every_field_of_ours_stands_in_the_table(body: str) -> None:
 
 
 def test_every_field_of_a_command_stands_in_the_table() -> None:
-    """Beside those that all commands have."""
+    """The table lists the fields of each command, apart from the fields that all commands share."""
     bodies = {path: route.body for (method, path), route in ADMIN.items() if method == "POST" and route.body}
     found = {path: names(body) - names(SendBody) for path, body in bodies.items() if isinstance(body, type)}
     assert control_rows() == found
@@ -80,7 +80,7 @@ def test_every_field_of_a_command_stands_in_the_table() -> None:
 
 @pytest.mark.parametrize("body", VLLM_PROTOCOLS)
 def test_every_field_of_vllm_stands_in_the_table(body: str) -> None:
-    """Of the installed release, private ones excepted."""
+    """The table lists all public fields of the installed vLLM release."""
     pytest.importorskip("vllm")
     module, name = VLLM_PROTOCOLS[body]
     kind = getattr(__import__(module, fromlist=[name]), name)
@@ -89,7 +89,7 @@ def test_every_field_of_vllm_stands_in_the_table(body: str) -> None:
 
 
 def test_every_route_of_vllm_stands_in_the_table() -> None:
-    """As the sources of the installed release have them."""
+    """The table lists all routes in the sources of the installed vLLM release."""
     pytest.importorskip("vllm")
     spec = find_spec("vllm.entrypoints")
     assert spec is not None
@@ -104,7 +104,7 @@ def test_every_route_of_vllm_stands_in_the_table() -> None:
 
 
 async def test_routes_are_as_the_table_says(nats_url: str, fleet: str) -> None:
-    """Those that are served are there; the others are refused, with the reason that stands there if they are known."""
+    """Served routes exist. The other routes are refused, with the reason in the table if they are known."""
     async with http_before(nats_url, fleet) as http:
         for row in route_rows():
             async with http.client.stream(row.method, re.sub(r"{\w+}", "x", row.path)) as answer:
@@ -121,7 +121,7 @@ async def test_routes_are_as_the_table_says(nats_url: str, fleet: str) -> None:
 
 
 async def test_fields_are_as_the_table_says(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Those that are served are taken; the others are refused by name, with the reason that stands there."""
+    """Served fields are accepted. The other fields are refused by name with the reason in the table."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         wrong: list[str] = []
         for body, (_, path, base, prefix) in BODIES.items():
@@ -133,7 +133,7 @@ async def test_fields_are_as_the_table_says(nats_url: str, fleet: str, tmp_path:
 
 
 def _with(base: dict[str, Any], prefix: str, row: FieldRow) -> dict[str, Any]:
-    """A body with the row's example in its place; of several that exclude each other, the row's."""
+    """Return a body with the example of the row. Fields that exclude the row's field are left out."""
     owner = prefix.removesuffix(".")
     if owner:
         return {**base, owner: {**base.get(owner, {}), row.name: row.example}}
@@ -143,7 +143,7 @@ def _with(base: dict[str, Any], prefix: str, row: FieldRow) -> dict[str, Any]:
 
 EXCLUSIVE = {("prompt", "messages"), ("max_tokens", "max_completion_tokens")}
 WITH: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
-"""What a field needs beside it."""
+"""The other fields that a field requires."""
 
 
 def _is_as_said(row: FieldRow, prefix: str, status: int, text: str) -> bool:
@@ -157,7 +157,7 @@ def _is_as_said(row: FieldRow, prefix: str, status: int, text: str) -> bool:
 
 
 async def test_fields_of_commands_are_as_the_table_says(nats_url: str, fleet: str) -> None:
-    """Each is known: a value that no field takes is refused as wrong, and not as unknown."""
+    """Each field of a command is known: an invalid value is refused as wrong and not as unknown."""
     async with http_before(nats_url, fleet) as http:
         for path, fields in control_rows().items():
             for field in fields:

@@ -1,4 +1,4 @@
-"""Clients that send slowly, or nothing, do not take the HTTP service from others."""
+"""Clients that send slowly or not at all do not block the HTTP service for other clients."""
 
 import asyncio
 import contextlib
@@ -24,21 +24,21 @@ from tests.support.patience import HANGS_AFTER_S, SOON_S
 PATH = "/inference/v1/generate"
 BODY: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
 HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
-"""A head that is not complete."""
+"""An incomplete request head."""
 DESCRIPTORS = 256
 MANY = 300
-"""Connections: more than there are descriptors."""
+"""The number of connections, which exceeds the number of descriptors."""
 
 
 def half_a_body(length: int = 1000) -> bytes:
-    """A request whose body is not complete."""
+    """Return a request with an incomplete body."""
     head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"{head}\r\n\r\n{{".encode()
 
 
 @contextlib.asynccontextmanager
 async def connected(url: str, sent: bytes = b"") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection on which this was sent; it is cut when the block ends."""
+    """Open a connection and send these bytes. The connection is closed when the block ends."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
@@ -51,7 +51,7 @@ async def connected(url: str, sent: bytes = b"") -> AsyncIterator[tuple[asyncio.
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the service closes the connection."""
+    """Return all bytes until the service closes the connection."""
     async with asyncio.timeout(SOON_S):
         try:
             return await reader.read()
@@ -60,14 +60,14 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 
 def error_in(answer: bytes) -> tuple[int, str]:
-    """Status and code of an answer."""
+    """Return status and error code of a response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
 @contextlib.asynccontextmanager
 async def few_descriptors(nats_url: str, fleet: str, *options: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The service as a process that may open few files; yields a client of it."""
+    """Run the service with few file descriptors. Yield a client of it."""
     args = command("frontend", "--json", "--nats", nats_url, "--fleet", fleet, "--http", "127.0.0.1:0", *options)
     process = await asyncio.create_subprocess_exec(
         "sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *args, env=ENV, stdout=asyncio.subprocess.PIPE
@@ -87,7 +87,7 @@ async def few_descriptors(nats_url: str, fleet: str, *options: str) -> AsyncIter
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HALF, half_a_body()], ids=["nothing", "half a head", "half a body"])
 async def test_more_slow_clients_than_descriptors(nats_url: str, fleet: str, sent: bytes) -> None:
-    """`/health` and whole requests are answered, on new connections and on old ones; the oldest others are cut."""
+    """With many slow clients, `/health` and complete requests are answered. The oldest slow connections are closed."""
     async with few_descriptors(nats_url, fleet) as client, contextlib.AsyncExitStack() as stack:
         await client.get("/health")
         slow = [await stack.enter_async_context(connected(str(client.base_url), sent)) for _ in range(MANY)]
@@ -97,7 +97,7 @@ async def test_more_slow_clients_than_descriptors(nats_url: str, fleet: str, sen
                 assert (await other.post("/v1/tokenize", json={"prompt": "a"})).status_code == 503
             assert (await client.get("/health")).status_code == 200
         oldest = await rest_of(slow[0][0])
-        # On a slow machine its time may be up before it is in the way.
+        # On a slow machine, its deadline may expire before the service needs room.
         assert not oldest or error_in(oldest) == (408, "head_timeout")
         found = parse((await client.get("/metrics")).text)
         cut = [count for (name, _), count in found.items() if name == "rollbus_http_connections_cut_total"]
@@ -106,7 +106,7 @@ async def test_more_slow_clients_than_descriptors(nats_url: str, fleet: str, sen
 
 @pytest.mark.slow
 async def test_half_sent_heads_end(nats_url: str, fleet: str) -> None:
-    """All of them, by the deadline; no descriptor stays in use."""
+    """All incomplete heads are closed at the deadline, and their descriptors are freed."""
     async with (
         few_descriptors(nats_url, fleet, "--client-timeout", "1") as client,
         contextlib.AsyncExitStack() as stack,
@@ -119,9 +119,9 @@ async def test_half_sent_heads_end(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_a_head_one_byte_at_a_time(nats_url: str, fleet: str) -> None:
-    """Bytes that come do not put the deadline off, neither of a connection's first request nor of a later one.
+    """Single bytes of a head do not extend the deadline, for the first request of a connection and for later requests.
 
-    What the client still sends then resets the connection, which may take the answer with it.
+    Bytes that the client sends afterwards reset the connection, which may lose the response.
     """
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.5)) as http:
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"):
@@ -139,14 +139,14 @@ async def test_a_head_one_byte_at_a_time(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_head_without_end(nats_url: str, fleet: str) -> None:
-    """431 when it is larger than any client sends. Without httptools, h11 has a smaller limit of its own."""
+    """A head larger than any client sends gives 431. Without httptools, h11 applies a smaller limit."""
     pytest.importorskip("httptools")
     async with http_service(nats_url, fleet) as http, connected(http.url, HALF + b"a" * MAX_HEAD_BYTES) as (reader, _):
         assert error_in(await rest_of(reader)) == (431, "head_too_large")
 
 
 async def test_trailers_without_end(nats_url: str, fleet: str) -> None:
-    """They end the connection while a body is read, and behind a request that had its answer before they came."""
+    """Endless trailers end the connection, while the body is read and also after an early response."""
     pytest.importorskip("httptools")
     declared = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Trailer: "
     async with http_service(nats_url, fleet) as http:
@@ -163,7 +163,7 @@ async def test_trailers_without_end(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_large_body_in_many_pieces(nats_url: str, fleet: str) -> None:
-    """Bodies have no such limit, chunked or not, and also where their requests had an answer before."""
+    """The head limit does not apply to bodies, chunked or not, also after an early response."""
 
     async def pieces(size: int) -> AsyncIterator[bytes]:
         for _ in range(size // 100):
@@ -180,13 +180,13 @@ async def test_a_large_body_in_many_pieces(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_is_not_http(nats_url: str, fleet: str) -> None:
-    """An error as all others are."""
+    """Bytes that are not HTTP get an error in the usual format."""
     async with http_service(nats_url, fleet) as http, connected(http.url, b"\x00\x01\r\n\r\n") as (reader, _):
         assert error_in(await rest_of(reader)) == (400, "invalid_http")
 
 
 async def test_idle_connections_end(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was used and is silent, and one that had its answer before its body was there and goes on sending it."""
+    """An idle connection is closed, and so is one that still sends its body after an early response."""
     for module in (connections, server):
         monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.5)) as http:
@@ -203,7 +203,10 @@ async def test_idle_connections_end(nats_url: str, fleet: str, monkeypatch: pyte
 async def test_requests_leave_room_for_health_checks(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole requests are never cut: one too many is told to come again, and `/health` is answered."""
+    """Connections with complete requests are never closed. A request beyond the limit gets 503 with Retry-After.
+
+    `/health` is still answered.
+    """
     limit = 16
     monkeypatch.setattr(server, "max_connections", lambda _: limit)
     body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
@@ -228,7 +231,7 @@ async def test_requests_leave_room_for_health_checks(
 async def test_a_slow_body_makes_room_for_a_whole_request(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections whose bodies do not come are cut before a request is refused."""
+    """Connections with incomplete bodies are closed before the service refuses a request."""
     monkeypatch.setattr(server, "max_connections", lambda _: 16)
     async with http_service(nats_url, fleet) as http, contextlib.AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(connected(http.url, half_a_body())) for _ in range(14)]
@@ -238,7 +241,7 @@ async def test_a_slow_body_makes_room_for_a_whole_request(
 
 
 async def test_requests_behind_each_other(nats_url: str, fleet: str) -> None:
-    """Pipelined on one connection, each is answered, and the connection stays open."""
+    """Pipelined requests on one connection are all answered, and the connection stays open."""
     request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     async with http_service(nats_url, fleet) as http, connected(http.url, 3 * request) as (reader, writer):
         for _ in range(3):
@@ -250,7 +253,7 @@ async def test_requests_behind_each_other(nats_url: str, fleet: str) -> None:
 async def test_without_descriptors_the_service_goes_on(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of accepting is waited out, and the oldest connection without a request makes room."""
+    """After an error of accept, the service waits, and closes the oldest connection without a request."""
     async with http_service(nats_url, fleet) as http, connected(http.url) as (reader, _):
         assert (await http.client.get("/health")).status_code == 200
         accept, errors = socket.socket.accept, iter([OSError(24, "Too many open files"), ConnectionAbortedError()])
@@ -269,7 +272,7 @@ async def test_without_descriptors_the_service_goes_on(
 
 
 def test_the_oldest_connection_of_the_least_worth_is_closed() -> None:
-    """Those without a head, idle ones, those that watch, those without a body: in this order; never a whole request."""
+    """The order of closing is: incomplete heads, idle, viewers, incomplete bodies, and never complete requests."""
     table: ConnectionTable[str] = ConnectionTable(7)
     for name, stage in (
         ("answer", Stage.ANSWER),
@@ -294,7 +297,7 @@ def test_the_oldest_connection_of_the_least_worth_is_closed() -> None:
 
 
 def test_a_connection_is_in_one_stage() -> None:
-    """Whatever stages it goes through; the order is that of the last change."""
+    """Each connection is in one stage, and the order within a stage is that of the last change."""
     table: ConnectionTable[int] = ConnectionTable(8)
     chance = random.Random(1)
     stages: dict[int, Stage] = {}
@@ -315,7 +318,7 @@ def test_a_connection_is_in_one_stage() -> None:
 
 
 def test_connections_fit_into_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With some to spare for all else; where there are many, more than there may be requests."""
+    """The connection limit leaves spare descriptors. With many descriptors, it exceeds the limit of requests."""
     limits = {"rlimit": (DESCRIPTORS, DESCRIPTORS)}
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["rlimit"])
     assert max_connections(1024) <= DESCRIPTORS - 32
