@@ -1,4 +1,4 @@
-"""Commands over HTTP: every status is produced for real, and says what became of each worker."""
+"""Commands over HTTP: each status occurs in a real fleet, and the response has the result of each worker."""
 
 import asyncio
 from pathlib import Path
@@ -29,12 +29,12 @@ LEDGER = {"command", "id", "complete", "epochs", "seconds", "workers", "not_foun
 
 
 def results(ledger: dict[str, Any]) -> dict[str, str]:
-    """What became of each worker."""
+    """Return the result of each worker."""
     return {line["worker"]: line["result"] for line in ledger["workers"]}
 
 
 async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """200 and the ledger, of which each worker is a line; afterwards the fleet is as was asked for."""
+    """Each command gives 200 and a ledger with a line per worker, and the fleet reaches the requested state."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         bodies: dict[str, Any] = {
             "pause": {"mode": "abort", "clear_cache": True, "timeout_s": 20},
@@ -64,7 +64,7 @@ async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_pa
 
 
 async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
-    """Nobody to carry it out is never success, under any name; nothing is recorded."""
+    """Without workers, each command gives 503 under all names, and the desired state records nothing."""
     async with http_before(nats_url, fleet) as http:
         commands = [*COMMANDS, ("pause", {"async": True}), ("update_weights", {"path": "/x"})]
         answers = await together(*(http.client.post(f"/v1/rl/{name}", json=body) for name, body in commands))
@@ -75,7 +75,7 @@ async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
 
 
 async def test_some_is_207_and_none_is_502(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With one of two engines failing, the ledger says which and why; with both, nothing was done."""
+    """If one of two engines fails, the status is 207 and the ledger has the reason. If both fail, it is 502."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True)
         some = await c.post("/v1/rl/flush_cache")
@@ -90,7 +90,10 @@ async def test_some_is_207_and_none_is_502(nats_url: str, fleet: str, tmp_path: 
 
 
 async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """One of two has the new weights; the other serves nothing, until an update that it can carry out."""
+    """If an engine fails an update, only the other worker has the new weights.
+
+    The failed one serves nothing until an update works.
+    """
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         body = {"path": str(c.root / "two"), "version": 2}
         c.engines[0].faults = replace(c.engines[0].faults, load="half_written")
@@ -110,7 +113,7 @@ async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, 
 
 
 async def test_a_check_that_fails_is_no_partial_success(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A path that one worker refuses changes nothing at the other, which could have: 403, not 207."""
+    """If one worker refuses a path, the other worker changes nothing, and the status is 403 instead of 207."""
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         hands["b"].reply = lambda _command: (ACCEPTED, failed(ControlCode.PATH_REFUSED))
         for worker in hands.workers.values():
@@ -123,7 +126,7 @@ async def test_a_check_that_fails_is_no_partial_success(nats_url: str, fleet: st
 
 
 async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Outside, by `..`, by a link, and relative: refused by each worker, and nothing is changed."""
+    """Each worker refuses a path outside its roots, by `..`, by a link or relative, and nothing changes."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         (c.root / "link").symlink_to(tmp_path)
         paths = ["/etc", str(c.root / ".." / "root2"), str(c.root / "link"), "one"]
@@ -142,7 +145,7 @@ async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_pa
 
 
 async def test_a_later_command_makes_an_earlier_one_stale(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Two controllers: the resume of the one takes the place of the other's pause, which waits: 409."""
+    """If a resume of another controller replaces a waiting pause, the pause gives 409."""
     async with (
         control_http(nats_url, fleet, tmp_path) as c,
         http_before(nats_url, fleet) as other,
@@ -159,7 +162,7 @@ async def test_a_later_command_makes_an_earlier_one_stale(nats_url: str, fleet: 
 
 
 async def test_an_older_version_is_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Also the same version of other weights; `allow_rollback` permits both."""
+    """An older version gives 409, and so does the same version with other weights. `allow_rollback` permits both."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         one, two = str(c.root / "one"), str(c.root / "two")
         good = await c.post("/v1/rl/update_weights", {"path": two, "version": 5})
@@ -172,7 +175,10 @@ async def test_an_older_version_is_409(nats_url: str, fleet: str, tmp_path: Path
 
 
 async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The worker says how many are in flight, and stays paused; `abort` ends them."""
+    """A pause that times out gives 504 with the requests in flight.
+
+    The worker stays paused, and `abort` ends the requests.
+    """
     async with control_http(nats_url, fleet, tmp_path) as c, in_flight(c.http):
         late = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1})
         aborted = await c.post("/v1/rl/pause", {"mode": "abort"})
@@ -183,7 +189,10 @@ async def test_a_pause_that_takes_too_long_is_504(nats_url: str, fleet: str, tmp
 
 
 async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are gone, and those whose time is up: all are missing, and the ledger says why."""
+    """If no worker answers, because it stopped or by timeout, the status is 504.
+
+    The ledger lists all as missing with a reason.
+    """
     monkeypatch.setattr("rollbus.bus.control.ack_collector.MARGIN_S", 0.3)
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         for worker in hands.workers.values():
@@ -241,7 +250,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """400 with the field's name and what is allowed; nothing is recorded."""
+    """A wrong field gives 400 with its name and the allowed values, and nothing is recorded."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         answers = await together(*(c.post(f"/v1/rl/{name}", body) for name, body, _ in WRONG))
         for (name, body, field), (status, answer) in zip(WRONG, answers, strict=True):
@@ -259,7 +268,7 @@ async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With two models, a pause concerns both, and weights must say whose they are, with a version or without."""
+    """With two models, a pause applies to both. An update of weights must name its model, with or without a version."""
     async with control_http(nats_url, fleet, tmp_path, models=("a", "b")) as c:
         body = {"path": str(c.root / "two")}
         bodies: list[dict[str, Any]] = [body, {**body, "version": 2}]
@@ -280,7 +289,7 @@ async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tm
 
 
 async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Two controllers give weights without versions at the same time: each is applied, one after the other."""
+    """If two controllers load weights without a version at the same time, each update gets its own version."""
     async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet) as other:
         async with asyncio.TaskGroup() as tasks:
             posting = [
@@ -290,7 +299,7 @@ async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet:
         answers = [task.result() for task in posting]
         state = await until_state(c.http.rb, all_serve)
 
-    # One may have been overtaken while it was under way; no version stands for two weights.
+    # One update may be replaced before it is applied. No version is used for two updates.
     assert {answer.status_code for answer in answers} <= {200, 409}
     assert 200 in {answer.status_code for answer in answers}
     versions = [answer.json()["weight_version"] for answer in answers if answer.status_code == 200]
@@ -299,7 +308,7 @@ async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet:
 
 
 async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The pause was recorded, and is carried out; the service answers others meanwhile."""
+    """If a client disconnects, its pause is still carried out, and the service answers other clients meanwhile."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         async with in_flight(c.http) as chunks:
             with pytest.raises(httpx.ReadTimeout):
@@ -313,7 +322,7 @@ async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, flee
 
 
 async def test_commands_are_for_admins(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The data token opens what only looks; every route that changes something wants the admin's."""
+    """The data token opens the routes that only read. Each route that changes something requires the admin token."""
     settings = Settings(token="data", admin_token="admin")
     async with control_http(nats_url, fleet, tmp_path, settings=settings) as c:
         await _check_access(c)

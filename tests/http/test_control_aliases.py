@@ -1,4 +1,4 @@
-"""The names and bodies of vLLM's and prime-rl's clients, as they send them, and what they look at in the answers."""
+"""Names and bodies of the clients of vLLM and prime-rl, and the fields that they read in the responses."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.support.fleet_states import until_state, until_worker
 
 
 async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Pause with a query, weights by folder, resume without a body; then an adapter, and another one of its name."""
+    """The routes support prime-rl's update: pause by query, weights by folder, resume without a body, and adapters."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c, in_flight(c.http) as chunks:
         client = c.http.client
         answers = [
@@ -37,7 +37,7 @@ async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path)
     assert [answer.status_code for answer in (*answers, again, *loaded, unloaded, live)] == [200] * 11
     assert [bodies[i]["is_paused"] for i in (1, 3, 5)] == [True, True, False]
     assert [bodies[i]["status"] for i in (0, 2, 4)] == ["paused", "ok", "resumed"]
-    assert bodies[0]["inflight_requests"] == 1  # it stands still, and goes on
+    assert bodies[0]["inflight_requests"] == 1  # The request is paused and continues later.
     assert all(line["in_flight"] <= 1 for line in bodies[0]["workers"])
     assert {chunk.weight_version for chunk in chunks[:seen]} <= {1, 2}
     assert (bodies[2]["weight_version"], again.json()["weight_version"]) == (2, 3)
@@ -47,7 +47,10 @@ async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Weights in parts: the same route as prime-rl's, told apart by the body; versions are strings, or the next."""
+    """The weight transfer of vLLM shares a route with prime-rl, and the body decides.
+
+    Versions are strings, or the next number.
+    """
     async with control_http(nats_url, fleet, tmp_path) as c:
         client = c.http.client
 
@@ -86,7 +89,10 @@ async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
 
 
 async def test_the_pause_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Without a mode requests are kept; the other modes forget the cache, as there, unless told not to."""
+    """Without a mode, requests are kept.
+
+    As in vLLM, the other modes reset the cache unless the query says otherwise.
+    """
     async with control_http(nats_url, fleet, tmp_path) as c:
         modes = [
             ("", "keep", False),
@@ -102,7 +108,7 @@ async def test_the_pause_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> N
 
 
 async def test_the_caches_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`success` says whether they were forgotten; what is in use needs `reset_running_requests`."""
+    """`success` states whether the caches were reset. A cache in use requires `reset_running_requests`."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         request = GenerateRequest(prompt_token_ids=[5] * 64, sampling=SamplingParams(max_tokens=1))
         idle = await c.post("/reset_prefix_cache")
@@ -118,7 +124,10 @@ async def test_the_caches_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> 
 
 
 async def test_the_adapters_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A line of text; one of that name is refused unless `load_inplace`; one that is not there is 404 to load."""
+    """The response is a line of text.
+
+    A loaded name is refused without `load_inplace`, and a missing folder gives 404.
+    """
     async with control_http(nats_url, fleet, tmp_path) as c:
         client = c.http.client
         adapter = {"lora_name": "a", "lora_path": str(c.root / "adapter")}
@@ -143,7 +152,10 @@ async def test_the_adapters_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
 async def test_part_of_the_workers_is_no_success_for_clients_of_one_engine(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """They take any 2xx for success: 502 under those names where our own answers 207; and an empty fleet is 503."""
+    """Under names of other engines, a partial result gives 502 instead of 207, because their clients accept any 2xx.
+
+    An empty fleet gives 503.
+    """
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True, load="refused", load_lora=True)
         adapter = {"lora_name": "a", "lora_path": str(c.root / "adapter")}

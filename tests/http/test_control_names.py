@@ -1,4 +1,4 @@
-"""More names of vLLM and prime-rl: requests to abort, engines that sleep, and what is not served."""
+"""More names of vLLM and prime-rl: abort by request id, sleep and wake, and routes that are not served."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ GENERATE = "/inference/v1/generate"
 
 
 async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> None:
-    """Whichever client's: `aborted` counts them, and what has ended is no error to vLLM's clients; to ours, 404."""
+    """The route of vLLM aborts requests of any client and counts them.
+
+    Only rollbus's route gives 404 for an ended request.
+    """
     async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.01)) as http:
         body = {**GENERATING[GENERATE], "stream": True, "request_id": "mine"}
         async with http.client.stream("POST", GENERATE, json=body) as stream:
             lines = aiter(stream.aiter_lines())
             await anext(lines)
-            # An answer of OpenAI's routes would have this id.
+            # A response of the OpenAI routes would have this id.
             ended = await http.client.post("/abort_requests", json={"request_ids": ["chatcmpl-mine", "other"]})
             assert ended.status_code == 200, ended.text
             *_, last, _, done, _ = [line async for line in lines]
@@ -40,7 +43,7 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> N
 
 
 async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With vLLM's query parameters; what they would do differently is refused by name."""
+    """`sleep` and `wake_up` accept vLLM's query parameters, and refuse those with another effect by name."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         client = c.http.client
         answers = [
@@ -66,7 +69,7 @@ async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_what_is_not_served_says_what_is(nats_url: str, fleet: str) -> None:
-    """501 and not 404, which prime-rl's client passes over; the message names a route that is served."""
+    """A known route that is not served gives 501 and names a served route. The client of prime-rl ignores 404."""
     async with http_service(nats_url, fleet) as http:
         served = set((await http.client.get("/openapi.json")).json()["paths"])
         for method, path in NOT_SERVED:
@@ -78,7 +81,7 @@ async def test_what_is_not_served_says_what_is(nats_url: str, fleet: str) -> Non
 
 
 async def test_prime_rls_route_for_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The chat's own, with the prompt's ids in `tokens`."""
+    """prime-rl's token route equals the chat route with the token ids of the prompt in `tokens`."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "seed": 1}
     async with talking(nats_url, fleet, tmp_path, CONFIG) as (http, _):
         body = {**asked, "tokens": [5, 6, 7], "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""A pause that its client does not wait for: any service can tell how far it is, from what is recorded."""
+"""Asynchronous pauses: any service can report their progress from the recorded state."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ Options = dict[str, Any]
 async def test_a_wait_is_answered_at_once(
     nats_url: str, fleet: str, tmp_path: Path, path: str, options: Options
 ) -> None:
-    """202 with an operation, which runs while requests do, and has succeeded when all is quiet.
+    """An asynchronous pause gives 202 with an operation that runs until all requests ended, and then has succeeded.
 
-    A service that was started since says so, too.
+    A service that starts later reports the same.
     """
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         async with in_flight(c.http):
@@ -52,7 +52,10 @@ async def test_a_wait_is_answered_at_once(
 
 
 async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Its workers stay paused, and what they still finish is counted; once that is done it has succeeded after all."""
+    """An operation that times out has failed, and its workers stay paused.
+
+    When their requests end, it has succeeded.
+    """
     async with control_http(nats_url, fleet, tmp_path) as c:
         async with in_flight(c.http):
             _, begun = await c.post("/v1/rl/pause", {"mode": "wait", "timeout_s": 0.1, "async": True})
@@ -67,7 +70,7 @@ async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet:
 
 
 async def test_an_operation_of_named_workers_is_theirs_alone(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Others are not asked whether they are paused."""
+    """An operation on named workers ignores the state of other workers."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         _, begun = await c.post("/v1/rl/pause", {"workers": ["w1"], "async": True})
         await until_state(c.http.own, lambda state: WorkerState.PAUSED in {worker.state for worker in state.workers})
@@ -78,7 +81,7 @@ async def test_an_operation_of_named_workers_is_theirs_alone(nats_url: str, flee
 
 
 async def test_what_is_recorded_is_answered_without_a_word_of_workers(nats_url: str, fleet: str) -> None:
-    """Workers that are silent do not hold up the 202: they will see to it."""
+    """The 202 does not wait for acks, because the desired state is already recorded."""
     async with controlled(nats_url, fleet, "a") as hands, http_before(nats_url, fleet) as http:
         hands["a"].reply = silent
         await hands["a"].announce()
@@ -89,7 +92,7 @@ async def test_what_is_recorded_is_answered_without_a_word_of_workers(nats_url: 
 
 
 async def test_an_operation_that_cannot_begin_has_none(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """What is wrong with it is answered as without `async`; ids that are none, or no pause's, are unknown."""
+    """An invalid operation gives the same error as without `async`. Ids that are not of a pause give 404."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         wrong = await c.post("/v1/rl/pause", {"workers": ["w9"], "async": True})
         unknown = await c.get("/v1/rl/operations/nothing")

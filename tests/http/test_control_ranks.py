@@ -1,4 +1,4 @@
-"""Ranks for a transfer of weights: how many a fleet has, and that each worker gets its own."""
+"""Ranks for a weight transfer: the number of ranks in a fleet, and the rank offset of each worker."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.fleet import synthetic_worker
 
 
 async def test_ranks_are_counted_in_the_order_of_ids(nats_url: str, fleet: str) -> None:
-    """Each worker has its own number of ranks, after those of the workers before it."""
+    """Each worker has its number of ranks and an offset after those of the workers with smaller ids."""
     async with (
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(world_size=3), worker_id="w1"),
         synthetic_worker(nats_url, fleet, config=SyntheticConfig(world_size=2), worker_id="w0"),
@@ -36,7 +36,7 @@ async def test_ranks_are_counted_in_the_order_of_ids(nats_url: str, fleet: str) 
 
 
 async def test_ranks_that_nobody_announces_are_not_made_up(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """501 for a worker of an earlier release; 400 where models must be told apart; 503 without workers."""
+    """A worker of an earlier release gives 501, several models without a choice give 400, and no workers give 503."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(world_size=None)) as http:
         silent = await http.client.get("/get_world_size")
         info = {"init_info": {"rank_offset": 1}}
@@ -53,7 +53,10 @@ async def test_ranks_that_nobody_announces_are_not_made_up(nats_url: str, fleet:
 async def test_each_worker_gets_its_own_offset(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request of a client of one engine; what goes to named workers, or has no ranks, goes as it is."""
+    """One request gives each worker its own rank offset.
+
+    A command to named workers, or without ranks, stays unchanged.
+    """
     given: dict[int, list[Mapping[str, Any]]] = {}
 
     async def note(engine: SyntheticEngine, info: Mapping[str, Any]) -> None:
@@ -76,7 +79,7 @@ async def test_each_worker_gets_its_own_offset(
 async def test_an_offset_that_one_worker_does_not_take_is_no_success(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger has the workers of both commands."""
+    """If one worker refuses its offset, the status is 502 and the ledger has the workers of both commands."""
 
     async def refuse(_engine: SyntheticEngine, info: Mapping[str, Any]) -> None:
         if info["rank_offset"] == 1:
@@ -90,7 +93,7 @@ async def test_an_offset_that_one_worker_does_not_take_is_no_success(
 
 
 async def test_versions_come_back_as_they_were_given(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A text that is no number is kept beside the version, by every service; a number is the version."""
+    """Each service returns a text version beside the numeric version. A numeric text is the version itself."""
     async with control_http(nats_url, fleet, tmp_path) as c:
 
         async def updated(**fields: object) -> tuple[int, str, int]:
@@ -126,7 +129,10 @@ async def test_versions_come_back_as_they_were_given(nats_url: str, fleet: str, 
 
 
 async def test_a_text_as_version_waits_for_workers_of_earlier_releases(nats_url: str, fleet: str) -> None:
-    """They could not read the recorded command: 400 names the field as it was sent, and them; nothing is recorded."""
+    """If a worker of an earlier release cannot decode a text version, the status is 400 with field and workers.
+
+    The desired state records nothing.
+    """
     async with http_service(nats_url, fleet, config=SyntheticConfig(version_labels=False)) as http:
         answers = [
             await http.client.post(path, json={"weight_version": "step-42", **more})
@@ -143,7 +149,7 @@ async def test_a_text_as_version_waits_for_workers_of_earlier_releases(nats_url:
 
 
 async def test_adapters_by_the_routes_of_dynamo(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Listed, loaded from a folder of the workers', replaced unless told not to, and unloaded, slashes and all."""
+    """Dynamo's routes list, load, replace and unload adapters, also with slashes in the name."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         client = c.http.client
         adapter = {"lora_name": "team/a", "source": {"uri": (c.root / "adapter").as_uri()}}

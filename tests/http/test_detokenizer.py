@@ -1,4 +1,4 @@
-"""Text of tokens that come one after another."""
+"""The incremental detokenizer."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from tests.http.small_tokenizers import ADDED, ROLE, SPECIAL, byte_fallback, byt
 
 FAMILIES = {"byte level": byte_level, "byte fallback": byte_fallback}
 VOCABULARY = 270
-"""Ids of either family, and a few that have no token."""
+"""Token ids of both families, and a few ids without a token."""
 
 
 def in_pieces(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
-    """The texts of all calls."""
+    """Return the texts of all calls."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.add(piece) for piece in pieces), detokenizer.flush()]
 
 
 def id_of(tokenizer: Tokenizer, text: str) -> int:
-    """The id of a text that is one token."""
+    """Return the id of a text that is one token."""
     (token_id,) = tokenizer.encode(text, add_special_tokens=False)
     return token_id
 
@@ -33,7 +33,7 @@ def id_of(tokenizer: Tokenizer, text: str) -> int:
     st.booleans(),
 )
 def test_the_split_makes_no_difference(pieces: list[list[int]], family: str, skip: bool) -> None:
-    """Any tokens, also nonsense: given at once, one by one, or in between, they make the same text."""
+    """Any tokens give the same text at once, one by one, or in pieces."""
     tokenizer = FAMILIES[family]()
     ids = [token_id for piece in pieces for token_id in piece]
 
@@ -47,7 +47,7 @@ def test_the_split_makes_no_difference(pieces: list[list[int]], family: str, ski
 
 @given(st.lists(st.integers(0, VOCABULARY), max_size=20), st.booleans())
 def test_the_text_is_the_tokenizers_own(ids: list[int], skip: bool) -> None:
-    """Any bytes, also those that are no UTF-8, become what the whole decodes to."""
+    """Any bytes, also invalid UTF-8, give the text that the tokenizer decodes from the whole."""
     tokenizer = byte_level()
     known = [token_id for token_id in ids if tokenizer.tokens([token_id]) != [""]]
 
@@ -60,7 +60,7 @@ def test_the_text_is_the_tokenizers_own(ids: list[int], skip: bool) -> None:
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁")), st.sampled_from(sorted(FAMILIES))
 )
 def test_no_character_is_lost(text: str, family: str) -> None:
-    """Any text comes back, character by character, and U+FFFD is never among it."""
+    """Any text is returned completely, and U+FFFD never occurs in it."""
     tokenizer = FAMILIES[family]()
     ids = tokenizer.encode(text, add_special_tokens=False)
 
@@ -73,7 +73,10 @@ def test_no_character_is_lost(text: str, family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_character_waits_for_all_of_its_bytes(family: str) -> None:
-    """A character in several tokens comes with the last of them; one that is never complete, at the end."""
+    """A character in several tokens appears with its last token.
+
+    An incomplete character appears as U+FFFD at the end.
+    """
     tokenizer = FAMILIES[family]()
     euro = tokenizer.encode("€", add_special_tokens=False)
     assert len(euro) == 3
@@ -81,12 +84,12 @@ def test_a_character_waits_for_all_of_its_bytes(family: str) -> None:
     assert in_pieces(tokenizer, [[token_id] for token_id in euro]) == ["", "", "€", ""]
     assert in_pieces(tokenizer, [euro[:2]]) == ["", "\ufffd"]
     assert in_pieces(tokenizer, [euro[:2], [id_of(tokenizer, "t")]]) == ["", "\ufffdt", ""]
-    # With a special token in the midst of it, which is not part of the text.
+    # A special token in between is not part of the text.
     assert in_pieces(tokenizer, [euro[:1], [id_of(tokenizer, SPECIAL)], euro[1:]]) == ["", "", "€", ""]
 
 
 def test_a_whole_character_survives_a_broken_one() -> None:
-    """Transformers make U+FFFD of every byte of a run that is not UTF-8 as a whole."""
+    """A complete character before a broken one is kept, although transformers replace all bytes of the run."""
     tokenizer = byte_fallback()
     euro = tokenizer.encode("€", add_special_tokens=False)
 
@@ -95,7 +98,7 @@ def test_a_whole_character_survives_a_broken_one() -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_character_may_begin_in_the_prompt(family: str) -> None:
-    """The answer has the character that it completes, and nothing else of the prompt; its first space stays."""
+    """The text has the character that it completes, and nothing else of the prompt, and keeps its first space."""
     tokenizer = FAMILIES[family]()
     prompt = tokenizer.encode("the€", add_special_tokens=False)
 
@@ -104,7 +107,7 @@ def test_a_character_may_begin_in_the_prompt(family: str) -> None:
 
 
 def test_special_tokens_are_shown_on_demand() -> None:
-    """Special tokens are left out by default, other added ones never."""
+    """Special tokens are omitted by default, other added tokens never."""
     tokenizer = byte_level()
     ids = tokenizer.encode(f"t{SPECIAL}{ROLE}{ADDED}", add_special_tokens=False)
 
@@ -113,7 +116,7 @@ def test_special_tokens_are_shown_on_demand() -> None:
 
 
 def test_decoders_that_add_spaces() -> None:
-    """What a token adds in the midst of a text is its text; no space is taken away again."""
+    """A space that the decoder adds within a text is part of the text and is never removed."""
     tokenizer = word_piece()
     ids = [1, 3, 2, 4]
 
@@ -125,7 +128,7 @@ def test_decoders_that_add_spaces() -> None:
 
 
 def test_every_token_is_looked_at_once() -> None:
-    """However long a character is not complete, what came before is not decoded again."""
+    """Each token is decoded once, even if a character stays incomplete for a long time."""
     seen = []
 
     class Counting:
@@ -145,7 +148,7 @@ def test_every_token_is_looked_at_once() -> None:
 
 
 def test_how_tokens_are_shown() -> None:
-    """A whole character is text; a part of one is what OpenAI shows, from which the bytes can be read."""
+    """A complete character is shown as text, and a partial one as OpenAI's bytes notation."""
     assert token_text("é the".encode()) == "é the"
     assert token_text(b"\xe2\x82") == r"bytes:\xe2\x82"
     assert byte_level().tokens([id_of(byte_level(), " the"), VOCABULARY]) == ["Ġthe", ""]

@@ -1,4 +1,4 @@
-"""Prefill and decode workers behind the HTTP service: the same answers, and counters that say who made them."""
+"""Prefill and decode workers with the HTTP service: equal responses, and counters of both phases."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ EXTRA = ["worker_id", "engine_data"]
 
 @contextlib.asynccontextmanager
 async def behind(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[Http]:
-    """The service in front of what the test has started."""
+    """Serve the fleet that the test has started."""
     settings = Settings(tokenizer=save(make_byte_level(), folder))
     async with http_before(nats_url, fleet, settings) as http:
         for rb in (http.own, http.rb):
@@ -36,7 +36,7 @@ async def behind(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[Http]
 
 
 async def answers(http: Http) -> dict[str, Any]:
-    """What all routes for tokens make of one prompt; with what tells the answers apart by themselves left out."""
+    """Return the responses of all token routes to one prompt, without fields that always differ."""
     sampling = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     tokens = await http.client.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": sampling})
     nvext = {"token_data": PROMPT, "extra_fields": EXTRA}
@@ -51,7 +51,10 @@ async def answers(http: Http) -> dict[str, Any]:
 
 
 async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Tokens, logprobs and routing are equal on every route; `worker_id` names both workers, and `/metrics` counts."""
+    """On each route, two workers give the same tokens, logprobs and routed experts as one.
+
+    `worker_id` names both workers, and `/metrics` counts the prefills.
+    """
     other = f"{fleet}-one"
     async with (
         synthetic_worker(nats_url, other, config=CONFIG, worker_id="w"),
@@ -76,7 +79,7 @@ async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Pa
 
 
 async def test_the_threshold_is_the_operators(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--prefill-min-tokens` of the command line is that of the service's client."""
+    """`--prefill-min-tokens` sets the threshold of the service's client."""
     seen: list[int] = []
     connect = rollbus.connect
 

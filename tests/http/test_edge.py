@@ -1,4 +1,4 @@
-"""What holds for every answer: its request's id, and an end for clients that do not take it."""
+"""Rules for all responses: the request id, and the timeout for clients that do not read."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ from tests.support.fleet import until_idle
 
 PATH = "/inference/v1/generate"
 LARGE = SyntheticConfig(num_layers=64, top_k=8, max_model_len=100_000)
-"""Half a kilobyte of routing for each token."""
+"""Half a kilobyte of routed experts for each token."""
 PROMPT = [7] * 40_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str, stream: bool) -> None:
-    """Its answer counts as under way; in the end its connection is cut, its request aborted, and it is counted."""
+    """An unread response counts as in flight. After the timeout, it is cut, aborted and counted with status 408."""
     settings = Settings(max_in_flight=1, client_timeout_s=1.0)
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 50_000 if stream else 1, "ignore_eos": True}}
     few = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
@@ -42,7 +42,7 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
 
 @pytest.mark.slow
 async def test_a_client_that_leaves_amid_an_answer_is_counted(nats_url: str, fleet: str) -> None:
-    """The rest of a whole answer is not made for nobody."""
+    """If the client disconnects during a response, the rest is not produced, and the metric counts status 499."""
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     async with http_service(nats_url, fleet, config=LARGE) as http:
         async with posted(http, PATH, body) as reader:
@@ -53,7 +53,7 @@ async def test_a_client_that_leaves_amid_an_answer_is_counted(nats_url: str, fle
 
 @pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: str) -> None:
-    """The limit is for each piece: what takes longer as a whole is not cut."""
+    """The timeout applies to each piece, so a slow client receives the whole response."""
     settings = Settings(client_timeout_s=0.5)
     body = {"token_ids": PROMPT[:20_000], "sampling_params": {"max_tokens": 1}}
     async with http_service(nats_url, fleet, settings, config=LARGE) as http:
@@ -67,7 +67,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: s
 
 
 async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
-    """408 after a while, and the connection is closed."""
+    """A body that does not arrive gives 408 and closes the connection."""
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http:
         host, port = http.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -81,7 +81,7 @@ async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
 
 
 async def test_every_answer_has_an_id(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The client's, if it can be used, else one of its own: also where there was no request yet."""
+    """Each response has the client's request id if it is valid, or a new one, also for errors before a request."""
     settings = Settings(
         token="data", admin_token="admin", max_body_bytes=1000, tokenizer=save(make_byte_level(), tmp_path)
     )

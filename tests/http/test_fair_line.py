@@ -1,4 +1,4 @@
-"""Users of one HTTP service share the room that the fleet has: one user's flood is not ahead of all others."""
+"""Users of one HTTP service share the capacity of the fleet, so many requests of one user do not delay others."""
 
 import asyncio
 import random
@@ -25,12 +25,12 @@ from tests.support.patience import SOON_S
 
 PATH = "/inference/v1/generate"
 ROOM = 1 + MIN_AHEAD
-"""Of a fleet that runs one request at a time."""
+"""The capacity of a fleet that runs one request at a time."""
 FLOOD = 30
 
 
 def lined_up(*users: str, size: int = 1) -> tuple[FairLine, list[Ticket]]:
-    """A line with a request of each of these users, in this order."""
+    """Return a line with one request of each user, in this order."""
     line = FairLine()
     tickets = [Ticket(user, size) for user in users]
     for ticket in tickets:
@@ -39,7 +39,7 @@ def lined_up(*users: str, size: int = 1) -> tuple[FairLine, list[Ticket]]:
 
 
 def turns(line: FairLine) -> list[str]:
-    """The users in the order of their turns, where one request is under way at a time."""
+    """Return the users in the order of their turns, with one request in flight at a time."""
     order = []
     while (ticket := line.next(1)) is not None:
         order.append(ticket.user)
@@ -48,14 +48,14 @@ def turns(line: FairLine) -> list[str]:
 
 
 def test_users_take_turns() -> None:
-    """However many requests a user has before those of another."""
+    """Users take turns, however many requests of one user were added before those of another."""
     line, _ = lined_up(*"aaaaa", *"bb", "c")
     assert turns(line) == list("abcabaaa")
     assert not line
 
 
 def test_one_user_alone_is_served_in_order() -> None:
-    """By priority, and then as they came."""
+    """The requests of one user run by priority, then in order of arrival."""
     line = FairLine()
     tickets = [Ticket("a", priority=priority) for priority in (0, 5, 0, -1)]
     for ticket in tickets:
@@ -64,7 +64,7 @@ def test_one_user_alone_is_served_in_order() -> None:
 
 
 def test_no_more_are_under_way_than_there_is_room_for() -> None:
-    """A request for more samples than are left goes as soon as there is room for one, and does not hold up others."""
+    """A request for many samples starts as soon as there is room for one sample, and does not block others."""
     line, (first, large, last) = lined_up("a", "b", "c")
     large.size = 9
     assert line.next(1) is first
@@ -78,14 +78,14 @@ def test_no_more_are_under_way_than_there_is_room_for() -> None:
 
 
 def test_who_has_fewer_samples_under_way_is_next() -> None:
-    """A request for many samples is not one turn like others."""
+    """The user with the fewest samples in flight is next, so a request for many samples counts as several turns."""
     line, tickets = lined_up("a", "a", "b", "b", "b", "b")
     tickets[0].size = 3
     assert [ticket.user for _ in range(6) if (ticket := line.next(100))] == ["a", "b", "b", "b", "a", "b"]
 
 
 def test_what_has_left_takes_no_turn() -> None:
-    """A request that is given up while it waits, or when it has ended: once, however often it is said."""
+    """An ended request frees its place exactly once, even if its end is reported twice, waiting or in flight."""
     line, (first, second, third) = lined_up("a", "a", "b")
     line.end(first)
     line.end(first)
@@ -98,7 +98,7 @@ def test_what_has_left_takes_no_turn() -> None:
 
 
 def test_nothing_is_left_of_requests_that_have_ended() -> None:
-    """Neither of those that waited nor of those that had a turn, in whatever order they come and go."""
+    """The line keeps nothing of ended requests, in any order of arrivals and ends."""
     chance = random.Random(1)
     line = FairLine()
     waiting: list[Ticket] = []
@@ -122,7 +122,7 @@ def test_nothing_is_left_of_requests_that_have_ended() -> None:
 
 
 def test_a_user_who_comes_later_has_a_share() -> None:
-    """All that may be under way are another user's: the second one may have half as many, and no more."""
+    """If one user fills the limit, a second user may still have half as many samples in flight, and no more."""
     admission = Admission(4)
     with ExitStack() as stack:
         for _ in range(4):
@@ -142,7 +142,7 @@ def test_a_user_who_comes_later_has_a_share() -> None:
 @pytest.mark.parametrize("by", ["address", "proxy", "token"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_flood_of_one_user_is_not_ahead_of_another(nats_url: str, fleet: str, by: str, stream: bool) -> None:
-    """The second user's request comes behind the few that the fleet has, and before most that wait in the service."""
+    """The second user's request runs after the few in the fleet, and before most of those that wait in the service."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
     settings = Settings(token="data", admin_token="admin") if by == "token" else Settings()
     body = {"token_ids": [1], "stream": stream, "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
@@ -176,14 +176,14 @@ async def test_a_flood_of_one_user_is_not_ahead_of_another(nats_url: str, fleet:
 
 
 def another_user(http: Http, by: str) -> httpx.AsyncClient:
-    """A client with another address of this machine, one that comes through a proxy here, or one with another token."""
+    """Return a client with another local address, a client behind a proxy, or a client with another token."""
     transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2" if by == "address" else "127.0.0.1")
     headers = {"proxy": {"X-Forwarded-For": "192.0.2.1"}, "token": {"Authorization": "Bearer admin"}}.get(by)
     return httpx.AsyncClient(transport=transport, base_url=http.url, headers=headers, timeout=None)
 
 
 async def test_a_request_waits_no_longer_than_its_time() -> None:
-    """Then it fails as one that waits in the fleet's queue; one that has waited has what is left of its time."""
+    """A request that waits too long fails like one in the fleet's queue. Otherwise, it keeps the rest of its time."""
     waiting = Turns(list, 1, Metrics(NoClient()))  # type: ignore[arg-type]
     prompt = rollbus.GenerateRequest(prompt_token_ids=[1], model="m")
     async with waiting.turn("a", prompt) as turn:
@@ -198,7 +198,7 @@ async def test_a_request_waits_no_longer_than_its_time() -> None:
 
 
 async def test_a_client_that_leaves_while_it_waits_frees_its_place(nats_url: str, fleet: str) -> None:
-    """Its request is not given to the fleet any more."""
+    """If the client of a waiting request disconnects, the request never reaches the fleet."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
     body: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
     async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_while_it_waits_frees_its_place(nats_url: str
 
 
 async def test_who_does_not_read_a_stream_holds_up_nobody(nats_url: str, fleet: str) -> None:
-    """A turn ends when the fleet is done with a request, not when its client has read the answer."""
+    """A turn ends when the fleet has finished the request, even if its client has not read the response."""
     config = SyntheticConfig(max_num_seqs=1, num_layers=64, top_k=8, max_model_len=100_000)
     engine = GatedEngine(config=config)
     large = {"token_ids": [7] * 40_000, "stream": True, "sampling_params": {"max_tokens": 1}}

@@ -1,4 +1,4 @@
-"""`POST /inference/v1/generate` on a synthetic engine: what is answered, refused and aborted."""
+"""`POST /inference/v1/generate` on a synthetic engine: responses, refused requests and aborts."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ CHOICE_KEYS = {
 
 
 async def generate(http: Http, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
-    """Ask for tokens."""
+    """Send a request for tokens."""
     return await http.client.post(PATH, json={"token_ids": PROMPT, **fields}, headers=headers)
 
 
 def events_of(answer: httpx.Response) -> list[Any]:
-    """The JSON of all events of a stream that has not failed."""
+    """Return the JSON of all events of a successful stream."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -44,13 +44,13 @@ def events_of(answer: httpx.Response) -> list[Any]:
 
 
 def of_bus(generation: rollbus.Generation) -> list[tuple[list[int], list[float], int]]:
-    """Tokens, logprobs and first position of all samples."""
+    """Return tokens, logprobs and first position of all samples."""
     samples = (generation, *generation.siblings)
     return [(s.token_ids.tolist(), s.logprobs.tolist(), s.start) for s in samples if s.logprobs is not None]
 
 
 async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
-    """All samples with their tokens, logprobs and rows, exactly; every field of vLLM's answer is there."""
+    """The response has all fields of vLLM's response, and the exact tokens, logprobs and rows of all samples."""
     sampling = {"max_tokens": 5, "n": 3, "seed": 7, "logprobs": 2, "prompt_logprobs": 1}
     async with http_service(nats_url, fleet) as http:
         answer = await generate(http, sampling_params=sampling, return_token_ids=True, model="synthetic")
@@ -72,7 +72,7 @@ async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fle
         assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
         found.append((choice["token_ids"], [entry["logprob"] for entry in content], choice["routed_experts"]["start"]))
         assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)  # type: ignore[arg-type]
-        # As with vLLM, the sampled token is the first of as many as were asked for.
+        # As in vLLM, the sampled token is the first of the requested top logprobs.
         assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)
         assert {len(entry["top_logprobs"]) for entry in content} == {2}
     assert found == of_bus(expected)
@@ -85,7 +85,7 @@ async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fle
 
 
 async def test_masks_are_lists_of_ids(nats_url: str, fleet: str) -> None:
-    """As vLLM writes them, of each choice; the events of a stream have those of their tokens."""
+    """Sampling masks are lists of ids for each choice, as in vLLM, and an event has the masks of its tokens."""
     config = SyntheticConfig(sampling_mask=True)
     sampling = {"max_tokens": 5, "n": 2, "seed": 7, "top_k": 9}
     async with http_service(nats_url, fleet, config=config) as http:
@@ -103,7 +103,7 @@ async def test_masks_are_lists_of_ids(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) -> None:
-    """The events of each sample join to what the answer at once has, rows from the asked position on without a gap."""
+    """The events of each sample join to the choices of the whole response, with rows from the start position."""
     sampling = {"max_tokens": 5, "n": 2, "seed": 7, "logprobs": 0, "routed_experts_prompt_start": 2}
     async with http_service(nats_url, fleet) as http:
         whole = (await generate(http, sampling_params=sampling)).json()
@@ -133,7 +133,7 @@ async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) 
 
 
 async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
-    """No logprobs unless asked for; no routing from a model without experts; unless limited the context is filled."""
+    """Logprobs not requested and experts of a dense model are null. Without a limit, the context is filled."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0, max_model_len=64)) as http:
         body = (await generate(http, sampling_params={"ignore_eos": True})).json()
 
@@ -143,7 +143,7 @@ async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
 
 
 async def test_an_answer_ends_with_the_context(nats_url: str, fleet: str) -> None:
-    """As with vLLM, however many tokens are asked for; a prompt without room is refused in the words clients know."""
+    """As in vLLM, the context limits the tokens, and a prompt without room is refused with vLLM's message."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
         longer = await generate(http, sampling_params={"max_tokens": 61, "ignore_eos": True})
         full = await generate(http, token_ids=[5] * 64, sampling_params={"max_tokens": 1})
@@ -202,7 +202,7 @@ BODY_REFUSED: list[tuple[dict[str, object], str]] = [
 
 
 async def test_what_is_refused_names_its_field_and_is_not_published(nats_url: str, fleet: str) -> None:
-    """400 with vLLM's name of the field, streamed or not; the fleet hears nothing of it."""
+    """A refused request gives 400 with vLLM's name of the field, streamed or not, and never reaches the fleet."""
     refused: list[tuple[dict[str, object], str]] = [
         ({"sampling_params": fields}, f"sampling_params.{name}") for fields, name in SAMPLING_REFUSED
     ]
@@ -223,12 +223,12 @@ async def test_what_is_refused_names_its_field_and_is_not_published(nats_url: st
 
 
 async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet: str) -> None:
-    """Fields that clients of vLLM send and that change no token."""
+    """The service accepts fields of vLLM clients that change no token."""
     harmless: dict[str, object] = dict.fromkeys(
         ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"), False
     )
     harmless |= {"output_kind": 2, "flat_logprobs": True, "stop": [], "bad_words": []}
-    # As prime-rl's and verifiers' clients send them, whichever route they are for.
+    # Clients of prime-rl and verifiers send these fields on all routes.
     harmless |= {"return_token_ids": True, "return_tokens_as_token_ids": True, "reasoning_effort": "low"}
     harmless |= {"top_k": -1, "min_p": 0.0, "top_p": 1.0, "logprobs": 1}
     async with http_service(nats_url, fleet) as http:
@@ -245,7 +245,7 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
 
 
 async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Salt, priority and the headers' session, group and trace; a trace that is none is left out, as W3C wants it."""
+    """The engine receives salt, priority, session, group and trace. An invalid trace is dropped, as W3C requires."""
     seen: list[rollbus.GenerateRequest] = []
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
     async with http_service(nats_url, fleet) as http:
@@ -276,14 +276,14 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
 
 
 async def test_no_workers(nats_url: str, fleet: str) -> None:
-    """503 at once."""
+    """Without workers, a request immediately gives 503."""
     async with http_before(nats_url, fleet) as http:
         answer = await generate(http, sampling_params={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
 
 
 async def test_request_ids_come_back(nats_url: str, fleet: str) -> None:
-    """The header's first, then the body's, then one of our own; also where a live one is taken."""
+    """The request id is that of the header, the body, or a new one, also if a request with that id is open."""
     few = {"max_tokens": 1}
     async with http_service(nats_url, fleet) as http:
         for headers, field, expected in (
@@ -305,7 +305,7 @@ async def test_request_ids_come_back(nats_url: str, fleet: str) -> None:
 
 
 async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The name of a loaded adapter samples with it; the answer bears its name."""
+    """The name of a loaded adapter as model samples with the adapter, and the response has its name."""
     folder = write_adapter(tmp_path / "adapter")
     few: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     async with http_service(nats_url, fleet, weight_roots=(str(tmp_path),)) as http:
@@ -323,7 +323,7 @@ async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_pat
 
 
 async def test_aborted_before_its_first_token(nats_url: str, fleet: str) -> None:
-    """No tokens, no rows, and an answer all the same, of which clients can make something."""
+    """A request that is aborted before its first token gives a valid response without tokens and rows."""
     async with http_service(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause(mode="keep")
         asked = tasks.create_task(generate(http, sampling_params={"logprobs": 1, "prompt_logprobs": 0}, request_id="a"))
@@ -339,7 +339,7 @@ async def test_aborted_before_its_first_token(nats_url: str, fleet: str) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_has_its_request_aborted(nats_url: str, fleet: str, stream: bool) -> None:
-    """Whether it was streaming or waiting: the engine is idle soon, long before the context is full."""
+    """If the client disconnects, streaming or waiting, its request is aborted long before the context is full."""
     config = SyntheticConfig(step_s=0.001, max_model_len=1_000_000)
     async with http_service(nats_url, fleet, config=config) as http:
         assert http.engine is not None
@@ -353,12 +353,12 @@ async def test_a_client_that_leaves_has_its_request_aborted(nats_url: str, fleet
 
 
 class FailingEngine(SyntheticEngine):
-    """Fails each request alone after some steps."""
+    """An engine that fails each request after some steps."""
 
     after = 2
 
     async def steps(self) -> AsyncIterator[Sequence[RequestStep]]:
-        """Fail what has had its steps."""
+        """Yield the steps, and fail each request that has had its steps."""
         seen: dict[str, int] = {}
         async for steps in super().steps():
             for step in split(steps):
@@ -380,7 +380,7 @@ class FailingEngine(SyntheticEngine):
 
 
 async def test_an_engines_failure_is_502(nats_url: str, fleet: str) -> None:
-    """Not a 200 with what there was: also as a stream's first word; later it is the stream's last, without [DONE]."""
+    """An engine error gives 502, also as a stream's first event. Later, it is the last event, without [DONE]."""
     engine = FailingEngine()
     async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http:
         await http.own.fleet.wait_for_workers()

@@ -1,4 +1,4 @@
-"""The JSON of `/inference/v1/generate`, made of results by hand."""
+"""The JSON of `/inference/v1/generate` for handmade results."""
 
 import base64
 import dataclasses
@@ -46,14 +46,14 @@ RESULT = rollbus.Generation(
 
 
 def answer(**changes: Any) -> Any:
-    """The answer of the result with some fields changed."""
+    """Return the response of the result with some fields changed."""
     choice = AnswerChoice(0, WANTED, None, keep=True)
     choice.add(Tokens.of_generation(dataclasses.replace(RESULT, **changes), WANTED))
     return json.loads(b"".join(answer_json(WANTED, TARGET, [choice], with_prompt=False)))
 
 
 def test_logprobs_stand_beside_their_tokens() -> None:
-    """The sampled token's first, and as many as asked for; the prompt's with ranks where known, -inf as a number."""
+    """The sampled token comes first among its top logprobs. Prompt logprobs have known ranks and a number for -inf."""
     body = answer()
 
     assert [
@@ -85,14 +85,14 @@ def test_logprobs_stand_beside_their_tokens() -> None:
     ],
 )
 def test_what_does_not_belong_to_the_tokens_is_an_error(changes: dict[str, Any]) -> None:
-    """502 before the first byte."""
+    """Results that do not match their tokens give 502 before the first byte."""
     with pytest.raises(HttpError) as error:
         answer(**changes)
     assert (error.value.status, error.value.code) == (502, "protocol_error")
 
 
 def test_no_tokens_are_an_answer() -> None:
-    """An empty completion is one: lists without entries, and rows of the model's shape."""
+    """A completion without tokens has empty lists and rows of the model's shape."""
     empty = dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "routed_experts", "prompt_logprobs"))
     body = answer(token_ids=np.empty(0, np.int32), finish_reason=rollbus.FinishReason.ABORT, **empty)
 
@@ -103,7 +103,7 @@ def test_no_tokens_are_an_answer() -> None:
 
 
 def test_long_answers_are_joined_from_blocks() -> None:
-    """More tokens than are made into objects at a time."""
+    """A response with more tokens than one block holds is complete."""
     count = 2500
     body = answer(
         token_ids=np.arange(count, dtype=np.int32),
@@ -124,7 +124,7 @@ def test_long_answers_are_joined_from_blocks() -> None:
     start=st.integers(0, 2**22),
 )
 def test_routing_is_base64_of_its_bytes(rows: int, dtype: str, start: int) -> None:
-    """In pieces or not: one object, its data first, without blanks, little-endian."""
+    """Routed experts are one object with its data first, without blanks, little-endian, in one or more pieces."""
     array = np.arange(rows * 4, dtype=np.int64).astype(dtype).reshape(rows, 2, 2)
     data = b"".join(routed_experts_json(array, start))
 
