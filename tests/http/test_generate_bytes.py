@@ -1,4 +1,4 @@
-"""Routing in the bytes of `POST /inference/v1/generate`, as clients cut it out without parsing."""
+"""Routed experts in the bytes of `POST /inference/v1/generate`, which clients extract without a JSON parser."""
 
 import base64
 from typing import Any
@@ -11,7 +11,7 @@ from tests.http.test_generate import PROMPT, generate
 
 
 async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> None:
-    """The bytes that clients look for are there once, and what stands behind them is the base64 of the rows."""
+    """The marker that clients search for occurs once, followed by the base64 of the rows."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=300)) as http:
         raw = (await generate(http, sampling_params={"max_tokens": 2, "temperature": 0})).content
         expected = (await by_bus(http.rb, PROMPT, max_tokens=2, temperature=0)).routed_experts
@@ -25,7 +25,7 @@ async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> Non
 
 
 async def test_of_several_samples_the_first_is_the_one_that_is_cut_out(nats_url: str, fleet: str) -> None:
-    """Each has its rows; clients take those that come first for the first choice's, and these are."""
+    """Each of several samples has its rows, and the first rows in the bytes belong to the first choice."""
     sampling: dict[str, Any] = {"max_tokens": 3, "n": 3, "seed": 5}
     async with http_service(nats_url, fleet) as http:
         raw = (await generate(http, sampling_params=sampling)).content

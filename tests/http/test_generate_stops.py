@@ -1,4 +1,4 @@
-"""Strings to stop at on `POST /inference/v1/generate`, which has no text, and logprobs of prompts on all routes."""
+"""Stop strings on `POST /inference/v1/generate`, which has no text, and prompt logprobs on all routes."""
 
 import json
 from pathlib import Path
@@ -17,17 +17,17 @@ from tests.support.fleet import until_idle
 PATH = "/inference/v1/generate"
 PROMPT = [5, 6, 7, 8]
 ENDLESS = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
-"""Every token is text, and none ends an answer."""
+"""Every token is text, and no token ends a response."""
 
 
 async def ask(http: Http, **sampling: Any) -> httpx.Response:
-    """Ask for tokens, as a stream if `stream` is among them."""
+    """Send a request for tokens, as a stream if `stream` is set."""
     stream = sampling.pop("stream", False)
     return await http.client.post(PATH, json={"token_ids": PROMPT, "sampling_params": sampling, "stream": stream})
 
 
 def one(answer: httpx.Response) -> dict[str, Any]:
-    """The one choice, or what the events of a stream make of it."""
+    """Return the only choice, joined from the events if the response is a stream."""
     assert answer.status_code == 200, answer.text
     if "event-stream" not in answer.headers["content-type"]:
         (choice,) = answer.json()["choices"]
@@ -45,7 +45,7 @@ def one(answer: httpx.Response) -> dict[str, Any]:
 
 
 def a_stop(ids: list[int]) -> tuple[str, int]:
-    """Two characters of the text that were not there before, and how many tokens there are with them."""
+    """Return two characters that the text contains only from some token on, and the number of tokens up to there."""
     texts = [byte_level().token_bytes(token_id) for token_id in ids]
     for at in range(8, len(ids) - 1):
         stop = texts[at] + texts[at + 1]
@@ -58,7 +58,7 @@ def a_stop(ids: list[int]) -> tuple[str, int]:
 async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
     nats_url: str, fleet: str, tmp_path: Path, stream: bool
 ) -> None:
-    """Ids, logprobs and rows are those of the whole up to there, and the engine makes no more of them."""
+    """Ids, logprobs and rows end with the token that completes the stop string, and the engine stops the request."""
     async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
         whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, logprobs=0)
         stop, kept = a_stop(whole.token_ids.tolist())
@@ -79,7 +79,7 @@ async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
 
 
 async def test_each_sample_ends_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A stop string in one of several leaves the others as they are; the usage counts what is left."""
+    """A stop string in one sample does not change the others, and the usage counts the remaining tokens."""
     async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
         whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, n=2, logprobs=0, prompt_logprobs=1)
         stop, kept = a_stop(whole.token_ids.tolist())
@@ -92,13 +92,13 @@ async def test_each_sample_ends_by_itself(nats_url: str, fleet: str, tmp_path: P
     other = whole.siblings[0].token_ids.tolist()
     assert second["token_ids"] == other[: len(second["token_ids"])]
     assert answer["usage"]["completion_tokens"] == kept + len(second["token_ids"])
-    # Chunks bring them in parts.
+    # Chunks carry prompt logprobs in parts.
     assert answer["prompt_logprobs"] == plain["prompt_logprobs"]
     assert len(answer["prompt_logprobs"]) == len(PROMPT)
 
 
 async def test_logprobs_of_the_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Beside a chat's answers, and in each of a completion's, as with vLLM; with the tokens' texts."""
+    """Prompt logprobs are beside the choices of a chat and in each choice of a completion, with texts, as in vLLM."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         for path, body in (
             (CHAT, {"nvext": {"token_data": PROMPT}, "n": 2}),
@@ -132,7 +132,7 @@ async def test_logprobs_of_the_prompt(nats_url: str, fleet: str, tmp_path: Path)
 async def test_bad_words_go_to_the_engine_as_tokens(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on OpenAI's routes: at the beginning of a text, and behind a blank."""
+    """Bad words reach the engine as token ids, at the start of a text and after a blank, as on the OpenAI routes."""
     wanted = noted_requests(monkeypatch)
     async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
         one(await ask(http, max_tokens=1, bad_words=["the"]))

@@ -1,4 +1,4 @@
-"""What people who watch the fleet are sent."""
+"""The events that viewers of the fleet receive."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ TOKENS = Settings(token="data", admin_token="admin")
 
 
 async def test_the_fleet_is_told(nats_url: str, fleet: str) -> None:
-    """The first event says what the others are like; then come the workers, queues and models, again and again."""
+    """The first event describes the format. Then events with workers, queues and models follow repeatedly."""
     async with http_service(nats_url, fleet, weight_version=3) as http, watching(http) as stream:
         event = await stream.until("fleet", lambda event: event["queues"])
         later = await stream.next("fleet")
@@ -56,7 +56,7 @@ async def test_the_fleet_is_told(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_was_told_is_shown(nats_url: str, fleet: str) -> None:
-    """A pause has its mode and its time; and is gone after the resume."""
+    """An event shows mode and time of a pause, and no pause after the resume."""
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         await http.rb.fleet.pause(mode="wait")
         event = await stream.until("fleet", lambda event: event["models"] and event["models"][0]["pause"])
@@ -70,7 +70,7 @@ async def test_what_was_told_is_shown(nats_url: str, fleet: str) -> None:
 
 
 async def test_who_may_watch_and_act(nats_url: str, fleet: str) -> None:
-    """The data token lets one watch; only that of admins says that the viewer may act."""
+    """The data token permits watching. Only with the admin token, the first event permits commands."""
     async with http_before(nats_url, fleet, TOKENS) as http:
         for wrong in (None, "x"):
             headers = {} if wrong is None else {"Authorization": f"Bearer {wrong}"}
@@ -83,7 +83,7 @@ async def test_who_may_watch_and_act(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.parametrize("query", ["?zzz=1", "?fleet=a&fleet=b"])
 async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
-    """400 that names the parameter."""
+    """A wrong query gives 400 with the parameter."""
     async with http_before(nats_url, fleet) as http:
         answer = await http.client.get(f"{PATH}{query}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
@@ -91,7 +91,7 @@ async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
 
 
 async def test_no_more_viewers_than_allowed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more is 503, and has room once another one has left."""
+    """One viewer too many gives 503, until another viewer leaves."""
     monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
     async with http_before(nats_url, fleet) as http, watching(http):
         async with watching(http):
@@ -103,7 +103,7 @@ async def test_no_more_viewers_than_allowed(nats_url: str, fleet: str, monkeypat
 
 
 async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holders of the data token cannot take all places; what refuses them says how an admin gets one."""
+    """Viewers with the data token cannot take all places, and the 503 states how an admin gets a place."""
     monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
     monkeypatch.setattr(viewers, "KEPT_FOR_ADMINS", 1)
     async with http_before(nats_url, fleet, TOKENS) as http, watching(http, token="data"):
@@ -117,7 +117,7 @@ async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch
 async def test_a_fault_of_the_view_ends_nothing_else(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error that nobody thought of is logged; the service goes on, and its viewers are told again."""
+    """An unexpected error in the view is logged. The service continues, and its viewers receive events again."""
     update, faults = Heard.update, [ZeroDivisionError("once")]
 
     async def fail_once(self: Heard, watch: FleetWatch) -> None:
@@ -135,7 +135,7 @@ async def test_a_fault_of_the_view_ends_nothing_else(
 
 
 async def test_the_bus_is_down(nats_url: str, fleet: str) -> None:
-    """The stream goes on and says so; the workers are as they were last heard. And it says when the bus is back."""
+    """While NATS is down, the stream continues with the problem and the last known workers, until NATS is back."""
     async with (
         synthetic_worker(nats_url, fleet),
         tcp_proxy(nats_url) as proxy,
@@ -152,7 +152,7 @@ async def test_the_bus_is_down(nats_url: str, fleet: str) -> None:
 
 
 async def test_streams_end_with_the_service(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once and in good order, also of a viewer that reads nothing: the service does not wait for viewers."""
+    """Streams end with the service immediately, also if a viewer reads nothing."""
     monkeypatch.setattr(server, "STOP_TIMEOUT_S", 10 * SOON_S)
     async with contextlib.AsyncExitStack() as readers:
         async with http_before(nats_url, fleet) as http:
@@ -167,7 +167,7 @@ async def test_streams_end_with_the_service(nats_url: str, fleet: str, monkeypat
 
 
 async def test_a_slow_viewer_gets_the_newest() -> None:
-    """While one event is on its way the next one of its name waits, and is replaced; another name waits beside it."""
+    """While one event is being sent, only the newest event of each name waits."""
     sent: asyncio.Queue[bytes] = asyncio.Queue()
     reads = asyncio.Event()
 
@@ -190,7 +190,7 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
 
 
 async def test_one_that_does_not_read_is_cut_off_at_the_end() -> None:
-    """The end of a stream does not wait for its viewer."""
+    """The end of a stream closes the connection of a viewer that does not read."""
     cut = asyncio.Event()
 
     async def send(_message: MutableMapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Commands of any controller, as people who watch see them; and whose requests wait."""
+"""Commands of any controller in the events, and the clients of waiting requests."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.support.requests import greedy
 
 
 async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: str) -> None:
-    """With what each worker has answered. Afterwards it stands with those before it, the newest first."""
+    """A command of another controller appears with the ack of each worker, the newest command first."""
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         await stream.next("fleet")
         (worker,) = http.rb.fleet.workers
@@ -37,7 +37,7 @@ async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: st
 
 
 async def test_whose_requests_wait(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By lane and client."""
+    """An event has the waiting requests by lane and client."""
     monkeypatch.setattr(recorded, "CLIENTS_S", 0.0)
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         await http.rb.fleet.pause()

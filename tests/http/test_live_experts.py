@@ -1,4 +1,4 @@
-"""The load of experts, as people who watch see it."""
+"""The load of experts in the events that viewers receive."""
 
 import base64
 from typing import Any
@@ -19,19 +19,19 @@ SHAPE = SyntheticConfig(num_layers=3, top_k=2, num_experts=8)
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions follow each other at once, and a worker that is not there is not waited for."""
+    """Let the service ask for counts continuously, and wait only briefly for absent workers."""
     monkeypatch.setattr(presence_watcher, "PING_WAIT_S", 0.15)
     monkeypatch.setattr(expert_feeds, "PERIOD_S", 0.2)
 
 
 def counts(event: dict[str, Any], plane: str) -> np.ndarray:
-    """The counts of a plane."""
+    """Return the counts of a plane."""
     data = base64.b64decode(event["planes"][plane]["counts"], validate=True)
     return np.frombuffer(data, "<u4").reshape(event["num_layers"], event["num_experts"])
 
 
 async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
-    """What a client got as rows is what is shown: by plane, with how uneven it is, by version and over time."""
+    """The counts equal the rows that a client received: by plane with their imbalance, by version and over time."""
     async with http_service(nats_url, fleet, config=SHAPE, weight_version=3) as http:
         (worker,) = http.rb.fleet.workers
         got = await http.rb.complete(greedy(1, 20))
@@ -58,7 +58,7 @@ async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
-    """A model that nobody serves, a worker that is not there, a model without routing: the stream goes on."""
+    """An unknown model, an unknown worker and a model without experts give a problem, and the stream continues."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0)) as http:
         (worker,) = http.rb.fleet.workers
         for query, words in (
@@ -73,7 +73,10 @@ async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
 
 
 async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers are asked once for all of them, and not while nobody looks; and about so many things at a time."""
+    """Viewers of the same counts share the queries to the workers, and without viewers there are none.
+
+    The number of simultaneous queries is limited.
+    """
     asked: list[str | None] = []
     experts = rollbus.Fleet.experts
 
@@ -94,7 +97,7 @@ async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, mo
             async with watching(http, "?experts=another") as third:
                 assert (await third.next("experts"))["problem"].endswith("allowed: 1")
                 await third.next("fleet")
-        assert asked == ["synthetic"] * 2  # the last minute, and by version
+        assert asked == ["synthetic"] * 2  # one query for the last minute and one by version
         problem = "allowed: 1"
         while problem.endswith("allowed: 1"):
             async with watching(http, "?experts=another") as later:
@@ -103,7 +106,7 @@ async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, mo
 
 @pytest.mark.parametrize("query", ["?worker=w0", "?experts=", f"?experts={'x' * 1000}", "?experts=a&experts=b"])
 async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
-    """400 that names the parameter."""
+    """A wrong query gives 400 with the parameter."""
     async with http_before(nats_url, fleet) as http:
         answer = await http.client.get(f"{PATH}{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query[1:].partition("=")[0])

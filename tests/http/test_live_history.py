@@ -1,4 +1,4 @@
-"""The last hour of a fleet, as the service keeps it."""
+"""The history of the last hour that the service keeps."""
 
 import asyncio
 
@@ -22,12 +22,12 @@ BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 2000, "ignore_eos": 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A point every tenth of a second."""
+    """Add a point to the history every tenth of a second."""
     monkeypatch.setattr(live_fleet, "STEP_S", 0.1)
 
 
 async def test_the_hour_is_kept(nats_url: str, fleet: str) -> None:
-    """Also while nobody watches: what workers do, by fleet, model and worker, and how long requests waited."""
+    """Without viewers too, the history has the load by fleet, model and worker, and the queue wait of requests."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as http:
         (worker,) = http.rb.fleet.workers
         async with asyncio.timeout(SOON_S):
@@ -45,7 +45,7 @@ async def test_the_hour_is_kept(nats_url: str, fleet: str) -> None:
 
 
 async def test_what_is_new_is_asked_for(nats_url: str, fleet: str) -> None:
-    """By the number that events have; a worker that is not known is 404, and a wrong number 400."""
+    """`since` selects points by the number in the events. An unknown worker gives 404, and a wrong number 400."""
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         before = (await stream.until("fleet", lambda event: event["history_number"]))["history_number"]
         number = (await stream.until("fleet", lambda event: event["history_number"] > before))["history_number"]
@@ -60,7 +60,7 @@ async def test_what_is_new_is_asked_for(nats_url: str, fleet: str) -> None:
 
 
 async def test_it_is_for_those_with_a_token(nats_url: str, fleet: str) -> None:
-    """As the state of the fleet is."""
+    """The history requires the data or admin token, like the state of the fleet."""
     async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         assert (await http.client.get(PATH)).status_code == 401
         for token in ("data", "admin"):
@@ -69,7 +69,7 @@ async def test_it_is_for_those_with_a_token(nats_url: str, fleet: str) -> None:
 
 
 async def test_nothing_is_known_while_the_bus_is_down(nats_url: str, fleet: str) -> None:
-    """What was heard last is not repeated: the points are unknown."""
+    """While NATS is down, points are unknown instead of repeating the last values."""
     async with (
         synthetic_worker(nats_url, fleet),
         tcp_proxy(nats_url) as proxy,
@@ -89,7 +89,7 @@ async def test_nothing_is_known_while_the_bus_is_down(nats_url: str, fleet: str)
 
 
 def test_waits_are_those_of_a_step() -> None:
-    """Not of all that was ever counted."""
+    """The queue wait of a point covers only the requests since the last point."""
     waits, seconds = QueueWaits(), (0,) * 17
     nobody, _ = waits.step({})
     assert nobody != nobody  # noqa: PLR0124 - NaN

@@ -1,4 +1,4 @@
-"""An hour of a large fleet through the code that keeps and tells it: the memory that it takes does not grow."""
+"""One hour of a large fleet in the live view: its memory does not grow."""
 
 import gc
 import json
@@ -23,14 +23,14 @@ CAN = capabilities()
 
 
 class ScriptedWatch(FleetWatch):
-    """Hears so many workers, each once a second, at a time that the test gives."""
+    """A watch of simulated workers with one presence per second, at a time that the test sets."""
 
     def __init__(self, num_workers: int) -> None:
         self.now = 0
         self._num_workers = num_workers
 
     async def workers(self) -> tuple[HeardWorker, ...]:
-        """All announce themselves now; some come and go, and start anew."""
+        """Return the current presence of all workers. Some workers start, end and restart."""
         return tuple(self._hear(number) for number in range(self._num_workers))
 
     def _hear(self, number: int) -> HeardWorker:
@@ -44,7 +44,7 @@ class ScriptedWatch(FleetWatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [100])
 async def test_an_hour_takes_no_more_than_a_minute(num_workers: int) -> None:
-    """But for the points that are kept, whose size is known; also with a viewer that reads nothing."""
+    """Apart from the kept points of known size, memory does not grow in an hour, even if a viewer never reads."""
     watch, heard, history, viewer = ScriptedWatch(num_workers), Heard(), History(), Viewer(lambda: None)
     tracemalloc.start()
     try:
@@ -65,6 +65,6 @@ async def test_an_hour_takes_no_more_than_a_minute(num_workers: int) -> None:
         tracemalloc.stop()
     event = viewer.__dict__["_pending"]["fleet"]
     assert len(json.loads(event.partition(b"data: ")[2])["workers"]) == num_workers
-    # Of those that came and went, each is kept for an hour.
+    # The history keeps the points of each ended worker for an hour.
     assert history.num_bytes <= (2 + num_workers + num_workers // 10 * 7) * SERIES_BYTES
     assert after < 1.1 * before + 2_000_000

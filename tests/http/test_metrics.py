@@ -1,4 +1,4 @@
-"""What `/metrics` counts; requests for tokens are made through the service itself, whatever routes there are."""
+"""The metrics of `/metrics`. Some tests call the service without HTTP, so that no route affects the counts."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def parse(text: str) -> Samples:
-    """All samples by name and labels."""
+    """Return all samples by name and labels."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -43,20 +43,20 @@ def parse(text: str) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    """One sample."""
+    """Return one sample."""
     return samples[name, frozenset(labels.items())]
 
 
 @contextlib.asynccontextmanager
 async def a_service(nats_url: str, fleet: str) -> AsyncIterator[Service]:
-    """What routes are given, without HTTP in front of it."""
+    """Yield the service that routes use, without HTTP."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         await rb.fleet.wait_for_workers()
         yield Service(rb, Settings(), Admission(8))
 
 
 def a_request() -> Request:
-    """Of a client that stays."""
+    """Return the HTTP request of a client that never disconnects."""
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -66,13 +66,13 @@ def a_request() -> Request:
 
 
 def wanted(max_tokens: int, n: int = 1, **fields: object) -> rollbus.GenerateRequest:
-    """A request for so many tokens."""
+    """Return a request for `max_tokens` tokens."""
     sampling = rollbus.SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
     return rollbus.GenerateRequest(prompt_token_ids=[1, 2, 3], model="synthetic", sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def a_chunk(weight_version: int) -> rollbus.Chunk:
-    """One token of these weights, with a row."""
+    """Return a chunk with one token of these weights and its row."""
     return rollbus.Chunk(
         request_id="r",
         attempt=0,
@@ -85,7 +85,7 @@ def a_chunk(weight_version: int) -> rollbus.Chunk:
 
 
 async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
-    """Each worker has its gauges as it announces them, each lane its queue, and each HTTP request is counted."""
+    """`/metrics` has the gauges of each worker's presence, the queue of each lane, and a count of HTTP requests."""
     async with http_service(nats_url, fleet, weight_version=3, worker_id="w") as http:
         await http.client.get("/v1/models")
         await http.client.get("/nowhere")
@@ -106,7 +106,7 @@ async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_page_lists_what_is_exported(nats_url: str, fleet: str) -> None:
-    """docs/metrics.md names each metric with its kind, labels, unit and meaning, and no other."""
+    """docs/metrics.md lists exactly the exported metrics, with kind, labels, unit and meaning."""
     async with http_service(nats_url, fleet) as http:
         text = (await http.client.get("/metrics")).text
     page = DOC.read_text()
@@ -118,7 +118,7 @@ async def test_the_page_lists_what_is_exported(nats_url: str, fleet: str) -> Non
 
 
 async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str) -> None:
-    """Workers count what is done for any client; a client that grants no more credit is seen."""
+    """Workers count the requests of all clients, and also stalls of clients that grant no credit."""
     async with (
         http_service(nats_url, fleet, worker_id="w", config=SyntheticConfig(num_layers=64)) as http,
         hand_client(nats_url, fleet, answers=False) as slow,
@@ -145,7 +145,7 @@ async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str)
 
 
 async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> None:
-    """Names, kinds and labels of vLLM's own server, which programs of others read; each worker is an engine."""
+    """Engines have the metric names, kinds and labels of vLLM's server. Each worker is an engine."""
     vllm = frozenset({("model_name", "synthetic"), ("engine", "w"), ("worker", "w")})
     config = SyntheticConfig(prefix_cache=True)
     prompt: dict[str, object] = {
@@ -183,7 +183,7 @@ async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> Non
 
 
 async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str) -> None:
-    """The service counts its decisions by reason; the worker what it got, and the prompt tokens that it had cached."""
+    """The service counts its placements by reason. The worker counts its requests and its cached prompt tokens."""
     prompt = {"model": "synthetic", "token_ids": [*range(3, 1027)], "sampling_params": {"max_tokens": 3, "n": 4}}
     config = SyntheticConfig(prefix_cache=True)
     async with http_service(nats_url, fleet, worker_id="w", config=config) as http:
@@ -211,7 +211,7 @@ async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str)
 
 
 async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: str) -> None:
-    """Without a prefix cache there are no queries of one, rather than none of them answered."""
+    """Values that an engine does not report have no series, instead of a series with 0."""
     async with http_service(nats_url, fleet, worker_id="w") as http:
         found = parse((await http.client.get("/metrics")).text)
     names = {name for name, _ in found if name.startswith("vllm:")}
@@ -223,13 +223,13 @@ async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: 
 
 
 async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet: str) -> None:
-    """Programs that send more while no request waits at an engine, such as prime-rl's, see the queue, too."""
+    """Requests in the queue count as waiting at an engine, because clients like prime-rl send more if none waits."""
     queue = frozenset({("model_name", "synthetic"), ("engine", "queue."), ("worker", "")})
     async with http_service(nats_url, fleet, worker_id="w") as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause()
         asked = [tasks.create_task(http.rb.complete(short(f"r{i}"))) for i in range(5)]
         found: Samples = {}
-        # A pull that was under way when the pause came may have one of the five.
+        # A pull from before the pause may deliver one of the five requests.
         while found.get(("vllm:num_requests_waiting", queue), 0) < 4:
             found = parse((await http.client.get("/metrics")).text)
         await http.rb.fleet.resume()
@@ -239,7 +239,7 @@ async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet:
 
 
 async def test_the_time_in_the_queue_has_a_histogram(nats_url: str, fleet: str) -> None:
-    """Of this service's requests, by model."""
+    """The queue wait of this service's requests is a histogram by model."""
     name, model = "rollbus_client_queue_wait_seconds", frozenset({("model", "synthetic")})
     async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
         await service.complete(a_request(), wanted(1, n=3))
@@ -251,7 +251,7 @@ async def test_the_time_in_the_queue_has_a_histogram(nats_url: str, fleet: str) 
 
 
 async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: str) -> None:
-    """No workers: no series of any, and no error."""
+    """A fleet without workers has no series of workers and gives no error."""
     async with http_before(nats_url, fleet) as http:
         answer = await http.client.get("/metrics")
 
@@ -260,7 +260,7 @@ async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: st
 
 
 async def test_metrics_want_the_data_token(nats_url: str, fleet: str) -> None:
-    """Model and worker names are not for everybody."""
+    """`/metrics` requires the data token, because it contains names of models and workers."""
     async with http_before(nats_url, fleet, Settings(token="data")) as http:
         assert (await http.client.get("/metrics")).status_code == 401
         right = await http.client.get("/metrics", headers={"Authorization": "Bearer data"})
@@ -268,7 +268,7 @@ async def test_metrics_want_the_data_token(nats_url: str, fleet: str) -> None:
 
 
 async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, fleet: str) -> None:
-    """Both ways count the same tokens and rows; only a stream has a first token and times between tokens."""
+    """Streamed and other requests count the same tokens and rows. Only streams measure times of tokens."""
     async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
         generation = await service.complete(a_request(), wanted(4, n=2))
         whole = parse((await service.metrics.text()).decode())
@@ -292,7 +292,7 @@ async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, f
 
 
 async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
-    """A stream that is left and a request that is refused are told apart, and neither stays in flight."""
+    """An abandoned stream and an invalid request have separate outcomes, and neither remains in flight."""
     async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
         stream = service.chunks(wanted(10_000))
         await anext(stream)
@@ -310,7 +310,7 @@ async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
 
 
 async def test_retries_are_counted_by_model(nats_url: str, fleet: str) -> None:
-    """An attempt that follows one that was given up, of whatever call; the first one is none."""
+    """Each attempt after the first counts as a retry of the model."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         metrics = Metrics(rb)
         completing = tasks.create_task(rb.complete(request(2)))
@@ -329,7 +329,7 @@ async def test_retries_are_counted_by_model(nats_url: str, fleet: str) -> None:
 
 
 async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
-    """Old weight versions have no series."""
+    """The number of weight versions in labels is bounded, because old versions lose their series."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         service = Service(rb, Settings(), Admission(8))
         for version in range(3 * MAX_VERSIONS):
@@ -344,7 +344,7 @@ async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_model_that_nobody_serves_is_no_label(nats_url: str, fleet: str) -> None:
-    """Clients may ask for any: those are counted together, without a model."""
+    """Requests for unknown models are counted together with an empty model label."""
     async with http_service(nats_url, fleet) as http:
         for name in ("no", "nope"):
             body: dict[str, object] = {"model": name, "token_ids": [1], "sampling_params": {}}
@@ -356,7 +356,7 @@ async def test_a_model_that_nobody_serves_is_no_label(nats_url: str, fleet: str)
 
 
 async def test_a_bus_that_does_not_answer_is_seen(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scrape ends all the same, and says so."""
+    """If the bus does not answer, the scrape still ends and reports that the bus is down."""
 
     async def never(_: object) -> None:
         await asyncio.Event().wait()

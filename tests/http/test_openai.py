@@ -1,4 +1,4 @@
-"""OpenAI's routes as its own client drives them, on a synthetic engine."""
+"""The OpenAI routes with the OpenAI client, on a synthetic engine."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ IDS = {"return_token_ids": True}
 
 
 async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The same text, tokens, logprobs and usage either way, and the bus's: of one answer, and of several."""
+    """A chat gives the same text, tokens, logprobs and usage streamed or not, with one choice or several."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for n in (1, 3):
             asked: Any = {"model": "synthetic", "messages": MESSAGES, "max_tokens": 12, "seed": 7, "n": n}
@@ -64,7 +64,7 @@ async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) 
 
 
 async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """64 conversations of three turns, streamed and not, none knowing of the others: the bus's tokens in each."""
+    """64 concurrent conversations of three turns, streamed or not, each receive the tokens of the bus."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
 
         async def converse(number: int) -> None:
@@ -90,7 +90,7 @@ async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) 
 
 
 async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """The answer ends before a stop string, or with it, after the token that completes it; the engine stops too."""
+    """The text ends before or with the stop string, the tokens with the one that completes it, and the engine stops."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
     async with talking(nats_url, fleet, tmp_path, config) as (http, client):
         asked: Any = {"model": "synthetic", "prompt": "the", "seed": 1, "max_tokens": 60_000}
@@ -124,7 +124,7 @@ async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
 
 
 async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Texts or token ids, one or several, each with n answers in order, whole and streamed."""
+    """A completion accepts texts or token ids, one or several, each with n choices in order, streamed or not."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
             asked: Any = {"model": "synthetic", "prompt": prompt, "n": 2, "seed": 3, "logprobs": 1, "max_tokens": 5}
@@ -151,7 +151,7 @@ async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
 
 
 async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Stop tokens are in the answer's tokens and not in its text; the defaults are OpenAI's."""
+    """A stop token is in the token ids of a choice but not in its text, and the defaults are those of OpenAI."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         plain = await by_bus(http.rb, [5, 6], max_tokens=16, seed=1)
         stop = int(plain.token_ids[3])
@@ -174,7 +174,7 @@ async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> 
 
 
 async def test_errors_are_those_of_the_client(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """What is wrong comes as the client's own exceptions, with field and code, before anything is streamed."""
+    """Errors are raised as exceptions of the OpenAI client with field and code, before any event of a stream."""
     async with talking(nats_url, fleet, tmp_path) as (_, client):
         for stream in (False, True):
             with pytest.raises(openai.NotFoundError) as unknown:
@@ -193,7 +193,7 @@ async def test_errors_are_those_of_the_client(nats_url: str, fleet: str, tmp_pat
 
 
 async def test_clients_that_leave(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """What nobody waits for any more is not generated: streams, several prompts at once, and stop strings."""
+    """If the client disconnects, the engine stops: for streams, several prompts and stop strings."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536, step_s=0.002)
     async with talking(nats_url, fleet, tmp_path, config) as (http, client):
         asked: Any = {"model": "synthetic", "max_tokens": 60_000}
@@ -212,11 +212,11 @@ async def test_clients_that_leave(nats_url: str, fleet: str, tmp_path: Path) -> 
 async def test_a_failure_ends_every_answer(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's failure is a 502 for one prompt and for several; in a stream that has begun, an error event."""
+    """An engine error gives 502 for one prompt or several, and an error event in a stream that has begun."""
 
     async def fail(_client: rollbus.Client, wanted: rollbus.GenerateRequest, **_: object) -> Any:
         async for chunk in generate(_client, wanted):
-            # A worker may put all tokens into the first chunk.
+            # A worker may send all tokens in the first chunk.
             yield replace(chunk, end=None)
             raise rollbus.RequestFailed(code=rollbus.ErrorCode.ENGINE_ERROR, message="the engine has failed")
 
@@ -232,7 +232,7 @@ async def test_a_failure_ends_every_answer(
                 with pytest.raises(openai.InternalServerError) as failed:
                     await client.completions.create(model="synthetic", prompt=prompt, **more)
                 assert (failed.value.status_code, failed.value.code) == (502, "engine_error")
-            # With logprobs there is an event for every token, also where its text is a part of a character.
+            # With logprobs, each token has an event, also if it is only part of a character.
             stream = await client.completions.create(model="synthetic", prompt=prompt, logprobs=0, stream=True)
             with pytest.raises(openai.APIError, match="the engine has failed"):
                 await all_of(stream)

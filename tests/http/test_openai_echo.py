@@ -1,4 +1,4 @@
-"""`echo` of /v1/completions, as OpenAI's own client asks for it, on a synthetic engine."""
+"""`echo` of /v1/completions with the OpenAI client, on a synthetic engine."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ ASKED: Any = {"model": "synthetic", "seed": 3, "max_tokens": 5}
 
 
 async def test_the_prompt_stands_before_its_answers(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Texts and token ids, one or several, each with n answers; streamed the same; its logprobs are the bus's."""
+    """Each choice starts with its prompt, for texts and token ids, streamed or not.
+
+    The prompt logprobs are those of the bus.
+    """
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
             several = isinstance(prompt, list) and not isinstance(prompt[0], int)
@@ -47,7 +50,7 @@ async def test_the_prompt_stands_before_its_answers(nats_url: str, fleet: str, t
 
 
 async def test_the_prompt_alone(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With max_tokens 0 it is scored, and nothing stands behind it; with token ids its text is left out, as by vLLM."""
+    """With max_tokens 0, the prompt is scored without a completion. With token ids, its text is omitted, as in vLLM."""
     async with talking(nats_url, fleet, tmp_path) as (_, client):
         asked = {**ASKED, "max_tokens": 0, "prompt": "the é", "echo": True}
         [scored] = (await client.completions.create(**asked, logprobs=0)).choices

@@ -1,4 +1,4 @@
-"""Dynamo's `nvext` in OpenAI's routes, on a synthetic engine."""
+"""`nvext` of Dynamo in the OpenAI routes, on a synthetic engine."""
 
 import json
 from dataclasses import replace
@@ -28,11 +28,11 @@ ALL = [
     *("weight_version", "stop_reason"),
 ]
 MARK = b'"routed_experts":{"data":"'
-"""What clients look for in the bytes."""
+"""The marker that clients search for in the bytes."""
 
 
 def renderers_body(**fields: Any) -> dict[str, Any]:
-    """What the `dynamo` transport of renderers sends: its placeholder, its fields, and never null."""
+    """Return the body of the `dynamo` transport of renderers: its placeholder, its fields, and no null."""
     nvext = {"token_data": PROMPT, "extra_fields": ["engine_data"], **fields.pop("nvext", {})}
     sent = {"model": "synthetic", "messages": [{"role": "user", "content": ""}], "stream": False, "nvext": nvext}
     sampling = {"stop_token_ids": [262], "logprobs": True, "skip_special_tokens": False, "temperature": 1.0}
@@ -40,14 +40,14 @@ def renderers_body(**fields: Any) -> dict[str, Any]:
 
 
 async def ask(http: Http, path: str = CHAT, **body: Any) -> httpx.Response:
-    """What a correct request is answered."""
+    """Return the response to a valid request."""
     answer = await http.client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer
 
 
 async def test_the_transport_of_renderers(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Multi-turn: each turn's tokens, logprobs and rows are the engine's, the rows once and where clients cut them."""
+    """Each turn returns the tokens, logprobs and rows of the engine. The rows occur once, at the expected place."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         prompt, start = PROMPT, 0
         for _turn in range(3):
@@ -72,7 +72,7 @@ async def test_the_transport_of_renderers(nats_url: str, fleet: str, tmp_path: P
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
-    """A stream tells on its last event only what a whole answer tells, and the chunks' ids make up the whole."""
+    """The last event of a stream has the nvext of the whole response, and its chunks have all token ids."""
     stream = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     for field, value in (("nvext", {"token_data": PROMPT}), ("tokens", PROMPT)):
         async with talking(nats_url, fleet, tmp_path) as (http, _):
@@ -100,7 +100,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
 
 
 async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Asked for by name they stand beside `engine_data`; not asked for, they are not even sent by the worker."""
+    """Rows requested by name are beside `engine_data`. Rows that are not requested are not in the response."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         both = await ask(
             http, nvext={"token_data": PROMPT, "extra_fields": ["engine_data", "routed_experts"]}, max_tokens=3
@@ -116,7 +116,7 @@ async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: P
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_rows_of_each_choice(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
-    """Asked for at the top, each answer has the engine's rows, and a stream's events those of their tokens."""
+    """With `return_routed_experts`, each choice has the engine's rows, and each event the rows of its tokens."""
     body = {"tokens": PROMPT, "n": 2, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_routed_experts": True}
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         whole = (await ask(http, path, **body)).json()
@@ -134,7 +134,7 @@ async def test_rows_of_each_choice(nats_url: str, fleet: str, tmp_path: Path, pa
 
 
 async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Ids, logprobs and rows are cut together where the text ends."""
+    """A stop string cuts token ids, logprobs and rows at the same token."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         (worker,) = http.rb.fleet.workers
         body = renderers_body(seed=4, max_completion_tokens=40, ignore_eos=True)
@@ -158,7 +158,7 @@ async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: 
 
 
 async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Priority with the other sign, the salt, session, group, and how to sample; headers count where none is named."""
+    """The bus receives salt, session, group, sampling and the negated priority. Headers count if the body has none."""
     wanted = noted_requests(monkeypatch)
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         hints = {"agent_hints": {"priority": 7}, "cache_salt": "s", "session_control": {"session_id": "a"}}
@@ -186,7 +186,7 @@ async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, mo
 
 
 async def test_a_model_without_experts(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`engine_data` goes without routing; routing by name is refused, as it would be missing."""
+    """Without experts, `engine_data` has no rows, and a request for rows by name is refused."""
     config = type(CONFIG)(vocab_size=264, num_experts=0)
     async with talking(nats_url, fleet, tmp_path, config) as (http, _):
         answer = await ask(http, **renderers_body())
@@ -196,20 +196,20 @@ async def test_a_model_without_experts(nats_url: str, fleet: str, tmp_path: Path
 
 
 async def test_no_tokenizer(nats_url: str, fleet: str) -> None:
-    """Answers are text: without a tokenizer there are none."""
+    """Without a tokenizer, the route gives 501, because its choices are text."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.post(CHAT, json=renderers_body())
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_tokenizer")
 
 
 def target() -> RequestTarget:
-    """A synthetic worker's model."""
+    """Return the target of a synthetic worker."""
     model = CONFIG.capabilities
     return RequestTarget(worker=presence(capabilities=model), capabilities=model, lora=None)
 
 
 def choice(*stops: str) -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
-    """An answer that has not begun, and three tokens for it."""
+    """Return a new choice and three tokens for it."""
     wanted = rollbus.GenerateRequest(prompt_token_ids=PROMPT, sampling=rollbus.SamplingParams(logprobs=0))
     text = text_of(wanted, byte_level(), stops, include_stop=False, skip_special_tokens=True)
     tokens = Tokens(
@@ -222,12 +222,12 @@ def choice(*stops: str) -> tuple[rollbus.GenerateRequest, AnswerChoice, Tokens]:
 
 
 def nvext(wanted: rollbus.GenerateRequest, tokens: Tokens) -> Any:
-    """All of it."""
+    """Return the complete nvext."""
     return json.loads(b"".join(nvext_json(frozenset(ALL), wanted, target(), tokens, RequestClock())))
 
 
 def test_an_answer_without_tokens_has_empty_lists() -> None:
-    """Present and empty, rows included: clients take an absent list for a failure."""
+    """Without tokens, the lists and rows are empty but present, because clients treat a missing list as an error."""
     wanted, answer, tokens = choice()
     answer.add(replace(tokens.cut(0, 0), rows=None, finish_reason=rollbus.FinishReason.ABORT))
     whole = answer.pop_update()
@@ -240,7 +240,7 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
 
 
 def test_what_does_not_belong_together_is_an_error() -> None:
-    """Tokens without logprobs, or with those of others, or with rows missing: never filled up, 502."""
+    """Tokens with missing or wrong logprobs or rows give 502, and are never filled up."""
     wrong: list[tuple[list[float] | None, str]] = [
         (None, "3 tokens came with 0"),
         ([-1], "3 tokens came with 1"),
@@ -259,7 +259,7 @@ def test_what_does_not_belong_together_is_an_error() -> None:
 
 
 def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
-    """A worker may hand over many tokens at once: of those behind the stop string nothing is left, rows included."""
+    """A stop string within a chunk of many tokens removes all tokens and rows after it."""
     wanted, answer, tokens = choice(byte_level().token_bytes(2).decode())
     update = answer.add(tokens)
     engine = nvext(wanted, answer.pop_update().tokens)["engine_data"]
@@ -272,7 +272,7 @@ def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
 
 
 def test_minus_infinity_is_a_number() -> None:
-    """JSON has none: it is written as other servers write it."""
+    """Minus infinity becomes -9999, as on other servers, because JSON has no infinity."""
     wanted, _, tokens = choice()
     found = nvext(wanted, tokens)
     assert found["engine_data"]["completion_logprobs"] == [-1, -2, -9999]
