@@ -1,4 +1,4 @@
-"""OpenAI's routes in front of vLLM."""
+"""The OpenAI routes with vLLM."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 
 async def test_conversations_are_the_same_as_without_http(nats_url: str, real_fleet: str) -> None:
-    """Sixteen conversations of two turns at a time, streamed and not: the tokens and logprobs that the bus gives."""
+    """Sixteen concurrent conversations of two turns, streamed or not, have the tokens and logprobs of the bus."""
     async with http_before(nats_url, real_fleet) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()
         await http.rb.fleet.wait_for_workers()
@@ -50,7 +50,7 @@ async def test_conversations_are_the_same_as_without_http(nats_url: str, real_fl
 
 
 async def test_token_data_with_routing(nats_url: str, real_fleet: str) -> None:
-    """Tokens in, and the engine's own tokens, logprobs and experts out; from the second turn on without the prefix."""
+    """A token prompt returns the engine's tokens, logprobs and experts. Later turns start after the prefix."""
     prompt = list(range(20, 60))
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
@@ -73,7 +73,7 @@ async def test_token_data_with_routing(nats_url: str, real_fleet: str) -> None:
             assert direct.logprobs is not None
             np.testing.assert_allclose(engine["completion_logprobs"], direct.logprobs, atol=1e-4)
             assert engine["routed_experts"]["start"] == start
-            # Prefix and decode kernels may order equal experts differently.
+            # Kernels for cached prefixes and for decoding may order equal experts differently.
             rows = np.sort(rows_of(engine["routed_experts"]), axis=2)
             assert direct.routed_experts is not None
             assert np.array_equal(rows, np.sort(direct.routed_experts, axis=2))
@@ -82,7 +82,7 @@ async def test_token_data_with_routing(nats_url: str, real_fleet: str) -> None:
 
 
 async def test_structured_output(nats_url: str, real_fleet: str) -> None:
-    """A model that writes noise writes one of the texts that it is told to."""
+    """With structured outputs, a model with random weights writes one of the given texts."""
     async with http_before(nats_url, real_fleet) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()
         (model,) = (await client.models.list()).data

@@ -1,4 +1,4 @@
-"""What OpenAI's routes refuse, before anything is published, and what they pass over."""
+"""Requests that the OpenAI routes refuse before publishing, and fields that they ignore."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ HARMLESS: dict[str, Any] = {
 
 
 async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """400 with the field's name, streamed or not; the engine hears of none of it."""
+    """A refused request gives 400 with the field's name, streamed or not, and never reaches the engine."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         base: dict[str, Any] = {"messages": [USER]}
         cases = [(CHAT, base, *case) for case in [*BOTH, *OF_CHAT]]
@@ -121,7 +121,7 @@ async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "the"})])
 async def test_passed_over(nats_url: str, fleet: str, tmp_path: Path, path: str, prompt: dict[str, Any]) -> None:
-    """What other servers need does no harm, and unknown hints pass."""
+    """Fields that only other servers need, and unknown hints, are ignored."""
     more: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto"} if path == CHAT else {"best_of": 1}
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         answer = await http.client.post(path, json={**prompt, **HARMLESS, **more})
@@ -130,7 +130,7 @@ async def test_passed_over(nats_url: str, fleet: str, tmp_path: Path, path: str,
 
 
 async def test_tools_are_shown_to_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """With `tool_choice` none they stand in the prompt, and the answer is text; with token ids they stand there."""
+    """With `tool_choice` none, the prompt contains the tools. A prompt of token ids stays unchanged."""
     asked = {"messages": [USER], "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         shown = (await http.client.post(CHAT, json={**asked, "tool_choice": "none"})).json()

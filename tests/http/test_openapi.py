@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is served, and what it says can be sent without an answer of 500."""
+"""The OpenAPI document describes the served routes, and requests that it allows never give 500."""
 
 import asyncio
 from pathlib import Path
@@ -26,13 +26,13 @@ from tests.http.support import Http, http_before, http_service
 from tests.support.patience import SOON_S
 
 EXAMPLES = 5
-"""For each route."""
+"""The number of examples for each route."""
 ENDLESS = ("GET", "/v1/rl/events")
-"""Its answer ends when its client leaves."""
+"""A route whose response ends only if its client disconnects."""
 
 
 def operations(described_as: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """By method and path."""
+    """Return the operations by method and path."""
     return {
         (method.upper(), path): operation
         for path, methods in described_as["paths"].items()
@@ -41,13 +41,13 @@ def operations(described_as: dict[str, Any]) -> dict[tuple[str, str], dict[str, 
 
 
 def documented(key: tuple[str, str]) -> tuple[str, str]:
-    """A route as the document names it: it knows no parameters with slashes."""
+    """Return a route as the document names it, because OpenAPI has no parameters with slashes."""
     method, path = key
     return method, path.replace(":path}", "}")
 
 
 async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) -> None:
-    """Every route stands in the document with its method and its tokens, and nothing else does."""
+    """The document lists exactly the served routes, with their methods and tokens."""
     settings = Settings(token="data", admin_token="admin")
     async with http_before(nats_url, fleet, settings) as http:
         served = {
@@ -67,7 +67,7 @@ async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) ->
 
 
 def test_every_route_says_what_it_takes() -> None:
-    """What a POST decodes is in the document; nothing is said of routes that are not there."""
+    """The document has the body of each POST route, and no routes that do not exist."""
     served = {**OPEN, **DATA, **ADMIN}
 
     assert [key for key in {**DATA, **ADMIN} if key[0] == "POST" and served[key].body is None] == [
@@ -81,7 +81,7 @@ def test_every_route_says_what_it_takes() -> None:
 
 
 def test_schemas_are_valid() -> None:
-    """All of them are JSON Schema of the dialect that OpenAPI 3.1 has, and every reference leads somewhere."""
+    """All schemas are valid JSON Schema of the dialect of OpenAPI 3.1, and each reference has a target."""
     made = document(OPEN, DATA, ADMIN, Settings())
     names = set(made["components"]["schemas"])
     for schema in made["components"]["schemas"].values():
@@ -101,7 +101,7 @@ def test_schemas_are_valid() -> None:
 
 
 def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *, is_admin: bool) -> None:
-    """Send what the document allows, and what it does not; blocks."""
+    """Send requests that the document allows, and requests that it forbids. This call blocks."""
     operation = schemathesis.openapi.from_dict(described_as)[path][method]
 
     @hypothesis.settings(
@@ -115,7 +115,7 @@ def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *,
     def run(case: schemathesis.Case[Any]) -> None:
         response = case.call(base_url=http.url, timeout=SOON_S)
         if is_admin:
-            # Where no worker applied a command, the answer is 502 by design.
+            # If no worker applies a command, the response is 502 by design.
             assert response.status_code != 500
         else:
             case.validate_response(response, checks=[not_a_server_error])
@@ -127,12 +127,12 @@ def try_out(http: Http, described_as: dict[str, Any], path: str, method: str, *,
 
 @pytest.mark.slow
 async def test_schemathesis_finds_no_server_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """What is drawn from the document is answered as the document says, and never with 5xx."""
+    """Requests drawn from the document get responses as documented, and never 5xx."""
     config = SyntheticConfig(max_model_len=256)
     settings = Settings(max_body_bytes=1 << 20, tokenizer=save(make_byte_level(), tmp_path))
     async with http_service(nats_url, fleet, settings, config=config) as http:
         described_as = (await http.client.get("/openapi.json")).json()
-        # What pauses or drains the fleet comes last.
+        # The routes that pause or drain the fleet come last.
         for table in (OPEN, DATA, ADMIN):
             for method, path in sorted(set(map(documented, table)) - {ENDLESS}):
                 await asyncio.to_thread(try_out, http, described_as, path, method, is_admin=table is ADMIN)

@@ -1,4 +1,4 @@
-"""Web pages of others and the service: what a browser sends for them is refused where a token is missing."""
+"""Requests from web pages of other origins are refused if the service does not require both tokens."""
 
 import argparse
 import asyncio
@@ -26,17 +26,17 @@ FOREIGN: dict[str, dict[str, str]] = {
     "Host": {"Host": "evil.example"},
     "Host rebound": {"Host": "evil.example:8080", "Origin": f"{EVIL}:8080", "Sec-Fetch-Site": "same-origin"},
 }
-"""What a browser sends for pages of others, by the header that tells."""
+"""The headers that a browser sends for pages of other origins, by the decisive header."""
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str]:
-    """Status, code and field."""
+    """Return status, error code and field."""
     error = answer.json()["error"]
     return answer.status_code, error["code"], error["param"]
 
 
 async def until_serving(http: Http) -> None:
-    """The worker does what it did at first: no command has reached it."""
+    """Check that no command has reached the worker."""
     state = await http.rb.fleet.state()
     assert not state.desired
     assert [worker.state for worker in state.workers] == [WorkerState.SERVING]
@@ -44,7 +44,7 @@ async def until_serving(http: Http) -> None:
 
 @pytest.mark.parametrize("tokens", [{}, {"token": "data"}, {"admin_token": "admin"}])
 async def test_a_page_of_others_cannot_pause_the_fleet(nats_url: str, fleet: str, tokens: dict[str, str]) -> None:
-    """Neither by a text, which browsers send without asking, nor under a name that leads here, nor without a body."""
+    """A page of another origin cannot pause the fleet: not by a text body, a rebound host name, or without a body."""
     async with http_service(nats_url, fleet, Settings(**tokens)) as http:  # type: ignore[arg-type]
         for told, foreign in FOREIGN.items():
             for body in (b"", b'{"mode": "abort"}'):
@@ -56,7 +56,7 @@ async def test_a_page_of_others_cannot_pause_the_fleet(nats_url: str, fleet: str
 
 
 async def test_all_routes_refuse_pages_of_others(nats_url: str, fleet: str) -> None:
-    """By whatever method: preflights, HEAD and upgrades too, and without a route. No page may read an answer."""
+    """All routes refuse pages of other origins for any method, preflight or upgrade. No page may read a response."""
     routes = [*OPEN, *DATA, *ADMIN]
     asked = [*routes, ("GET", "/nowhere"), *(("OPTIONS", path) for _, path in routes)]
     asked += [("HEAD", path) for method, path in routes if method == "GET"]
@@ -75,7 +75,7 @@ async def test_all_routes_refuse_pages_of_others(nats_url: str, fleet: str) -> N
 
 
 async def test_a_refusal_says_what_is_allowed(nats_url: str, fleet: str) -> None:
-    """The header, its value, and the names."""
+    """A refused host gives an error with the header, its value and the allowed names."""
     settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
     async with http_service(nats_url, fleet, settings) as http:
         answer = await http.client.get("/health", headers={"Host": "Evil.example:80"})
@@ -88,7 +88,10 @@ async def test_a_refusal_says_what_is_allowed(nats_url: str, fleet: str) -> None
 
 
 async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> None:
-    """Programs send neither header; a page that this service has served names itself, behind a proxy with TLS too."""
+    """Programs send no Origin, and the service's own page sends its own, also behind a proxy with TLS.
+
+    Both are served.
+    """
     own = [
         {},
         {"Origin": "http://localhost:8080", "Host": "localhost:8080", "Sec-Fetch-Site": "same-origin"},
@@ -103,7 +106,7 @@ async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> No
 
 
 async def test_others_may_link_to_the_page(nats_url: str, fleet: str) -> None:
-    """A link opens it in a tab; no frame, script or picture of another site gets it, and nothing else can be linked."""
+    """Other sites may link to the page, but not load it in a frame, script or image, and not link to other routes."""
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     async with http_service(nats_url, fleet) as http:
         assert (await http.client.get("/", headers=link)).status_code == 200
@@ -120,7 +123,7 @@ async def test_others_may_link_to_the_page(nats_url: str, fleet: str) -> None:
 
 
 async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) -> None:
-    """Where both are set, they decide alone: behind a proxy no name has to be given."""
+    """If both tokens are set, only they decide, so no host name must be allowed behind a proxy."""
     async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         admin = {"Authorization": "Bearer admin"}
         for headers in FOREIGN.values():
@@ -135,7 +138,7 @@ async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) ->
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(token="data", admin_token="admin")])
 async def test_bodies_are_declared_as_json(nats_url: str, fleet: str, settings: Settings) -> None:
-    """415 on every route with a body; without a body nothing has to be declared."""
+    """A body without the JSON media type gives 415 on each route, and a request without a body needs no media type."""
     async with http_service(nats_url, fleet, settings) as http:
         http.client.headers["Authorization"] = "Bearer admin"
         del http.client.headers["Content-Type"]
@@ -171,7 +174,7 @@ async def test_bodies_are_declared_as_json(nats_url: str, fleet: str, settings: 
     ],
 )
 def test_what_is_not_quite_this_service(headers: list[tuple[str, str]], param: str) -> None:
-    """Other ports are other origins, and what only looks like an allowed name is none."""
+    """Another port is another origin, and a name that resembles an allowed name is refused."""
     raw = [(name.encode(), value.encode()) for name, value in headers]
     with pytest.raises(HttpError) as refused:
         check_origin(Headers(raw=raw), frozenset())
@@ -180,14 +183,14 @@ def test_what_is_not_quite_this_service(headers: list[tuple[str, str]], param: s
 
 @pytest.mark.parametrize("host", ["localhost.", "LOCALHOST:1", "0.0.0.0:8080", "[fe80::1]", "10.0.0.1"])
 def test_names_that_no_page_of_others_can_have(host: str) -> None:
-    """Nobody else decides where these lead. HTTP/1.0 needs no name; browsers always send one."""
+    """Addresses and localhost are allowed because no other site controls them. HTTP/1.0 clients may send no Host."""
     check_origin(Headers({"host": host}), frozenset())
     check_origin(Headers({"host": host, "origin": f"http://{host.lower()}"}), frozenset())
     check_origin(Headers({}), frozenset())
 
 
 def test_a_body_of_unknown_length_is_a_body() -> None:
-    """Chunked; and several declarations are none."""
+    """A chunked body requires the JSON media type, and several Content-Type headers count as none."""
     for headers in (
         {"transfer-encoding": "chunked"},
         {"content-length": "1", "content-type": "application/jsonp"},
@@ -202,14 +205,14 @@ def test_a_body_of_unknown_length_is_a_body() -> None:
 
 @pytest.mark.parametrize("name", ["http://a", "a:80", "*", "", "a b", "a.", "::1"])
 def test_an_allowed_host_is_a_name(name: str) -> None:
-    """Anything else is a wrong option."""
+    """An --allowed-host that is not a host name is a wrong option."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not a host name"):
         host_name(name)
     assert host_name("Fleet.example.com") == "fleet.example.com"
 
 
 async def test_upgrades_do_not_hold_up_a_connection(nats_url: str, fleet: str) -> None:
-    """A websocket is not served; the request is answered as any other, and the connection can be closed."""
+    """A request for a websocket gets a normal response, and the connection can be closed."""
     async with http_service(nats_url, fleet) as http:
         host, port = http.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,4 @@
-"""The page at `/` and its files: open to all, the same for all, and nothing in them comes from or goes elsewhere."""
+"""The page at `/` and its files: public, equal for all users, and without connections to other hosts."""
 
 import hashlib
 import json
@@ -17,15 +17,15 @@ from tests.http.support import http_before
 
 FOLDER = Path(str(files(page) / "assets"))
 MAX_FILE_LINES = 400
-"""As of Python files."""
+"""The same limit as for Python files."""
 UPLOT = ("uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt", "uplot.json")
 OWN = {name: found.content.decode() for name, found in assets().items() if name not in UPLOT}
-"""Texts of the files that are not another project's."""
+"""The texts of the files that belong to rollbus."""
 SCRIPTS = {name: text for name, text in OWN.items() if name.endswith(".js")}
 
 
 async def test_the_page_is_open_to_all(nats_url: str, fleet: str) -> None:
-    """No token is needed for it, with headers that let it load and run nothing but its own files."""
+    """The page needs no token, and its headers permit only its own files."""
     async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         answer = await http.client.get("/")
         head = await http.client.head("/")
@@ -39,7 +39,7 @@ async def test_the_page_is_open_to_all(nats_url: str, fleet: str) -> None:
 
 
 def test_the_policy_allows_only_own_files() -> None:
-    """Nothing inline, nothing made of text, nothing from elsewhere, in nobody's frame and in nobody's hands."""
+    """The policy forbids inline code, code from text, other hosts, frames and other openers."""
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules["default-src"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
@@ -49,7 +49,7 @@ def test_the_policy_allows_only_own_files() -> None:
 
 
 async def test_every_file_is_served_with_its_type(nats_url: str, fleet: str) -> None:
-    """Browsers run no script of another type (`nosniff`); the second time they are told that nothing has changed."""
+    """Each file has its media type, because browsers refuse scripts of another type. A known ETag gives 304."""
     types = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
     async with http_before(nats_url, fleet) as http:
         for name, found in assets().items():
@@ -83,9 +83,9 @@ async def test_every_file_is_served_with_its_type(nats_url: str, fleet: str) -> 
     ],
 )
 async def test_there_are_no_other_files(nats_url: str, fleet: str, name: str) -> None:
-    """A name is looked up among those that are there: no name leads out of the folder."""
+    """Only existing file names are served, so no name leads out of the folder."""
     async with http_before(nats_url, fleet) as http:
-        # As it stands: a client's library would shorten `..`.
+        # The raw path is set because httpx would normalize `..`.
         request = http.client.build_request("GET", "/")
         request.url = request.url.copy_with(raw_path=f"/assets/{name}".encode())
         answer = await http.client.send(request)
@@ -94,12 +94,12 @@ async def test_there_are_no_other_files(nats_url: str, fleet: str, name: str) ->
 
 
 def test_the_folder_holds_what_is_served_and_nothing_else() -> None:
-    """A file that nobody can ask for would be in the wheel for nothing."""
+    """The folder contains exactly the served files, so the wheel has no unused file."""
     assert {path.name for path in FOLDER.iterdir()} == set(assets())
 
 
 def test_all_files_are_reached_from_the_page() -> None:
-    """Each script is imported, and each file that something names is there."""
+    """Each script is imported, and each file that the page or a script names exists."""
     named = set(re.findall(r'(?:href|src)="assets/([^"]+)"', OWN["index.html"]))
     for text in SCRIPTS.values():
         named |= set(re.findall(r'from "\./([^"]+)"', text)) | set(re.findall(r'"assets/([^"]+)"', text))
@@ -108,14 +108,14 @@ def test_all_files_are_reached_from_the_page() -> None:
 
 
 def test_files_stay_short_and_begin_with_what_they_hold() -> None:
-    """As Python files do."""
+    """The page's files have at most 400 lines, and scripts start with a comment, like Python files."""
     assert [name for name, text in OWN.items() if text.count("\n") > MAX_FILE_LINES] == []
     assert [name for name, text in SCRIPTS.items() if not text.startswith("// ")] == []
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_nothing_comes_from_elsewhere(name: str) -> None:
-    """No address of another host stands in any file, but for names of XML."""
+    """The files contain no address of another host, apart from XML namespaces."""
     text = OWN[name].replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", text) == []
     assert "@import" not in text
@@ -123,21 +123,21 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_nothing_is_read_as_html_or_as_a_program(name: str) -> None:
-    """What comes over the wire is text: a worker may be called `<script>`."""
+    """Scripts never interpret text from the wire as HTML or code, because a worker may be named `<script>`."""
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|srcdoc"
     assert re.findall(forbidden, SCRIPTS[name]) == []
     assert re.findall(r"\beval\b|new Function|setTimeout\(\s*[\"'`]|import\(|javascript:", SCRIPTS[name]) == []
 
 
 def test_the_page_has_no_inline_script_or_style() -> None:
-    """The policy would refuse it."""
+    """The page has no inline script or style, because the policy would refuse them."""
     html = OWN["index.html"]
     assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", html) == []
     assert [name for name, text in SCRIPTS.items() if re.search(r"\"style\"|\bstyle: [\"'`{]|cssText", text)] == []
 
 
 def test_the_token_goes_into_no_address_and_stays_in_the_tab() -> None:
-    """`sessionStorage` is read and written in one file; the header is the only way out."""
+    """Only session.js uses `sessionStorage`, and the token leaves the tab only in the Authorization header."""
     users = {name for name, text in SCRIPTS.items() if "sessionStorage." in text}
     assert users == {"session.js"}
     assert SCRIPTS["session.js"].count("Bearer ${token()}") == SCRIPTS["session.js"].count("Bearer") == 1
@@ -146,7 +146,7 @@ def test_the_token_goes_into_no_address_and_stays_in_the_tab() -> None:
 
 
 def test_uplot_is_the_one_that_is_noted() -> None:
-    """Its files have the bytes of the release that is named, and its licence lies beside it."""
+    """The files of uPlot have the hashes of the named release, and include its licence."""
     noted = json.loads(assets()["uplot.json"].content)
     assert (noted["name"], noted["license"]) == ("uplot", "MIT")
     assert set(noted["files"]) == set(UPLOT) - {"uplot.json"}
@@ -158,7 +158,7 @@ def test_uplot_is_the_one_that_is_noted() -> None:
 
 
 def test_the_document_has_the_page() -> None:
-    """Beside the routes for programs."""
+    """The OpenAPI document lists the page beside the routes for programs."""
     paths = document(OPEN, DATA, ADMIN, Settings(token="data", admin_token="admin"))["paths"]
     for path in ("/", "/assets/{name}"):
         assert "security" not in paths[path]["get"]

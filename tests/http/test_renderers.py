@@ -1,4 +1,4 @@
-"""The published `renderers` package against a real engine: unchanged, over several turns, and many at a time."""
+"""The published `renderers` package with a real engine: unchanged, over several turns, and many at a time."""
 
 import asyncio
 from pathlib import Path
@@ -27,20 +27,20 @@ QUESTIONS = ("How many apples are left?", "And when does the train arrive?", "Pl
 
 @pytest.fixture(scope="module")
 def renderer(tiny_moe_float32: Path) -> Renderer:
-    """As a trainer makes it for a model without a renderer of its own."""
+    """Return a renderer as a trainer creates it for a model without a special renderer."""
     from transformers import AutoTokenizer
 
     return create_renderer(AutoTokenizer.from_pretrained(tiny_moe_float32), DefaultRendererConfig())
 
 
 async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: int) -> list[dict[str, Any]]:
-    """Some turns, each on top of the tokens of those before; returns what the client made of each answer."""
+    """Run several turns, each with the tokens of the previous turns. Return the client's parsed responses."""
     turns: list[dict[str, Any]] = []
     ids: list[int] = []
     for question in QUESTIONS:
         messages: Any = [{"role": "user", "content": f"{number}: {question}"}]
         prompt_ids = ids + renderer.render_ids(messages, add_generation_prompt=True)
-        # The row of the last token sampled comes with the next turn.
+        # The next turn returns the row of the last sampled token.
         sampling = {"max_tokens": 6, "temperature": 0.0, "routed_experts_prompt_start": max(len(ids) - 1, 0)}
         turn = await generate(
             client=client,
@@ -59,7 +59,7 @@ async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: i
 
 
 async def test_rollouts_of_several_turns_64_at_a_time(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
-    """Every turn has its tokens and logprobs; the rows of the turns join to those of the whole conversation."""
+    """Each turn has its tokens and logprobs, and the rows of the turns join to those of the conversation."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
         (worker,) = http.own.fleet.workers
@@ -86,7 +86,7 @@ async def test_rollouts_of_several_turns_64_at_a_time(nats_url: str, real_fleet:
 
 
 def whole_conversation(turns: list[dict[str, Any]]) -> rollbus.GenerateRequest:
-    """All tokens of a rollout as one prompt."""
+    """Return a request whose prompt is all tokens of a rollout."""
     last = turns[-1]
     return rollbus.GenerateRequest(
         prompt_token_ids=last["prompt_ids"] + last["completion_ids"], sampling=rollbus.SamplingParams(max_tokens=1)
@@ -94,13 +94,13 @@ def whole_conversation(turns: list[dict[str, Any]]) -> rollbus.GenerateRequest:
 
 
 async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: str) -> None:
-    """The same prompts, one after the other: the same tokens, logprobs and rows to the last bit."""
+    """The same prompts give exactly the same tokens, logprobs and rows over HTTP and the bus."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
         for number, sampling in enumerate(({"temperature": 0.0, "n": 2}, {"temperature": 1.0, "seed": 7, "top_k": 50})):
             params: dict[str, Any] = {"max_tokens": 12, "logprobs": 3, "ignore_eos": True, **sampling}
             ids = prompt(40, seed=number).tolist()
-            # Of salts of their own: what is found in the cache is not computed in the same steps.
+            # Separate salts prevent cache hits, because cached tokens are computed in other steps.
             answer = await http.client.post(
                 "/inference/v1/generate", json={"token_ids": ids, "sampling_params": params, "cache_salt": "http"}
             )
@@ -118,7 +118,7 @@ async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: st
 
 
 async def test_long_prompts_are_caught_before_they_are_sent(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
-    """The client reads the context length from `/v1/models`."""
+    """The client reads the context length from `/v1/models` and refuses a longer prompt."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
         (worker,) = http.own.fleet.workers

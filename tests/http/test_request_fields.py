@@ -1,4 +1,4 @@
-"""Deadlines, token ids without a tokenizer, and errors that say what is allowed."""
+"""Timeouts, token ids without a tokenizer, and errors with the allowed values."""
 
 import threading
 from pathlib import Path
@@ -29,7 +29,10 @@ BODIES: dict[str, dict[str, Any]] = {
 async def test_the_body_comes_before_the_header_and_that_before_the_service(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds until a request fails; a header that is none is 400 and named."""
+    """The timeout is that of the body, the header or the service, in this order.
+
+    A wrong header gives 400 with its name.
+    """
     asked = noted_requests(monkeypatch)
     header = {"X-Request-Timeout": "20.5"}
     async with http_service(nats_url, fleet, Settings(timeout_s=50.0)) as http:
@@ -49,7 +52,7 @@ async def test_the_body_comes_before_the_header_and_that_before_the_service(
 
 
 async def test_a_deadline_is_504(nats_url: str, fleet: str) -> None:
-    """A request that is not done in its time."""
+    """A request that exceeds its timeout gives 504."""
     config = SyntheticConfig(step_s=0.05)
     async with http_service(nats_url, fleet, config=config) as http:
         body = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "timeout_s": 0.2}
@@ -62,7 +65,10 @@ async def test_a_deadline_is_504(nats_url: str, fleet: str) -> None:
 async def test_tokens_without_a_tokenizer(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
-    """With `detokenize` false ids come and go, and the text is empty; a tokenizer in the current folder is not used."""
+    """With `detokenize` false, no tokenizer is needed and the text is empty.
+
+    A tokenizer in the current folder is not used.
+    """
     save(make_byte_level(), tmp_path)
     monkeypatch.chdir(tmp_path)
     body: dict[str, Any] = {"nvext": {"token_data": PROMPT, "extra_fields": ["token_ids"]}, "max_tokens": 3}
@@ -85,7 +91,7 @@ async def test_tokens_without_a_tokenizer(
 
 
 async def test_a_service_that_always_returns_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Ids and logprobs stand in every answer, of which no request says a word."""
+    """With `returns_tokens`, each response has token ids and logprobs, without a field in the request."""
     settings = Settings(returns_tokens=True, tokenizer=save(make_byte_level(), tmp_path))
     config = SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64)
     async with http_service(nats_url, fleet, settings, config=config) as http:
@@ -111,7 +117,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 async def test_errors_say_what_is_allowed_before_anything_slow(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The nearest name and the values of an enum; a wrong field is refused without the tokenizer being loaded."""
+    """Errors name the nearest field and the allowed values. A wrong field is refused before the tokenizer is loaded."""
     loads: list[Path] = []
 
     def load(folder: Path) -> Tokenizer:
@@ -134,7 +140,7 @@ async def test_errors_say_what_is_allowed_before_anything_slow(
 
 
 def test_a_name_of_any_length_is_not_compared() -> None:
-    """Comparing takes time that grows with the name: above 200 characters there is no question."""
+    """A name of more than 200 characters gets no suggestion, because the time to compare grows with its length."""
     allowed = "x" * 200
     assert nearest("x" * 199 + "y", [allowed]) == f" (did you mean {allowed}?)"
     assert nearest("x" * 200 + "y", [allowed]) == ""
@@ -143,7 +149,7 @@ def test_a_name_of_any_length_is_not_compared() -> None:
 async def test_the_tokenizer_is_loaded_before_the_service_is_ready(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 while it loads, also for probes that do not wait for the answer; it is loaded once."""
+    """`/ready` gives 503 while the tokenizer loads, also to probes that do not wait. The tokenizer is loaded once."""
     may_end, loads = threading.Event(), []
 
     def load(folder: Path) -> Tokenizer:

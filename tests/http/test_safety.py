@@ -1,4 +1,4 @@
-"""Bounds on what clients may send and hold, and nothing left at work for a client that has gone."""
+"""Limits on requests of clients, and no work for clients that have disconnected."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.support.fleet import is_idle, until_idle
 from tests.support.waits import until_true
 
 LONG = 60_000
-"""Tokens that nobody waits for: at the pace of these engines they take longer than a test may."""
+"""So many tokens take these engines longer than the time limit of a test."""
 GENERATING: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": LONG, "ignore_eos": True}},
     "/v1/chat/completions": {
@@ -35,7 +35,7 @@ SLOW = SyntheticConfig(step_s=0.01)
 
 @contextlib.asynccontextmanager
 async def posted(http: Http, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
-    """Send a request on a connection of its own, which is cut when the block ends."""
+    """Send a request on a separate connection, which is closed when the block ends."""
     host, port = http.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     data = json.dumps(body).encode()
@@ -59,7 +59,7 @@ async def becomes(http: Http, name: str, wanted: float, **labels: str) -> None:
 
 
 async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
-    """413 on every route with a body, for what is announced as too large and for what turns out so."""
+    """A body above the limit gives 413 on each route, if its length is declared and also if it is chunked."""
     async with http_service(nats_url, fleet, Settings(max_body_bytes=1000)) as http:
         host, port = http.url.removeprefix("http://").split(":")
 
@@ -82,7 +82,7 @@ async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
 async def test_one_more_than_allowed_is_told_to_come_again(
     nats_url: str, fleet: str, tmp_path: Path, path: str
 ) -> None:
-    """429 with Retry-After while as many are under way as may be; then there is room again."""
+    """A request beyond the limit gives 429 with Retry-After, until another request has ended."""
     settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
     body = GENERATING[path]
     async with http_service(nats_url, fleet, settings, config=SLOW) as http:
@@ -103,7 +103,7 @@ async def test_one_more_than_allowed_is_told_to_come_again(
 async def test_a_client_that_leaves_is_not_worked_for(
     nats_url: str, fleet: str, tmp_path: Path, path: str, stream: bool
 ) -> None:
-    """While tokens are made, and before the first one: the request is aborted in the engine, and counted."""
+    """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""
     settings = Settings(tokenizer=save(make_byte_level(), tmp_path))
     body = {**GENERATING[path], "stream": stream}
     async with http_service(nats_url, fleet, settings, config=SLOW) as http:

@@ -1,4 +1,4 @@
-"""The fields that say how to sample: the same ones with the same meanings on all routes for tokens."""
+"""Sampling fields have the same names and meanings on all token routes."""
 
 import ast
 import importlib.util
@@ -43,7 +43,7 @@ ON_THE_BUS: dict[str, Any] = {
     "bad_words": ["x"],
     "bad_words_token_ids": [[9, 10]],
 }
-"""They change what the bus is asked for; a value of each."""
+"""Fields that change the request to the bus, each with a value."""
 EXTRA: dict[str, Any] = {
     "structured_outputs": {"regex": "a"},
     "thinking_token_budget": 5,
@@ -55,7 +55,7 @@ EXTRA: dict[str, Any] = {
     "prompt_logprob_token_ids": [[1, 2]],
     "prompt_logprob_start": 1,
 }
-"""They go to engines that have them."""
+"""Fields that only engines that support them receive."""
 NOT_FOR_THE_ENGINE: dict[str, Any] = {
     "routed_experts_prompt_start": 2,
     "detokenize": False,
@@ -67,13 +67,13 @@ NOT_FOR_THE_ENGINE: dict[str, Any] = {
     "skip_clone": True,
     "stream_interval": 5,
 }
-"""They change no token."""
+"""Fields that change no token."""
 WITH_TEXT: dict[str, Any] = {"stop": ["x"]}
 REFUSED: dict[str, Any] = {"logprob_token_ids": [1]}
 
 
 def test_there_is_one_set_of_fields() -> None:
-    """All three bodies have it, no one changes a field of it, and this file tries each of them."""
+    """All three bodies share the sampling fields unchanged, and this module tests each of them."""
     shared = {field.name: field for field in msgspec.structs.fields(SamplingFields)}
     tried = [ON_THE_BUS, EXTRA, NOT_FOR_THE_ENGINE, WITH_TEXT, REFUSED]
     assert sorted(name for table in tried for name in table) == sorted(shared)
@@ -82,17 +82,17 @@ def test_there_is_one_set_of_fields() -> None:
         for name, field in shared.items():
             assert (own[name].type, own[name].default) == (field.type, field.default)
     assert all(field.default is None for field in shared.values())
-    # Of the sampled tokens' logprobs, each route has its own notion. The others are without effect.
+    # Each route has its own field for logprobs of sampled tokens. The other differences have no effect.
     without_effect = {"reasoning_effort", "return_token_ids", "return_tokens_as_token_ids"}
     assert set(SamplingBody.__struct_fields__) - set(shared) == {"logprobs"} | without_effect
 
 
 def test_every_parameter_of_vllm_is_known() -> None:
-    """All sampling parameters of the installed vLLM have a place in the set, but those that it computes itself."""
+    """All sampling parameters of the installed vLLM are known, apart from those that it computes itself."""
     installed = importlib.util.find_spec("vllm")
     if installed is None or installed.origin is None:
         pytest.skip("vLLM is not installed")
-    # Read, not imported, which takes half a minute.
+    # The source is parsed, because importing vLLM takes half a minute.
     source = ast.parse((Path(installed.origin).parent / "sampling_params.py").read_text())
     (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams")
     names = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
@@ -101,14 +101,14 @@ def test_every_parameter_of_vllm_is_known() -> None:
 
 
 class Routes:
-    """The three routes of one service, asked the same."""
+    """The three token routes of one service, which receive the same fields."""
 
     def __init__(self, http: Http, asked: list[rollbus.GenerateRequest]) -> None:
         self._http = http
         self._asked = asked
 
     async def each(self, fields: dict[str, Any], **more: Any) -> list[tuple[int, str | None, Any]]:
-        """Of each route: the status, the wrong field without the route's prefix, and what the bus was asked for."""
+        """Return for each route the status, the wrong field without the route's prefix, and the request to the bus."""
         sampling = {"max_tokens": 2, **fields}
         tokens = {"tokens": PROMPT, **sampling, **more}
         found: list[tuple[int, str | None, Any]] = []
@@ -133,7 +133,7 @@ class Routes:
 async def routes_of(
     nats_url: str, fleet: str, folder: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...] = ()
 ) -> AsyncIterator[Routes]:
-    """Serve a synthetic model, whose engine has these parameters of its own."""
+    """Serve a synthetic model whose engine supports these extra parameters."""
     engine = SyntheticEngine(SyntheticConfig(vocab_size=264, eos_token_id=262, max_model_len=64))
     engine.capabilities = replace(engine.capabilities, extra=extra)
     settings = Settings(tokenizer=save(make_byte_level(), folder))
@@ -146,9 +146,9 @@ async def routes_of(
 async def test_every_route_asks_the_bus_for_the_same(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each field makes the same request on all routes: another one than without it if it is the bus's, else the same.
+    """On all routes, a field makes the same request to the bus. Only a field of the bus changes the request.
 
-    Null is the same as leaving it out.
+    Null is the same as a missing field.
     """
     async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
         (first, *others) = plain = await routes.each({})
@@ -163,7 +163,7 @@ async def test_every_route_asks_the_bus_for_the_same(
 async def test_every_route_refuses_the_same(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the engine does not have, and what cannot be honoured, with the field's name."""
+    """All routes refuse unsupported fields with the field's name."""
     async with routes_of(nats_url, fleet, tmp_path, monkeypatch) as routes:
         for name, value in {**EXTRA, **REFUSED}.items():
             assert await routes.each({name: value}) == [(400, name, None)] * 3
@@ -178,7 +178,7 @@ async def test_every_route_refuses_the_same(
 async def test_what_the_engine_has_reaches_it(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the engine's names, from all routes."""
+    """Extra parameters that the engine supports reach it by their names from all routes."""
     async with routes_of(nats_url, fleet, tmp_path, monkeypatch, (*EXTRA, "kv_hints")) as routes:
         for name, value in EXTRA.items():
             found = await routes.each({name: value})
@@ -191,7 +191,7 @@ async def test_what_the_engine_has_reaches_it(
 async def test_other_names_of_the_same(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`vllm_xargs` and `chat_template_args`: given twice they must agree; a final message is continued at one word."""
+    """Two names of a field must agree if both are set, and `continue_final_message` alone continues a message."""
     async with routes_of(nats_url, fleet, tmp_path, monkeypatch, ("extra_args",)) as routes:
         post, asked = routes._http.client.post, routes._asked
         chat = {"messages": [USER, {"role": "assistant", "content": "a"}], "max_tokens": 2, "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""Names of sessions and groups over HTTP: each user has names of its own, as all users share the service's client."""
+"""Session and group names over HTTP are separate for each user, because all users share the service's client."""
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ BODY = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
 async def test_users_do_not_share_sessions_and_groups(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who guesses another user's session or group is not placed where that one is; one's own are the same each time."""
+    """Equal session and group names of two users differ on the bus, and those of one user stay equal."""
     wanted = noted_requests(monkeypatch)
     async with http_service(nats_url, fleet) as http:
 
@@ -28,14 +28,14 @@ async def test_users_do_not_share_sessions_and_groups(
 
         first = await ask("192.0.2.1", "s", "g")
         assert await ask("192.0.2.1", "s", "g") == first
-        # The other user, and other names of the same user; none is also the bus's name of anything else.
+        # Another user, and other names of the same user. No name on the bus equals any other name.
         names = [*first, *await ask("192.0.2.2", "s", "g"), *await ask("192.0.2.1", "s2", "g2"), "s", "g"]
         assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("header", ["X-Session-ID", "X-Group-ID"])
 async def test_a_name_that_cannot_be_one_is_refused(nats_url: str, fleet: str, header: str) -> None:
-    """With its own length, not that of the bus's name."""
+    """The error gives the length of the name in the request, not of the name on the bus."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.post(PATH, json=BODY, headers={header: "x" * 10_000})
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""What can be asked without changing anything."""
+"""Routes that only read."""
 
 import httpx
 
@@ -7,7 +7,7 @@ from tests.http.support import http_before, http_service
 
 
 async def test_alive_without_workers_and_not_ready(nats_url: str, fleet: str) -> None:
-    """A service without a fleet lives, serves no models, and says that it is not ready."""
+    """A service without a fleet is alive, lists no models and is not ready."""
     async with http_before(nats_url, fleet) as http:
         assert (await http.client.get("/health")).status_code == 200
         ready = await http.client.get("/ready")
@@ -16,7 +16,7 @@ async def test_alive_without_workers_and_not_ready(nats_url: str, fleet: str) ->
 
 
 async def test_models_and_state_are_those_of_the_fleet(nats_url: str, fleet: str) -> None:
-    """A live worker's model is listed with its context length; the state is what the bus tells."""
+    """The service lists the model of a live worker with its context length, and returns the state of the bus."""
     async with http_service(nats_url, fleet, weight_version=3) as http:
         (model,) = (await http.client.get("/v1/models")).json()["data"]
         state = (await http.client.get("/v1/rl/state")).json()
@@ -29,7 +29,7 @@ async def test_models_and_state_are_those_of_the_fleet(nats_url: str, fleet: str
 
 
 async def test_tokens_are_asked_for(nats_url: str, fleet: str) -> None:
-    """Data routes take the data token or that of admins; whether the service lives is for everybody."""
+    """Data routes require the data token or the admin token, and `/health` requires none."""
     async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
 
         async def get(path: str, authorization: str | None) -> httpx.Response:
@@ -46,7 +46,7 @@ async def test_tokens_are_asked_for(nats_url: str, fleet: str) -> None:
 
 
 async def test_unknown_routes_and_methods_are_json_errors(nats_url: str, fleet: str) -> None:
-    """404 and 405 have the same shape as all other errors, and say what is near or allowed."""
+    """404 and 405 have the format of all other errors, with the nearest path or the allowed methods."""
     async with http_before(nats_url, fleet) as http:
         for answer, status, words in (
             (await http.client.get("/zzz"), 404, "the path '/zzz' is unknown; /docs"),
