@@ -1,4 +1,4 @@
-"""A service that is told to stop while clients wait."""
+"""A service that stops while clients wait."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ async def test_what_clients_wait_for_is_ended_in_good_order(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """503 for what has no answer yet, streams are cut, requests aborted; a command that was given stands."""
+    """Waiting requests get 503, streams are closed, and their requests aborted. A recorded command remains."""
     monkeypatch.setattr(server, "STOP_TIMEOUT_S", 0.2)
     async with one_worker(config=SLOW) as (rb, _, engine):
         async with asyncio.TaskGroup() as tasks, httpx.AsyncClient(timeout=SOON_S) as client:

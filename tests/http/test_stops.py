@@ -1,4 +1,4 @@
-"""Strings to stop at."""
+"""Stop strings."""
 
 import pytest
 from hypothesis import example, given
@@ -9,11 +9,11 @@ from rollbus.frontend.http.stops import AnswerText, StopMatcher, TextDelta
 from tests.http.small_tokenizers import SPECIAL, byte_level
 
 LETTERS = "ab"
-"""Few, so that stop strings begin, fail and overlap."""
+"""Only two letters, so that stop strings begin, fail and overlap often."""
 
 
 def expected(texts: list[str], stops: list[str], include_stop: bool, min_tokens: int) -> tuple[str, int, str | None]:
-    """What vLLM does, token by token: text, how many tokens it has, and the stop string."""
+    """Return text, number of tokens and stop string as vLLM computes them token by token."""
     text = ""
     for count, new in enumerate(texts, 1):
         before = len(text)
@@ -35,7 +35,7 @@ def expected(texts: list[str], stops: list[str], include_stop: bool, min_tokens:
 def answer(
     pieces: list[list[int]], stops: list[str], include_stop: bool, min_tokens: int
 ) -> tuple[str, int, str | None]:
-    """The same from what an answer's text says call by call, which must not take anything back."""
+    """Return the same from the deltas of an AnswerText, which never retract text."""
     tokenizer = byte_level()
     text = AnswerText(Detokenizer(tokenizer), StopMatcher(stops, include_stop), min_tokens=min_tokens)
     parts, kept = [], 0
@@ -61,7 +61,7 @@ def answer(
 @example(["aba", "bab"], ["babb", "abab"], True, 0)
 @example(["aa", "a"], ["aa"], False, 1)
 def test_the_matcher_is_vllms(texts: list[str], stops: list[str], include_stop: bool, min_tokens: int) -> None:
-    """The earliest end counts, then the order of the stop strings; early tokens complete none."""
+    """As in vLLM, the earliest end decides, then the order of the stop strings. Early tokens complete none."""
     matcher = StopMatcher(stops, include_stop)
     parts, count = [], 0
     for text in texts:
@@ -84,7 +84,7 @@ def test_the_matcher_is_vllms(texts: list[str], stops: list[str], include_stop: 
 def test_the_split_makes_no_difference(
     words: list[list[str]], stops: list[str], include_stop: bool, min_tokens: int
 ) -> None:
-    """At once, one by one, or in between: the same text, of the same number of tokens."""
+    """Any split of the tokens gives the same text and number of tokens."""
     tokenizer = byte_level()
     pieces = [tokenizer.encode("".join(piece), add_special_tokens=False) for piece in words]
     ids = [token_id for piece in pieces for token_id in piece]
@@ -96,7 +96,7 @@ def test_the_split_makes_no_difference(
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
-    """No more than that, and it comes once it is certain that it does not."""
+    """Only text that may begin a stop string is held back, and it is released as soon as it cannot begin one."""
     matcher = StopMatcher(["abc", "xx"])
 
     assert [matcher.add(text) for text in ("1a", "b", "a", "x", "a!")] == ["1", "", "ab", "a", "xa!"]
@@ -105,7 +105,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 
 
 def test_nothing_is_held_back_if_the_stop_string_is_included() -> None:
-    """The text up to its end is the answer anyway."""
+    """With the stop string included, no text is held back, because it belongs to the text anyway."""
     matcher = StopMatcher(["abc"], include_stop=True)
 
     assert [matcher.add(text) for text in ("1a", "b", "c2")] == ["1a", "b", "c"]
@@ -113,7 +113,7 @@ def test_nothing_is_held_back_if_the_stop_string_is_included() -> None:
 
 
 def test_the_token_that_completes_it_is_kept() -> None:
-    """A stop string that ends amid a token: the token belongs to the answer, those behind it do not."""
+    """If a stop string ends within a token, that token is kept and later tokens are removed."""
     tokenizer = byte_level()
     ids = tokenizer.encode("é the the", add_special_tokens=False)
     assert len(ids) == 3
@@ -125,7 +125,7 @@ def test_the_token_that_completes_it_is_kept() -> None:
 
 @pytest.mark.parametrize(("include_stop", "text"), [(False, "t"), (True, "th")])
 def test_a_stop_token_has_no_text(include_stop: bool, text: str) -> None:
-    """A stop token of the engine's is kept, and its text is treated like a stop string's."""
+    """A stop token of the engine is kept, and its text is treated like a stop string."""
     tokenizer = byte_level()
     ids = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in ("t", "h")]
     stream = AnswerText(Detokenizer(tokenizer), StopMatcher([], include_stop))
@@ -134,7 +134,7 @@ def test_a_stop_token_has_no_text(include_stop: bool, text: str) -> None:
 
 
 def test_the_end_brings_what_was_held_back() -> None:
-    """Half a stop string and half a character are text when nothing follows."""
+    """At the end, a partial stop string and a partial character are released as text."""
     tokenizer = byte_level()
     ids = [*tokenizer.encode("the", add_special_tokens=False), *tokenizer.encode("€", add_special_tokens=False)[:2]]
     stream = AnswerText(Detokenizer(tokenizer), StopMatcher(["e!"]))

@@ -1,4 +1,4 @@
-"""Wrong input to every route: each answer is 4xx and names the field, and nothing is left in the engine."""
+"""Wrong input to each route gives 4xx with the field, and leaves no request in the engine."""
 
 import json
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ BASES: dict[str, dict[str, Any]] = {
     "AbortBody": {"request_ids": ["x"]},
     "DrainBody": {"workers": ["x"]},
 }
-"""A request that is right, by the name of what is decoded; all others may be empty."""
+"""A valid request by the name of the decoded type. The bodies of other types may be empty."""
 VALUES: list[Any] = [
     *("", "x", "\u0000", [], {}, True, 1.5, -1, 2**31, 2**63, 2**70, 1e308, None, [[]], [None], [-1], [2**70], [1.5]),
     *({"x": 1}, [{}], [""], {"": {"": [[[]]]}}, "x" * 10_000, [[[[[[]]]]]]),
@@ -47,7 +47,7 @@ NO_OBJECT = (b"[]", b"1", b'"x"', b"true", b"null", b"[{}]")
 
 
 def kind_of(route: tuple[str, str]) -> type[msgspec.Struct]:
-    """What a route decodes."""
+    """Return the type that a route decodes."""
     kind = ROUTES[route].body
     assert isinstance(kind, type)
     assert issubclass(kind, msgspec.Struct)
@@ -55,14 +55,14 @@ def kind_of(route: tuple[str, str]) -> type[msgspec.Struct]:
 
 
 def base_of(kind: type) -> dict[str, Any]:
-    """A request that is right."""
+    """Return a valid request of the type."""
     return BASES.get(kind.__name__, {})
 
 
 def paths(
     kind: type[msgspec.Struct], base: dict[str, Any], prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], msgspec.structs.FieldInfo]]:
-    """Every field of a body, and those of the structs in it."""
+    """Yield each field of a body and of its nested structs."""
     for field in msgspec.structs.fields(kind):
         path = (*prefix, field.encode_name)
         yield path, field
@@ -72,7 +72,7 @@ def paths(
 
 
 def with_value(base: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """A copy of the body with another value at that place."""
+    """Return a copy of the body with another value at that path."""
     name, *rest = path
     if rest:
         inner = base.get(name)
@@ -81,7 +81,7 @@ def with_value(base: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[
 
 
 def is_refused(body: dict[str, Any], kind: type) -> bool:
-    """By the types and bounds alone."""
+    """Return True if the types and bounds alone refuse the body."""
     try:
         msgspec.json.decode(msgspec.json.encode(body), type=kind)
     except (msgspec.ValidationError, OverflowError):
@@ -90,12 +90,12 @@ def is_refused(body: dict[str, Any], kind: type) -> bool:
 
 
 def encode(body: Any) -> bytes:
-    """As JSON, with numbers of any size."""
+    """Return JSON with numbers of any size."""
     return json.dumps(body).encode()
 
 
 async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, dict[str, Any]]:
-    """The status, and the error if it is one."""
+    """Return the status, and the error if there is one."""
     answer = await http.client.request(*route, content=body, headers={"Content-Type": "application/json"})
     if answer.status_code < 400:
         return answer.status_code, {}
@@ -110,7 +110,7 @@ async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, di
     "route", sorted(key for key, route in ROUTES.items() if route.body is not None), ids=lambda r: r[1]
 )
 async def test_wrong_input_is_named(nats_url: str, fleet: str, tmp_path: Path, route: tuple[str, str]) -> None:
-    """Of any type, out of bounds, missing, unknown, given twice, or no JSON at all."""
+    """Input of a wrong type, out of bounds, missing, unknown, repeated or not JSON gives 400 with the field."""
     kind, is_admin = kind_of(route), route in ADMIN
     base = base_of(kind)
     settings = Settings(max_body_bytes=4 << 20, tokenizer=save(make_byte_level(), tmp_path))
@@ -140,7 +140,7 @@ async def test_wrong_input_is_named(nats_url: str, fleet: str, tmp_path: Path, r
                     if (status, error.get("code"), named) != (400, "invalid_request", True):
                         problems.append((path, repr(value)[:40], status, error))
                 elif not is_admin:
-                    # Whether it is right depends on more than its type; what is wrong is said to be so.
+                    # The type alone does not decide whether this value is valid, but an error must name a field.
                     status, error = await sent(http, route, encode(body_of))
                     if status >= 500 or (error and not error["param"]):
                         problems.append((path, repr(value)[:40], status, error))

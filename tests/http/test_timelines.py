@@ -1,4 +1,4 @@
-"""What became of a request, over HTTP: for admins, by the ids that people have."""
+"""The timelines of requests over HTTP, for admins, by request id or response id."""
 
 import pytest
 
@@ -12,7 +12,10 @@ TOKENS = Settings(token="data", admin_token="admin")
 
 
 async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
-    """All fields of the timeline, of whichever client, and the worker; data tokens see nothing of it."""
+    """With the admin token, the route returns the complete timeline and its worker, for any client.
+
+    The data token is refused.
+    """
     async with http_service(nats_url, fleet, settings=TOKENS) as http:
         await http.rb.complete(short("r"))
         path = "/v1/rl/requests/r"
@@ -41,7 +44,7 @@ async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
 
 
 async def test_the_ids_of_answers_are_understood(nats_url: str, fleet: str) -> None:
-    """The header's id, and that of an OpenAI answer with its prefix."""
+    """The route accepts the id in the header and the prefixed id of an OpenAI response."""
     body = {"model": "synthetic", "prompt": [1, 2, 3], "max_tokens": 2, "detokenize": False}
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
@@ -55,7 +58,7 @@ async def test_the_ids_of_answers_are_understood(nats_url: str, fleet: str) -> N
 
 @pytest.mark.parametrize("name", ["unknown", "x" * 128])
 async def test_a_request_that_no_worker_knows_is_404(nats_url: str, fleet: str, name: str) -> None:
-    """The message says how many were asked, and how long they remember."""
+    """An unknown request gives 404 with the number of workers asked, and how many requests they remember."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.get(f"/v1/rl/requests/{name}")
 
@@ -67,7 +70,7 @@ async def test_a_request_that_no_worker_knows_is_404(nats_url: str, fleet: str, 
 
 @pytest.mark.parametrize("name", ["a b", "<script>", "x" * 129, "%00", "*", "%E2%80%AE", "cmpl-<b>"])
 async def test_hostile_ids_are_refused(nats_url: str, fleet: str, name: str) -> None:
-    """400 with the field; no worker hears of it."""
+    """An invalid id gives 400 with the field, before any worker is asked."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.get(f"/v1/rl/requests/{name}")
 

@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "the"}
 
 @contextlib.asynccontextmanager
 async def serving(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve a model with a tokenizer of which texts begin with a special token."""
+    """Serve a model whose tokenizer adds a special token at the start of texts."""
     from tokenizers import processors
 
     tokenizer = make_byte_level()
@@ -35,20 +35,20 @@ async def serving(nats_url: str, fleet: str, folder: Path) -> AsyncIterator[http
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: object) -> Any:
-    """What a correct request is answered."""
+    """Return the response to a valid request."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 async def chat_text(**chat: Any) -> str:
-    """The prompt of a chat, as text."""
+    """Return the prompt of a chat as text."""
     ids = await encode_chat(byte_level(), Chat(**chat))
     return byte_level().decode(ids, skip_special_tokens=False)
 
 
 async def test_texts_and_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A text has the special tokens around it unless told otherwise; the tokens' text is the whole text again."""
+    """A text has its special tokens unless the request disables them, and its tokens decode to the same text."""
     text = "the é 🙂"
     async with serving(nats_url, fleet, tmp_path) as client:
         plain = await post(client, "/v1/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)
@@ -69,7 +69,7 @@ async def test_texts_and_tokens(nats_url: str, fleet: str, tmp_path: Path) -> No
 
 
 async def test_chats(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """A chat has what its template writes; special tokens around that on demand."""
+    """A chat has the text of its template, with special tokens around it only on request."""
 
     async def tokenized(**body: object) -> str:
         tokens = (await post(client, "/v1/tokenize", messages=[USER], **body))["tokens"]
@@ -126,7 +126,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_what_is_wrong_is_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """All that is wrong is a 400 with the field's name."""
+    """A wrong field gives 400 with its name."""
     async with serving(nats_url, fleet, tmp_path) as client:
         for path, body, param in WRONG:
             answer = await client.post(f"/v1/{path}", json=body)
@@ -135,7 +135,7 @@ async def test_what_is_wrong_is_named(nats_url: str, fleet: str, tmp_path: Path)
 
 
 async def test_refusals(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An unknown model is a 404; half a surrogate is not JSON; a service without the tokenizer says so."""
+    """An unknown model gives 404, half a surrogate is not JSON, and a missing tokenizer gives 501."""
     async with serving(nats_url, fleet, tmp_path) as client:
         unknown = await client.post("/v1/tokenize", json={"model": "other", "prompt": "a"})
         surrogate = await client.post("/v1/tokenize", content=rb'{"prompt": "\ud800"}')
@@ -148,7 +148,10 @@ async def test_refusals(nats_url: str, fleet: str, tmp_path: Path) -> None:
 
 
 async def test_messages_are_read_as_vllm_reads_them() -> None:
-    """Parts of text are joined by line breaks; arguments of calls become objects; nothing at all is an empty text."""
+    """As in vLLM, text parts are joined by line breaks and call arguments become objects.
+
+    A missing content is empty.
+    """
     parts = [{"type": "text", "text": "t"}, "h", {"type": "input_text", "text": "e"}]
     calls = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -175,14 +178,14 @@ async def test_messages_are_read_as_vllm_reads_them() -> None:
     ],
 )
 async def test_messages_that_are_none(message: dict[str, Any], field: str) -> None:
-    """Images, and what is of another type, are refused with their place."""
+    """Images and values of a wrong type are refused with their position."""
     with pytest.raises(InvalidRequest) as caught:
         await encode_chat(byte_level(), Chat(messages=[message]))
     assert caught.value.field == field
 
 
 async def test_a_model_without_a_template(tmp_path: Path) -> None:
-    """A model that is not for chats says so."""
+    """A model without a chat template gives 501."""
     tokenizer = load_tokenizer(save(make_byte_level(), tmp_path, chat_template=None))
     with pytest.raises(HttpError, match="no chat template") as caught:
         await encode_chat(tokenizer, Chat(messages=[USER]))
@@ -190,7 +193,7 @@ async def test_a_model_without_a_template(tmp_path: Path) -> None:
 
 
 async def test_long_texts_do_not_hold_up_others() -> None:
-    """They are tokenized in another thread; short ones are not worth it."""
+    """Long texts are tokenized in another thread, so they do not block others. Short texts are not."""
     threads = []
 
     class Watched:
@@ -207,7 +210,7 @@ async def test_long_texts_do_not_hold_up_others() -> None:
 
 
 async def test_many_threads_share_a_tokenizer(tmp_path: Path) -> None:
-    """Also one whose file sets up truncation and padding, which other calls must not change meanwhile."""
+    """Many threads can share a tokenizer with truncation and padding, which other calls must not change."""
     made = make_byte_level()
     made.enable_truncation(4)
     made.enable_padding(length=8)

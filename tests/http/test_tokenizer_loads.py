@@ -1,4 +1,4 @@
-"""Tokenizers that cannot be loaded, or whose load hangs: the service serves everything else, and ends."""
+"""Tokenizers that cannot be loaded, or whose load hangs. The service serves all other requests and can stop."""
 
 import asyncio
 import subprocess
@@ -25,7 +25,7 @@ TEXT = {"prompt": "a", "max_tokens": 1}
 async def test_a_malformed_tokenizer_ends_no_service(
     nats_url: str, fleet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of which transformers raises a `TypeError`: 501 for text, until they are mended; logged once."""
+    """A load that raises a `TypeError` gives 501 for text until the files are repaired, and is logged once."""
     monkeypatch.setattr(loads_module, "PRELOAD_WAIT_S", SOON_S)
     (tmp_path / "config.json").write_text("[1]")
     async with http_service(nats_url, fleet, Settings(tokenizer=tmp_path)) as http:
@@ -45,11 +45,11 @@ async def test_a_malformed_tokenizer_ends_no_service(
 async def test_a_panic_of_a_library_is_an_error_as_any_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of Rust is no `Exception`; a load that failed is done again only for a request."""
+    """A Rust panic, which is no `Exception`, fails only the load. Only a request repeats a failed load."""
     loads, panics = TokenizerLoads(), [True, True]
 
     class Panic(BaseException):
-        """As pyo3 raises it."""
+        """A panic as pyo3 raises it."""
 
     def load(_folder: Path) -> Tokenizer:
         if panics:
@@ -70,7 +70,7 @@ async def test_a_panic_of_a_library_is_an_error_as_any_other(
 async def test_a_service_stops_while_a_load_hangs(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits so long and no longer; a load whose turn comes later is not begun any more."""
+    """The service waits for a hanging load only up to its limit, and starts no further load."""
     may_end, begun = threading.Event(), []
 
     def load(folder: Path) -> Tokenizer:
@@ -119,5 +119,5 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_a_process_ends_while_a_load_hangs() -> None:
-    """Python waits for no thread of a load."""
+    """A hanging load does not keep the process alive."""
     subprocess.run([sys.executable, "-P", "-c", HANGS], env=ENV, timeout=SOON_S, check=True)

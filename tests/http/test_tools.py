@@ -1,4 +1,4 @@
-"""Tool calls and reasoning on OpenAI's chat route: a synthetic engine that writes what a test says, vLLM's parsers."""
+"""Tool calls and reasoning on the chat route, with a synthetic engine that writes given texts and vLLM's parsers."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ TWO = f"Sure. {CALL}\n{CALL}"
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine writes: the first of these texts, and the end of the sequence."""
+    """Return a list whose first text the engine writes, followed by the end of the sequence."""
     texts: list[str] = []
 
     def sample(batch: Any, choices: Any) -> Any:
@@ -54,14 +54,14 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def serving(nats_url: str, fleet: str, folder: Path, **options: Any) -> AsyncIterator[tuple[Http, Any]]:
-    """A service with vLLM's parser of Hermes' format, and OpenAI's client."""
+    """Serve with vLLM's parser for the format of Hermes, and yield the service and an OpenAI client."""
     settings = Settings(tokenizer=save(make_byte_level(), folder), **{"tool_call_parser": "hermes", **options})
     async with http_service(nats_url, fleet, settings, config=CONFIG) as http, client_of(http) as client:
         yield http, client
 
 
 async def asked(client: Any, *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str, list[int]]:
-    """The message, why it ended and its tokens; of a stream, put together as clients do."""
+    """Return message, finish reason and tokens. Events of a stream are joined as clients join them."""
     fields = {"model": "synthetic", "messages": [USER], "tools": [TOOL], **fields}
     fields["extra_body"] = {"return_token_ids": True, **fields.get("extra_body", {})}
     if not stream:
@@ -90,14 +90,14 @@ async def asked(client: Any, *, stream: bool, **fields: Any) -> tuple[dict[str, 
 
 
 def functions(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The calls of a message, each with an id of its own."""
+    """Return the calls of a message, and check that their ids differ."""
     calls = message.get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 async def test_round_trip(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
-    """Tools, calls with ids, their results, the answer: streamed and not; the tokens are those of the engine."""
+    """Tools, calls with ids, results and the answer work streamed or not, with the engine's tokens."""
     async with serving(nats_url, fleet, tmp_path) as (_, client):
         for stream in (False, True):
             writes[:] = [TWO]
@@ -117,7 +117,7 @@ async def test_round_trip(nats_url: str, fleet: str, tmp_path: Path, writes: lis
 async def test_one_call_no_call_and_a_call_cut_off(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:
-    """`parallel_tool_calls` false, `tool_choice` none, and `max_tokens` in the middle of a call."""
+    """Without parallel calls there is one call, with `tool_choice` none there is text, and `max_tokens` cuts a call."""
     writes[:] = [TWO]
     async with serving(nats_url, fleet, tmp_path) as (_, client):
         for stream in (False, True):
@@ -131,7 +131,7 @@ async def test_one_call_no_call_and_a_call_cut_off(
 
 
 async def test_reasoning(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
-    """Under both names beside the content, or left out; its tokens stay."""
+    """Reasoning has both names beside the content, or is omitted on request. Its tokens remain."""
     text = f"<think>2 and 3</think>{CALL}"
     writes[:] = [text]
     options = {"reasoning_parser": "qwen3"}
@@ -150,7 +150,7 @@ async def test_reasoning(nats_url: str, fleet: str, tmp_path: Path, writes: list
 async def test_a_parser_that_raises(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the model wrote is the content, of which nothing is lost; so is what is too long for a parser."""
+    """If a parser raises an error or the text is too long for it, the complete text is the content."""
     from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
     writes[:] = [TWO]
@@ -174,7 +174,7 @@ async def test_a_parser_that_raises(
 async def test_long_answers_are_parsed_apart(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a thread, and in ever larger pieces: nothing is lost, and a parser of all text is not asked for each token."""
+    """Long texts are parsed in a thread in growing pieces, without loss and without a parser call per token."""
     monkeypatch.setattr(parsers, "SHORT_TEXT", 100)
     monkeypatch.setattr(parsers, "MIN_GROWTH", 4)
     words = "word " * 100
@@ -206,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """400, with the field and the tool's index."""
+    """A wrong tool gives 400 with the field and its index."""
     async with serving(nats_url, fleet, tmp_path) as (http, _):
         for body, param in REFUSED:
             answer = await http.client.post(CHAT, json={"messages": [USER], **body})
@@ -217,7 +217,7 @@ async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> Non
 
 
 async def test_a_parser_that_does_not_fit_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """501, with its name: it looks for a token that the vocabulary does not have."""
+    """A parser that needs a token outside the vocabulary gives 501 with its name."""
     async with serving(nats_url, fleet, tmp_path, tool_call_parser="llama3_json") as (http, _):
         answer = await http.client.post(CHAT, json={"messages": [USER], "tools": [TOOL]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_parser")
@@ -225,7 +225,7 @@ async def test_a_parser_that_does_not_fit_the_model(nats_url: str, fleet: str, t
 
 
 async def test_unknown_parsers() -> None:
-    """The error names the option and the parsers that there are."""
+    """The error for an unknown parser names the option and the known parsers."""
     with pytest.raises(ParserUnavailable, match=r"--tool-call-parser nothing .* hermes"):
         await asyncio.to_thread(load_parsers, "nothing", None)
     with pytest.raises(ParserUnavailable, match=r"--reasoning-parser nothing .* qwen3"):
@@ -233,7 +233,7 @@ async def test_unknown_parsers() -> None:
 
 
 async def test_parsers_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as two that do not go together, in releases that know that: the error is vLLM's."""
+    """If vLLM refuses parsers, for example because they cannot be combined, the error has its reason."""
     from vllm.parser import ParserManager
 
     def refuses(*_: object, **__: object) -> None:
@@ -245,7 +245,7 @@ async def test_parsers_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A usage error, before anything is started."""
+    """An unknown parser is a usage error before anything starts."""
     from rollbus.frontend.cli.app import main
 
     assert main(["frontend", "--tool-call-parser", "nothing", "--nats", "nats://127.0.0.1:1"]) == ExitCode.USAGE
@@ -253,7 +253,7 @@ def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) 
 
 
 async def test_templates_see_tools_as_with_vllm() -> None:
-    """The very dicts, in the same order, or the same chat has another prompt."""
+    """A template receives the same tool dicts in the same order as in vLLM, so the prompt is the same."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     from rollbus.frontend.http.openai.body import ChatBody

@@ -1,4 +1,4 @@
-"""Forced tool calls in front of vLLM: a model that writes noise calls what it is told to, as the schema says."""
+"""Forced tool calls with vLLM: a model with random weights calls the required tool with valid arguments."""
 
 import json
 from pathlib import Path
@@ -28,10 +28,10 @@ ADD: dict[str, Any] = {
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-# Hermes' calls are held to a grammar of its format, those of the other to a JSON schema of all calls.
+# The parser of Hermes uses a grammar of its format, and the other parser uses a JSON schema of all calls.
 @pytest.mark.parametrize("parser", ["hermes", "pythonic"])
 async def test_a_forced_call_is_one(nats_url: str, real_fleet: str, parser: str) -> None:
-    """`required` and a named function, streamed and not: arguments that the schema allows, and the engine's tokens."""
+    """`required` and a named function, streamed or not, give arguments that match the schema."""
     async with http_before(nats_url, real_fleet, Settings(tool_call_parser=parser)) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()
         (worker,) = http.own.fleet.workers
@@ -70,7 +70,7 @@ async def test_a_forced_call_is_one(nats_url: str, real_fleet: str, parser: str)
 
 
 def _bias(token: bytes) -> float:
-    """JSON may have spaces without end, and an array of calls may go on: noise does both, unless that is unlikely."""
+    """Return a bias against blanks and commas, which random weights would otherwise repeat without end."""
     if not token.strip():
         return -100
     return -50 if b"," in token else 0

@@ -1,4 +1,4 @@
-"""Which trace a request over HTTP belongs to."""
+"""The trace that an HTTP request belongs to."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
     [
         ([f"00-{IDS}-01"], f"00-{IDS}-01"),
         ([f" 00-{IDS}-00\t"], f"00-{IDS}-00"),
-        # Of a later version what is known of it counts.
+        # Of a later version, the known part counts.
         ([f"cc-{IDS}-01"], f"00-{IDS}-01"),
         ([f"cc-{IDS}-01-what comes later"], f"00-{IDS}-01"),
         ([], None),
@@ -45,7 +45,7 @@ IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
     ],
 )
 def test_a_trace_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
-    """As W3C Trace Context says: malformed, forbidden and repeated values count as none."""
+    """As W3C Trace Context requires, malformed, forbidden and repeated traceparent values count as none."""
     trace = given_trace(_headers("traceparent", given), is_trusted=True)
 
     assert (trace and trace.traceparent) == expected
@@ -62,13 +62,13 @@ def test_a_trace_is_taken_only_if_it_is_one(given: list[str], expected: str | No
         (["a=é"], None),
         ([",".join(f"k{i}=1" for i in range(32))], ",".join(f"k{i}=1" for i in range(32))),
         ([",".join(f"k{i}=1" for i in range(33))], None),
-        # Longer than everybody hands on: whole members go, the last ones first.
+        # Above the length that all systems forward, whole members are removed from the end.
         ([f"a={'1' * 250},b={'2' * 250},c=3456,d=7"], f"a={'1' * 250},b={'2' * 250},c=3456"),
         ([f"a={'1' * 257}"], None),
     ],
 )
 def test_a_state_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
-    """Malformed, repeated and too many members count as none; the trace itself stays."""
+    """A tracestate with malformed, repeated or too many members counts as none, but the trace remains."""
     headers = Headers(raw=[(b"traceparent", f"00-{IDS}-01".encode()), *_headers("tracestate", given).raw])
 
     trace = given_trace(headers, is_trusted=True)
@@ -79,7 +79,7 @@ def test_a_state_is_taken_only_if_it_is_one(given: list[str], expected: str | No
 
 @pytest.mark.parametrize("flags", ["00", "01", "03", "ff"])
 def test_a_stranger_does_not_choose_what_is_sampled(flags: str) -> None:
-    """The ids are handed on; the flags only if the sender is trusted."""
+    """The ids of a trace are always forwarded, its flags only if the sender is trusted."""
     headers = _headers("traceparent", [f"00-{IDS}-{flags}"])
 
     assert given_trace(headers, is_trusted=False) == (f"00-{IDS}-00", None)
@@ -91,7 +91,7 @@ def _headers(name: str, given: list[str]) -> Headers:
 
 
 async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> None:
-    """From the header to both engines of a request that is resumed, and back in the first chunk of each attempt."""
+    """The trace of the header reaches both engines of a resumed request, and the first chunk of each attempt has it."""
     seen: list[tuple[str | None, str | None]] = []
     back: list[tuple[int, str | None]] = []
 
@@ -133,7 +133,7 @@ async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> 
 async def spied_worker(
     nats_url: str, fleet: str, worker_id: str, seen: list[tuple[str | None, str | None]]
 ) -> AsyncIterator[Worker]:
-    """A worker whose engine notes the traces of its requests."""
+    """Run a worker whose engine records the traces of its requests."""
     config = SyntheticConfig(step_s=0.05)
     async with synthetic_worker(nats_url, fleet, config=config, worker_id=worker_id) as (worker, engine):
         add = engine.add
