@@ -1,4 +1,4 @@
-"""Prefill and decode legs as a worker sees them: which it takes, and which KV it lets its engine use."""
+"""Prefill and decode phases on a worker: the phases that it accepts, and the KV that its engine may use."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ DECODE = SyntheticConfig(role="decode")
 
 
 async def answer_to(client: HandClient, request: GenerateRequest, worker: str, kv: KvTransfer | None) -> str | None:
-    """Hand a request over; returns the error code that it ended with."""
+    """Send a request directly to a worker, and return the error code with which it ended."""
     await client.hand_over(request, worker, kv=kv)
     await client.until_ended(request.request_id)
     return client.error_of(request.request_id)
@@ -31,7 +31,10 @@ async def answer_to(client: HandClient, request: GenerateRequest, worker: str, k
 
 @pytest.mark.parametrize("role", ["both", "prefill", "decode"])
 async def test_a_role_takes_its_own(heard_worker: StartHeard, role: str) -> None:
-    """Prefill workers take prefill legs and nothing else, all others everything else; each refusal names the role."""
+    """Prefill workers accept only prefill phases, and other workers accept all other requests.
+
+    Each rejection names the worker's role.
+    """
     config = SyntheticConfig.from_args({"role": role})
     async with heard_worker(config=config) as (client, *_):
         leg = await answer_to(client, long("leg", max_tokens=1), "w", KvTransfer())
@@ -45,7 +48,10 @@ async def test_a_role_takes_its_own(heard_worker: StartHeard, role: str) -> None
 
 
 async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
-    """More are refused by name; the last chunk of one that was taken says where the KV is."""
+    """A prefill phase with more than one token is rejected by name.
+
+    The last chunk of an accepted prefill phase has the KV transfer parameters.
+    """
     async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
         assert await answer_to(client, long("two", max_tokens=2), "p", KvTransfer()) == ErrorCode.INVALID_REQUEST
         error = client.chunks["two"][-1].error
@@ -60,7 +66,10 @@ async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
 
 
 async def test_each_sibling_of_a_prefill_leg_has_kv_of_its_own(heard_worker: StartHeard) -> None:
-    """A handover is read once: three samples of one message are three legs, with a prompt that is computed once."""
+    """KV can be read only once, so three samples of one message are three prefill phases.
+
+    Their prompt is computed once.
+    """
     config = SyntheticConfig(role="prefill", prefix_cache=True)
     async with heard_worker(config=config, worker_id="p") as (client, worker, _):
         await client.hand_over(
@@ -73,16 +82,16 @@ async def test_each_sibling_of_a_prefill_leg_has_kv_of_its_own(heard_worker: Sta
         assert sorted(ends) == [0, 1, 2]
         counters = worker.presence().counters
         assert counters is not None
-        # Of 100 tokens six blocks of 16, for two of the three.
+        # Six blocks of 16 of the 100 tokens are cached for two of the three samples.
         assert (counters.placed, counters.prompt_tokens) == (3, 300)
         assert (counters.cached_prompt_tokens, counters.recomputed_prompt_tokens) == (2 * 96, 100 + 2 * 4)
 
 
 async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
-    """What is in the queue stays there, for a decode worker that comes."""
+    """A prefill worker does not pull from the queue: a decode worker that starts later serves the request."""
     async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
         await client.enqueue(long("r", max_tokens=1))
-        # A round trip through the worker, behind the request.
+        # This request makes a round trip through the worker after the queued request.
         await answer_to(client, long("leg", max_tokens=1), "p", KvTransfer())
         await client.until_left(1)
         assert client.presences["p"].free_slots == 256
@@ -92,7 +101,7 @@ async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str, heard_w
 
 
 async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvTransfer) -> KvTransfer | None:
-    """Hand a decode leg over; returns what the engine was given of its KV."""
+    """Send a decode phase directly to the worker, and return the KV parameters that its engine received."""
     seen: list[KvTransfer | None] = []
     add = engine.add
 
@@ -121,14 +130,17 @@ async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient,
 async def test_only_kv_of_the_same_weights_and_connector_is_used(
     heard_worker: StartHeard, handover: dict[str, object], is_used: bool
 ) -> None:
-    """All other is computed anew, and counted: the request ends as ever."""
+    """KV of other weights or of another connector is computed again and counted. The request ends normally."""
     kv = KvTransfer(**{"params": b"x", "connector": "synthetic", "weight_version": 4, **handover})  # type: ignore[arg-type]
     async with heard_worker(config=DECODE, worker_id="d", weight_version=4) as (client, worker, engine):
         assert (await given_for(worker, engine, client, kv) is not None) == is_used
 
 
 async def test_what_the_engine_refuses_with_kv_it_may_take_without(heard_worker: StartHeard) -> None:
-    """It ends as `kv_transfer_failed`, which clients try again; without KV, the refusal stands."""
+    """If the engine rejects a request with KV, it ends as `kv_transfer_failed`, which clients retry.
+
+    Without KV, the request ends with the engine's error.
+    """
     kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
     async with heard_worker(config=DECODE, worker_id="d") as (client, _, engine):
 
@@ -141,14 +153,17 @@ async def test_what_the_engine_refuses_with_kv_it_may_take_without(heard_worker:
 
 
 async def test_a_worker_for_both_computes_kv_anew(heard_worker: StartHeard) -> None:
-    """It has no connector: slower, and right."""
+    """A worker of both roles has no connector, so it computes the KV again: slower, but correct."""
     kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
     async with heard_worker(worker_id="d") as (client, worker, engine):
         assert await given_for(worker, engine, client, kv) is None
 
 
 async def test_kv_parameters_that_fit_no_frame_are_left_out(heard_worker: StartHeard) -> None:
-    """The decode leg computes the prompt anew; the link is none the worse."""
+    """KV parameters that fit into no frame are omitted without harm to the link.
+
+    The decode phase then computes the prompt again.
+    """
     async with heard_worker(config=PREFILL, worker_id="p") as (client, worker, engine):
         step = engine._step
 

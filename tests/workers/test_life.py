@@ -1,4 +1,4 @@
-"""The life of a worker whose process stood still for longer than its lease."""
+"""The lifecycle of a worker whose process was stopped for longer than its lease."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -18,7 +18,7 @@ LEASE_S = 6.0
 
 
 class Wire:
-    """A connection that keeps what was announced, and whose server confirms everything."""
+    """A connection that stores the published presences, and whose server confirms everything."""
 
     is_connected = True
 
@@ -26,24 +26,24 @@ class Wire:
         self.announced: list[WorkerPresence] = []
 
     async def publish(self, _subject: str, data: bytes, *_: object) -> None:
-        """Take an announcement."""
+        """Store a presence."""
         self.announced.append(decode_presence(data))
 
     async def confirm(self, *, timeout_s: float) -> bool:
-        """The server has it."""
+        """Return True, as the server has the data."""
         return timeout_s > 0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the worker reads as the time: `now`."""
+    """Return the clock that the worker reads: its time is `now`."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(rollbus.workers.lifecycle.lifecycle, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 def make_life(wire: Wire) -> WorkerLifecycle:
-    """Of a worker that serves, and listens for no other one."""
+    """Return the lifecycle of a worker that serves and does not listen for others."""
     config = WorkerConfig(nats_url="", model="m", worker_id="same", lease_s=LEASE_S, listen_s=0.0)
 
     def describe() -> WorkerPresence:
@@ -58,7 +58,10 @@ def make_life(wire: Wire) -> WorkerLifecycle:
 
 
 async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespace) -> None:
-    """A heartbeat of the old incarnation would renew the lease that others have seen expire."""
+    """After a long stop, a worker first publishes that it is fenced.
+
+    A heartbeat of the old incarnation would renew the lease that peers have seen expire.
+    """
     wire = Wire()
     life = make_life(wire)
     await life.publish_presence()
@@ -71,7 +74,10 @@ async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespa
 
 
 async def test_a_worker_that_served_meanwhile_is_ahead_of_it(clock: SimpleNamespace) -> None:
-    """Read before its own next heartbeat, the other one's keeps it from serving, and at last it gives way."""
+    """If a worker receives a presence of its successor before its own next heartbeat, it does not serve.
+
+    After repeated presences of the successor, it exits.
+    """
     wire = Wire()
     life = make_life(wire)
     await life.publish_presence()

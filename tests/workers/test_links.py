@@ -1,4 +1,4 @@
-"""What a worker holds for its clients: when a message may leave the queue, and who is told what."""
+"""The worker's data for its clients: when a message leaves the queue, and which client gets which message."""
 
 import sys
 
@@ -40,7 +40,7 @@ def test_a_message_leaves_the_queue_when_its_offer_is_acknowledged() -> None:
 
 
 def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() -> None:
-    """The end of a request says nothing of whether its client heard it: the message waits for the acknowledgement."""
+    """The queue message of an ended request stays until its client acknowledges the frame with the offer."""
     links = make_links()
     ear = Ear(links)
     name, message = ear.offer("r")
@@ -53,7 +53,7 @@ def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() 
 
 
 def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
-    """Where the client does not want a request here, the engine stops it, and nobody else gets it."""
+    """If the client rejects an offer, the engine aborts the request and no other worker gets it."""
     links = make_links()
     ear = Ear(links)
     name, message = ear.offer("r")
@@ -64,7 +64,7 @@ def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
 
 
 def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
-    """A request that is refused gets its terminal chunk behind an offer, whose acknowledgement settles the message."""
+    """A rejected request gets a terminal chunk after an offer. Its queue message is acked after the client's ack."""
     links = make_links()
     ear = Ear(links)
     origin = ear.origin("r", (message := ear.offer("other")[1]))
@@ -80,7 +80,7 @@ def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
 
 
 def test_a_direct_request_that_is_refused_is_not_offered() -> None:
-    """A direct request has no message in the queue: its refusal is the terminal chunk alone."""
+    """A rejected direct request has no queue message, so it gets only the terminal chunk."""
     links = make_links()
     ear = Ear(links)
     links.reject(ear.origin("r"), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
@@ -90,7 +90,7 @@ def test_a_direct_request_that_is_refused_is_not_offered() -> None:
 
 
 def test_a_closed_clients_requests_end_at_once() -> None:
-    """When a client says that it is closed, its requests are aborted and leave the queue, and its link is forgotten."""
+    """When a client closes, its requests are aborted and leave the queue, and its link is removed."""
     links = make_links()
     ear, other = Ear(links), Ear(links, client="bob", incarnation="b1")
     name, message = ear.offer("r")
@@ -105,11 +105,11 @@ def test_a_closed_clients_requests_end_at_once() -> None:
 
 
 def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> None:
-    """A client that is silent for longer than its lease and the margin loses its requests; back soon, it learns why."""
+    """The requests of a client end after its lease and the margin. A client that returns soon gets the reason."""
     links = make_links()
     ear = Ear(links)
     name, message = ear.offer("r")
-    # Published, but nobody listens.
+    # The frames are published without a receiver.
     for route in links.outbound.sendable():
         links.next_frame(route)
 
@@ -132,7 +132,7 @@ def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> N
 
 
 def test_a_lost_clients_link_is_forgotten_at_last() -> None:
-    """What a lost client missed is dropped after a while; when it returns later it finds a later link."""
+    """The unread frames of a lost client are discarded after a while. It gets a new link if it returns later."""
     links = make_links()
     ear = Ear(links)
     ear.offer("r")
@@ -147,7 +147,7 @@ def test_a_lost_clients_link_is_forgotten_at_last() -> None:
 
 
 def test_another_life_of_a_client_ends_the_first() -> None:
-    """A message about a link, or an announcement, of a later life of a client ends what the earlier one had."""
+    """A link message or presence of a client's later incarnation ends the requests of the earlier one."""
     for speaks_of_link in (True, False):
         links = make_links()
         first, second = Ear(links), Ear(links, incarnation="a2")
@@ -166,7 +166,7 @@ def test_another_life_of_a_client_ends_the_first() -> None:
 
 
 def test_a_life_that_is_over_is_not_heard() -> None:
-    """What a closed client says is counted, and changes nothing."""
+    """Messages of a closed client are counted and change nothing."""
     links = make_links()
     ear = Ear(links)
     links.on_presence(ear.presence(ClientState.CLOSED), NOW)
@@ -179,7 +179,7 @@ def test_a_life_that_is_over_is_not_heard() -> None:
 
 @pytest.mark.proves("P63")
 def test_a_fence_gives_up_everything_without_a_word() -> None:
-    """A worker that lost its lease aborts all, acks nothing, and says nothing more of what it had."""
+    """A worker that lost its lease aborts all requests, acks nothing, and publishes no more of their frames."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
@@ -197,7 +197,7 @@ def test_a_fence_gives_up_everything_without_a_word() -> None:
 
 
 def test_what_is_delivered_again_is_not_run_twice() -> None:
-    """Another delivery of a request that is here is settled with the first, or at once where that is settled."""
+    """Another delivery of a running request is acked with the first, or immediately if the first was acked."""
     links = make_links()
     ear = Ear(links)
     _, first = ear.offer("r")
@@ -217,7 +217,7 @@ def test_what_is_delivered_again_is_not_run_twice() -> None:
 
 
 def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
-    """Asked for frames that were acknowledged, a worker gives up that link with its requests and opens another."""
+    """If a client asks again for acknowledged frames, the worker drops its link and requests, and opens a new link."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
@@ -232,7 +232,7 @@ def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
 
 
 def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
-    """A client that did not hear of an offer would not ask again for what a broken link had: the queue keeps that."""
+    """An unread offer on a dropped link goes back to the queue, as its client would not ask for it again."""
     links = make_links()
     ear = Ear(links)
     ear.offer("heard")
@@ -248,7 +248,7 @@ def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
 
 
 def test_a_settled_message_is_kept_by_nobody() -> None:
-    """A request that its client owns keeps nothing of its message, and so of its prompt, until it ends."""
+    """A request that its client owns keeps no reference to its queue message, and so not to its prompt."""
     links = make_links()
     ear = Ear(links)
     _, message = ear.offer("r")
@@ -261,7 +261,7 @@ def test_a_settled_message_is_kept_by_nobody() -> None:
 
 
 def test_a_foolish_acknowledgement_is_counted() -> None:
-    """A client that acknowledges what was never sent changes nothing but a counter."""
+    """A client that acknowledges frames that were never sent only raises a counter."""
     links = make_links()
     ear = Ear(links)
     ear.offer("r")
@@ -273,7 +273,7 @@ def test_a_foolish_acknowledgement_is_counted() -> None:
 
 
 def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
-    """Rows of the wrong position end their request as `protocol_error` and abort it; the others go on."""
+    """Rows at a wrong position end only their request, as `protocol_error`, and abort it."""
     links = make_links()
     ear = Ear(links)
     bad, _ = ear.offer("bad", routing=True)
@@ -289,7 +289,7 @@ def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
 
 @pytest.mark.proves("P60")
 def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
-    """While one request's routing of 4 MiB leaves in parts, another's new token is in the next frame but one."""
+    """While 4 MiB of routed experts leave in segments, another request's new token is in the next frame but one."""
     links = make_links()
     ear = Ear(links)
     rows = 4 * 1024 * 1024 // ROW_BYTES
@@ -302,7 +302,7 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     frames_since_token = []
     num_frames = num_tokens = 0
     while len(ear.chunks("large")) < 33:
-        # A step lands behind every frame, as the engine goes on meanwhile.
+        # A step follows every frame, as the engine continues meanwhile.
         links.add_steps([step(small)], NOW)
         outgoing = links.next_frame(route)
         assert outgoing is not None
@@ -319,7 +319,7 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
 
 
 def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
-    """A request that its client stopped gets its terminal chunk and nothing else, whatever its engine still makes."""
+    """A request that its client aborts gets only its terminal chunk, whatever its engine still generates."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
@@ -344,7 +344,7 @@ def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
 
 
 def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
-    """Where the engine is through but the client has not taken all, a stop drops the rest."""
+    """An abort after the engine's end discards the tokens that were not sent yet."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
@@ -363,7 +363,7 @@ def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
 
 @pytest.mark.proves("P59")
 def test_small_servers_get_small_frames() -> None:
-    """Under a `max_payload` of 64 KiB every frame fits, whatever the routing weighs."""
+    """With a `max_payload` of 64 KiB every frame fits, however many bytes the routed experts have."""
     links = make_links()
     links.fence("w2", NOW, max_payload=65_536)
     ear = Ear(links)

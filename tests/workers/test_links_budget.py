@@ -1,4 +1,4 @@
-"""What a worker holds for clients that take nothing: counted, and bounded."""
+"""The bytes that a worker holds for clients that do not read: counted and bounded."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, make_links,
 
 
 def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
-    """Over the budget, links of lost clients are forgotten, the longest lost first, so that the living are served."""
+    """Above the budget, links of lost clients are removed, the longest lost first, so that live clients are served."""
     links = make_links(max_held_bytes=30_000)
     ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
     for at, ear in enumerate(ears[:2]):
@@ -33,7 +33,10 @@ def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
 
 @pytest.mark.proves("P61")
 def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
-    """A client that takes nothing cannot fill a worker: the largest backlog ends as `over_budget`, others go on."""
+    """A client that does not read cannot fill a worker: the largest backlog ends as `over_budget`.
+
+    Other requests continue.
+    """
     links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
     ear = Ear(links)
     large, _ = ear.offer("large")
@@ -60,7 +63,7 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
 
 
 def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that grants credit but acknowledges nothing is sent little; its own requests end, and no other's."""
+    """A client that grants credit without acknowledging frames gets few frames, and only its own requests end."""
     monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 2 * INITIAL_CREDIT_BYTES)
     links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
     greedy, other = Ear(links), Ear(links, client="bob", incarnation="b1")
@@ -80,7 +83,7 @@ def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_held_is_what_all_links_hold() -> None:
-    """The sum that the budget is compared with follows every link, whatever happens to it."""
+    """The sum that is compared with the budget always equals the bytes of all links."""
     links = make_links()
     ears = [Ear(links, client=f"c{number}", incarnation="i") for number in range(4)]
     sums = []

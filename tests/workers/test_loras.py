@@ -1,4 +1,7 @@
-"""Adapters are swapped with a clean cut, survive new weights or are gone, and what is said of them is always true."""
+"""Adapters are replaced with an exact cut, and survive new weights or are removed.
+
+The worker reports them correctly.
+"""
 
 import asyncio
 from pathlib import Path
@@ -13,17 +16,17 @@ from tests.support.checkpoints import write_adapter
 from tests.workers.control_support import PROMPT, Rig, load_lora, rig, update
 
 LONG = 60_000
-"""Tokens: a request that does not end by itself in a test."""
+"""The tokens of a request that does not end by itself in a test."""
 
 
 async def load(worker: Rig, name: str, path: Path, version: int) -> None:
-    """Load an adapter and let the worker go on."""
+    """Load an adapter, and resume the worker."""
     await worker.loras.load(load_lora(name, path, version), worker.report)
     await worker.flow.resume()
 
 
 async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
-    """Its tokens bear its version, those of the base model none."""
+    """Tokens of a request with an adapter have the adapter's version, and tokens of the base model have none."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 7)
         with_adapter, without = await worker.generate("r", lora="a"), await worker.generate("s")
@@ -35,7 +38,7 @@ async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
 
 
 async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) -> None:
-    """Up to the cut the tokens are of the old adapter and bear its version, from there on of the new one."""
+    """Before the cut, tokens come from the old adapter and have its version; afterwards from the new adapter."""
     async with rig(tmp_path / "w") as worker, rig(tmp_path / "o") as old, rig(tmp_path / "n") as new:
         await load(old, "a", old.adapter("1", 1), 1)
         await load(new, "a", new.adapter("2", 2), 2)
@@ -58,7 +61,10 @@ async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) 
 
 @pytest.mark.proves("P80")
 async def test_a_swapped_adapter_finds_nothing_that_the_old_one_cached(tmp_path: Path) -> None:
-    """Under the same name; nor does one that was unloaded and came back."""
+    """A replaced adapter finds no cached prefix of the old adapter with the same name.
+
+    The same holds for an adapter that was unloaded and loaded again.
+    """
     async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:
         for number in range(3):
             await load(worker, "a", worker.adapter(f"{number}", number), number)
@@ -72,7 +78,7 @@ async def test_a_swapped_adapter_finds_nothing_that_the_old_one_cached(tmp_path:
 
 
 def cached_tokens(worker: Rig, request_id: str) -> int | None:
-    """What was found in the cache, as its terminal chunk says."""
+    """Return the number of cached tokens in the terminal chunk of a request."""
     chunk = worker.end(request_id)
     assert chunk is not None
     assert chunk.end is not None
@@ -80,7 +86,7 @@ def cached_tokens(worker: Rig, request_id: str) -> int | None:
 
 
 async def test_an_adapter_that_is_here_is_current(tmp_path: Path) -> None:
-    """With the same version from the same source, and no other."""
+    """An adapter is current only with the same version and the same source."""
     async with rig(tmp_path) as worker:
         path = worker.adapter("a")
         await load(worker, "a", path, 1)
@@ -91,7 +97,10 @@ async def test_an_adapter_that_is_here_is_current(tmp_path: Path) -> None:
 
 
 async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> None:
-    """They end with ABORT and what they have; others go on; an adapter that is not here is fine."""
+    """An unload ends the adapter's requests with ABORT and their tokens, and other requests continue.
+
+    The unload of an adapter that is not loaded succeeds.
+    """
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         await worker.start("r", LONG, lora="a")
@@ -109,7 +118,10 @@ async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> 
 
 
 async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
-    """The frozen engine lets go of its requests; what it makes of others meanwhile is not heard before the resume."""
+    """During a pause, the engine ends the requests of an unloaded adapter.
+
+    The client receives tokens of other requests only after the resume.
+    """
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         await worker.start("r", LONG, lora="a")
@@ -127,7 +139,7 @@ async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
 
 
 async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path) -> None:
-    """The old one of the same name serves on; without one there is none."""
+    """If the engine rejects an adapter, the loaded adapter of the same name continues to serve."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
         await worker.start("r", LONG, lora="a")
@@ -144,12 +156,12 @@ async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path
 
 
 class Forgetful(SyntheticEngine):
-    """Loses the adapter of a name when it is to replace it, or never comes back."""
+    """Loses the adapter that it should replace, or never returns."""
 
     fails: bool | None = None
 
     async def load_lora(self, name: str, path: Path, version: int) -> None:
-        """Go wrong as told."""
+        """Fail as `fails` is set."""
         if self.fails is None:
             await super().load_lora(name, path, version)
             return
@@ -161,7 +173,10 @@ class Forgetful(SyntheticEngine):
 
 @pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fails: bool) -> None:
-    """Whether the engine says so or nothing: it cannot be named any more, and other workers go on with its users."""
+    """An adapter that is lost in a replacement cannot be named, whether the engine reports the loss or hangs.
+
+    Its requests end as retryable.
+    """
     async with rig(tmp_path, engine=Forgetful) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
         await worker.start("r", LONG, lora="a")
@@ -179,7 +194,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fai
 
 
 async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) -> None:
-    """The command fails, and what the worker says of its adapters is what the engine has."""
+    """If the engine does not unload an adapter, the command fails and the worker still announces the adapter."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         worker.engine.faults = SyntheticFaults(unload_lora=True)
@@ -189,7 +204,7 @@ async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) 
 
 
 async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> None:
-    """It is refused before anything is held up."""
+    """An invalid adapter is rejected before the worker pauses anything."""
     async with rig(tmp_path) as worker:
         path = worker.adapter("a")
         (path / "adapter_config.json").unlink()
@@ -200,7 +215,7 @@ async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> N
 
 
 async def test_an_adapter_of_too_high_a_rank_disturbs_nobody(tmp_path: Path) -> None:
-    """The check refuses it by rank and what is allowed, before anything is held up: the engine never sees it."""
+    """An adapter of too high a rank is rejected, with the allowed rank, before the worker pauses anything."""
     async with rig(tmp_path, SyntheticConfig(max_lora_rank=2)) as worker:
         too_high = write_adapter(tmp_path / "high", rank=3)
         with pytest.raises(ControlError, match="has the rank r=3; allowed: up to 2") as caught:
@@ -212,7 +227,7 @@ async def test_an_adapter_of_too_high_a_rank_disturbs_nobody(tmp_path: Path) -> 
 
 
 async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
-    """One more than the engine holds is refused; one of the same name is not one more."""
+    """One adapter more than the engine can hold is rejected. A replacement does not count as one more."""
     async with rig(tmp_path, SyntheticConfig(max_loras=1)) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         with pytest.raises(ControlError, match="can hold 1 adapters and has a"):
@@ -226,7 +241,10 @@ async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loses_loras", [True, False])
 async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -> None:
-    """Also in an engine that loses them: requests in flight go on with the adapter, on the new weights."""
+    """Adapters survive new weights, also in an engine that loses them.
+
+    Requests in flight continue with the adapter on the new weights.
+    """
     async with rig(tmp_path / "w") as worker, rig(tmp_path / "o", fill=2) as other:
         await load(worker, "a", worker.adapter("a"), 5)
         await load(other, "a", other.adapter("a"), 5)
@@ -247,7 +265,10 @@ async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -
 
 
 async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) -> None:
-    """With the reason; requests that used it go to other workers, and the rest goes on with the new weights."""
+    """An adapter that cannot be loaded again after new weights is removed with the reason.
+
+    Its requests end as retryable, and other requests continue with the new weights.
+    """
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
         await load(worker, "b", worker.adapter("b"), 1)

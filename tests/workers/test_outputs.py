@@ -1,4 +1,4 @@
-"""Where tokens go that come together: to the links at once, or gathered for whoever takes results whole."""
+"""The way of batched tokens: to the links immediately, or batched for requests that are not streamed."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tests.workers.links_support import NOW, Ear, make_links, step
 
 
 def batch_of(*names: str, token: int = 5, row: int | None = None) -> TokenBatch:
-    """One token for each, without logprobs; with a row at this position if it is given."""
+    """Return one token for each request, without log probabilities, and with a row at `row` if it is given."""
     return TokenBatch(
         keys=list(names),
         token_ids=np.full(len(names), token, np.int32),
@@ -19,12 +19,15 @@ def batch_of(*names: str, token: int = 5, row: int | None = None) -> TokenBatch:
 
 
 def tokens(ear: Ear, request_id: str) -> list[list[int]]:
-    """Those heard, by chunk."""
+    """Return the received tokens by chunk."""
     return [chunk.token_ids.tolist() for chunk in ear.chunks(request_id) if chunk.num_tokens]
 
 
 def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to() -> None:
-    """Both in one batch, together with a request that nobody knows any more."""
+    """Streamed tokens leave with their step, and batched tokens at the flush, also from the same engine batch.
+
+    Tokens of an unknown request are counted as late.
+    """
     links = make_links()
     ear = Ear(links)
     whole, _ = ear.offer("whole", gathers=True)
@@ -41,7 +44,7 @@ def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to()
 
 
 def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
-    """Ahead of its last step, whose totals count all of it."""
+    """The end of a request flushes its batched tokens before its last step, whose totals count all of them."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", gathers=True, routing=True)
@@ -57,7 +60,7 @@ def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
 
 
 def test_other_weights_share_no_run() -> None:
-    """Tokens keep the version that held when they were made, though they leave under a later one."""
+    """Tokens keep the version with which they were generated, also if they leave under a later version."""
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r", gathers=True)
@@ -72,7 +75,7 @@ def test_other_weights_share_no_run() -> None:
 
 
 def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
-    """Failed, unwanted or fenced: what was gathered of it goes nowhere."""
+    """The batched tokens of a failed, aborted or fenced request are discarded."""
     links = make_links()
     ear = Ear(links)
     failed, _ = ear.offer("failed", gathers=True)
@@ -91,7 +94,7 @@ def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
 
 
 def test_rows_that_make_no_sense_end_the_requests_of_their_batch() -> None:
-    """And no other: they fail as a protocol error, and the engine is told."""
+    """Rows at a wrong position end only their requests, as `protocol_error`, and the engine aborts them."""
     links = make_links()
     ear = Ear(links)
     wrong, _ = ear.offer("wrong", gathers=True, routing=True)

@@ -1,4 +1,4 @@
-"""Plain mode: a program without our library asks the queue and reads frames from a subject of its own."""
+"""Plain mode: a program without the client library publishes to the queue and reads frames from its own subject."""
 
 import ast
 import asyncio
@@ -35,13 +35,13 @@ PREFIX = "rb.v1.f.plain.hand."
 
 
 def plain_origin(num_delivered: int = 1) -> RequestOrigin:
-    """A plain request as the intake reads it."""
+    """Return the origin of a plain request as the intake decodes it."""
     message = queued(client="hand", num_delivered=num_delivered)
     return RequestOrigin("hand", "", RequestKey("r", num_delivered - 1), message, f"{PREFIX}x")
 
 
 def frames_of(links: WorkerLinks) -> list[Frame]:
-    """Take all that can be published."""
+    """Return all frames that can be published."""
     frames = []
     while routes := links.outbound.sendable():
         for route in routes:
@@ -51,7 +51,7 @@ def frames_of(links: WorkerLinks) -> list[Frame]:
 
 
 def test_frames_need_no_credit_and_count_from_zero() -> None:
-    """Each plain request has its own numbers; the first frame offers it; nothing waits for an acknowledgement."""
+    """Each plain request numbers its own frames, and the first frame has the offer. No frame waits for an ack."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(50_000, request_id="r"), capabilities(), NOW)
     links.add_steps([step(name, rows=(0, 50_000))], NOW)
@@ -66,7 +66,7 @@ def test_frames_need_no_credit_and_count_from_zero() -> None:
 
 @pytest.mark.proves("P92")
 def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
-    """The last frame of a plain request comes with its message, and nothing is held of it afterwards."""
+    """The last frame of a plain request comes with its queue message. Then the worker holds nothing of the request."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
     (route,) = links.outbound.sendable()
@@ -85,7 +85,7 @@ def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
 
 
 def test_a_plain_request_ends_at_its_deadline() -> None:
-    """In plain mode the worker enforces `timeout_s`: the engine is told, the program gets a terminal chunk."""
+    """In plain mode the worker enforces `timeout_s`: it aborts the request and sends a terminal chunk."""
     links = make_links()
     request = request_of(request_id="r", timeout_s=10.0)
     name = links.offer(plain_origin(), request, capabilities(routing=False), NOW)
@@ -98,7 +98,7 @@ def test_a_plain_request_ends_at_its_deadline() -> None:
 
 
 def test_a_plain_request_that_is_refused_is_told() -> None:
-    """The only chunk of a plain request that is wrong says why; then its message leaves the queue."""
+    """The only chunk of an invalid plain request has the reason. Then its message leaves the queue."""
     links = make_links()
     links.reject(plain_origin(), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
     (route,) = links.outbound.sendable()
@@ -112,7 +112,7 @@ def test_a_plain_request_that_is_refused_is_told() -> None:
 
 
 def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -> None:
-    """A plain request that is delivered again while it runs here goes on; the later message is the one to be acked."""
+    """A plain request that is delivered again while it runs continues. The worker will ack the later message."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
     again = plain_origin(num_delivered=2)
@@ -127,7 +127,7 @@ def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -
 
 
 def test_a_fence_ends_plain_requests_too() -> None:
-    """A worker that lost its lease publishes nothing more of a plain request, and does not touch its message."""
+    """A worker that lost its lease publishes no more frames of a plain request, and sends no ack for its message."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(), NOW)
     todo = links.fence("w2", NOW, max_payload=MAX_PAYLOAD)
@@ -141,14 +141,14 @@ def test_a_fence_ends_plain_requests_too() -> None:
     "reply_to", ["", "x", PREFIX, f"{PREFIX}a.", f"{PREFIX}.a", f"{PREFIX}a b", f"{PREFIX}*", f"{PREFIX}a\r\nPUB x"]
 )
 def test_replies_stay_below_the_clients_own_subject(reply_to: str) -> None:
-    """Frames never reach another client's subjects, nor several at once, nor NATS itself."""
+    """Frames never reach another client's subjects, several subjects at once, or subjects of NATS itself."""
     check_reply_to(f"{PREFIX}a.B-1", PREFIX)
     with pytest.raises(RemoteProtocolError):
         check_reply_to(reply_to, PREFIX)
 
 
 async def listen(client: HandClient) -> tuple[str, asyncio.Queue[Frame]]:
-    """Subscribe to a plain subject of `client`; returns it and what comes."""
+    """Subscribe to a plain subject of `client`, and return the subject and the queue of its frames."""
     reply_to = f"{client.subjects.plain(client.name)}x"
     frames: asyncio.Queue[Frame] = asyncio.Queue(100_000)
 
@@ -160,7 +160,7 @@ async def listen(client: HandClient) -> tuple[str, asyncio.Queue[Frame]]:
 
 
 async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
-    """Take frames up to the one with a terminal chunk."""
+    """Receive frames up to the frame with a terminal chunk."""
     taken: list[Frame] = []
     while not taken or not any(chunk.is_terminal for chunk in taken[-1].chunks):
         taken.append(await frames.get())
@@ -170,7 +170,7 @@ async def until_end(frames: asyncio.Queue[Frame]) -> list[Frame]:
 @pytest.mark.proves("P92")
 @pytest.mark.slow
 async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, fleet: str) -> None:
-    """All tokens come, in frames numbered from 0; the queue keeps the request until the terminal chunk is out."""
+    """All tokens arrive in frames numbered from 0. The queue keeps the request until the terminal chunk is sent."""
     config = SyntheticConfig(step_s=0.002, max_model_len=10_000_000)
     async with (
         hand_client(nats_url, fleet) as client,
@@ -194,7 +194,7 @@ async def test_a_plain_request_is_served_and_kept_until_its_end(nats_url: str, f
 @pytest.mark.proves("P92")
 @pytest.mark.slow
 async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, fleet: str) -> None:
-    """The next worker serves it from its first token on, as the next attempt, and the result is whole."""
+    """If the worker dies, the next worker serves the request from its first token on, as the next attempt."""
     async with hand_client(nats_url, fleet) as client:
         reply_to, frames = await listen(client)
         async with worker_process(nats_url, fleet, "--worker-id", "a", engine_args={"step_s": 0.05}) as process:
@@ -213,7 +213,7 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
 @pytest.mark.proves("P93")
 @pytest.mark.slow
 async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartHeard) -> None:
-    """A request whose `reply_to` is not the client's own leaves the queue unserved."""
+    """A request whose `reply_to` is not a subject of its client leaves the queue unserved."""
     async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "w"))
         await client.until_left(0)
@@ -224,7 +224,7 @@ async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartH
 
 @pytest.mark.slow
 async def test_the_example_works(nats_url: str, fleet: str) -> None:
-    """The 40-line program prints tokens, logprobs and the shape of the routing as they come, and how it ended."""
+    """The 40-line program prints tokens, log probabilities, the shape of the routed experts, and the end."""
     model = "Qwen/Qwen3-30B.A3B"
     config = SyntheticConfig(num_layers=3, top_k=2)
     async with (
@@ -250,7 +250,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
 
 
 def test_the_example_is_short_and_stands_alone() -> None:
-    """At most 40 lines, and nothing of ours."""
+    """The example has at most 40 lines, and imports nothing of rollbus."""
     source = EXAMPLE.read_text()
     modules = {
         alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names

@@ -1,4 +1,4 @@
-"""The age of the oldest prefix, computed from what an engine computes, beside a cache that forgets least use first."""
+"""The age of the oldest prefix, computed from the engine's tokens, compared with a cache that evicts the least used."""
 
 import random
 from collections import OrderedDict
@@ -13,7 +13,10 @@ CAPACITY = NUM_BLOCKS * BLOCK
 
 
 def test_nothing_has_to_be_gone_until_the_cache_was_filled_once() -> None:
-    """From then on the age is that of the tokens that fill it, and grows while nothing is computed."""
+    """No age is known until the cache was filled once.
+
+    From then on the age is that of the tokens that fill it, and grows while no token is computed.
+    """
     age = PrefixAge(CAPACITY, BLOCK)
     for second in range(10):
         assert age.oldest_s(float(second)) is None
@@ -26,7 +29,10 @@ def test_nothing_has_to_be_gone_until_the_cache_was_filled_once() -> None:
 
 
 def test_requests_that_fill_no_block_age_nothing() -> None:
-    """They get the block that the one before has left; and what they leave uncounted is bounded by one capacity."""
+    """Requests that fill no block reuse the last partial block, so they do not age the cache.
+
+    Their uncounted tokens are bounded by one capacity.
+    """
     age = PrefixAge(CAPACITY, BLOCK)
     for second in range(100_000):
         age.add(3, float(second), num_begun=1)
@@ -37,7 +43,7 @@ def test_requests_that_fill_no_block_age_nothing() -> None:
 
 
 def test_a_burst_of_small_steps_is_remembered_in_bounded_space() -> None:
-    """However many steps make up the tokens of the cache."""
+    """The memory is bounded, however many steps make up the tokens of the cache."""
     age = PrefixAge(CAPACITY, BLOCK)
     for step in range(50 * CAPACITY):
         age.add(1, step / 100)
@@ -48,7 +54,10 @@ def test_a_burst_of_small_steps_is_remembered_in_bounded_space() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_older_is_gone_and_what_is_much_younger_is_not(seed: int) -> None:
-    """Of a cache of blocks without requests that hold some: prompts of any length, a third of them seen before."""
+    """Older prefixes are evicted and much younger ones are cached.
+
+    The cache has no running requests, and a third of the prompts of any length repeat.
+    """
     rng = random.Random(seed)
     age, cache = PrefixAge(CAPACITY, BLOCK), OrderedDict[tuple[int, int], float]()
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""What a worker answers to supervisors: alive, serving, its metrics; and nothing that strangers send harms it."""
+"""The probe of a worker for supervisors: liveness, readiness and metrics, which no request can harm."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 async def send(port: int, data: bytes) -> bytes:
-    """Everything that is answered to these bytes."""
+    """Return the whole answer to these bytes."""
     async with asyncio.timeout(SOON_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(data)
@@ -37,7 +37,7 @@ async def send(port: int, data: bytes) -> bytes:
 
 
 async def get(port: int, path: str) -> Answer:
-    """Status, headers and body of the answer to a GET."""
+    """Return the status, headers and body of the answer to a GET."""
     data = await send(port, f"GET {path} HTTP/1.1\r\nHost: worker\r\n\r\n".encode())
     head, _, body = data.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
@@ -48,14 +48,17 @@ async def get(port: int, path: str) -> Answer:
 
 @contextlib.asynccontextmanager
 async def probed(described: WorkerPresence | None) -> AsyncIterator[int]:
-    """The port of a probe of a worker that says this of itself."""
+    """Yield the port of the probe of a worker with this presence."""
     async with ProbeServer(listen("127.0.0.1:0"), lambda: described) as probe:
         yield probe.port
 
 
 @pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.UNKNOWN])
 async def test_only_a_dead_engine_is_not_alive_and_only_a_serving_worker_is_ready(state: WorkerState) -> None:
-    """A paused, updating, fenced or loading worker is alive, or a supervisor would end it; the state is in the body."""
+    """A paused, updating, fenced or loading worker is alive, so that no supervisor ends it.
+
+    The body contains the state.
+    """
     async with probed(presence(state=state)) as port:
         health, ready = await get(port, "/health"), await get(port, "/ready")
 
@@ -65,7 +68,7 @@ async def test_only_a_dead_engine_is_not_alive_and_only_a_serving_worker_is_read
 
 
 async def test_a_worker_without_a_connection_is_alive_and_not_ready() -> None:
-    """It waits for NATS; a restart would not help. It has no metrics yet."""
+    """A worker that waits for NATS is alive, because a restart would not help. It has no metrics yet."""
     async with probed(None) as port:
         assert (await get(port, "/health"))[::2] == (200, b'{"state": "connecting"}\n')
         assert (await get(port, "/ready"))[0] == 503
@@ -73,7 +76,7 @@ async def test_a_worker_without_a_connection_is_alive_and_not_ready() -> None:
 
 
 def test_metrics_are_prometheus_text() -> None:
-    """Each metric has its kind, counters end in _total, and what the worker does not say has no series."""
+    """Each metric has its type, counters end in _total, and unknown values have no series."""
     described = presence(
         worker="w-1",
         model='a\\"b',
@@ -98,7 +101,7 @@ def test_metrics_are_prometheus_text() -> None:
 
 
 def test_metrics_tell_of_the_published_version() -> None:
-    """By the fields of `PublishedVersion`; a store without a limit of its own has no series for that."""
+    """The metrics have the fields of `PublishedVersion`. A store without a limit has no series for the limit."""
     known = PublishedVersion(version=8, stored_bytes=1, model_bytes=2, chain_length=3, used_bytes=4, limit_bytes=5)
     described = [
         presence(worker="w-1", published=known),
@@ -131,7 +134,7 @@ def test_metrics_tell_of_the_published_version() -> None:
     ],
 )
 def test_the_hit_ratio_is_there_once_an_engine_looked_anything_up(stats: dict[str, int], ratio: float | None) -> None:
-    """Before that, and where an engine does not say, it has no series."""
+    """Before the first lookup, and for an engine without counts, the hit ratio has no series."""
     described = presence(engine_stats=EngineStats(**stats))
     families = {family.name: family for family in text_string_to_metric_families(exposition([described]))}
 
@@ -152,7 +155,7 @@ def test_the_hit_ratio_is_there_once_an_engine_looked_anything_up(stats: dict[st
     ],
 )
 async def test_other_requests_are_refused(data: bytes, status: bytes) -> None:
-    """Each gets an answer that says what is allowed, and its connection ends."""
+    """Each invalid request gets an answer with the allowed requests, and its connection is closed."""
     async with probed(presence()) as port:
         answer = await send(port, data)
         assert (await get(port, "/health?x=1"))[0] == 200
@@ -162,14 +165,17 @@ async def test_other_requests_are_refused(data: bytes, status: bytes) -> None:
 
 
 async def test_who_sends_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that does not end has so long, and no longer."""
+    """A connection with an incomplete request is closed after the timeout."""
     monkeypatch.setattr(probe_module, "TIMEOUT_S", 0.05)
     async with probed(presence()) as port:
         assert await send(port, b"GET /health HT") == b""
 
 
 async def test_idle_connections_keep_no_health_check_out() -> None:
-    """One more than there may be is answered, and the oldest is closed without an answer; the others are answered."""
+    """One connection above the maximum is answered, and the oldest is closed without an answer.
+
+    The other connections are answered.
+    """
     async with probed(presence()) as port:
         (oldest, first), *opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
         assert (await get(port, "/ready"))[0] == 200
@@ -186,7 +192,7 @@ async def test_idle_connections_keep_no_health_check_out() -> None:
 
 
 async def test_nothing_is_left_when_it_ends() -> None:
-    """Open connections are cut off, and nobody listens any more."""
+    """At the end of the probe, open connections are closed and the port is free."""
     before = asyncio.all_tasks()
     async with probed(presence()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -207,7 +213,7 @@ def test_a_malformed_address_is_named(address: str) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -215,7 +221,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
-    """A worker process answers with `--probe`: ready while it serves, alive also while it is paused."""
+    """With `--probe`, a worker process is ready while it serves, and alive also during a pause."""
     port = free_port()
     async with (
         worker_process(nats_url, fleet, "--worker-id", "w", "--probe", f"127.0.0.1:{port}"),
@@ -233,7 +239,7 @@ async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str)
 
 @pytest.mark.slow
 async def test_a_worker_that_waits_for_nats_answers(fleet: str) -> None:
-    """Without a server it is alive, not ready, and says that it connects."""
+    """Without a server, a worker is alive, not ready, and in the state `connecting`."""
     port = free_port()
     async with worker_process(f"nats://127.0.0.1:{free_port()}", fleet, "--probe", f"127.0.0.1:{port}"):
         async with asyncio.timeout(SOON_S):
@@ -250,7 +256,7 @@ async def test_a_worker_that_waits_for_nats_answers(fleet: str) -> None:
 
 @pytest.mark.slow
 async def test_an_address_in_use_is_one_line(nats_url: str, fleet: str) -> None:
-    """The worker ends with 1 before it does anything, and says which address."""
+    """If the address is in use, the worker exits with 1 before it does anything, with one line that names it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with worker_process(nats_url, fleet, "--probe", address, stderr=PIPE) as process:

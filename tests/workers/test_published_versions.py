@@ -1,4 +1,4 @@
-"""Chains of published versions, from a real store: every way to a version gives the same folder, or none."""
+"""Chains of published versions in a real store: each path to a version gives the same folder or an error."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -22,20 +22,20 @@ Weights = dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]]
 
 @contextlib.asynccontextmanager
 async def chain(nats_url: str, tmp_path: Path) -> AsyncIterator[Versions]:
-    """An empty chain in a bucket of its own."""
+    """Yield an empty chain in its own bucket."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         yield Versions(nats, bucket, tmp_path)
 
 
 def worker(nats_url: str, tmp_path: Path, name: str = "w1") -> WeightSources:
-    """The sources of a worker of the machine `tmp_path`."""
+    """Return the sources of a worker on the machine `tmp_path`."""
     own = write_checkpoint(tmp_path / "own", dtype="BF16")
     objects = ObjectReader(nats_url, name="test")
     return WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
 
 
 def stepped(weights: Weights, seed: int) -> Weights:
-    """Change some elements of all tensors but the last."""
+    """Return a copy with some changed elements in all tensors but the last."""
     rng = np.random.default_rng(seed)
     after = {name: content.copy() for name, content in weights.items()}
     for content in list(after.values())[:-1]:
@@ -44,7 +44,7 @@ def stepped(weights: Weights, seed: int) -> Weights:
 
 
 async def publish_steps(versions: Versions, num: int) -> list[Weights]:
-    """Publish an anchor and so many deltas."""
+    """Publish an anchor and `num` deltas, and return their weights."""
     steps = [random_weights(0)]
     await versions.publish(steps[0])
     for seed in range(1, num + 1):
@@ -54,13 +54,13 @@ async def publish_steps(versions: Versions, num: int) -> list[Weights]:
 
 
 def fetched(sources: WeightSources) -> int:
-    """Bytes that the last staging fetched."""
+    """Return the number of bytes that the last staging fetched."""
     assert sources.last_staged is not None
     return sources.last_staged.fetched_bytes
 
 
 async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: Path) -> None:
-    """Each is the full checkpoint, byte for byte; after the first only what has changed is fetched."""
+    """Each version is the full checkpoint, byte for byte. After the first one, only changes are fetched."""
     stages: list[str] = []
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
@@ -82,7 +82,10 @@ async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: P
 
 
 async def test_a_worker_tells_of_the_version_that_it_staged(nats_url: str, tmp_path: Path) -> None:
-    """Also one that found it on its machine: its bytes, the model's, the length of the chain, and the store's use."""
+    """A worker reports the bytes of its staged version and of the model, the chain length and the store's use.
+
+    This holds also if the worker found the version on its machine.
+    """
     async with chain(nats_url, tmp_path) as versions:
         await publish_steps(versions, 2)
         link = versions.links[-1]
@@ -98,7 +101,7 @@ async def test_a_worker_tells_of_the_version_that_it_staged(nats_url: str, tmp_p
 
 
 async def test_a_staged_version_needs_no_store(nats_url: str, tmp_path: Path) -> None:
-    """It is only checked, also when the store has lost it."""
+    """A staged version is only checked, also if the store has lost it."""
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         await publish_steps(versions, 1)
@@ -113,7 +116,7 @@ async def test_a_staged_version_needs_no_store(nats_url: str, tmp_path: Path) ->
 async def test_a_version_that_was_damaged_on_the_machine_is_built_again(
     nats_url: str, tmp_path: Path, is_lost: bool
 ) -> None:
-    """By whoever asks for it next, out of what is left of the machine's folders or of the anchor."""
+    """The next worker builds a damaged version again, from the other folders of the machine or from the anchor."""
     sources, other = worker(nats_url, tmp_path), worker(nats_url, tmp_path, "w2")
     async with chain(nats_url, tmp_path) as versions:
         [*_, newest] = await publish_steps(versions, 2)
@@ -131,7 +134,10 @@ async def test_a_version_that_was_damaged_on_the_machine_is_built_again(
 
 
 async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Path) -> None:
-    """And applies all deltas since; one that missed three versions applies these."""
+    """A late worker fetches the anchor and all deltas since.
+
+    A worker that missed three versions fetches three deltas.
+    """
     late, slow = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "slow")
     async with chain(nats_url, tmp_path) as versions:
         steps = await publish_steps(versions, 1)
@@ -151,7 +157,7 @@ async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Pat
 
 
 async def test_the_second_worker_of_a_machine_fetches_nothing(nats_url: str, tmp_path: Path) -> None:
-    """It finds what the first one has built."""
+    """The second worker of a machine uses the folder that the first has built."""
     first, second = worker(nats_url, tmp_path), worker(nats_url, tmp_path, "w2")
     async with chain(nats_url, tmp_path) as versions:
         await publish_steps(versions, 2)
@@ -162,7 +168,7 @@ async def test_the_second_worker_of_a_machine_fetches_nothing(nats_url: str, tmp
 
 
 async def test_a_newer_anchor_is_taken_where_it_is_less(nats_url: str, tmp_path: Path) -> None:
-    """A late worker begins with the last anchor; one that has the version before it fetches its delta only."""
+    """A late worker begins with the last anchor. A worker with the version before it fetches only the delta."""
     late, follower = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "follower")
     async with chain(nats_url, tmp_path) as versions:
         steps = await publish_steps(versions, 1)
@@ -179,7 +185,7 @@ async def test_a_newer_anchor_is_taken_where_it_is_less(nats_url: str, tmp_path:
 
 @pytest.mark.parametrize("fault", ["hole", "corrupt delta", "wrong base", "damaged base"])
 async def test_what_is_wrong_with_a_chain_leads_to_the_anchor(nats_url: str, tmp_path: Path, fault: str) -> None:
-    """The result is the same."""
+    """If the chain is damaged, the worker builds the same folder from the anchor."""
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         steps = await publish_steps(versions, 1)
@@ -215,7 +221,10 @@ async def test_what_is_wrong_with_a_chain_leads_to_the_anchor(nats_url: str, tmp
 async def test_a_wrong_anchor_is_refused(
     nats_url: str, tmp_path: Path, files: dict[str, bytes | None], said: str
 ) -> None:
-    """Where nothing else leads to the version; nothing of it stays, and a good one comes next."""
+    """A wrong anchor is rejected if no other path leads to the version.
+
+    No file of it remains, and a later valid anchor is built.
+    """
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         source = await versions.publish(random_weights(0), files=files)
@@ -245,7 +254,7 @@ async def test_a_wrong_anchor_is_refused(
     ],
 )
 async def test_a_hostile_delta_is_refused(nats_url: str, tmp_path: Path, change: dict[str, object], said: str) -> None:
-    """Sizes and places are checked before anything is allocated; no folder comes of it."""
+    """Sizes and positions of a delta are checked before any allocation. An invalid delta leaves no folder."""
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         await publish_steps(versions, 0)
@@ -260,7 +269,10 @@ async def test_a_hostile_delta_is_refused(nats_url: str, tmp_path: Path, change:
 
 
 async def test_tensors_are_those_of_the_workers_own_checkpoint(nats_url: str, tmp_path: Path) -> None:
-    """Others are refused before they are fetched, naming the first; so is an adapter."""
+    """Other tensors than those of the worker's checkpoint are rejected before the fetch, with the first name.
+
+    An adapter is rejected as a checkpoint too.
+    """
     sources = worker(nats_url, tmp_path)
     name = next(iter(MODEL))
     shapes = {
@@ -286,7 +298,10 @@ async def test_tensors_are_those_of_the_workers_own_checkpoint(nats_url: str, tm
 
 @pytest.mark.parametrize("adapter", [None, "a"])
 async def test_a_version_of_another_model_is_refused(nats_url: str, tmp_path: Path, adapter: str | None) -> None:
-    """Also where its tensors fit, and for an adapter, whose manifest names its base; nothing is fetched."""
+    """A version of another model is rejected before the fetch, also if its tensors fit.
+
+    The same holds for an adapter, whose manifest names its base.
+    """
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         source = await versions.publish(random_weights(0), manifest={"model": "other", "adapter": adapter})
@@ -297,12 +312,12 @@ async def test_a_version_of_another_model_is_refused(nats_url: str, tmp_path: Pa
 
 
 def cycle(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """A chain that comes back to its first version."""
+    """Return a chain that returns to its first version."""
     return (*links, links[0])
 
 
 def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """A chain that begins in another bucket."""
+    """Return a chain that begins in another bucket."""
     return (replace(links[0], objects="other/versions/0-1-00000000"), *links[1:])
 
 
@@ -316,7 +331,7 @@ def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
 async def test_a_chain_that_is_none_is_refused(
     nats_url: str, tmp_path: Path, spoil: Callable[[tuple[Link, ...]], tuple[Link, ...]], said: str
 ) -> None:
-    """Before anything is fetched, and though an anchor alone would do."""
+    """An invalid chain is rejected before the fetch, although an anchor alone would suffice."""
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
         steps = await publish_steps(versions, 1)

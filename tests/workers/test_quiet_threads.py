@@ -1,4 +1,4 @@
-"""Work beside an engine runs on threads of its own, and is prepared there too."""
+"""Work beside an engine runs on separate threads, and is prepared there too."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ from rollbus.workers.sources.quiet_threads import Job, run_quietly
 
 
 async def test_jobs_are_made_beside_the_event_loop() -> None:
-    """There may be one for each of thousands of tensors, and a file to read for some: requests must not wait for it."""
+    """Jobs are created outside of the event loop, so that requests do not wait for them.
+
+    There may be a job for each of thousands of tensors, and some jobs read a file.
+    """
     made_on: list[int] = []
     done: list[int] = []
 

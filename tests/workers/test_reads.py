@@ -1,4 +1,4 @@
-"""Commands that only look inside a worker: answered at once and once, and not more often than the worker allows."""
+"""Commands that only read from a worker: answered immediately and once, within the worker's rate limit."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from tests.workers.support import StartControlled
 @pytest.mark.proves("P96")
 @pytest.mark.slow
 async def test_a_read_has_one_answer_and_is_not_kept(controlled_worker: StartControlled) -> None:
-    """A worker that is paused in the middle of a request answers with one final ack; its log of commands stays."""
+    """A worker that is paused during a request answers a read with one final ack, and does not log the command."""
     async with controlled_worker() as (client, boss, worker, _):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -37,7 +37,7 @@ async def test_a_read_has_one_answer_and_is_not_kept(controlled_worker: StartCon
 
 @pytest.mark.slow
 async def test_a_read_for_another_worker_is_not_answered(controlled_worker: StartControlled) -> None:
-    """Reads name workers and models as all commands do."""
+    """Reads can name workers and models, as all commands can."""
     async with controlled_worker() as (_, boss, *_rest):
         others = await boss.command("read_experts", workers=["other"])
         of_another_model = await boss.command("read_experts", model="other")
@@ -49,7 +49,7 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
 
 @pytest.mark.proves("P96")
 def test_a_flood_of_reads_is_refused_by_name() -> None:
-    """Within a second so many reads are answered; the error of the next says what is allowed; then it goes on."""
+    """The number of reads per second is limited. The error of the next read has the limit, and later reads succeed."""
     now = 10.0
     reads = TelemetryReads(ExpertCounter(), TimelineBook(), lambda: now)
 
@@ -64,7 +64,7 @@ def test_a_flood_of_reads_is_refused_by_name() -> None:
 
 
 def test_an_answer_fits_in_a_message() -> None:
-    """Of more timelines than a message of the server takes, the latest are told, and how many were left out."""
+    """If the timelines exceed the server's message size, the ack has the latest ones and the number of omitted ones."""
     event = TimelineEvent(at=1.0, event="held", reason="pause")
     timelines = tuple(RequestTimeline(request_id="r", client="c", child=n, events=(event,) * 64) for n in range(256))
     ack = Ack(
@@ -82,7 +82,10 @@ def test_an_answer_fits_in_a_message() -> None:
 
 
 def test_counts_above_the_servers_limit_lose_their_oldest_versions() -> None:
-    """The newest stay; where one alone is too large, the ack says so, with the limit."""
+    """Counts above the server's limit keep the newest versions.
+
+    If one version alone is too large, the ack fails with the limit.
+    """
     counts = tuple(ExpertCounts(weight_version=version, prompt=bytes(3000)) for version in (3, 2, 1))
     load = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=1, num_experts=1, top_k=1, counts=counts)
     ack = Ack(

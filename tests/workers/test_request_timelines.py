@@ -1,4 +1,4 @@
-"""What a worker notes of its requests: where their tokens change, how each ends, and what never got in."""
+"""The timelines of a worker's requests: changes of their tokens, their ends, and requests that were rejected."""
 
 import msgspec
 import numpy as np
@@ -24,23 +24,26 @@ ENDS = {
     "broken": ("returned", 2),
     "fence": ("worker_fenced", 2),
 }
-"""By what happens: the reason and the tokens of the end."""
+"""The reason and the tokens of the end, by action."""
 
 
 def told(links: WorkerLinks, request_id: str = "r") -> RequestTimeline:
-    """The one timeline of a request."""
+    """Return the only timeline of a request."""
     [timeline], _ = links.requests.timelines.find(request_id)
     return timeline
 
 
 def batch(*names: str) -> TokenBatch:
-    """One token for each of these."""
+    """Return one token for each of these requests."""
     return TokenBatch(keys=list(names), token_ids=np.full(len(names), 7, np.int32))
 
 
 @pytest.mark.parametrize("act", ENDS)
 def test_each_way_to_end_has_its_reason(act: str) -> None:
-    """Whatever ends a request says so in its timeline, with the tokens that its link has got, and leaves none open."""
+    """Each end of a request is in its timeline, with the reason and the tokens that its link received.
+
+    No timeline remains open.
+    """
     links = make_links()
     ear = Ear(links)
     name, _ = ear.offer("r")
@@ -71,7 +74,7 @@ def test_each_way_to_end_has_its_reason(act: str) -> None:
 
 
 def test_tokens_that_are_gathered_count_under_their_version() -> None:
-    """Of two requests, both in the batches of one step, each says after how many tokens the new version began."""
+    """For batched tokens of two requests, each timeline has the number of tokens before the new version."""
     links = make_links()
     ear = Ear(links)
     names = [ear.offer(request_id, gathers=True)[0] for request_id in ("r", "s")]
@@ -92,7 +95,7 @@ def test_tokens_that_are_gathered_count_under_their_version() -> None:
 
 
 def test_a_token_costs_no_event() -> None:
-    """However many steps there are, streamed or gathered, the timeline has what changed and nothing else."""
+    """A timeline has only changes, however many steps a request has, streamed or batched."""
     links = make_links()
     ear = Ear(links)
     streamed, gathered = ear.offer("streamed")[0], ear.offer("gathered", gathers=True)[0]
@@ -110,7 +113,7 @@ def test_a_token_costs_no_event() -> None:
 
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
-    """A request from the queue, and a placed one: both end with the error's code."""
+    """A rejected request, queued or placed, ends with the error's code in its timeline."""
     links = make_links()
     ear = Ear(links)
     message = queued() if is_queued else None
@@ -124,7 +127,7 @@ def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
 
 
 def test_a_request_that_runs_here_is_not_returned() -> None:
-    """A second delivery that goes back to the queue leaves the one timeline open."""
+    """If a second delivery goes back to the queue, the timeline of the running request stays open."""
     links = make_links()
     ear = Ear(links)
     request = request_of(request_id="r")
@@ -140,7 +143,7 @@ def test_a_request_that_runs_here_is_not_returned() -> None:
 
 
 def test_messages_that_do_not_decode_are_given_back_without_a_word() -> None:
-    """Nobody can ask for what has no id."""
+    """A message that cannot be decoded has no id, so it gets no timeline."""
     links = make_links()
     message = queued()
     message.data = b"\xc1"
