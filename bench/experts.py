@@ -74,7 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.experts", description="Measure the cost of counting experts."
     )
-    parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="generated, and as many of prompts")
+    parser.add_argument(
+        "--tokens-per-s",
+        type=float,
+        default=5000.0,
+        help="generated tokens per second, with as many prompt tokens (default: %(default)s)",
+    )
     add_arguments(parser, rounds=7)
     args = parser.parse_args()
     report = Report("experts")

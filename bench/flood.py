@@ -1,6 +1,6 @@
 """Measures how long a trainer waits while another trainer floods the queue.
 
-    python -m bench.flood [--flood 20000] [--samples 50] [--json FILE]
+    python -m bench.flood [--flood 20000] [--samples 30] [--json FILE]
 
 One worker has a synthetic engine with 64 requests at once and a step every 5 ms. Alice sends requests of 16 tokens one
 after the other. The bench measures the time of each request, first alone, then while Mallory has `--flood` requests of
@@ -69,7 +69,7 @@ async def run(report: Report, num_flood: int, samples: int) -> None:
 
 
 def add(report: Report, case: str, seconds: list[float]) -> None:
-    """One row."""
+    """Add a row with these times."""
     share = QueueLimits().max_per_client
     report.add(
         alice=case,
@@ -85,8 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.flood", description="Measure a trainer beside a trainer that floods the queue."
     )
-    parser.add_argument("--flood", type=int, default=20_000, help="open requests of the trainer that floods")
-    parser.add_argument("--samples", type=int, default=30, help="number of measured requests")
+    parser.add_argument(
+        "--flood",
+        type=int,
+        default=20_000,
+        help="open requests of the trainer that floods the queue (default: %(default)s)",
+    )
+    parser.add_argument("--samples", type=int, default=30, help="number of measured requests (default: %(default)s)")
     add_arguments(parser, rounds=1)
     args = parser.parse_args()
     report = Report("flood")

@@ -58,7 +58,7 @@ async def running_service(url: str) -> AsyncIterator[tuple[int, str]]:
     )
     try:
         if process.stdout is None:
-            raise RuntimeError("no pipe was opened")
+            raise RuntimeError("the process was started without a pipe")
         yield process.pid, json.loads(await process.stdout.readline())["http"]
     finally:
         process.terminate()

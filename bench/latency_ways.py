@@ -2,7 +2,7 @@
 
     python -m bench.latency_ways WAY
 
-Speaks as `bench.real_engine_ways` does.
+The program has the input and output of `bench.real_engine_ways`.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Run]]] = {
     IN_PROCESS: in_process,
     OVER_THE_BUS: over_the_bus,
 }
-"""By name."""
+"""The two ways, by name."""
 
 
 if __name__ == "__main__":

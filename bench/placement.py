@@ -82,7 +82,7 @@ class Fleet:
     model_args: tuple[str, ...]
     engine_args: Mapping[str, Any]
     slow_args: Mapping[str, Any] | None
-    """Arguments of an engine with half the speed that differ. None: the engine cannot be slower."""
+    """Arguments that differ for an engine with half the speed. None: the engine cannot be slower."""
     slots: int
     block_tokens: int
     caches_outputs: bool
@@ -311,7 +311,11 @@ def main() -> None:
     parser.add_argument(
         "--vllm-workers", type=int, default=2, help="workers with vLLM and a tiny MoE (default: %(default)s)"
     )
-    parser.add_argument("--dynamo", type=Path, help="a Python with Dynamo, installed as in `bench.placement_peer`")
+    parser.add_argument(
+        "--dynamo",
+        type=Path,
+        help="Python executable of an environment with Dynamo, as in `bench.placement_peer` (default: no Dynamo)",
+    )
     add_arguments(parser, rounds=3)
     args = parser.parse_args()
     if "queue" not in args.ways:

@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_decision", description=__doc__)
     parser.add_argument("--workers", type=int, default=64, help="workers to choose among (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8_000, help="length of a prompt (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=Path, help="JSON file for the figures (default: no file)")
     args = parser.parse_args()
     figures = {"workers": args.workers, "tokens": args.tokens, **measure_decisions(args.workers, args.tokens)}
     text = json.dumps(figures, indent=1)

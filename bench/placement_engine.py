@@ -187,7 +187,7 @@ class Engine:
         return first, ended
 
     def _measure(self, seconds: float) -> None:
-        """Count the time as real workers do: a step takes longer while prompts are computed."""
+        """Update the decode rate as real workers do. While prompts are computed, only the time counts."""
         if self._running:
             kept = math.exp(-seconds / MEMORY_S)
             made = 0.0 if self._prefilling else len(self._running) * seconds / self._step_s

@@ -85,7 +85,7 @@ async def play_on_dynamo(python: Path, trace: Trace, mode: str, num_workers: int
         output, _ = await process.communicate()
     requests = [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
     if process.returncode or len(requests) != sum(samples for _, samples, _, _ in _prompts(trace)):
-        raise RuntimeError(f"Dynamo ended with {process.returncode} and {len(requests)} requests")
+        raise RuntimeError(f"Dynamo exited with code {process.returncode} after {len(requests)} requests")
     return {
         "computed": sum(one["input_length"] - one["reused_input_tokens"] for one in requests),
         "least": least_computed(((prompt, [prompt] * n) for _, n, prompt, _ in _prompts(trace)), shape.block_tokens),

@@ -46,12 +46,12 @@ class Turn:
     new_tokens: Tokens
     """Tokens that the prompt adds to all tokens before it."""
     max_tokens: int
-    """Generated, exactly."""
+    """Exact number of generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests. Each begins with the prompt and the tokens of the previous request."""
+    """Successive requests, each of which begins with the prompt and the tokens of the previous request."""
 
     name: str
     turns: tuple[Turn, ...]

@@ -1,4 +1,4 @@
-"""Measures tokens per second of a real vLLM engine, with logprobs and routed experts, by several ways.
+"""Measures tokens per second of a real vLLM engine, with logprobs and routed experts, in several ways.
 
     python -m bench.real_engine [--loads 64x64 256x128] [--rounds 5] [--ways rollbus vllm-http ...] [--json FILE]
 

@@ -159,7 +159,7 @@ async def in_process(model: str, **more: Any) -> AsyncIterator[Run]:
 
 @asynccontextmanager
 async def in_one_core(model: str) -> AsyncIterator[Run]:
-    """The same, with the model in the process of the engine core, as in rollbus's workers on a CPU."""
+    """Run `in_process` with the model in the process of the engine core, as in rollbus's workers on a CPU."""
     async with in_process(model, distributed_executor_backend="uni") as run:
         yield run
 
@@ -222,7 +222,7 @@ async def until_ready(session: Any, server: asyncio.subprocess.Process) -> None:
                     if response.ok:
                         return
             await asyncio.sleep(0.2)
-    raise RuntimeError(f"the server ended with {server.returncode}")
+    raise RuntimeError(f"the server exited with code {server.returncode}")
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
@@ -232,7 +232,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "vllm-delta": in_process,
     "vllm-delta-uni": in_one_core,
 }
-"""By name."""
+"""The ways, by name."""
 
 
 async def serve(way: AbstractAsyncContextManager[Run]) -> None:

@@ -54,7 +54,7 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = ROUNDS) -> None:
     """Add the options of all benches: `--rounds` and `--json`."""
     parser.add_argument("--rounds", type=int, default=rounds, help="number of rounds (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser.add_argument("--json", type=Path, help="JSON file for the figures (default: no file)")
 
 
 def shown_argument(argument: str) -> str:

@@ -42,7 +42,7 @@ class Pair:
 
     @property
     def sides(self) -> dict[str, Way]:
-        """By name."""
+        """Both sides, by name."""
         return {"server": self.server, "client": self.client}
 
     async def measure_time(self) -> None:
@@ -75,7 +75,7 @@ class Pair:
             RuntimeError: the tensor differs from the engine's array or is read-only.
         """
         if not (await self.client.ask("check"))["is_good"]:
-            raise RuntimeError(f"{self.way}: the tensor is not the engine's array, or read-only")
+            raise RuntimeError(f"{self.way}: the tensor differs from the engine's array or is read-only")
 
     def add_to(self, report: Report, case_name: str) -> None:
         """Add a row to the table."""
@@ -150,7 +150,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=5, help="seconds of tokens in a round (default: %(default)s)")
-    parser.add_argument("--flow", type=float, default=80, help="MB/s of routed experts; 0: do not measure tokens")
+    parser.add_argument(
+        "--flow",
+        type=float,
+        default=80,
+        help="MB/s of routed experts beside the tokens; 0: no tokens (default: %(default)s)",
+    )
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("routing")

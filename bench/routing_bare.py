@@ -33,7 +33,7 @@ class Bare:
         url = urlparse(address)
         self.socket = socket.create_connection((url.hostname, url.port))
         self._stream = io.BufferedReader(socket.SocketIO(self.socket, "r"), 64 * 1024)
-        self._stream.readline()  # INFO
+        self._stream.readline()  # Skip INFO.
         self.socket.sendall(f"CONNECT {OPTIONS}\r\nSUB {subject} 1\r\nPING\r\n".encode())
         while self._stream.readline() != b"PONG\r\n":
             pass

@@ -24,7 +24,7 @@ class Case(NamedTuple):
     """The routed experts of one request. All its tokens except one belong to the prompt."""
 
     num_tokens: int
-    """Rows."""
+    """Number of rows: all tokens of prompt and answer except the last."""
     num_layers: int
     top_k: int
     num_experts: int

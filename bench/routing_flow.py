@@ -104,7 +104,7 @@ async def run_server(url: str) -> None:
     async with running_worker(RoutedEngine(CASE, step_s=STEP_S, is_fresh=False), url):
 
         async def refuse(arguments: list[str]) -> object:
-            raise ValueError(f"unknown question: {arguments}")
+            raise ValueError(f"unknown command: {arguments}")
 
         await answer(refuse)
 

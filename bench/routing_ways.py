@@ -168,7 +168,7 @@ def http_client(read: Callable[[aiohttp.ClientResponse], Awaitable[bytes]]) -> C
 
 
 async def read_json(response: aiohttp.ClientResponse) -> bytes:
-    """Decode with the standard library, as vLLM's description of the field says."""
+    """Decode with the standard library, as vLLM's documentation of the field describes."""
     return base64.b64decode((await response.json())["choices"][0]["routed_experts"])
 
 
@@ -194,7 +194,7 @@ class Meter:
         self._idle_cpu_s = 0.0
 
     def answer(self, question: str) -> dict[str, float]:
-        """Answer the questions that both sides understand."""
+        """Answer the commands that both sides support."""
         match question:
             case "idle":
                 give_back()
@@ -205,7 +205,7 @@ class Meter:
                 return {"bytes": peak_bytes() - self._idle_bytes}
             case "cpu":
                 return {"s": time.process_time()}
-        raise ValueError(f"unknown question: {question}")
+        raise ValueError(f"unknown command: {question}")
 
 
 async def run_server(way: str, case: Case, address: str) -> None:

@@ -197,7 +197,7 @@ class Slices:
 
 
 PARTS = {"fleet": measure_fleets, "models": measure_models, "backlog": measure_backlog}
-"""By name."""
+"""The functions that measure the parts, by name."""
 
 
 async def measure(report: Report, args: argparse.Namespace) -> None:
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument(
         "--queued", type=int, default=100_000, help="requests of the part backlog (default: %(default)s)"
     )
-    parser.add_argument("--plot", type=Path, help="draw the figures of fleet and backlog to this SVG file")
+    parser.add_argument("--plot", type=Path, help="SVG file for the figures of fleet and backlog (default: no file)")
     add_arguments(parser, rounds=2)
     args = parser.parse_args()
     report = Report("scale")

@@ -38,7 +38,7 @@ class Side:
 
     @classmethod
     def of(cls, processes: Sequence[int]) -> "Side":
-        """So far."""
+        """Return the resources that these processes have used so far."""
         return cls(sum(map(cpu_s, processes)), sum(map(resident_bytes, processes)))
 
     def since(self, earlier: "Side") -> "Side":
@@ -66,7 +66,7 @@ class Used:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """By name."""
+        """The resources of each side, by name."""
         return {"worker": self.worker, "client": self.client, "server": self.server}
 
 
@@ -180,5 +180,5 @@ async def _ids(ways: Sequence[Way]) -> list[int]:
 
 
 async def _ask(ways: Sequence[Way], *question: object) -> list[Counts]:
-    """Ask the ways one after the other."""
+    """Send a command to one process after the other. Return the answers."""
     return [Counts(**await way.ask(*question)) for way in ways]

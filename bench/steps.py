@@ -139,7 +139,11 @@ def main() -> None:
     """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.steps", description="Measure steps of a trainer.")
     parser.add_argument(
-        "--over", nargs="+", type=float, default=[1.25, 1.5, 2.0], help="ways besides 1 (default: %(default)s)"
+        "--over",
+        nargs="+",
+        type=float,
+        default=[1.25, 1.5, 2.0],
+        help="values of `over` besides 1 (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=6, help="steps in each round (default: %(default)s)")
     parser.add_argument("--need", type=int, default=8, help="groups in a step (default: %(default)s)")

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 NUM_LAYERS, TOP_K, NUM_EXPERTS = 48, 8, 128
-"""Qwen3-30B-A3B."""
+"""The shape of Qwen3-30B-A3B."""
 VOCABULARY = 151_936
 WEIGHT_VERSION = 7
 ADVANTAGE = 0.5
@@ -292,7 +292,7 @@ def _read_cut_out(prompt: npt.NDArray[np.int32], messages: Iterable[bytes]) -> T
     return _to_tensors(prompt.tolist(), choice["token_ids"], logprobs, rows)
 
 
-# All of them
+# All ways
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ WAYS = {
     "msgspec": Way("HTTP, msgspec + pybase64", _write_npy, _read_msgspec),
     "cut-out": Way("HTTP, string cut out", _write_raw, _read_cut_out),
 }
-"""By name."""
+"""The ways, by name."""
 
 
 def differences(batch: MicroBatch, tensors: Tensors) -> list[str]:

@@ -30,7 +30,7 @@ __all__: list[str] = []
 PEER = "sse"
 PROCESSES = ("worker", "client", "nats")
 Answer = dict[str, Any]
-"""A `bench.transport_ways.Round`."""
+"""The fields of a `bench.transport_ways.Round`."""
 
 
 async def measure(names: Sequence[str], loads: Sequence[Load], rounds: int, report: Report) -> None:
@@ -53,7 +53,7 @@ async def turn(ways: Sequence[Way], load: Load, serial: int) -> dict[str, Answer
     answers = {way.name: await way.ask(*load, serial) for way in ways}
     results = {(one["tokens"], one["token_sum"], one["logprob_sum"]) for one in answers.values()}
     if len(results) != 1 or next(iter(results))[0] != load[0] * load[1]:
-        raise RuntimeError(f"the ways did not all give the same {load[0]}x{load[1]} tokens: {answers}")
+        raise RuntimeError(f"the ways returned different tokens for the load {load[0]}x{load[1]}: {answers}")
     return answers
 
 

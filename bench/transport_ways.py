@@ -138,7 +138,7 @@ async def rollbus_chunks() -> AsyncIterator[Way]:
             result = Result([], [], 0)
             async for chunk in rb.generate(bus_request(prompt, max_tokens, routing=False)):
                 if chunk.logprobs is None:
-                    raise RuntimeError(f"a chunk without logprobs: {chunk!r}")
+                    raise RuntimeError(f"the chunk has no logprobs: {chunk!r}")
                 result.token_ids += chunk.token_ids.tolist()
                 result.logprobs += chunk.logprobs.tolist()
                 result.chunks += 1
@@ -172,7 +172,7 @@ async def sse() -> AsyncIterator[Way]:
     )
     try:
         if server.stdout is None:
-            raise RuntimeError("started without a pipe")
+            raise RuntimeError("the process was started without pipes")
         port = int(await asyncio.wait_for(server.stdout.readline(), START_S))
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
@@ -212,11 +212,11 @@ WAYS: dict[str, Callable[[], AbstractAsyncContextManager[Way]]] = {
     "sse": sse,
     "engine": engine_alone,
 }
-"""By name."""
+"""The ways, by name."""
 
 
 async def measure(way: Way, requests: int, tokens: int, serial: int) -> Round:
-    """One measurement."""
+    """Run one measurement."""
     pids = {"client" if way.pids else "worker": os.getpid(), **way.pids}
     prompts = make_prompts(requests, serial)
     before = {name: cpu_s(pid) for name, pid in pids.items()}

@@ -66,7 +66,7 @@ async def watched(address: str, count: int) -> AsyncIterator[None]:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         if process.stdout is None:
-            raise RuntimeError("no pipe was opened")
+            raise RuntimeError("the process was started without a pipe")
         await process.stdout.readline()
         yield
     finally:

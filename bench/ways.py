@@ -19,10 +19,10 @@ MAX_LINE_BYTES = 2**24
 
 
 class Way:
-    """One way in its process.
+    """A way that runs in its own process.
 
     Args:
-        name: name for messages.
+        name: name of the way in error messages.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
@@ -35,13 +35,13 @@ class Way:
         return self._process.pid
 
     async def ask(self, *question: object) -> dict[str, Any]:
-        """Let the way measure once. Return its answer.
+        """Send a command to the process and return its answer.
 
         Raises:
             RuntimeError: the process has ended.
         """
         if self._process.stdin is None:
-            raise RuntimeError("started without a pipe")
+            raise RuntimeError("the process was started without pipes")
         self._process.stdin.write(f"{' '.join(map(str, question))}\n".encode())
         while not (line := await self.line()).startswith("{"):
             # Skip lines that engines print.
@@ -56,10 +56,10 @@ class Way:
             RuntimeError: the process has ended.
         """
         if self._process.stdout is None:
-            raise RuntimeError("started without a pipe")
+            raise RuntimeError("the process was started without pipes")
         line = (await self._process.stdout.readline()).decode()
         if not line:
-            raise RuntimeError(f"{self.name} has ended")
+            raise RuntimeError(f"the process of {self.name} has exited")
         return line
 
 
@@ -84,7 +84,7 @@ async def running(name: str, module: str, *args: object) -> AsyncIterator[Way]:
 
 
 async def answer(measure: Callable[[list[str]], Awaitable[object]]) -> None:
-    """Run a way: pass the words of each line on stdin to `measure`, and write its result, until stdin ends."""
+    """Run a way: pass the arguments of each line on stdin to `measure`, and write its result, until stdin ends."""
     write("ready")
     while line := await asyncio.to_thread(sys.stdin.readline):
         write(json.dumps(await measure(line.split())))

@@ -49,7 +49,7 @@ CONFIG: Final[dict[str, Any]] = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
-"""Of Qwen3-0.6B."""
+"""The configuration of Qwen3-0.6B."""
 LAYER: Final = {
     "self_attn.q_proj.weight": (QUERIES, HIDDEN),
     "self_attn.k_proj.weight": (KEYS, HIDDEN),
