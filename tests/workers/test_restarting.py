@@ -1,4 +1,4 @@
-"""Requests without a token begin anew under new weights: what clients get of them is of the new weights alone."""
+"""Requests without a token restart under new weights, so their clients get results of the new weights only."""
 
 import asyncio
 from pathlib import Path
@@ -18,14 +18,14 @@ from tests.workers.links_support import NOW, Ear, capabilities, make_links, requ
 
 PROMPT = list(range(200))
 PART = 20
-"""Tokens of the prompt: with so many, it is begun and far from done."""
+"""The number of prompt tokens after which a prompt counts as begun, although most of it remains."""
 SLOW = SyntheticConfig(prefill_step_tokens=1)
 """The prompt takes 200 steps."""
 ONE_AT_A_TIME = SyntheticConfig(prefill_step_tokens=1, max_num_seqs=1)
 
 
 class Telling(SyntheticEngine):
-    """Tells when it has computed a part of a prompt."""
+    """An engine that sets an event when it has computed a part of a prompt."""
 
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
         super().__init__(config, model)
@@ -39,7 +39,7 @@ class Telling(SyntheticEngine):
 
 
 class Gated(Telling):
-    """Waits before it adds, or adds anew, until it is let; tells of loads."""
+    """An engine that waits for permission to add, load or restart, and sets an event when it waits."""
 
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
         super().__init__(config, model)
@@ -53,13 +53,13 @@ class Gated(Telling):
         await self.may[name].wait()
 
     async def add(self, key: str, request: GenerateRequest, kv: object = None) -> None:
-        """Make the request for the weights of now, then wait, then queue it: as vLLM's, whose salt is made first."""
+        """Create the request for the current weights, wait, and queue it, as vLLM creates the salt first."""
         running = self._make_running(key, request)
         await self._pass("add")
         self._enqueue(running)
 
     async def load_weights(self, path: Path) -> None:
-        """Tell, then load."""
+        """Wait, then load."""
         await self._pass("load")
         await super().load_weights(path)
 
@@ -70,16 +70,16 @@ class Gated(Telling):
 
 
 class Refusing(Telling):
-    """Refuses a request that has come before."""
+    """An engine that rejects a restarted request."""
 
     async def restart(self, key: str) -> None:
-        """Forget it."""
+        """Abort the request, and raise an error."""
         self._abort(key)
         raise InvalidRequest(field="lora", problem="is gone", allowed="none")
 
 
 async def begin(worker: Rig, *request_ids: str, num_tokens: int = 4, **fields: object) -> None:
-    """Start requests, and freeze the engine when it has computed a part of the first one's prompt."""
+    """Start requests, and pause the engine when it has computed a part of the first prompt."""
     for request_id in request_ids:
         await worker.start(request_id, num_tokens, prompt=PROMPT, **fields)
     assert isinstance(worker.engine, Telling)
@@ -90,7 +90,7 @@ async def begin(worker: Rig, *request_ids: str, num_tokens: int = 4, **fields: o
 
 
 def rows_of(worker: Rig, request_id: str) -> Rows:
-    """The rows that the client heard."""
+    """Return the rows that the client has received."""
     parts = [chunk.routed_experts for chunk in worker._ear.chunks(request_id)]
     rows: Rows = np.concatenate([part.numpy() for part in parts if part is not None])
     return rows
@@ -107,7 +107,7 @@ async def fresh(root: Path, *, fill: int = 2) -> tuple[list[int], Rows]:
 
 @pytest.mark.proves("P17")
 async def test_a_prompt_that_is_half_computed_is_computed_anew(tmp_path: Path) -> None:
-    """Its tokens and all rows are those of the new weights."""
+    """The tokens and all rows of a partly computed prompt are those of the new weights."""
     async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
         await begin(worker, "r")
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -122,7 +122,7 @@ async def test_a_prompt_that_is_half_computed_is_computed_anew(tmp_path: Path) -
 
 
 async def test_requests_keep_their_order(tmp_path: Path) -> None:
-    """What waits for a place in the engine gets one in the order of arrival, also after an update."""
+    """Waiting requests enter the engine in the order of their arrival, also after an update."""
     async with rig(tmp_path, ONE_AT_A_TIME, engine=Telling) as worker:
         names = [f"r{number}" for number in range(5)]
         await begin(worker, *names)
@@ -136,7 +136,7 @@ async def test_requests_keep_their_order(tmp_path: Path) -> None:
 
 
 async def test_a_request_on_its_way_into_the_engine_begins_anew_too(tmp_path: Path) -> None:
-    """It was made for the old weights before they were replaced, and came to the engine afterwards."""
+    """A request that was created for the old weights but reaches the engine after the load restarts too."""
     async with rig(tmp_path, SLOW, engine=Gated) as worker, asyncio.TaskGroup() as tasks:
         engine = worker.engine
         assert isinstance(engine, Gated)
@@ -156,7 +156,10 @@ async def test_a_request_on_its_way_into_the_engine_begins_anew_too(tmp_path: Pa
 
 
 async def test_a_request_that_is_aborted_while_it_begins_anew_ends(tmp_path: Path) -> None:
-    """The abort reaches the engine after the request is back in it; others go on, and nothing is left."""
+    """The abort of a restarting request takes effect after its restart.
+
+    Other requests continue, and nothing of the aborted request remains.
+    """
     async with rig(tmp_path, SLOW, engine=Gated) as worker, asyncio.TaskGroup() as tasks:
         engine = worker.engine
         assert isinstance(engine, Gated)
@@ -178,7 +181,10 @@ async def test_a_request_that_is_aborted_while_it_begins_anew_ends(tmp_path: Pat
 
 
 async def test_an_engine_that_dies_meanwhile_takes_the_requests_along(tmp_path: Path) -> None:
-    """They end as `worker_fenced`, so that other workers go on with them, and the death is told."""
+    """If the engine dies during a restart, its requests end as `worker_fenced`, so that other workers resume them.
+
+    The worker reports the death.
+    """
     ends = []
 
     async def dies() -> None:
@@ -203,7 +209,7 @@ async def test_an_engine_that_dies_meanwhile_takes_the_requests_along(tmp_path: 
 
 
 async def test_a_request_that_the_engine_refuses_now_ends_alone(tmp_path: Path) -> None:
-    """It ends with the engine's error, and the update is applied."""
+    """If the engine rejects a restarted request, the request ends with that error, and the update is applied."""
     async with rig(tmp_path, SLOW, engine=Refusing) as worker:
         await begin(worker, "r")
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -218,7 +224,7 @@ async def test_a_request_that_the_engine_refuses_now_ends_alone(tmp_path: Path) 
 
 @pytest.mark.parametrize("fault", ["half_written", "wrong_experts"])
 async def test_weights_that_fail_fence_what_has_no_token(tmp_path: Path, fault: str) -> None:
-    """Before or after it has begun anew: it ends as `worker_fenced`, without a token."""
+    """If the new weights fail, a request without a token ends as `worker_fenced`, before or after its restart."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()
@@ -236,7 +242,7 @@ async def test_weights_that_fail_fence_what_has_no_token(tmp_path: Path, fault: 
 
 
 async def test_weights_that_are_refused_disturb_nothing(tmp_path: Path) -> None:
-    """A load that touched nothing leaves a half-computed prompt as it is, with the old version."""
+    """A load that changed nothing leaves a partly computed prompt unchanged, with the old version."""
     async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
         await begin(worker, "r")
         worker.engine.faults = SyntheticFaults(load="refused")
@@ -252,7 +258,7 @@ async def test_weights_that_are_refused_disturb_nothing(tmp_path: Path) -> None:
 
 
 async def test_weights_that_came_by_a_transfer_do_the_same(tmp_path: Path) -> None:
-    """A prompt that was half computed when a transfer began has only rows of the weights that came."""
+    """A prompt that was partly computed before a transfer has only rows of the new weights."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         await begin(worker, "r")
         await worker.transfer.start(StartWeightUpdate(mode="keep"))
@@ -269,7 +275,7 @@ async def test_weights_that_came_by_a_transfer_do_the_same(tmp_path: Path) -> No
 
 
 async def test_a_new_adapter_restarts_only_what_uses_it(tmp_path: Path) -> None:
-    """A prompt that is half computed with the adapter is computed anew, others go on where they are."""
+    """A new adapter restarts only the partly computed prompts that use it. Other prompts continue."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         await worker.loras.load(load_lora("a", worker.adapter("one", 1), 1), worker.report)
         await worker.flow.resume()
@@ -290,7 +296,7 @@ async def test_a_new_adapter_restarts_only_what_uses_it(tmp_path: Path) -> None:
 
 
 def test_rows_ahead_of_the_first_token_wait_for_it_and_are_dropped_when_it_is_made_anew() -> None:
-    """A client gets no row of a token that is not there: the prompt's rows come once, of the last time."""
+    """A client gets no row without its token: the prompt's rows are sent once, from the last computation."""
     held = make_links()
     ear = Ear(held)
     name = held.offer(ear.origin("r"), request_of(3, request_id="r"), capabilities(routing=True), NOW)
@@ -327,7 +333,7 @@ def test_rows_ahead_of_the_first_token_wait_for_it_and_are_dropped_when_it_is_ma
 
 
 async def test_a_forced_flush_is_told_with_the_next_token(tmp_path: Path) -> None:
-    """A request that has tokens goes on with old KV; one whose KV was flushed says that all of it is new."""
+    """A request with tokens keeps its old KV. After a forced flush, its next chunk states that all KV is new."""
     for clear_cache in (False, True):
         async with rig(tmp_path / str(clear_cache)) as worker:
             worker.links.reports_kv = worker.engine.reports_recomputed_kv
@@ -348,7 +354,7 @@ async def test_a_forced_flush_is_told_with_the_next_token(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("reports", [False, True])
 async def test_preemptions_are_told_where_the_engine_tells(tmp_path: Path, reports: bool) -> None:
-    """One in five tokens has KV that was computed anew; an engine that says nothing of it leaves the field out."""
+    """Each chunk states if its KV was recomputed. With an engine that does not report it, the field is empty."""
     config = SyntheticConfig(reports_recomputed_kv=reports, faults=SyntheticFaults(preempt_every=5))
     async with rig(tmp_path, config) as worker:
         worker.links.reports_kv = worker.engine.reports_recomputed_kv

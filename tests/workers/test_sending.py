@@ -1,4 +1,4 @@
-"""What a worker says to the queue, and when it falls silent."""
+"""The acks that a worker sends to the queue, and the moment when it stops sending."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,12 +23,12 @@ REPLY_TO = "rb.v1.f.plain.alice.x"
 
 
 def describe() -> WorkerPresence:
-    """Nothing is announced here."""
+    """Fail, because these tests publish no presence."""
     raise NotImplementedError
 
 
 def make_life(nats: Connection) -> WorkerLifecycle:
-    """Of a worker that serves."""
+    """Return the lifecycle of a worker that serves."""
     config = WorkerConfig(nats_url="", model="m")
     life = WorkerLifecycle(config, nats, describe=describe, on_fenced=lambda: None, on_changed=lambda: None)
     life.transition(WorkerEvent.READY)
@@ -36,11 +36,11 @@ def make_life(nats: Connection) -> WorkerLifecycle:
 
 
 async def test_a_fence_in_the_middle_of_a_round_ends_it(nats_url: str) -> None:
-    """A worker that is fenced while it speaks for its messages says nothing of the rest, though it serves again."""
+    """A worker that is fenced while it sends acks skips the remaining acks, although it serves again."""
     spoken = []
 
     class Message:
-        """One for which speaking takes so long that the worker was fenced and came back."""
+        """A message whose ack takes so long that the worker is fenced and returns meanwhile."""
 
         async def in_progress(self) -> None:
             spoken.append(self)
@@ -61,7 +61,7 @@ async def test_a_fence_in_the_middle_of_a_round_ends_it(nats_url: str) -> None:
 
 
 class Wire:
-    """A connection that calls `on_frame` while it sends a frame, and keeps the subjects of what was published."""
+    """A connection that calls `on_frame` while it sends a frame, and stores the published subjects."""
 
     max_payload = 1024**2
     pending_data_size = 0
@@ -73,7 +73,7 @@ class Wire:
         self.was_sent = asyncio.Event()
 
     async def publish(self, subject: str, *_: object) -> None:
-        """Take a message."""
+        """Store the subject of a message."""
         self.published.append(subject)
         if subject == REPLY_TO:
             self.on_frame()
@@ -82,7 +82,7 @@ class Wire:
 
 @pytest.mark.parametrize("event", ["nothing", "fence", "outage"])
 async def test_a_plain_request_is_acked_right_behind_its_last_frame(event: str) -> None:
-    """The queue forgets a plain request behind its end, unless the worker was fenced or cut off between the two."""
+    """The queue removes a plain request after its last frame, unless the worker is fenced or disconnected before."""
     wire = Wire()
     nats = cast(Connection, wire)
     life = make_life(nats)
@@ -107,7 +107,7 @@ async def test_a_plain_request_is_acked_right_behind_its_last_frame(event: str) 
         await wire.was_sent.wait()
         for _ in range(10):
             await asyncio.sleep(0)
-        # An outage ends; whatever was not said by now comes too late.
+        # The outage ends here, after which an unsent ack is too late.
         wire.is_connected = True
         sending.wake()
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""Samples that come in one message: each is served or refused as if it had come alone, and they enter together."""
+"""Samples in one message: each is served or rejected as if it were alone, and they enter the engine together."""
 
 import asyncio
 from collections import Counter
@@ -30,24 +30,24 @@ SIBLINGS = (Sibling(2, 7), Sibling(0, 5), Sibling(9))
 
 
 def sampled(request_id: str, seed: int | None) -> GenerateRequest:
-    """A request of which chance decides, by its seed."""
+    """Return a request whose tokens depend on its seed."""
     sampling = SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
     return GenerateRequest(prompt_token_ids=[1, 2, 3], sampling=sampling, request_id=request_id)
 
 
 def tokens_of(client: HandClient, request_id: str, child: int) -> bytes:
-    """What a sample was given."""
+    """Return the tokens of a sample."""
     return b"".join(chunk.token_ids_data for chunk in client.chunks[request_id] if chunk.child == child)
 
 
 def errors_of(client: HandClient, request_id: str) -> dict[int, str | None]:
-    """How each sample that has ended did so, by child."""
+    """Return the error code, or None, of each sample that has ended, by child."""
     ended = [chunk for chunk in client.chunks[request_id] if chunk.is_terminal]
     return {chunk.child: None if chunk.error is None else chunk.error.code for chunk in ended}
 
 
 async def test_each_sibling_is_served_as_if_it_had_come_alone(heard_worker: StartHeard) -> None:
-    """Four samples of one message have the tokens that they have in four messages, each with its own seed."""
+    """Four samples of one message get the same tokens as in four messages, each with its own seed."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
         await client.hand_over(sampled("r", 6), "w", child=1, siblings=SIBLINGS)
@@ -64,14 +64,17 @@ async def test_each_sibling_is_served_as_if_it_had_come_alone(heard_worker: Star
         counters = worker.presence().counters
         assert counters is not None
         assert (counters.requests, counters.placed, counters.placements_refused) == (8, 4, 0)
-        # The client of this test does not say why.
+        # The client of this test gives no reason for its placement.
         assert (counters.placed_prefix, counters.placed_group) == (0, 0)
         assert client.presences["w"].capabilities is not None
         assert client.presences["w"].capabilities.request_groups
 
 
 async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worker: StartHeard) -> None:
-    """A message may be larger than the worker's room: the first samples run, and the others are the queue's."""
+    """If a message has more samples than free slots, the first samples run.
+
+    The other samples are rejected for the queue.
+    """
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
         await client.hand_over(endless("r"), "w", siblings=[Sibling(child) for child in range(1, 7)])
@@ -82,7 +85,7 @@ async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worke
         counters = worker.presence().counters
         assert counters is not None
         assert (counters.placed, counters.placements_refused, counters.rejected) == (4, 3, 3)
-        # A sample that is here already is neither refused nor run again.
+        # A sample that already runs is neither rejected nor run again.
         await client.hand_over(endless("r"), "w", child=2)
         await until_true(lambda: worker.stats().links.repeated == 1)
         await client.abort("w", *(RequestKey("r", 0, child) for child in range(4)))
@@ -91,7 +94,7 @@ async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worke
 
 
 async def test_an_abort_finds_what_the_engine_was_not_given_yet() -> None:
-    """A sibling that is aborted while others are added before it is ended as soon as it is there."""
+    """A sample that is aborted before the engine has it ends as soon as the engine has it."""
     runner = EngineRunner(SyntheticEngine(FOUR_SLOTS), timeout_s=SOON_S)
     await runner.start()
     steps: list[RequestStep | TokenBatch] = []
@@ -112,7 +115,7 @@ async def test_an_abort_finds_what_the_engine_was_not_given_yet() -> None:
 
 
 async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHeard) -> None:
-    """One message of the queue stands for one sample; every sample that it names learns so, and the message leaves."""
+    """A queue message must have one sample: otherwise each of its samples is rejected, and the message leaves."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, engine):
         await client.enqueue(short("r"), child=1, siblings=SIBLINGS)
         await client.until(lambda: len(errors_of(client, "r")) == 4)
@@ -126,7 +129,10 @@ async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHear
 
 
 async def test_siblings_that_wait_for_the_engine_are_refused_when_the_intake_stops(nats_url: str, fleet: str) -> None:
-    """What was admitted and not offered is the queue's again, each sample by itself; what was offered goes on."""
+    """When the intake stops, admitted samples without an offer are rejected for the queue.
+
+    Offered samples continue.
+    """
     engine = GatedEngine("add", config=FOUR_SLOTS)
     async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
         engine.gates["add"].set()
@@ -151,7 +157,7 @@ async def test_siblings_that_wait_for_the_engine_are_refused_when_the_intake_sto
 async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
     heard_worker: StartHeard, siblings: list[list[int]]
 ) -> None:
-    """Nothing of such a message is used, it is counted, and the worker goes on."""
+    """A message with duplicate children or too many of them is counted as bad and ignored."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
         message = msgspec.msgpack.decode(client.message(short("r"))) | {"siblings": siblings}
         subject = client.subjects.direct(client.name, "w")
@@ -167,9 +173,9 @@ async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
 async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(
     heard_worker: StartHeard, num_followers: int
 ) -> None:
-    """However many requests are placed at a worker with one slot, those that wait in its queue come in turns.
+    """However many requests are placed at a worker with one slot, queued requests get every second slot.
 
-    Also where each placed request would lead others of a group: while requests wait, it leads none.
+    This holds also if each placed request would lead others of a group: while requests wait, it leads none.
     """
     config = SyntheticConfig(step_s=0.002, max_num_seqs=1, max_model_len=10_000_000)
     async with (
@@ -196,7 +202,10 @@ async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(
 
 
 def begun(client: HandClient, num_followers: int) -> list[str]:
-    """The first letters of the ids that the engine got, in order: requests that may wait are named twice."""
+    """Return the first letters of the request ids in the order in which the engine got them.
+
+    Requests that may wait are offered twice, so only their second offer counts.
+    """
     names = [key for _, key in client.offers]
     return [
         key.request_id[0]
@@ -206,12 +215,12 @@ def begun(client: HandClient, num_followers: int) -> list[str]:
 
 
 def count_queued(client: HandClient) -> int:
-    """Requests of the queue that were offered."""
+    """Return the number of offered requests from the queue."""
     return sum(key.request_id.startswith("q") for _, key in client.offers)
 
 
 async def flood(client: HandClient, num_followers: int) -> None:
-    """Place requests without a pause, each as soon as the one before is offered or refused."""
+    """Place requests without a pause, each as soon as the one before is offered or rejected."""
     number, siblings = 0, [Sibling(child) for child in range(1, 1 + num_followers)]
     while True:
         request_id = f"p{number}"
@@ -221,12 +230,12 @@ async def flood(client: HandClient, num_followers: int) -> None:
 
 
 def is_answered(client: HandClient, request_id: str) -> bool:
-    """The worker has offered or refused it."""
+    """Return True if the worker has offered or rejected the request."""
     return client.ended(request_id) or any(key.request_id == request_id for _, key in client.offers)
 
 
 def has_ended(client: HandClient, key: RequestKey) -> bool:
-    """The worker has ended this sample."""
+    """Return True if the worker has ended this sample."""
     return any(chunk.child == key.child and chunk.is_terminal for chunk in client.chunks[key.request_id])
 
 

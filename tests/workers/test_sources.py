@@ -22,14 +22,17 @@ def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] 
 
 
 async def refusal(checked: WeightSources, path: Path | str) -> ControlError:
-    """What is said about a checkpoint that must be refused."""
+    """Return the error for a checkpoint that must be rejected."""
     with pytest.raises(ControlError) as raised:
         await checked.checkpoint(WeightSource(path=str(path)), ignore)
     return raised.value
 
 
 async def test_a_good_checkpoint_is_given_by_its_real_path(tmp_path: Path) -> None:
-    """A folder with the own checkpoint's tensors is accepted, in one file or in shards, through symlinks and `..`."""
+    """A folder with the tensors of the worker's checkpoint is accepted, in one file or in shards.
+
+    The path may contain symlinks and `..`.
+    """
     own = write_checkpoint(tmp_path / "own")
     single = write_checkpoint(tmp_path / "root" / "step-1", fill=1)
     sharded = write_sharded(tmp_path / "root" / "step-2")
@@ -43,7 +46,7 @@ async def test_a_good_checkpoint_is_given_by_its_real_path(tmp_path: Path) -> No
         (f"{tmp_path}/link/step-2", sharded),
     ):
         assert await checked.checkpoint(WeightSource(path=given), stages.append) == real
-    # What was read ahead once is in memory.
+    # Files that were read ahead once are in memory.
     assert stages == ["checking", "reading", "checking", "checking", "reading"]
 
 
@@ -56,7 +59,7 @@ async def test_a_root_may_be_a_symlink(tmp_path: Path) -> None:
 
 
 async def test_without_roots_every_path_is_refused(tmp_path: Path) -> None:
-    """The refusal says how to allow a path."""
+    """Without roots, every path is rejected, and the error states how to allow a path."""
     error = await refusal(sources(tmp_path, roots=()), write_checkpoint(tmp_path / "step-1"))
 
     assert error.code is ControlCode.PATH_REFUSED
@@ -65,7 +68,10 @@ async def test_without_roots_every_path_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["{tmp}/outside", "{tmp}/root/../outside", "{tmp}/root/link", "{tmp}/root-2", "/"])
 async def test_a_path_that_leads_out_of_the_roots_is_refused(tmp_path: Path, path: str) -> None:
-    """Symlinks, `..` and names that only begin like a root lead out; the refusal names roots and the way to allow."""
+    """A path may leave a root by symlinks, by `..` or by a name that only begins like a root.
+
+    The error states the roots and how to allow a path.
+    """
     outside = write_checkpoint(tmp_path / "outside")
     write_checkpoint(tmp_path / "root-2")
     (tmp_path / "root").mkdir()
@@ -81,13 +87,13 @@ async def test_a_path_that_leads_out_of_the_roots_is_refused(tmp_path: Path, pat
 
 @pytest.mark.parametrize("path", ["root/step-1", "", "/tmp/\0"])
 async def test_a_path_must_be_absolute(tmp_path: Path, path: str) -> None:
-    """What a path means must not depend on where the worker was started."""
+    """A path must be absolute, so that its meaning does not depend on the worker's start folder."""
     assert (await refusal(sources(tmp_path), path)).code is ControlCode.PATH_REFUSED
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "deep/er.txt"])
 async def test_a_file_that_leads_out_of_the_roots_is_refused(tmp_path: Path, name: str) -> None:
-    """Every file of the folder must really lie below a root: the engine follows symlinks."""
+    """The real path of every file must be below a root, because the engine follows symlinks."""
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     secret = tmp_path / "secret"
     (folder / name).parent.mkdir(exist_ok=True)
@@ -104,7 +110,7 @@ async def test_a_file_that_leads_out_of_the_roots_is_refused(tmp_path: Path, nam
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 async def test_refusals_name_paths_as_they_were_given(tmp_path: Path, name: str) -> None:
-    """Where symlinks lead, those of the roots too, is not said: clients need not know the worker's disks."""
+    """Errors do not reveal the targets of symlinks, also of roots: clients need not know the worker's disks."""
     disk = tmp_path / "disk"
     real = write_checkpoint(disk / "real")
     (tmp_path / "root").symlink_to(disk)
@@ -130,7 +136,7 @@ async def test_refusals_name_paths_as_they_were_given(tmp_path: Path, name: str)
 
 
 async def test_symlinks_within_the_roots_are_fine(tmp_path: Path) -> None:
-    """Checkpoints whose files are links to blobs beside them are common."""
+    """Files that are symlinks to blobs beside their folder are accepted, because such checkpoints are common."""
     folder = write_checkpoint(tmp_path / "root" / "snapshot")
     blobs = tmp_path / "root" / "blobs"
     blobs.mkdir()
@@ -141,17 +147,17 @@ async def test_symlinks_within_the_roots_are_fine(tmp_path: Path) -> None:
 
 
 def delete(name: str) -> Callable[[Path], None]:
-    """A change that deletes a file."""
+    """Return a change that deletes a file."""
     return lambda folder: (folder / name).unlink()
 
 
 def write(name: str, data: bytes) -> Callable[[Path], object]:
-    """A change that writes a file."""
+    """Return a change that writes a file."""
     return lambda folder: (folder / name).write_bytes(data)
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """A change that puts something else in a file's place."""
+    """Return a change that replaces a file by another kind of file."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -161,7 +167,7 @@ def replace(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    """A change that cuts off a byte."""
+    """Return a change that removes the last byte."""
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 1)
 
 
@@ -189,7 +195,7 @@ INDEX = "model.safetensors.index.json"
     ],
 )
 async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
-    """Whatever is missing, cut off or something else is named, with what was expected; nothing hangs."""
+    """A missing, truncated or wrong file is named with the expected content, and the check never hangs."""
     folder = write_sharded(write_checkpoint(tmp_path / "root" / "step-1"))
     (folder / "model.safetensors").unlink()
     change(folder)
@@ -214,7 +220,7 @@ async def test_a_damaged_checkpoint_is_refused(tmp_path: Path, change: Callable[
 async def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, said: str
 ) -> None:
-    """Every tensor of the own checkpoint must be there with its shape and dtype, and none besides."""
+    """A checkpoint must have exactly the tensors of the worker's checkpoint, with the same shapes and dtypes."""
     folder = write_checkpoint(tmp_path / "root" / "step-1", shapes, dtype=dtype)
     own = write_checkpoint(tmp_path / "own")
 
@@ -222,12 +228,12 @@ async def test_a_checkpoint_of_another_model_is_refused(
 
     assert error.code is ControlCode.BAD_SOURCE
     assert said in error.message
-    # Without an own checkpoint it is only checked in itself.
+    # Without a checkpoint of the worker, only the consistency of the folder is checked.
     assert await sources(tmp_path).checkpoint(WeightSource(path=str(folder)), ignore) == folder
 
 
 async def test_a_configuration_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
-    """What a reload would not bring, but a fresh start would, must be the same; what does not count may differ."""
+    """Settings that only a fresh start would apply must be equal. Settings without effect may differ."""
     own = write_checkpoint(tmp_path / "own")
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     config = {"model_type": "none", "transformers_version": "5", "rope_theta": 10000}
@@ -241,7 +247,7 @@ async def test_a_configuration_that_computes_otherwise_is_refused(tmp_path: Path
 
 
 async def test_the_own_checkpoint_is_read_once(tmp_path: Path) -> None:
-    """What the engine has does not change when its files are deleted or replaced."""
+    """The worker reads its own checkpoint once, because its engine keeps the weights if the files change."""
     own = write_checkpoint(tmp_path / "own")
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path, own=own)
@@ -252,7 +258,7 @@ async def test_the_own_checkpoint_is_read_once(tmp_path: Path) -> None:
 
 
 async def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operating system's word is passed on."""
+    """An unreadable file is named with the operating system's message."""
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path)
 
@@ -265,7 +271,7 @@ async def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_a_folder_must_be_one(tmp_path: Path) -> None:
-    """A file and nothing at all are refused by name."""
+    """A file or a missing folder is rejected by name."""
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path)
 
@@ -276,6 +282,6 @@ async def test_a_folder_must_be_one(tmp_path: Path) -> None:
 
 
 async def test_a_worker_without_an_object_store_says_so(tmp_path: Path) -> None:
-    """Such sources are refused by name."""
+    """A worker without an object store rejects sources in the store by name."""
     with pytest.raises(ControlError, match="objects:bucket/step-1 is refused: this worker reads no object store"):
         await sources(tmp_path).checkpoint(WeightSource(objects="bucket/step-1"), ignore)

@@ -20,21 +20,21 @@ def sources(tmp_path: Path, *, is_own_known: bool = True) -> WeightSources:
 
 
 async def refusal(checked: WeightSources, path: Path) -> ControlError:
-    """What is said about an adapter that must be refused."""
+    """Return the error for an adapter that must be rejected."""
     with pytest.raises(ControlError) as raised:
         await checked.adapter(WeightSource(path=str(path)), ignore)
     return raised.value
 
 
 async def test_a_good_adapter_is_given_by_its_real_path(tmp_path: Path) -> None:
-    """Pairs that fit weights of the base are accepted."""
+    """An adapter is accepted if its pairs fit weights of the base model."""
     folder = write_adapter(tmp_path / "root" / "lora")
 
     assert await sources(tmp_path).adapter(WeightSource(path=str(folder)), ignore) == folder
 
 
 async def test_an_adapter_outside_the_roots_is_refused(tmp_path: Path) -> None:
-    """Adapters come from the same roots as weights."""
+    """The roots of weights apply to adapters too."""
     (tmp_path / "root").mkdir()
 
     error = await refusal(sources(tmp_path), write_adapter(tmp_path / "lora"))
@@ -58,7 +58,10 @@ async def test_an_adapter_outside_the_roots_is_refused(tmp_path: Path) -> None:
 async def test_an_adapter_of_another_base_is_refused(
     tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str
 ) -> None:
-    """Modules that the base does not have, or has in another shape, are named; without an own checkpoint they pass."""
+    """Modules that the base lacks or has in another shape are named.
+
+    Without a checkpoint of the worker, they are accepted.
+    """
     folder = write_adapter(tmp_path / "root" / "lora", shapes=shapes)
 
     error = await refusal(sources(tmp_path), folder)
@@ -87,7 +90,7 @@ async def test_an_adapter_of_another_base_is_refused(
 async def test_an_adapter_that_contradicts_itself_is_refused(
     tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str
 ) -> None:
-    """Halves of pairs, ranks that differ, and tensors that are no LoRA are named, also where the base is not known."""
+    """Incomplete pairs, different ranks, and tensors that are no LoRA are named, also if the base is unknown."""
     folder = write_adapter(tmp_path / "root" / "lora", shapes=shapes)
 
     assert said in (await refusal(sources(tmp_path, is_own_known=False), folder)).message
@@ -110,7 +113,7 @@ async def test_an_adapter_that_contradicts_itself_is_refused(
     ],
 )
 async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    """What engines do not serve, or would serve wrongly, is refused by name."""
+    """Settings that engines do not support, or would apply wrongly, are rejected by name."""
     folder = write_adapter(tmp_path / "root" / "lora", **config)
 
     assert said in (await refusal(sources(tmp_path), folder)).message
@@ -118,7 +121,7 @@ async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dic
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 async def test_a_missing_file_of_an_adapter_is_named(tmp_path: Path, name: str) -> None:
-    """Both files must be there."""
+    """An adapter needs both of its files."""
     folder = write_adapter(tmp_path / "root" / "lora")
     (folder / name).unlink()
 

@@ -19,12 +19,12 @@ def write(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 def entry(begin: int, end: int, shape: list[int], dtype: str = "F32", **more: object) -> dict[str, object]:
-    """What a header says of one tensor."""
+    """Return the header entry of one tensor."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 
 def test_a_header_gives_dtypes_and_shapes(tmp_path: Path) -> None:
-    """Names, dtypes and shapes are as written, in whichever order; metadata are no tensors."""
+    """Names, dtypes and shapes are as written, in any order. Metadata are no tensors."""
     header = {"__metadata__": {"format": "pt"}, "b": entry(8, 12, [2], "BF16"), "a": entry(0, 8, [1, 2])}
     path = write(tmp_path / "x", header | {"c": entry(12, 12, [0, 5])}, bytes(12))
 
@@ -60,7 +60,7 @@ def test_a_header_gives_dtypes_and_shapes(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, header: Any, size: int, said: str) -> None:
-    """Holes, overlaps, sizes that do not fit, and whatever is no header."""
+    """A header with holes, overlaps or wrong sizes is rejected, and so is content that is no header."""
     with pytest.raises(ControlError) as raised:
         read_header(write(tmp_path / "x", header, bytes(size)))
 
@@ -70,7 +70,7 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, header: Any
 
 
 def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
-    """The length is bounded before it is believed, also in a sparse file of that size."""
+    """The length of a header is checked against a maximum before it is used, also in a sparse file of that size."""
     path = tmp_path / "x"
     with path.open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
@@ -83,7 +83,7 @@ def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(st.data())
 def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever bytes are changed or cut off, the outcome is a header or a `ControlError`."""
+    """Whatever bytes are changed or removed, the result is a header or a `ControlError`."""
     content = bytearray(write_safetensors(tmp_path / "x", MODEL).read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -19,7 +19,7 @@ from tests.support.objects import BUCKET_BYTES, files_in, fresh_bucket
 
 
 def worker(nats_url: str, tmp_path: Path, name: str) -> WeightSources:
-    """The sources of a worker that allows no path."""
+    """Return the sources of a worker that allows no path."""
     own = write_checkpoint(tmp_path / "own")
     objects = ObjectReader(nats_url, name="test")
     return WeightSources(roots=(), own=own, cache=tmp_path / "cache", model="m", worker=name, objects=objects)
@@ -27,13 +27,13 @@ def worker(nats_url: str, tmp_path: Path, name: str) -> WeightSources:
 
 @contextlib.asynccontextmanager
 async def store(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple["Uploads", WeightSources]]:
-    """A bucket, and the sources of a worker that allows no path."""
+    """Yield a bucket, and the sources of a worker that allows no path."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         yield Uploads(nats, bucket), worker(nats_url, tmp_path, "w1")
 
 
 def kept(tmp_path: Path, kind: str = "checkpoints") -> set[Path]:
-    """The complete folders on the machine; nothing that is half there is beside them."""
+    """Return the complete folders on the machine, and assert that no incomplete folder is beside them."""
     entries = (tmp_path / "cache" / "shared.weights" / kind).iterdir()
     return {entry for entry in entries if not entry.name.endswith(".lock")}
 
@@ -52,7 +52,7 @@ class Uploads:
 
 
 async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
-    """It is fetched, checked like a path, and given; a second time it is only checked."""
+    """A checkpoint in the store is fetched, and checked like a path. The second time it is only checked."""
     stages: list[str] = []
     folder = write_checkpoint(tmp_path / "step-1", fill=1)
     async with store(nats_url, tmp_path) as (uploads, sources):
@@ -72,7 +72,10 @@ async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Pat
 async def test_a_staged_folder_that_somebody_changes_is_not_used(
     nats_url: str, tmp_path: Path, is_loaded: bool, code: ControlCode
 ) -> None:
-    """Neither between its check and its load, nor while an engine reads it; staged again, it is right."""
+    """A staged folder that changes between check and load, or during the load, is not used.
+
+    After another staging, it is correct.
+    """
     folder = write_checkpoint(tmp_path / "step-1", fill=1)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(folder)
@@ -91,7 +94,7 @@ async def test_a_staged_folder_that_somebody_changes_is_not_used(
 
 
 async def test_a_staged_adapter_that_somebody_changes_is_not_used(nats_url: str, tmp_path: Path) -> None:
-    """As a checkpoint; and staged again, it is right."""
+    """A staged adapter that changes before or during its load is not used. After another staging, it is correct."""
     folder = write_adapter(tmp_path / "lora")
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(folder)
@@ -121,18 +124,18 @@ def change(folder: Path) -> None:
     """Write other content of the same size into a file."""
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    os.utime(file, ns=(0, 0))  # a moment of its own, whatever the clock of the disk is like
+    os.utime(file, ns=(0, 0))  # a different time, whatever the resolution of the disk's clock
 
 
 async def test_an_adapter_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
-    """No shared disk is needed for adapters either."""
+    """An adapter in the store needs no shared disk."""
     folder = write_adapter(tmp_path / "lora")
     async with store(nats_url, tmp_path) as (uploads, sources):
         assert files_in(await sources.adapter(await uploads.put(folder), ignore)) == files_in(folder)
 
 
 async def test_a_bad_checkpoint_from_the_store_is_refused_and_deleted(nats_url: str, tmp_path: Path) -> None:
-    """It does not take the place of a good one."""
+    """An invalid checkpoint from the store is rejected and deleted, and does not replace a valid one."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         good = await sources.checkpoint(await uploads.put(write_checkpoint(tmp_path / "step-1")), ignore)
         bad: list[dict[str, tuple[int, ...]]] = [MODEL | {"extra": (1,)}, {"other": (1,)}, {}]
@@ -146,7 +149,7 @@ async def test_a_bad_checkpoint_from_the_store_is_refused_and_deleted(nats_url: 
 
 
 async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> None:
-    """Older ones are deleted, by when they were last used; adapters are counted apart."""
+    """The two checkpoints that were used last stay, and older ones are deleted. Adapters are counted separately."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         lora = await sources.adapter(await uploads.put(write_adapter(tmp_path / "lora")), ignore)
         steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in (1, 2, 3)]
@@ -161,7 +164,7 @@ async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> N
 
 
 async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None:
-    """However many others are fetched meanwhile, and afterwards, until it has read others."""
+    """A folder that an engine reads stays, also after newer folders, until the engine has read another one."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in range(5)]
         first = await sources.checkpoint(steps[0], ignore)
@@ -182,7 +185,7 @@ async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None
 async def test_new_content_under_an_old_name_is_fetched(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
 ) -> None:
-    """What was fetched before under the same prefix is not taken for it: once it was loaded, or after a while."""
+    """New content under an old prefix is fetched, after the old content was loaded or after a while."""
     monkeypatch.setattr(staged, "UPLOAD_GOOD_S", 3600.0 if is_loaded else 0.0)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
@@ -196,7 +199,10 @@ async def test_new_content_under_an_old_name_is_fetched(
 
 
 async def test_the_cache_of_an_older_release_is_deleted(nats_url: str, tmp_path: Path) -> None:
-    """It is this worker's alone; nothing else that lies there is deleted, and nothing of the other workers."""
+    """Only this worker's cache of an older release is deleted.
+
+    Other files and the caches of other workers stay.
+    """
     old, other = tmp_path / "cache" / "w1", tmp_path / "cache" / "w2"
     for left in (old / ".objects-1", old / "objects-2", other / "objects-3"):
         write_checkpoint(left)
@@ -216,7 +222,7 @@ async def test_the_cache_of_an_older_release_is_deleted(nats_url: str, tmp_path:
 
 
 async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
-    """While a checkpoint is being fetched, one on this machine is checked; a second fetch waits its turn."""
+    """During a fetch, a checkpoint on this machine can be checked. A second fetch waits."""
     opening, go_on = asyncio.Event(), asyncio.Event()
     folders: list[str] = []
 
@@ -255,7 +261,7 @@ async def test_a_path_does_not_wait_for_the_store(tmp_path: Path) -> None:
 async def test_a_disk_that_cannot_be_cleaned_fails_no_staging(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was staged is complete, whatever becomes of the older folders."""
+    """A staged folder is complete, also if older folders cannot be deleted."""
 
     def fail(_store: FolderStore) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -288,7 +294,10 @@ def _flip_last_byte(path: Path) -> None:
 async def test_a_damaged_folder_is_fetched_anew(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, boot: str
 ) -> None:
-    """By hand or by a crash of the machine, though both workers hold it: whoever asks for it next has it rebuilt."""
+    """The next worker rebuilds a damaged folder, although both workers hold it.
+
+    The damage may come from a program or from a crash of the machine.
+    """
     folder = write_checkpoint(tmp_path / "step-1", fill=1)
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(folder)
@@ -313,7 +322,7 @@ async def test_a_damaged_folder_is_fetched_anew(
 
 
 async def test_a_folder_that_was_touched_and_not_changed_stays(nats_url: str, tmp_path: Path) -> None:
-    """Its content is compared with the store, once."""
+    """A folder with a new time of change is compared with the store once, and stays if its content is equal."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_checkpoint(tmp_path / "step-1", fill=1))
         fetched = await sources.checkpoint(source, ignore)
@@ -327,7 +336,10 @@ async def test_a_folder_that_was_touched_and_not_changed_stays(nats_url: str, tm
 
 
 async def test_an_adapter_is_loaded_again_without_the_store(nats_url: str, tmp_path: Path) -> None:
-    """While requests wait nothing is fetched: the upload that the engine had is at hand, however old it is."""
+    """A reload uses the adapter's files on the machine, however old they are.
+
+    Requests wait during a reload, so nothing is fetched.
+    """
     async with store(nats_url, tmp_path) as (uploads, sources):
         source = await uploads.put(write_adapter(tmp_path / "lora"))
         folder = await sources.adapter(source, ignore)
@@ -340,7 +352,7 @@ async def test_an_adapter_is_loaded_again_without_the_store(nats_url: str, tmp_p
 
 
 async def test_a_builder_shows_that_it_gets_on(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that wait for its folder see the lock file change; after the building nothing touches it."""
+    """A builder touches its lock file, so that waiting workers see its progress. After the build, it stops."""
     touched: list[PartialFolder] = []
 
     def touch(partial: PartialFolder) -> None:

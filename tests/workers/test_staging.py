@@ -1,4 +1,4 @@
-"""Sources are staged beside the reconciler: what else is desired is brought about meanwhile."""
+"""Sources are staged beside the reconciler, so other parts of the desired state are applied meanwhile."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,18 +24,18 @@ BASE = "bucket/versions"
 
 
 class Store:
-    """Stands for the object store, with a gate for each source: `BASE/<name>` is the checkpoint `root/<name>`."""
+    """A stand-in for the object store with a gate for each source: `BASE/<name>` is the checkpoint `root/<name>`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self.gates: dict[str, asyncio.Event] = {}
         self.calls: list[str] = []
-        """Sources that were asked for."""
+        """The requested sources."""
         self.cancelled: list[str] = []
         self.is_away = False
 
     def add(self, name: str, fill: int, *, is_open: bool = False) -> dict[str, str]:
-        """Make a checkpoint; returns its source."""
+        """Write a checkpoint, and return its source."""
         write_checkpoint(self._root / name, fill=fill)
         self.gates[name] = asyncio.Event()
         if is_open:
@@ -43,7 +43,7 @@ class Store:
         return {"objects": f"{BASE}/{name}"}
 
     async def checkpoint(self, source: WeightSource, report: Callable[[str], None]) -> Path:
-        """As `WeightSources.checkpoint`."""
+        """Return the checkpoint as `WeightSources.checkpoint` does."""
         name = str(source.objects).rpartition("/")[2]
         self.calls.append(name)
         report("fetching")
@@ -59,7 +59,7 @@ class Store:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The store that all workers of the test read."""
+    """Return the store that all workers of the test read."""
     made = Store(tmp_path)
 
     async def checkpoint(_self: WeightSources, source: WeightSource, report: Callable[[str], None]) -> Path:
@@ -70,7 +70,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: StartControlled, store: Store) -> None:
-    """Older weights than the recorded ones take no requests; pause, drain and resume do not wait for the download."""
+    """Pause, drain and resume do not wait for a download.
+
+    A worker with older weights than the recorded ones accepts no requests.
+    """
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -102,7 +105,7 @@ async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: St
 
 
 async def test_a_newer_record_cancels_an_older_staging(controlled_worker: StartControlled, store: Store) -> None:
-    """The older update is stale, its download ends, and its weights are never loaded."""
+    """A newer update makes an older update stale, cancels its download, and its weights are never loaded."""
     async with controlled_worker(weight_version=1) as (client, boss, _, engine):
         older = await boss.command("update_weights", version=2, source=store.add("2", 2))
         await boss.until(lambda: store.calls == ["2"])
@@ -121,7 +124,7 @@ async def test_a_newer_record_cancels_an_older_staging(controlled_worker: StartC
 
 
 async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: StartControlled, store: Store) -> None:
-    """A recorded source that a check is staging is not begun anew; both commands are answered when it is there."""
+    """An update continues the staging of a check with the same source. Both commands get their acks afterwards."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         source = store.add("2", 2)
         check = await boss.command("check_weights", source=source)
@@ -134,13 +137,16 @@ async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: S
 
         assert (await boss.final(check)).status is AckStatus.APPLIED
         assert (await boss.final(update)).weight_version == 2
-        # Staged once, and asked for once more by the switch, which finds it at hand.
+        # The source is staged once. The switch requests it again and finds it on the machine.
         assert store.calls == ["2", "2"]
         assert store.cancelled == []
 
 
 async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: StartControlled, store: Store) -> None:
-    """The older ones are stale, also one that still waits, and their staging ends; one of the same source is shared."""
+    """A newer check makes older checks stale, also those that still wait, and ends their staging.
+
+    Checks of the same source share one staging.
+    """
     async with controlled_worker(weight_version=1) as (_, boss, *_):
         first = await boss.command("check_weights", source=store.add("2", 2))
         await boss.until(lambda: store.calls == ["2"])
@@ -161,7 +167,7 @@ async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: 
 async def test_a_recorded_source_comes_before_one_that_is_checked(
     controlled_worker: StartControlled, store: Store
 ) -> None:
-    """A worker that must switch does not wait for the download of another check, which goes on afterwards."""
+    """An update does not wait for the download of a check with another source. The check continues afterwards."""
     async with controlled_worker(weight_version=1) as (_, boss, *_):
         check = await boss.command("check_weights", source=store.add("3", 3))
         await boss.until(lambda: store.calls == ["3"])
@@ -175,7 +181,7 @@ async def test_a_recorded_source_comes_before_one_that_is_checked(
 async def test_a_late_joiner_serves_nothing_before_its_weights_are_there(
     nats_url: str, fleet: str, store: Store
 ) -> None:
-    """What is recorded is staged by a worker that starts later; a pause reaches it meanwhile."""
+    """A worker that starts later stages the recorded weights before it serves. Pauses are applied meanwhile."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("update_weights", version=5, source=store.add("5", 5))
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW):
@@ -196,7 +202,7 @@ async def test_a_late_joiner_serves_nothing_before_its_weights_are_there(
 async def test_a_staging_that_fails_is_tried_again(
     controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is outdated while the store is away, and has the recorded weights once it is back."""
+    """A worker is outdated while the store is away, and loads the recorded weights when the store is back."""
     monkeypatch.setattr(handled, "FETCH_RETRY_S", 0.0)
     store.is_away = True
     async with controlled_worker(weight_version=1) as (client, boss, *_):
@@ -213,7 +219,7 @@ async def test_a_staging_that_fails_is_tried_again(
 async def test_progress_is_told_while_it_moves(
     controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One ack for each stage; a check that waits for its source tells what it waits for."""
+    """A command gets one ack for each stage. A check that waits for its source reports that stage."""
     monkeypatch.setattr(ack_publisher, "PROGRESS_S", 0.0)
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         check = await boss.command("check_weights", source=store.add("2", 2))
@@ -231,14 +237,17 @@ async def test_progress_is_told_while_it_moves(
 
 @pytest.mark.proves("P16")
 async def test_where_the_time_of_an_update_goes(controlled_worker: StartControlled, store: Store) -> None:
-    """The parts add up, and the applied ack leaves when the engine goes on: no token of the old weights follows it."""
+    """The times of an update add up.
+
+    The applied ack leaves when the engine resumes, so no token of the old weights follows it.
+    """
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
         source = store.add("2", 2)
         check = await boss.command("check_weights", source=source)
         await boss.until(lambda: store.calls)
-        await asyncio.sleep(0.01)  # that staging takes a time that is told
+        await asyncio.sleep(0.01)  # staging then takes a measurable time
         store.gates["2"].set()
         await boss.final(check)
         applied = await boss.applied("update_weights", version=2, source=source)
@@ -258,7 +267,7 @@ async def test_where_the_time_of_an_update_goes(controlled_worker: StartControll
 async def test_an_update_under_a_pause_is_answered_while_it_holds(
     controlled_worker: StartControlled, store: Store
 ) -> None:
-    """The engine does not go on then; the ack leaves when the worker is paused again."""
+    """During a pause, the engine does not resume after an update. The ack leaves when the worker is paused again."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         await client.enqueue(endless("r"))
         await client.until(lambda: client.chunks["r"])
@@ -273,7 +282,7 @@ async def test_an_update_under_a_pause_is_answered_while_it_holds(
 async def test_a_poisoned_worker_counts_as_present_while_it_stages(
     controlled_worker: StartControlled, store: Store
 ) -> None:
-    """Requests may wait for it: it serves as soon as the recorded weights are there."""
+    """A poisoned worker that stages new weights is `updating`, so requests may wait for it: it serves afterwards."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         await boss.applied("fence", reason="for the test")
         await client.until_state("w", WorkerState.POISONED)
@@ -290,7 +299,10 @@ async def test_a_poisoned_worker_counts_as_present_while_it_stages(
 async def test_an_adapter_is_staged_while_the_worker_serves(
     controlled_worker: StartControlled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests run during its download, and the adapter is there afterwards; one that cannot be had changes nothing."""
+    """Requests run during the download of an adapter, which is then loaded.
+
+    An adapter that cannot be fetched changes nothing.
+    """
     gate = asyncio.Event()
 
     async def adapter(

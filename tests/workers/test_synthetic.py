@@ -1,4 +1,4 @@
-"""The synthetic engine does what a controller may ask of an engine, and goes wrong where it is told to."""
+"""The synthetic engine supports all calls of a controller, and simulates the configured faults."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,20 @@ Collected = dict[str, list[RequestStep]]
 
 
 def checkpoint(folder: Path, content: bytes) -> Path:
-    """A folder with one file of weights."""
+    """Write a folder with one file of weights, and return it."""
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(content)
     return folder
 
 
 def request(length: int = 40, num_tokens: int = 4, **fields: object) -> GenerateRequest:
-    """A greedy request."""
+    """Return a greedy request."""
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     return GenerateRequest(prompt_token_ids=list(range(length)), sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 class Reader:
-    """Reads an engine's steps and tells when a request has ended."""
+    """Reads an engine's steps, and notifies waiters of new steps."""
 
     def __init__(self, engine: SyntheticEngine) -> None:
         self.engine = engine
@@ -48,17 +48,17 @@ class Reader:
                 self._changed.notify_all()
 
     async def until_tokens(self, key: str, count: int) -> None:
-        """Wait until a request has made so many tokens."""
+        """Wait until a request has `count` steps."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.steps.get(key, ())) >= count)
 
     async def result(self, key: str, asked: GenerateRequest) -> list[RequestStep]:
-        """Run one request to its end."""
+        """Run one request to its end, and return its steps."""
         await self.engine.add(key, asked)
         return await self.end_of(key)
 
     async def end_of(self, key: str) -> list[RequestStep]:
-        """Wait for a request's end."""
+        """Wait for a request's end, and return its steps."""
         async with self._changed:
             await self._changed.wait_for(lambda: key in self.steps and self.steps[key][-1].finish_reason is not None)
         return self.steps[key]
@@ -66,7 +66,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def reading(engine: SyntheticEngine) -> AsyncIterator[Reader]:
-    """Start an engine and read its steps."""
+    """Start an engine, and yield a reader of its steps."""
     await engine.start()
     reader = Reader(engine)
     async with asyncio.TaskGroup() as tasks:
@@ -76,17 +76,20 @@ async def reading(engine: SyntheticEngine) -> AsyncIterator[Reader]:
 
 
 def tokens(steps: list[RequestStep]) -> list[int]:
-    """What was sampled."""
+    """Return the sampled tokens."""
     return [int(token) for step in steps for token in step.token_ids]
 
 
 def routing(steps: list[RequestStep]) -> bytes:
-    """All rows."""
+    """Return the bytes of all rows."""
     return np.concatenate([step.routed_experts for step in steps if step.routed_experts is not None]).tobytes()
 
 
 async def test_a_paused_engine_makes_no_step_and_goes_on_where_it_stopped() -> None:
-    """What was sampled before is handed over when `pause` returns; the stream goes on as one that was never paused."""
+    """Tokens that were sampled before are delivered when `pause` returns.
+
+    The stream then equals a stream without a pause.
+    """
     async with reading(SyntheticEngine()) as reader:
         undisturbed = tokens(await reader.result("a", request(num_tokens=200)))
         await reader.engine.add("b", request(num_tokens=200))
@@ -105,7 +108,7 @@ async def test_a_paused_engine_makes_no_step_and_goes_on_where_it_stopped() -> N
 
 
 async def test_requests_are_aborted_while_paused() -> None:
-    """An abort ends a frozen request without a token."""
+    """An abort during a pause ends a request without another token."""
     async with reading(SyntheticEngine()) as reader:
         await reader.engine.add("a", request(num_tokens=1000))
         await reader.until_tokens("a", 1)
@@ -119,7 +122,10 @@ async def test_requests_are_aborted_while_paused() -> None:
 
 
 async def test_the_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
-    """A worker that loads a checkpoint gives what one gives that was started on it; another gives something else."""
+    """An engine that loads a checkpoint gives the results of an engine that started with it.
+
+    Another checkpoint gives other results.
+    """
     first, second = checkpoint(tmp_path / "1", b"one"), checkpoint(tmp_path / "2", b"two")
     async with (
         reading(SyntheticEngine(model=first)) as updated,
@@ -133,7 +139,7 @@ async def test_the_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path) -> No
 
 
 async def test_a_prompt_that_older_weights_cached_is_not_found(tmp_path: Path) -> None:
-    """Weights, adapters and salts each have prefixes of their own; a reset forgets all."""
+    """Weights, adapters and salts each have separate cached prefixes, and a reset removes all."""
     folder = checkpoint(tmp_path / "1", b"one")
     async with reading(SyntheticEngine(SyntheticConfig(prefix_cache=True))) as reader:
         engine = reader.engine
@@ -153,7 +159,7 @@ async def test_a_prompt_that_older_weights_cached_is_not_found(tmp_path: Path) -
 
 
 async def test_the_cache_is_not_reset_under_running_requests() -> None:
-    """Unless their part is taken from them, or always when the engine is told to refuse."""
+    """A cache in use is reset only with `preempt`, and never if the engine is configured to refuse."""
     async with reading(SyntheticEngine()) as reader:
         await reader.engine.add("a", request(num_tokens=1000))
         await reader.until_tokens("a", 1)
@@ -165,7 +171,7 @@ async def test_the_cache_is_not_reset_under_running_requests() -> None:
 
 
 async def test_adapters_change_the_output_until_they_are_unloaded(tmp_path: Path) -> None:
-    """An adapter's bytes count, under its name; its absence is an error of the request."""
+    """The bytes of an adapter change the output under its name. Without the adapter, the request is an error."""
     one, two = checkpoint(tmp_path / "1", b"one"), checkpoint(tmp_path / "2", b"two")
     async with reading(SyntheticEngine(SyntheticConfig(max_loras=1))) as reader:
         engine = reader.engine
@@ -186,7 +192,10 @@ async def test_adapters_change_the_output_until_they_are_unloaded(tmp_path: Path
 
 
 async def test_weights_that_came_in_pieces_are_those_of_the_files(tmp_path: Path) -> None:
-    """Between start and finish they are neither the old nor the new; a piece without a start is refused."""
+    """Between start and finish of a transfer, the weights are neither old nor new.
+
+    A part without a start is rejected.
+    """
     folder = checkpoint(tmp_path / "1", b"onetwo")
     async with reading(SyntheticEngine(model=folder)) as fresh, reading(SyntheticEngine()) as reader:
         engine, expected = reader.engine, tokens(await fresh.result("a", request()))
@@ -209,7 +218,7 @@ async def test_weights_that_came_in_pieces_are_those_of_the_files(tmp_path: Path
 async def test_a_load_fails_before_or_after_it_touched_the_weights(
     fault: str, is_touched: bool, tmp_path: Path
 ) -> None:
-    """As configured, and only after the loads that are to succeed."""
+    """A load fails as configured, after the configured number of successful loads."""
     folder = checkpoint(tmp_path / "1", b"one")
     faults = SyntheticFaults(load=fault, good_loads=1)  # type: ignore[arg-type]
     async with reading(SyntheticEngine(SyntheticConfig(faults=faults))) as reader:
@@ -222,7 +231,7 @@ async def test_a_load_fails_before_or_after_it_touched_the_weights(
 
 
 async def test_a_load_may_lie_about_the_experts(tmp_path: Path) -> None:
-    """Tokens are right and the routing is not, as after vLLM's reload on a CPU."""
+    """A load can be configured to give right tokens and wrong routing, as vLLM's reload on a CPU does."""
     folder = checkpoint(tmp_path / "1", b"one")
     config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))
     async with reading(SyntheticEngine(config, folder)) as reader:
@@ -234,7 +243,7 @@ async def test_a_load_may_lie_about_the_experts(tmp_path: Path) -> None:
 
 
 async def test_a_sleeping_engine_makes_no_step_and_may_lose_its_weights(tmp_path: Path) -> None:
-    """Level 1 keeps the weights; after level 2 they have to be loaded again."""
+    """After sleep level 1 the engine still has its weights. After level 2 they must be loaded again."""
     folder = checkpoint(tmp_path / "1", b"one")
     async with reading(SyntheticEngine(model=folder)) as reader:
         before = tokens(await reader.result("a", request()))

@@ -1,4 +1,4 @@
-"""The synthetic engine computes its requests together, and each as if it were alone."""
+"""The synthetic engine computes its requests together, with the same results as alone."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rollbus.schemas.sampling import SamplingParams
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
 
 CONFIG = SyntheticConfig(vocab_size=24, max_model_len=48)
-"""So few tokens that requests meet the end of the sequence, and what they stop at."""
+"""A vocabulary so small that requests meet the end of the sequence and their stop tokens."""
 KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "greedy": ({"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}, {}),
     "to the end": ({"temperature": 0.0, "max_tokens": None}, {}),
@@ -27,14 +27,14 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 def request(kind: str) -> GenerateRequest:
-    """A request of this kind, with a prompt of its own."""
+    """Return a request of this kind with a unique prompt."""
     sampling, fields = KINDS[kind]
     prompt = [(len(kind) * i) % 24 for i in range(1, 8)]
     return GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling), **fields)  # type: ignore[arg-type]
 
 
 def in_full(step: RequestStep) -> tuple[object, ...]:
-    """All of a step, comparable."""
+    """Return all fields of a step in a form that can be compared."""
     arrays = step.token_ids, step.logprobs, step.routed_experts
     bytes_of = [None if array is None else (array.dtype, array.shape, array.tobytes()) for array in arrays]
     rest = step.top_logprobs, step.prompt_logprobs, step.routed_experts_start, step.cached_tokens
@@ -42,7 +42,7 @@ def in_full(step: RequestStep) -> tuple[object, ...]:
 
 
 async def run(joining: list[list[str]], aborted: dict[int, str] | None = None) -> dict[str, list[RequestStep]]:
-    """What an engine makes of requests whose kind is their key, some of which join with each step."""
+    """Return the engine's steps of requests with their kind as key, some of which join at each step."""
     engine = SyntheticEngine(CONFIG)
     await engine.start()
     made: dict[str, list[RequestStep]] = {}
@@ -66,7 +66,7 @@ async def run(joining: list[list[str]], aborted: dict[int, str] | None = None) -
 
 @pytest.mark.parametrize("per_step", [1, 3, len(KINDS)])
 async def test_what_shares_its_steps_does_not_change_a_request(per_step: int) -> None:
-    """Whatever joins, ends and is aborted beside it, a request gets what it gets alone, to the bit."""
+    """A request gets the same bits as alone, whatever requests join, end and are aborted beside it."""
     kinds = list(KINDS)
     joining = [kinds[i : i + per_step] for i in range(0, len(kinds), per_step)]
     together = await run(joining, {6: "greedy"})
@@ -81,7 +81,7 @@ async def test_what_shares_its_steps_does_not_change_a_request(per_step: int) ->
 
 
 async def test_the_ends_are_where_the_sampling_says() -> None:
-    """End of sequence, stop tokens, lengths: each is met in these runs, and none before its time."""
+    """Requests end at the end of sequence, at stop tokens and at their lengths, and never earlier."""
     made = await run([list(KINDS)])
     ends = {kind: (len(steps), steps[-1].finish_reason, steps[-1].stop_reason) for kind, steps in made.items()}
     assert ends["greedy"] == (20, FinishReason.LENGTH, None)
@@ -99,7 +99,7 @@ async def test_the_ends_are_where_the_sampling_says() -> None:
 
 
 async def test_the_tokens_are_those_of_every_release() -> None:
-    """What this model gave when it was made: figures of benches, and reports of faults, stay comparable."""
+    """The tokens never change between releases, so that bench figures and fault reports stay comparable."""
     made = await run([["greedy", "seeded", "penalties"]])
     tokens = {kind: np.concatenate([step.token_ids for step in steps])[:6].tolist() for kind, steps in made.items()}
     assert tokens == {
