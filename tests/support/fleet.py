@@ -26,7 +26,7 @@ async def synthetic_worker(
     """Run a worker until the block ends, then assert that its engine has no request (I7).
 
     By default no test outlasts the worker's lease. By default the worker also does not listen for another worker with
-    its id, because that wait takes a lease.
+    its id, because that wait lasts a whole lease.
 
     Args:
         fields: fields of the worker's configuration. With `model_path` the engine has the weights of that checkpoint.

@@ -43,7 +43,7 @@ class Load:
         """Complete all requests and check each result (I1 to I3, and equality with the expected result).
 
         Args:
-            strikes: what to call after this number of results.
+            strikes: functions to call, each by the number of results after which it is called.
             legs: how many workers may serve one attempt.
             on_result: called after each result.
         """

@@ -29,7 +29,7 @@ async def worker_process(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollbus.workers", "--nats", nats_url, "--fleet", fleet, "--engine-args", arguments),
         *engine,
-        # By default the worker does not listen for another worker with its id, because that takes a lease.
+        # By default the worker does not listen for another worker with its id, because that wait lasts a whole lease.
         *("--listen-s", "0"),
         *options,
         stderr=stderr,
