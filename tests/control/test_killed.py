@@ -26,7 +26,7 @@ async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
     It does so although it is started again on its own checkpoint.
     """
     one, two = folders(tmp_path)
-    hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first load is the one of the start
+    hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first load is that of the start
     loading = asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -123,7 +123,7 @@ async def test_a_worker_that_could_not_load_serves_nothing(
     The other worker serves. A restart makes the failed worker serve the new version.
     """
     one, two = folders(tmp_path)
-    fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first load is the one of the start
+    fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first load is that of the start
     async with serving(nats_url, fleet, one, 1) as (rb, _):
         async with start(nats_url, fleet, "w1", one, **fails):
             await rb.fleet.wait_for_workers(2)

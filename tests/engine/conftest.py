@@ -11,7 +11,7 @@ from rollbus.workers.engines.vllm.tiny_moe import make_tiny_moe
 from tests.support.vllm_engine import Engines, RunningEngine, running_engines
 
 OWN_PROCESS = {"distributed_executor_backend": "mp"}
-"""The model runs in its own process, as with several processes; else it runs in the engine core's process."""
+"""The model runs in its own process, as with several processes. By default it runs in the engine core's process."""
 SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 28}
 """Space for 131,072 tokens. vLLM fills it with zeros when an engine starts."""
 TIGHT = {

@@ -56,7 +56,7 @@ def copies_transposed(param: Any, loaded: Any) -> None:
 
 
 def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
-    """A tensor that equals the whole parameter is used without a copy, so a load cannot change it unnoticed."""
+    """A tensor that equals the whole parameter is used itself, without a copy, so no loader can have changed it."""
     came = tensor(4)
 
     for loader in (copies, copies_rows):
@@ -87,7 +87,10 @@ def test_what_a_loader_makes_of_tensors_is_kept_apart() -> None:
 
 
 def test_what_got_no_value_is_counted() -> None:
-    """Rows without a tensor are counted and differ from loaded zeros. With a loaded NaN, the count is unknown: 0."""
+    """Rows without a tensor are counted and differ from loaded zeros.
+
+    If NaN was loaded, the number is unknown, and reported as 0.
+    """
     found, num_absent = arranged(copies_rows, (tensor(3), 0))
     assert (num_absent, found[3].tolist()) == (3, [0, 0, 0])
 

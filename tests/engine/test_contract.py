@@ -1,4 +1,4 @@
-"""The contract names everything of vLLM that the adapter uses; no engine starts with a release that lacks a part."""
+"""The contract names all parts of vLLM that the adapter uses. No engine starts with a release that lacks a part."""
 
 import ast
 import importlib

@@ -37,7 +37,10 @@ def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestSt
 
 
 def test_a_prefill_leg_says_where_its_kv_is() -> None:
-    """Only the last step of a prefill phase carries the connector's parameters, and no other request does."""
+    """Only the last step of a prefill phase carries the connector's parameters.
+
+    Steps of other requests never do.
+    """
     step, _ = step_of(KvTransfer(), 0, finish_reason=FinishReason.LENGTH, kv_params=SAID)
     assert step.kv_params is not None
     assert msgspec.msgpack.decode(step.kv_params) == SAID

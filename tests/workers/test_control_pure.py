@@ -104,7 +104,7 @@ def test_what_is_desired_no_longer_comes_first() -> None:
 def test_what_a_worker_is_follows_from_its_registers(
     commands: list[AnyCommand], outcomes: dict[str, RegisterOutcome], expected: WorkerEvent
 ) -> None:
-    """A state that forbids serving precedes a command that stops it.
+    """A reason that forbids serving has priority over a command that stops serving.
 
     A failed pause counts as a pause, and a failed sleep does not count as a sleep.
     """

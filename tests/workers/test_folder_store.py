@@ -381,7 +381,7 @@ def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_what_is_left_beside_a_complete_folder_goes(tmp_path: Path) -> None:
-    """A partial folder beside a complete one is removed, unless another process builds or deletes it."""
+    """A partial folder beside a complete one is removed, also if that is in use, but not if its lock is held."""
     folders = store(tmp_path)
     held = await build(folders, "a")
     folders.partial("a").mkdir()

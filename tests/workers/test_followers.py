@@ -46,7 +46,7 @@ async def follow(client: HandClient, *children: int) -> None:
 
 
 async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker: StartHeard) -> None:
-    """Followers get free slots in their order, before queued requests."""
+    """Followers are offered immediately, and get the next free slots in their order, before queued requests."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
         await client.until(lambda: len(client.offers) == 4)
@@ -112,7 +112,7 @@ async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: S
 
 
 async def test_samples_that_are_placed_together_stay_together(heard_worker: StartHeard) -> None:
-    """The first samples of a placed group get slots, and the samples without a slot follow them."""
+    """If the client allows it, samples of a placed message without a slot follow those with a slot."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
         await follow(client, 0, 1, 2)

@@ -76,7 +76,7 @@ async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespa
 async def test_a_worker_that_served_meanwhile_is_ahead_of_it(clock: SimpleNamespace) -> None:
     """If a worker receives a presence of its successor before its own next heartbeat, it does not serve.
 
-    After repeated presences of the successor, it exits.
+    After several presences of the successor, it ends.
     """
     wire = Wire()
     life = make_life(wire)

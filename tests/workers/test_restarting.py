@@ -354,7 +354,10 @@ async def test_a_forced_flush_is_told_with_the_next_token(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("reports", [False, True])
 async def test_preemptions_are_told_where_the_engine_tells(tmp_path: Path, reports: bool) -> None:
-    """Each chunk states if its KV was recomputed. With an engine that does not report it, the field is empty."""
+    """With a preemption every five tokens, each fifth token is marked as having recomputed KV.
+
+    With an engine that does not report it, the field is empty.
+    """
     config = SyntheticConfig(reports_recomputed_kv=reports, faults=SyntheticFaults(preempt_every=5))
     async with rig(tmp_path, config) as worker:
         worker.links.reports_kv = worker.engine.reports_recomputed_kv

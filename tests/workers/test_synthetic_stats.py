@@ -1,4 +1,4 @@
-"""The load that a synthetic engine tells of."""
+"""The load that a synthetic engine reports."""
 
 import asyncio
 import time
@@ -16,14 +16,17 @@ PROMPT = list(range(3, 103))
 
 
 def request(prompt: list[int], max_tokens: int = 4) -> rollbus.GenerateRequest:
-    """A request that runs to its limit."""
+    """Return a request that runs to its limit."""
     return rollbus.GenerateRequest(
         prompt_token_ids=prompt, sampling=rollbus.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     )
 
 
 async def test_running_and_waiting_requests_and_their_kv() -> None:
-    """Requests beyond the batch wait; the tokens of those that run are in the KV cache; preempted ones are counted."""
+    """Requests beyond the batch size wait, and the KV cache holds the tokens of running requests.
+
+    Preempted requests are counted.
+    """
     engine = SyntheticEngine(SyntheticConfig(max_num_seqs=2, kv_cache_tokens=1000))
     assert engine.stats == EngineStats(kv_cache_use=0.0, running=0, waiting=0, preemptions=0, kv_cache_tokens=1000)
     await engine.start()
@@ -47,7 +50,10 @@ async def test_running_and_waiting_requests_and_their_kv() -> None:
 
 
 async def test_the_prefix_cache_is_told_of_where_there_is_one(nats_url: str, fleet: str) -> None:
-    """Queries and hits are in tokens, as clients read them; without a cache they are left out, and not 0."""
+    """Queries and hits of the prefix cache are in tokens, as clients read them.
+
+    Without a prefix cache they are None, not 0.
+    """
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w", config=SyntheticConfig(prefix_cache=True)),
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -68,7 +74,7 @@ async def test_the_prefix_cache_is_told_of_where_there_is_one(nats_url: str, fle
 
 
 async def test_the_pace_of_the_engine_is_its_rate() -> None:
-    """A step of a known time gives no more tokens a second than fit, for prompts and for tokens."""
+    """Prefill and decode rates are not above the rate that the step time allows."""
     step_s = 0.02
     engine = SyntheticEngine(SyntheticConfig(step_s=step_s, max_num_seqs=4))
     await engine.start()
@@ -88,7 +94,7 @@ async def test_the_pace_of_the_engine_is_its_rate() -> None:
 
 
 async def test_a_prompt_costs_what_the_prefix_cache_does_not_have() -> None:
-    """The rate of prefills is that of the configured cost, and tokens that were found cost nothing."""
+    """The prefill rate is that of the configured cost, and cached tokens cost nothing."""
     cost_s = 0.0001
     engine = SyntheticEngine(SyntheticConfig(prefix_cache=True, prefill_token_s=cost_s))
     await engine.start()
@@ -101,13 +107,16 @@ async def test_a_prompt_costs_what_the_prefix_cache_does_not_have() -> None:
         rates.append(engine.stats.prefill_tokens_per_s)
     assert None not in rates
     assert rates[0] <= 1 / cost_s  # type: ignore[operator]
-    # The second prefill had four tokens to compute, and measurements weigh by their tokens.
+    # The second prefill computed four tokens, and measurements are weighted by their tokens.
     assert rates[1] <= 1 / cost_s  # type: ignore[operator]
     await engine.close()
 
 
 def test_least_use_leaves_the_prefix_cache_first() -> None:
-    """And of one prompt its end, as a beginning is of use without it."""
+    """The prefix cache evicts the least recently used blocks, and the end of a prompt before its beginning.
+
+    A beginning is useful without its end.
+    """
     cache = PrefixCache(max_tokens=4 * 16)
     first, second = np.arange(49, dtype=np.uint64), np.arange(100, 149, dtype=np.uint64)
     assert [cache.add_prompt("", prompt) for prompt in (first, first, second)] == [0, 48, 0]
@@ -117,7 +126,10 @@ def test_least_use_leaves_the_prefix_cache_first() -> None:
 
 
 def test_a_prefix_cache_tells_the_age_of_its_oldest_prefix_once_it_has_forgotten_one() -> None:
-    """Until then nothing is gone; later, what was used before the oldest prefix is; a cleared cache begins anew."""
+    """A prefix cache has no age until its first eviction, and again after a clear.
+
+    Then all prompts that were used before the oldest prefix are evicted.
+    """
     cache = PrefixCache(max_tokens=4 * 16)
     prompts = [np.arange(start, start + 33, dtype=np.uint64) for start in (0, 100, 200)]
     used_at = []
@@ -128,7 +140,7 @@ def test_a_prefix_cache_tells_the_age_of_its_oldest_prefix_once_it_has_forgotten
         used_at.append(time.monotonic())
     oldest_s = cache.oldest_s(used_at[-1])
     assert oldest_s is not None
-    # The first prompt is gone: the oldest is the second.
+    # The first prompt is evicted, so the oldest one is the second.
     assert used_at[2] <= used_at[-1] - oldest_s <= used_at[3]
     cache.clear()
     assert cache.oldest_s(used_at[-1]) is None

@@ -1,4 +1,4 @@
-"""Tokens a second of an engine: what is measured, what weighs more, and what is left out."""
+"""The token rates of an engine: measured times, weights and omitted steps."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from rollbus.workers.engines.token_rates import MEMORY_S, TokenRates
 
 
 def both(rates: TokenRates) -> Any:
-    """Prefill and decode, to be compared with approximations."""
+    """Return the prefill and decode rates, to compare them with approximations."""
     return rates.prefill, rates.decode
 
 
 def test_nothing_is_said_before_something_was_measured() -> None:
-    """A rate that is not known is none, not 0."""
+    """An unknown rate is None, not 0."""
     rates = TokenRates()
     assert rates.prefill is None
     assert rates.decode is None
 
 
 def test_prefill_and_decode_are_measured_apart() -> None:
-    """A prompt counts from when it was scheduled to its first token, decoding the steps that made later tokens."""
+    """A prefill counts from its scheduling to its first token. Decoding counts the steps of later tokens."""
     rates = TokenRates()
     rates.add_prefill(1000, 100.0)
     rates.end_step(100.5, 0)
@@ -31,7 +31,7 @@ def test_prefill_and_decode_are_measured_apart() -> None:
 
 
 def test_idle_time_changes_nothing() -> None:
-    """An hour without requests is not an hour of slow ones."""
+    """Idle time does not count as computing time."""
     rates = TokenRates()
     for begin in (100.0, 3700.0):
         rates.add_prefill(1000, begin)
@@ -42,7 +42,7 @@ def test_idle_time_changes_nothing() -> None:
 
 
 def test_a_prompt_in_parts_counts_whole_beside_requests_that_decode() -> None:
-    """Its time begins with its first part, however many steps of others end meanwhile."""
+    """The time of a chunked prompt begins with its first chunk, however many steps of other requests end meanwhile."""
     rates = TokenRates()
     rates.end_step(100.0, 0)
     for number in range(1, 5):
@@ -53,7 +53,7 @@ def test_a_prompt_in_parts_counts_whole_beside_requests_that_decode() -> None:
 
 
 def test_long_prompts_decide_over_short_ones() -> None:
-    """A few tokens beside a batch that decodes say little of how fast a prompt is computed."""
+    """Long prompts outweigh short ones: a few tokens beside a decoding batch show little of the prefill rate."""
     rates = TokenRates()
     rates.add_prefill(4000, 100.0)
     rates.end_step(100.4, 0)
@@ -64,7 +64,7 @@ def test_long_prompts_decide_over_short_ones() -> None:
 
 
 def test_old_measurements_fade_with_the_time_computed() -> None:
-    """After several times its memory of computing, only the speed of now is left."""
+    """After several times `MEMORY_S` of computing, only the current rate counts."""
     rates = TokenRates()
     rates.end_step(0.0, 0)
     for number in range(1, 100):
@@ -76,7 +76,7 @@ def test_old_measurements_fade_with_the_time_computed() -> None:
 
 
 def test_a_pause_is_left_out() -> None:
-    """Neither the step after it counts, nor a prompt that was scheduled before it."""
+    """The step after a pause and a prompt that was scheduled before it do not count."""
     rates = TokenRates()
     rates.end_step(100.0, 0)
     rates.end_step(100.1, 4)
@@ -90,7 +90,7 @@ def test_a_pause_is_left_out() -> None:
 
 
 def test_steps_at_one_moment_do_no_harm() -> None:
-    """A clock that has not moved gives no measurement."""
+    """Steps at the same time give no measurement."""
     rates = TokenRates()
     rates.add_prefill(10, 100.0)
     rates.end_step(100.0, 0)

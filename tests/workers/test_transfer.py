@@ -1,4 +1,4 @@
-"""Weights that come through the engine's own transfer engine are verified and stamped like others."""
+"""Weights from the engine's own transfer engine are verified and get a version like other weights."""
 
 import asyncio
 import base64
@@ -20,21 +20,21 @@ from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, 
 from tests.workers.control_support import Rig, rig, update
 
 LONG = 60_000
-"""Tokens: a request that does not end by itself in a test."""
+"""The tokens of a request that does not end by itself in a test."""
 
 
 def chunk_of(path: Path) -> UpdateWeightChunk:
-    """A whole checkpoint in one piece."""
+    """Return a whole checkpoint as one part."""
     return UpdateWeightChunk(info={"data": base64.b64encode((path / "model.safetensors").read_bytes()).decode()})
 
 
 def is_open(worker: Rig) -> bool:
-    """A transfer is under way."""
+    """Return True if a transfer is open."""
     return worker.weights.is_transferring
 
 
 async def transfer(worker: Rig, path: Path, version: int) -> None:
-    """Pass a checkpoint to the engine, from start to finish."""
+    """Transfer a checkpoint to the engine, from start to finish."""
     await worker.transfer.init(InitWeightTransfer(info={}))
     await worker.transfer.start(StartWeightUpdate())
     await worker.transfer.add_chunk(chunk_of(path))
@@ -42,13 +42,13 @@ async def transfer(worker: Rig, path: Path, version: int) -> None:
 
 
 def was_fenced(worker: Rig, request_id: str) -> bool:
-    """The request has ended so that other workers go on with it."""
+    """Return True if the request ended as `worker_fenced`, so that other workers resume it."""
     end = worker.end(request_id)
     return end is not None and end.error is not None and end.error.code is ErrorCode.WORKER_FENCED
 
 
 async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """Streams are kept from the start on, and go on with the new weights after the finish."""
+    """The start of a transfer pauses streams, and they continue with the new weights after the finish."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b", fill=2) as fresh:
         path = worker.checkpoint("2", 2)
         await worker.start("r", LONG)
@@ -71,7 +71,7 @@ async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -
 
 
 async def test_a_finish_comes_twice(tmp_path: Path) -> None:
-    """The second has no effect; one of another version without a start is refused."""
+    """A repeated finish has no effect. A finish with another version needs a start."""
     async with rig(tmp_path) as worker:
         await transfer(worker, worker.checkpoint("2", 2), 2)
         canary = worker.weights.canary
@@ -87,7 +87,10 @@ async def test_a_finish_comes_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [UpdateWeightChunk(info={"neither": 1}), FinishWeightUpdate(version=2)])
 async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeightChunk | FinishWeightUpdate) -> None:
-    """A bad piece, or a finish with nothing: requests go to other workers, a later update makes the worker fit."""
+    """An invalid part or an empty finish poisons the worker, and its requests end as retryable.
+
+    A later update makes the worker serve again.
+    """
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -108,7 +111,10 @@ async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeig
 
 
 async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
-    """Streams go on as before; while another is open, its weights are half written all the same."""
+    """If the engine rejects a start, streams continue as before.
+
+    If another transfer was open, its weights are half-written.
+    """
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -127,7 +133,7 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
 
 
 async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Path) -> None:
-    """Frozen as it is, the engine is waited for: on return nothing is in flight, or the caller hears what is."""
+    """An abort during a transfer waits until the paused engine has removed the requests, or fails with their number."""
     gate = asyncio.Event()
     gate.set()
 
@@ -153,7 +159,7 @@ async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Pat
 
 
 async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
-    """Whoever sent it is dead: the weights are poisoned, once."""
+    """A transfer without commands for too long counts as abandoned by its controller, and poisons the weights once."""
     async with rig(tmp_path) as worker:
         await worker.transfer.start(StartWeightUpdate())
         heard_at = worker.transfer.last_command_at
@@ -166,7 +172,7 @@ async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
 
 
 async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:
-    """Its weights are whole again; a start may also begin anew."""
+    """An update ends an open transfer and makes the weights whole. A transfer may also be started again."""
     async with rig(tmp_path) as worker:
         await worker.transfer.start(StartWeightUpdate())
         await worker.transfer.start(StartWeightUpdate())
@@ -176,7 +182,7 @@ async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:
 
 
 async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: Path) -> None:
-    """An engine that dropped them leaves the worker poisoned."""
+    """Transferred weights cannot be loaded again, so an engine that dropped them leaves the worker poisoned."""
     async with rig(tmp_path) as worker:
         await transfer(worker, worker.checkpoint("2", 2), 2)
         await worker.engine.sleep(2)
@@ -187,7 +193,7 @@ async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: P
 
 
 async def test_an_engine_without_transfers_says_so(tmp_path: Path) -> None:
-    """Before anything is held up."""
+    """An engine without transfers rejects them before the worker pauses anything."""
     async with rig(tmp_path, SyntheticConfig(weight_transfer=False)) as worker:
         for attempt in (
             worker.transfer.init(InitWeightTransfer(info={})),

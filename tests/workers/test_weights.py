@@ -1,4 +1,4 @@
-"""Weights are replaced with a clean cut, and used only once they are verified."""
+"""Weights are replaced with an exact cut, and serve requests only after their verification."""
 
 import asyncio
 from pathlib import Path
@@ -14,12 +14,12 @@ from tests.support.checkpoints import write_checkpoint
 from tests.workers.control_support import PROMPT, rig, source, update
 
 LONG = 60_000
-"""Tokens: a request that does not end by itself in a test."""
+"""The tokens of a request that does not end by itself in a test."""
 
 
 @pytest.mark.proves("P16")
 async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_path: Path) -> None:
-    """Up to the cut its tokens are those of the old weights and bear their version, from there on those of the new."""
+    """Before the cut, a kept stream has tokens and version of the old weights, and afterwards of the new weights."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
         path = worker.checkpoint("2", 2)
         await worker.start("r", LONG)
@@ -43,19 +43,19 @@ async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_p
 @pytest.mark.proves("P19")
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseMode) -> None:
-    """Its canary and its output are those of a worker that was started on the checkpoint."""
+    """The canary and output of an updated worker equal those of a worker that started on the checkpoint."""
     async with rig(tmp_path / "a") as updated, rig(tmp_path / "b", fill=2) as fresh:
         before, cache_epoch = updated.weights.canary, updated.runner.cache_epoch
         canary = await updated.weights.update(update(updated.checkpoint("2", 2), 2, mode=mode), updated.report)
         await updated.flow.resume()
         assert before != canary == updated.weights.canary == fresh.weights.canary
-        # Whoever knows what was cached knows that it is of no use now.
+        # A new cache epoch voids all knowledge about the cached prefixes.
         assert updated.runner.cache_epoch > cache_epoch
         assert await updated.generate("r") == await fresh.generate("r")
 
 
 async def test_the_canary_of_an_engine_with_sampling_masks_is_that_of_others(tmp_path: Path) -> None:
-    """It refuses what is greedy by name; tokens, logprobs and rows of what the worker asks instead are the same."""
+    """An engine with sampling masks rejects greedy requests. The worker's other request gives the same canary."""
     masking = SyntheticConfig(sampling_mask=True)
     async with rig(tmp_path / "a", masking) as masked, rig(tmp_path / "b", fill=2) as fresh:
         path = masked.checkpoint("2", 2)
@@ -67,7 +67,7 @@ async def test_the_canary_of_an_engine_with_sampling_masks_is_that_of_others(tmp
 
 
 async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path) -> None:
-    """What the engine made for others while the canary ran waits until the worker goes on, with the new version."""
+    """Tokens that other requests get during the canary are held until the resume, and have the new version."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -84,7 +84,7 @@ async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path)
 
 @pytest.mark.proves("P16")
 async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp_path: Path) -> None:
-    """What was made under version 2 and not heard yet does not become version 3."""
+    """Unsent tokens of version 2 keep their version when version 3 follows."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -94,14 +94,14 @@ async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp
         await worker.until_tokens("r", len(worker.tokens("r")) + 1)
         versions = [token.weight_version for token in worker.tokens("r")]
         assert versions == sorted(versions)
-        # The canary takes eight steps, in which this request makes as many tokens at least.
+        # The canary needs eight steps, in which this request gets at least as many tokens.
         assert versions.count(2) >= 8
         assert versions.count(3) > 0
 
 
 @pytest.mark.proves("P28")
 async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
-    """An engine whose routing changes when it loads its own checkpoint again is not fit for work, and says so."""
+    """An engine whose routing changes when it reloads its own checkpoint does not start, and reports the reason."""
     config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))
     with pytest.raises(ExceptionGroup) as caught:
         async with rig(tmp_path, config):
@@ -110,7 +110,7 @@ async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
 
 
 async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint_comes_back(tmp_path: Path) -> None:
-    """A checkpoint that gave something else before poisons the worker, and what was held back is never heard."""
+    """A checkpoint with another canary than before poisons the worker, and held tokens are never sent."""
     async with rig(tmp_path) as worker:
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()
@@ -130,7 +130,7 @@ async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint
 
 
 async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
-    """Weights that give something else than the trainer's copy are not used; those that give the same are."""
+    """Weights whose canary differs from the trainer's canary are not used. Weights with the same canary are."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         good = await worker.weights.update(update(path, 2), worker.report)
@@ -144,7 +144,7 @@ async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
 
 
 async def test_what_the_trainer_expects_counts_also_of_weights_that_are_here(tmp_path: Path) -> None:
-    """Nothing is loaded then, and what they gave is what is compared."""
+    """For weights that are already loaded, the expected canary is compared with their earlier canary."""
     async with rig(tmp_path) as worker:
         first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         path = worker.checkpoint("3", 3)
@@ -156,7 +156,7 @@ async def test_what_the_trainer_expects_counts_also_of_weights_that_are_here(tmp
 
 
 async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
-    """Without routing in what is expected tokens and logprobs decide; what answers another request touches nothing."""
+    """An expected canary without routing is compared by tokens and log probabilities. A wrong length is rejected."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         good = await worker.weights.update(update(path, 2), worker.report)
@@ -172,7 +172,7 @@ async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
 
 
 async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_path: Path) -> None:
-    """What a folder gave before says nothing once its files have changed."""
+    """The earlier canary of a folder does not count after its files have changed."""
     async with rig(tmp_path) as worker:
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         write_checkpoint(worker.own, fill=9)
@@ -181,7 +181,7 @@ async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_pat
 
 
 async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Path) -> None:
-    """Version, weights and the requests that were kept are those of before."""
+    """If the engine refuses to load, the version, the weights and the kept requests do not change."""
     async with rig(tmp_path) as worker, rig(tmp_path / "other") as reference:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -204,7 +204,7 @@ async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Pat
     [("half_written", ControlCode.HALF_WRITTEN), pytest.param("hangs", ControlCode.TIMEOUT, marks=pytest.mark.slow)],
 )
 async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str, code: ControlCode) -> None:
-    """The version stays, requests in flight go to other workers, and a later good update makes the worker fit again."""
+    """A failed load keeps the version and ends requests as retryable. A later update makes the worker serve again."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
@@ -227,7 +227,7 @@ async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str,
 
 
 async def test_an_update_that_is_cancelled_in_the_middle_poisons(tmp_path: Path) -> None:
-    """Whoever gives up waiting for a load leaves weights behind that nobody knows."""
+    """An update that is cancelled during its load leaves weights in an unknown state, so it poisons the worker."""
     async with rig(tmp_path, SyntheticConfig(faults=SyntheticFaults(load="hangs", good_loads=1))) as worker:
 
         def give_up(stage: str) -> None:
@@ -241,7 +241,7 @@ async def test_an_update_that_is_cancelled_in_the_middle_poisons(tmp_path: Path)
 
 
 async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
-    """A truncated checkpoint is refused before anything is held up; the message names what is wrong."""
+    """A truncated checkpoint is rejected before the worker pauses anything, and the message names the file."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         file = path / "model.safetensors"
@@ -260,7 +260,7 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_path: Path) -> None:
-    """Nothing was touched yet: the failure passes, and nobody takes the present weights for bad."""
+    """If a source disappears before its load, the update fails and the present weights remain valid."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
 
@@ -279,7 +279,7 @@ async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_pa
 
 @pytest.mark.slow
 async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_path: Path) -> None:
-    """With `wait`, a request that goes on for too long makes it fail and runs on."""
+    """With `wait`, an update fails if a request runs for too long, and the request continues."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         with pytest.raises(ControlError, match="1 requests are in flight") as caught:
@@ -296,7 +296,7 @@ async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_p
 async def test_the_cache_is_flushed_as_asked(
     tmp_path: Path, mode: PauseMode, clear_cache: bool | None, is_cleared: bool
 ) -> None:
-    """By default unless requests are kept; where that is impossible, the update fails before it touches a thing."""
+    """The cache is flushed by default unless requests are kept. If that fails, the update changes nothing."""
     async with rig(tmp_path) as worker:
         worker.engine.faults = SyntheticFaults(reset_cache=True)
         command = update(worker.checkpoint("2", 2), 2, mode=mode, clear_cache=clear_cache)
@@ -313,7 +313,7 @@ async def test_the_cache_is_flushed_as_asked(
 
 @pytest.mark.proves("P80")
 async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path) -> None:
-    """Also where the cache was not flushed."""
+    """New requests never find prefixes of older weights, also if the cache was not flushed."""
     async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:
         for request_id in ("a", "b"):
             await worker.generate(request_id)
@@ -325,7 +325,7 @@ async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path)
 
 
 async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> None:
-    """Neither the version of the start, nor the source of the last update; a poisoned worker loads in any case."""
+    """The start version and the last source are not loaded again. A poisoned worker always loads."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         assert await worker.weights.update(update(path, 1), worker.report) == worker.weights.canary
@@ -344,7 +344,7 @@ async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> Non
 
 
 async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> None:
-    """The fleet found it wrong: the same checkpoint may, and should, give something else next time."""
+    """The canaries of a fenced worker do not count, so the same checkpoint may give another canary the next time."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
         worker.engine.faults = SyntheticFaults(load="wrong_experts")
@@ -355,7 +355,7 @@ async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> N
 
 
 async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
-    """After the deeper sleep: those of the start, those of an update; never others than there were."""
+    """After sleep level 2, the same weights are loaded again, of the start or of an update, and never others."""
     async with rig(tmp_path) as worker:
         for version in (1, 2):
             before = await worker.generate(f"before-{version}")
@@ -374,7 +374,7 @@ async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
-    """Neither the check nor the update does anything."""
+    """If the engine cannot load weights, check and update fail without a change."""
     async with rig(tmp_path, SyntheticConfig(weight_updates=False)) as worker:
         for attempt in (
             worker.weights.update(update(worker.own, 2), worker.report),
@@ -386,7 +386,7 @@ async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_proof_can_be_left_out(tmp_path: Path) -> None:
-    """Then the engine loads nothing at the start."""
+    """Without the verification of a reload, the engine loads nothing at the start."""
     config = SyntheticConfig(faults=SyntheticFaults(load="refused"))
     async with rig(tmp_path, config, prove_reload=False) as worker:
         assert worker.weights.canary is None

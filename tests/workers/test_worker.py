@@ -1,4 +1,4 @@
-"""A worker's life: starting, stopping, losing its lease, and an engine that hangs."""
+"""The lifecycle of a worker: start, stop, lost lease, and an engine that hangs."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.proves("P28")
 async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: str, fleet: str) -> None:
-    """A worker says that it starts, and for how long it may go on, while its engine has not begun to load."""
+    """A worker publishes that it starts, and its remaining start time, before its engine begins to load."""
     engine = GatedEngine("start")
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -51,7 +51,10 @@ async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: s
 
 
 async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str, fleet: str) -> None:
-    """What waits in a stopped worker for its engine goes back to the queue at once, and what it had offered goes on."""
+    """Requests that wait for the engine of a stopped worker go back to the queue immediately.
+
+    Its offered requests continue.
+    """
     engine = GatedEngine("add")
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -71,7 +74,7 @@ async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str
 
 
 async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, fleet: str) -> None:
-    """While a stopped worker still closes its engine, every request goes to the worker that is left."""
+    """While a stopped worker closes its engine, every request goes to the remaining worker."""
     engine = GatedEngine("close")
     async with (
         rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
@@ -88,7 +91,7 @@ async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, 
 
 
 async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_url: str, fleet: str) -> None:
-    """An abort that comes during `Engine.add`, which the engine would ignore, is carried out behind it."""
+    """An abort during `Engine.add`, which the engine would ignore, is carried out after the add."""
     engine = GatedEngine("add", config=SLOW)
     async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
         await client.until_serving("w")
@@ -104,7 +107,7 @@ async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_u
 
 
 async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> None:
-    """A worker whose engine comes up during an outage serves as soon as the server is back."""
+    """A worker whose engine finishes its start during an outage serves as soon as the server is back."""
     engine = GatedEngine("start")
     async with (
         EmbeddedServer() as server,
@@ -135,7 +138,7 @@ async def test_a_cancelled_close_leaves_no_connection(nats_url: str, fleet: str)
 
 @pytest.mark.proves("P71")
 async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) -> None:
-    """An engine that has requests and makes no step in time ends its worker; every open request is told."""
+    """An engine with requests that makes no step in time ends its worker, and every open request gets an error."""
     engine = GatedEngine("steps")
     async with hand_client(nats_url, fleet) as client:
         with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
@@ -151,7 +154,7 @@ async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) ->
 
 
 async def test_the_last_words_of_an_engine_are_cut(fleet: str) -> None:
-    """An engine that dies with more to say than a message may hold ends its requests and its worker like any other."""
+    """An engine whose last error is longer than a message still ends its requests and its worker normally."""
     engine = GatedEngine()
     async with EmbeddedServer(max_payload_bytes=65_536) as server, hand_client(server.url, fleet) as client:
         with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012
@@ -169,7 +172,7 @@ async def test_the_last_words_of_an_engine_are_cut(fleet: str) -> None:
 
 
 async def test_an_idle_engine_is_not_dead(heard_worker: StartHeard) -> None:
-    """An engine without requests makes no steps, and nobody minds."""
+    """An engine without requests makes no steps and does not count as dead."""
     async with heard_worker(engine_timeout_s=0.5) as (client, *_):
         await client.until(lambda: client.presences["w"].uptime_s > 2.5)
         await client.enqueue(short("r"))
@@ -179,7 +182,7 @@ async def test_an_idle_engine_is_not_dead(heard_worker: StartHeard) -> None:
 
 
 async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str) -> None:
-    """At the stop, the last frames are kept and sent again on demand, until the client has them; then it is over."""
+    """A stopping worker keeps its last frames and sends them again on demand, until the client has them."""
     engine = GatedEngine(config=SLOW)
     async with (
         hand_client(nats_url, fleet, answers=False) as client,
@@ -202,7 +205,7 @@ async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str)
 
 
 async def test_a_stopped_worker_does_not_wait_for_ever(nats_url: str, fleet: str) -> None:
-    """A client that acknowledges nothing holds a stopping worker up for no more than two seconds."""
+    """A client that acknowledges nothing delays a stopping worker for at most two seconds."""
     async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(SOON_S):
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
             await client.until_serving("w")
@@ -210,12 +213,12 @@ async def test_a_stopped_worker_does_not_wait_for_ever(nats_url: str, fleet: str
             await client.until(lambda: client.chunks["r"])
         await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
 
-        # The next worker may answer for what nobody confirmed.
+        # The next worker may serve the requests that no client confirmed.
         assert len(worker._links.requests.messages) == 1
 
 
 async def test_a_short_outage_changes_nothing(fleet: str) -> None:
-    """A server that restarts within the lease finds the worker as it was: the link goes on, and no token is lost."""
+    """After a restart of the server within the lease, the link continues and no token is lost."""
     async with (
         EmbeddedServer() as server,
         heard_worker(server.url, fleet, config=SyntheticConfig(step_s=0.002)) as (client, worker, _),
@@ -236,7 +239,7 @@ async def test_a_short_outage_changes_nothing(fleet: str) -> None:
 
 @pytest.mark.proves("P63")
 async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) -> None:
-    """A worker whose lease the server does not confirm drops all that it had, and serves again as another life."""
+    """A worker whose lease the server does not confirm drops its requests, and serves again as a new incarnation."""
     async with (
         EmbeddedServer() as server,
         heard_worker(server.url, fleet, lease_s=2.0) as (client, worker, engine),
@@ -261,7 +264,7 @@ async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) ->
 
 @pytest.mark.proves("P63")
 async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: str, fleet: str) -> None:
-    """Stopped (SIGSTOP) for longer than its lease and continued, a worker announces its fence before anything else."""
+    """A worker that was stopped (SIGSTOP) for longer than its lease first publishes that it is fenced."""
     heard: list[tuple[str, WorkerState | None]] = []
 
     async def take(message: Msg) -> None:
@@ -279,7 +282,7 @@ async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: s
         ) as process,
         asyncio.timeout(SOON_S),
     ):
-        # In one subscription, so in the order in which it was published.
+        # One subscription receives the messages in the order in which they were published.
         await subscribe(client.nats, f"{client.subjects.request('x', 'y', 'low').split('.req.')[0]}.>", take)
         await client.until_serving("w")
         await client.enqueue(endless("r"))
@@ -299,7 +302,7 @@ async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: s
 
 
 async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> None:
-    """Under a `max_payload` of 64 KiB routing of many MiB arrives whole, in frames that fit."""
+    """With a `max_payload` of 64 KiB, routed experts of many MiB arrive complete, in frames that fit."""
     config = SyntheticConfig(num_layers=60, top_k=8, num_experts=512)
     request = GenerateRequest(
         prompt_token_ids=list(range(1, 4001)), sampling=SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=5)
@@ -323,7 +326,7 @@ async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> N
 
 
 async def test_routing_that_fits_no_message_is_refused(fleet: str) -> None:
-    """Where one row is larger than a message may be, a request for it is refused; one that declines it is served."""
+    """If one row is larger than a message, a request for routing is rejected. A request without it is served."""
     config = SyntheticConfig(num_layers=1024, top_k=64, num_experts=64)
     async with (
         EmbeddedServer(max_payload_bytes=65_536) as server,
