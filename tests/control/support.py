@@ -98,7 +98,7 @@ async def start(
 async def serving(
     nats_url: str, fleet: str, model: Path, count: int, *, options: Sequence[str] = (), **engine_args: Any
 ) -> AsyncIterator[tuple[rollbus.Client, list[Process]]]:
-    """Yield a client and the workers `w0`, `w1` ... that serve `model`; check the invariants at the end."""
+    """Yield a client and the workers `w0`, `w1` ... that serve `model`, and check the invariants at the end."""
     async with observing(nats_url, fleet) as observer, contextlib.AsyncExitStack() as stack:
         processes = [
             await stack.enter_async_context(start(nats_url, fleet, f"w{i}", model, *options, **engine_args))

@@ -21,9 +21,9 @@ SHAPE = (512, 512)
 async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """A worker that is killed after it has replaced its engine's weights loads the recorded weights at its restart.
+    """A worker that is killed during a load, when its engine has lost the old weights, restarts on its own checkpoint.
 
-    It does so although it is started again on its own checkpoint.
+    It then loads the recorded weights.
     """
     one, two = folders(tmp_path)
     hangs: dict[str, Any] = {"faults": {"load": "hangs", "good_loads": 1}}  # the first load is that of the start

@@ -30,7 +30,7 @@ def table(stdout: str) -> list[list[str]]:
 
 @pytest.mark.proves("P21")
 async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """While the fleet is paused, no worker pulls requests; new requests wait in the queue until the resume.
+    """While the fleet is paused, no worker pulls requests, and new requests wait in the queue until the resume.
 
     A stream in flight continues where it was, with all its tokens. A worker that starts during the pause is paused too.
     """

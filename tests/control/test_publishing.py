@@ -55,7 +55,7 @@ async def folders(nats_url: str, fleet: str) -> list[str]:
 
 
 async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An anchor holds the checkpoint's other files too; a delta holds only the changes."""
+    """An anchor holds the checkpoint's other files too. A delta holds only the changes."""
     folder = write_checkpoint(tmp_path / "one", seed=1)
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
@@ -86,7 +86,7 @@ async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str
 async def test_what_was_not_published_before_is_refused_and_nothing_stays(
     nats_url: str, fleet: str, change: Any, message: str
 ) -> None:
-    """A publication with wrong tensors stores nothing; the next one is compared with the committed version."""
+    """A publication with wrong tensors stores nothing. The next one is compared with the committed version."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,
         rollbus.WeightPublisher(rb, model=MODEL) as publisher,
@@ -156,7 +156,7 @@ async def test_older_versions_are_refused_unless_allowed(nats_url: str, fleet: s
 
 
 async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anchor(nats_url: str, fleet: str) -> None:
-    """A second publisher is rejected with the name of the first; a later publisher begins with an anchor."""
+    """A second publisher is rejected with the name of the first. A later publisher begins with an anchor."""
     async with rollbus.connect(nats_url, fleet=fleet, client="trainer") as rb:
         async with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
             await publisher.publish(weights(1), version=1, update=False)
@@ -213,7 +213,7 @@ async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) 
 
 
 async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """Workers load an anchor and then a delta, and tokens have the version; a late worker loads it by itself."""
+    """Workers load an anchor and then a delta, and tokens have the version. A late worker loads it by itself."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     two = stepped(weights(2))
     async with serving(nats_url, fleet, one, 2) as (rb, _):
@@ -259,7 +259,7 @@ async def test_after_a_transfer_the_next_version_is_an_anchor(nats_url: str, fle
 
 
 async def test_adapters_are_published_whole(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An adapter comes from a folder, or from tensors and a configuration; each version replaces the last."""
+    """An adapter comes from a folder, or from tensors and a configuration. Each version replaces the last."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     folder = write_adapter(tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -320,7 +320,7 @@ async def test_ranks_publish_together(nats_url: str, fleet: str) -> None:
 
 
 async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str) -> None:
-    """If a rank fails, the other ranks fail with its number; all ranks can publish the next version."""
+    """If a rank fails, the other ranks fail with its number. All ranks can publish the next version."""
     async with contextlib.AsyncExitStack() as stack:
         publishers = [
             await stack.enter_async_context(
@@ -357,7 +357,7 @@ async def test_a_rank_that_fails_ends_the_publication(nats_url: str, fleet: str)
 
 
 async def test_a_tensor_of_two_ranks_is_refused_and_a_missing_rank_too(nats_url: str, fleet: str) -> None:
-    """With a tensor of two ranks or a missing rank, nothing is published; the next version is an anchor."""
+    """With a tensor of two ranks or a missing rank, nothing is published. The next version is an anchor."""
     async with contextlib.AsyncExitStack() as stack:
         zero, one = [
             await stack.enter_async_context(

@@ -42,7 +42,7 @@ class Fleets(NamedTuple):
 
 @pytest.fixture
 def fleets(nats_url: str, real_workers: RealWorkers, real_fleet: str, tiny_moe_float32: Path) -> Fleets:
-    """Return both fleets; tests start as many workers of the old fleet as they need."""
+    """Return both fleets. Tests start as many workers of the old fleet as they need."""
     return Fleets(nats_url, real_workers, real_fleet, tiny_moe_float32)
 
 
@@ -86,7 +86,7 @@ def check_cut(chunks: Sequence[Chunk], undisturbed: Generation) -> None:
 
 @pytest.mark.proves("P19")
 async def test_real_engines_get_new_weights_while_they_stream(fleets: Fleets) -> None:
-    """Streams finish with tokens of version 1 and then of version 2; later results equal those of a fresh engine."""
+    """Streams finish with tokens of version 1 and then of version 2. Later results equal those of a fresh engine."""
     old = await fleets.old.have(2)
     # The requests are long enough for the command to start, check the source and pause the engines during them.
     requests = [greedy(120 + seed, 4000, seed, request_id=f"r{seed}") for seed in range(100, 104)]

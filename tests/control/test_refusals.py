@@ -96,7 +96,7 @@ def standing(state: FleetState) -> object:
 
 @contextlib.asynccontextmanager
 async def unchanged(nats_url: str, fleet: str, tmp_path: Path, *commands: str) -> AsyncIterator[tuple[Path, Path]]:
-    """Run two workers with weights of version 2; check at the end that nothing has changed.
+    """Run two workers with weights of version 2, and check at the end that nothing has changed.
 
     Yields the root of the workers and a folder beside it. `commands` run after the update and before the block.
     """
@@ -173,7 +173,7 @@ async def test_a_version_that_is_not_newer_is_refused(nats_url: str, fleet: str,
 
 
 async def test_commands_for_nobody_are_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """An unknown model or worker is a usage error that names it; an empty fleet is exit code 5."""
+    """An unknown model or worker is a usage error that names it. An empty fleet is exit code 5."""
     update = ("update-weights", str(tmp_path / "root" / "one"), "--version", "3")
     async with unchanged(nats_url, fleet, tmp_path):
         for args in (("--model", "other"), ("--worker", "w0", "--worker", "w9")):

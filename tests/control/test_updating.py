@@ -118,9 +118,9 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
 async def test_a_worker_that_could_not_load_serves_nothing(
     fault: str, code: str, state: WorkerState, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
-    """A worker that cannot load keeps its version, reports the reason and accepts nothing; the exit code is 3.
+    """A worker that cannot load keeps its version, reports the reason and accepts nothing.
 
-    The other worker serves. A restart makes the failed worker serve the new version.
+    The exit code is 3, and the other worker serves. A restart makes the failed worker serve the new version.
     """
     one, two = folders(tmp_path)
     fails: dict[str, Any] = {"faults": {"load": fault, "good_loads": 1}}  # the first load is that of the start

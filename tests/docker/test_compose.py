@@ -70,7 +70,7 @@ def test_ports_are_open_to_this_machine_only(service: str) -> None:
 
 
 def test_workers_on_gpus_see_all_and_take_their_own() -> None:
-    """Docker gives replicas the same GPUs; run-worker divides them by locks in a folder that all replicas mount."""
+    """Docker gives replicas the same GPUs. run-worker divides them by locks in a folder that all replicas mount."""
     service = SERVICES["worker-gpu"]
     [devices] = service["deploy"]["resources"]["reservations"]["devices"]
 

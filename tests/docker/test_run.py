@@ -26,7 +26,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def run(clone: Path, **programs: str) -> subprocess.CompletedProcess[str]:
-    """Run `tests/docker/run` with no other programs than these; each program is a line of shell."""
+    """Run `tests/docker/run` with no other programs than these. Each program is a line of shell."""
     folder = clone.parent / "bin"
     # The folder contains no links, so that this code never overwrites the machine's own program.
     lines = {name: f'exec {shutil.which(name)} "$@"' for name in USED} | programs

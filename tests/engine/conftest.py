@@ -52,7 +52,7 @@ PREEMPTED = 3
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return tiny checkpoints in float32: `moe` and `moe2`; `dense` and `dense2` without experts."""
+    """Return tiny checkpoints in float32: `moe` and `moe2` with experts, `dense` and `dense2` without experts."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "moe": make_tiny_moe(folder / "moe", dtype="float32"),
@@ -64,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engines(models: dict[str, Path]) -> Iterator[Engines]:
-    """Yield four engines on one machine, started together; fixtures with a wider scope than a test request one here."""
+    """Yield four engines on one machine, started together. Fixtures with a wider scope than a test request one here."""
     makers: dict[str, Callable[[], VllmEngine]] = {
         "moe": lambda: VllmEngine(models["moe"], engine_args=TIGHT, read="core"),
         "dense": lambda: VllmEngine(models["dense"], engine_args=LORAS, read="core"),

@@ -385,7 +385,7 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypat
 def test_releases_outside_of_the_contract(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, outcome: Any
 ) -> None:
-    """Older releases are rejected; newer releases without gaps start with a warning."""
+    """Older releases are rejected. Newer releases without gaps start with a warning."""
     monkeypatch.setattr(contract_check, "release_in", lambda _folder: release)
     monkeypatch.setattr(contract_check, "find_gaps", lambda _folder: ())
     monkeypatch.setattr(contract_check, "check_loaded", lambda _needs: [])

@@ -97,7 +97,7 @@ def request(prompt_len: int, start: int = 0, **fields: Any) -> GenerateRequest:
 
 
 def test_a_handover_becomes_vllms_parameters() -> None:
-    """A prefill phase gets the parameters of vLLM's proxies; a decode phase gets those of the connector unchanged."""
+    """A prefill phase gets the parameters of vLLM's proxies. A decode phase gets those of the connector unchanged."""
     said = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
 
     assert decode_params(None, request(40), Transfer()) is None

@@ -97,7 +97,7 @@ def test_expert_ids_that_do_not_fit_end_the_request() -> None:
 
 
 def test_nan_never_leaves_and_minus_infinity_does() -> None:
-    """A log probability of NaN ends the request; -inf, for a token that was cut off, is a valid value."""
+    """A log probability of NaN ends the request. The value -inf, for a token that was cut off, is valid."""
     requests, engine_id = opened(logprobs=1)
     table = LogprobTable(np.array([[7, 8]], np.int32), np.array([[-0.0, -np.inf]], np.float32))
     fine = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=table, routed_experts=rows(3)))

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROMPT_LEN = 300
 FIRST = 1000
-"""The seed of the first prompt; the other prompts have the next seeds."""
+"""The seed of the first prompt. The other prompts have the next seeds."""
 MAX_OTHERS = 12
 """The maximum of other prompts. Each has nine whole blocks and the cache has 63, so seven prompts fill it."""
 

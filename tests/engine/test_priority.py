@@ -32,7 +32,7 @@ class Processor:
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", -7), ("fcfs", 0)])
 def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int) -> None:
-    """Under the policy `priority`, vLLM gets the request's priority; other policies get 0, as vLLM rejects others."""
+    """Under the policy `priority`, vLLM gets the request's priority. Other policies get 0, as vLLM rejects others."""
     processor = Processor()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
     maker = RequestMaker(

@@ -258,7 +258,7 @@ def test_refused_by_name_and_harms_no_other(moe: RunningEngine, field: str, chan
 
 
 def test_prompt_that_fills_the_context_is_refused(moe: RunningEngine) -> None:
-    """A prompt that leaves no position to generate is refused."""
+    """A prompt that leaves no position to generate is rejected."""
     with pytest.raises(InvalidRequest):
         moe.generate(GenerateRequest(prompt_token_ids=prompt(512, seed=1), sampling=SamplingParams(max_tokens=None)))
 

@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 
 class Door:
-    """A stand-in for the intake of requests; no request arrives by itself."""
+    """A stand-in for the intake of requests. No request arrives by itself."""
 
     is_open = True
 

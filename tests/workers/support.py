@@ -48,7 +48,7 @@ async def heard_worker(
     answers: bool = True,
     **fields: object,
 ) -> AsyncIterator[ReceivedCommand]:
-    """Run a worker and a client, which acknowledges frames if `answers` is set; `fields` are those of the worker."""
+    """Run a worker and a client, which acknowledges frames if `answers` is set. `fields` are those of the worker."""
     async with (
         hand_client(url, fleet, answers=answers) as client,
         synthetic_worker(url, fleet, config=config, worker_id=worker_id, **fields) as (worker, engine),  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ async def controlled_worker(url: str, fleet: str, **fields: object) -> AsyncIter
 
 
 def stream_of(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
-    """Return a stream's tokens, its routed experts and their number of rows; assert chunk numbers without a gap."""
+    """Return a stream's tokens, routed experts and number of rows, and assert chunk numbers without a gap."""
     assert [chunk.chunk_index for chunk in chunks] == list(range(len(chunks)))
     routing = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
     return (

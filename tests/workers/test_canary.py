@@ -58,7 +58,7 @@ def test_a_model_without_experts_has_a_canary_too() -> None:
 
 
 def test_float32_is_exact() -> None:
-    """In float32, one other token, one other expert or 2e-3 in a log probability are too much; 5e-4 is not."""
+    """In float32, one other token, one other expert or 2e-3 in a log probability are too much. 5e-4 is not."""
     one_off = rows().copy()
     one_off[3, 2, 1] = 250
 

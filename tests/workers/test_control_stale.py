@@ -39,7 +39,7 @@ def doctored(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Doctor:
 
 
 async def paused_after_resume(boss: HandController) -> DesiredState:
-    """Resume and then pause the worker; return the desired state of the resume."""
+    """Resume and then pause the worker, and return the desired state of the resume."""
     await boss.applied("resume")
     before = await boss.store.read(MODEL)
     assert before is not None

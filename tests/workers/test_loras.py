@@ -38,7 +38,10 @@ async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
 
 
 async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) -> None:
-    """Before the cut, tokens come from the old adapter and have its version; afterwards from the new adapter."""
+    """Before the cut, tokens are from the old adapter and have its version.
+
+    Afterwards they are from the new adapter.
+    """
     async with rig(tmp_path / "w") as worker, rig(tmp_path / "o") as old, rig(tmp_path / "n") as new:
         await load(old, "a", old.adapter("1", 1), 1)
         await load(new, "a", new.adapter("2", 2), 2)

@@ -207,7 +207,7 @@ async def test_nothing_is_left_when_it_ends() -> None:
 
 @pytest.mark.parametrize("address", ["", "8081", ":8081", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536"])
 def test_a_malformed_address_is_named(address: str) -> None:
-    """The error names the option, the value and what is allowed."""
+    """The error names the option, the value and the allowed format."""
     with pytest.raises(rollbus.InvalidRequest, match=r"--probe is .*; allowed: HOST:PORT"):
         listen(address)
 
