@@ -56,7 +56,7 @@ async def main(nats: str | None, num_steps: int) -> None:
                 )
                 spans = zip(*np.unique(answering.result().weight_versions, return_counts=True), strict=True)
                 parts = ", ".join(f"{count} tokens by weights {each}" for each, count in spans)
-                print(f"  an answer that was under way: {parts}")
+                print(f"  a request that was in flight: {parts}")
                 train(tensors)
 
 

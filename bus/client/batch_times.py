@@ -9,8 +9,7 @@ __all__ = ["PERCENTS", "BatchTimes"]
 PERCENTS: Final = (50, 90, 99, 100)
 """Percentages of a batch's requests in `percentiles`."""
 MAX_TIMES: Final = 65_536
-"""Maximum number of stored times (512 KiB). For a larger batch, every second request is stored, then every fourth,
-..."""
+"""Maximum number of stored times (512 KiB). A batch twice as large stores every second request, and so on."""
 
 
 class BatchTimes:

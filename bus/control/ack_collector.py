@@ -88,7 +88,7 @@ class AckCollector:
         self.bad_messages = 0
 
     def __repr__(self) -> str:
-        """Return one line with the commands under way."""
+        """Return one line with the unfinished commands."""
         return f"<AckCollector {self._controller} {[each.tracker for each in self._under_way.values()]}>"
 
     async def start(self) -> None:

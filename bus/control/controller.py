@@ -103,7 +103,7 @@ class Controller:
         self.collector = AckCollector(nats, subjects, controller)
 
     def __repr__(self) -> str:
-        """Return one line with the commands under way."""
+        """Return one line with the unfinished commands."""
         return f"<Controller {self.collector!r}>"
 
     async def send(

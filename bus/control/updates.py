@@ -52,7 +52,7 @@ class Updates:
         self._uploads = uploads
 
     def __repr__(self) -> str:
-        """Return one line with the commands under way."""
+        """Return one line with the unfinished commands."""
         return f"<Updates {self._controller!r}>"
 
     async def update_weights(

@@ -197,7 +197,7 @@ def test_new_weights_are_deltas_and_reach_the_fleet(place: Place) -> None:
     assert len(shares) == 3
     assert shares[0] > 90
     assert max(shares[1:]) < 10
-    for number, parts in enumerate(re.findall(r"an answer that was under way: (.*)", said), before):
+    for number, parts in enumerate(re.findall(r"a request that was in flight: (.*)", said), before):
         spans = re.findall(r"(\d+) tokens by weights (\d+)", parts)
         assert sum(int(tokens) for tokens, _ in spans) == 400
         assert {int(version) for _, version in spans} <= {number, number + 1}

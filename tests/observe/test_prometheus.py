@@ -22,11 +22,11 @@ from tests.support.patience import HANGS_AFTER_S, SOON_S
 PERIOD_S = 0.2
 """Seconds between two queries to Prometheus."""
 WITHOUT_DATA = {
-    "Alerts that fire A": "none fires",
+    "Firing alerts A": "none fires",
     "Progress of staging A": "nothing is staged",
     "Staging time A": "nothing was staged",
-    "What travels of a version A": "nothing is published",
-    "What travels of a version B": "nothing is published",
+    "Bytes of a published version A": "nothing is published",
+    "Bytes of a published version B": "nothing is published",
     "Store of published weights A": "nothing is published",
     "Store of published weights B": "nothing is published",
     "First token at HTTP clients A": "no stream",
@@ -35,8 +35,8 @@ WITHOUT_DATA = {
     "Between tokens at HTTP clients A": "no stream",
     "Between tokens at HTTP clients B": "no stream",
     "Between tokens at HTTP clients C": "no stream",
-    "Generations under way B": "nothing has waited in the service",
-    "Connections cut a second A": "none was cut",
+    "Open generations B": "nothing has waited in the service",
+    "Dropped connections per second A": "none was cut",
     "annotation New weights": "no update",
 }
 """Queries without a result in a fleet that only serves requests, with the reason."""

@@ -46,9 +46,9 @@ _UNADMITTED = frozenset(
 )
 GROUPS: dict[str, dict[str, frozenset[Any]]] = {
     "request": {
-        "any state but ended": OPEN,
-        "any state in which a worker may have it": OUT,
-        "in the queue, or on the way": _UNADMITTED,
+        "any open state": OPEN,
+        "any state with a worker": OUT,
+        "published, queued or placed": _UNADMITTED,
     },
     "worker": {
         "any state that is not final": SPEAKING | {WorkerState.STARTING, WorkerState.FENCED},

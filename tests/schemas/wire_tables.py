@@ -70,7 +70,7 @@ def with_tables(text: str) -> str:
 def table(name: str) -> str:
     """Return a table in Markdown."""
     if name == "errors":
-        return markdown(["code", "meaning", "who has to act", "retry", "after admission"], error_rows())
+        return markdown(["code", "meaning", "party that must act", "retry", "possibly started"], error_rows())
     if name == "limits":
         return markdown(["limit", "value", "why"], limit_rows())
     if name == "commands":

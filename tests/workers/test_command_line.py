@@ -67,7 +67,7 @@ async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str
             assert await process.wait() == 0
 
     assert f"worker.server_awaited error=no NATS server at {proxy.url}" in line.decode()
-    assert b"waits_for_server" not in rest
+    assert b"server_awaited" not in rest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("users; each option may be repeated")
     for role in ROLES:
         default = f" (init always creates one with the name {role})" if role in SINGLE else ""
-        group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=f"a {role}{default}")
+        text = f"name of a user with the role {role}{default}"
+        group.add_argument(f"--{role}", metavar="NAME", action="append", default=[], help=text)
     group.add_argument(
         "--publisher",
         metavar="NAME:MODEL",

@@ -30,7 +30,7 @@ HELP = "servers of a NATS cluster: configuration and replicas"
 EXAMPLES = (
     "rollbus nats init --nodes a.example,b.example,c.example --dir nats",
     "rollbus nats leaf --dir nats --hub a.example --user trainer-alice --user worker-w0",
-    "rollbus nats replicas 3 --creds nats/default/admin.creds",
+    "rollbus nats replicas 3 --creds nats/default/admin-admin.creds",
 )
 READS_NO_CREDENTIALS = True
 LEAF_PORT = 7422

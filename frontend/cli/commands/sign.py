@@ -13,7 +13,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "sign data that was stored without a root key"
 EXAMPLES = (
-    "rollbus sign --creds auth/default/admin.creds",
+    "rollbus sign --creds auth/default/admin-admin.creds",
     "rollbus sign --model my-model --objects BUCKET/PREFIX",
 )
 

@@ -1,0 +1,33 @@
+"""Log events have the form `component.past_tense_event`."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
+LEVELS = {"debug", "info", "warning", "error", "exception"}
+EVENT = re.compile(r"[a-z_]+\.(%s|([a-z]+_)*([a-z]+ed|broken|lost|swept)(_[a-z]+)*)( |$)")
+"""The event is the first word of the text. `%s` stands for a state, whose names are participles."""
+
+
+def log_calls() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each call of a logger."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=level)) if level in LEVELS:
+                        if name in {"log", "logger"}:
+                            place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                            text = node.args[0]
+                            yield place, str(text.value) if isinstance(text, ast.Constant) else ast.unparse(text)
+
+
+def test_each_log_text_begins_with_an_event() -> None:
+    """Each text that a logger receives is constant and begins with `component.past_tense_event`."""
+    calls = list(log_calls())
+
+    assert len(calls) > 150
+    assert [f"{place} {text}" for place, text in calls if not EVENT.match(text)] == []
