@@ -86,7 +86,7 @@ def test_a_help_names_the_common_options_in_one_line(capsys: pytest.CaptureFixtu
     assert "ROLLBUS_NATS" not in short
 
 
-def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_command_prints_the_same_text_as_the_help_option(capsys: pytest.CaptureFixture[str]) -> None:
     """`rollbus help pause` prints the same text as `rollbus pause --help`."""
     outs = []
     for argv in (["help", "pause"], ["pause", "--help"]):
@@ -99,7 +99,7 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_slow_module() -> None:
     """`rollbus --help` imports no slow module, so it answers immediately and works without the extras."""
     code = f"""
 import sys
@@ -113,7 +113,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_the_common_options(command: str) -> None:
+def test_every_command_accepts_the_common_options(command: str) -> None:
     """The options --nats, --fleet, --json and -v have the same meaning in each command."""
     args = build_parser().parse_args(
         [command, *NEEDED.get(command, []), "--nats", "nats://h:1", "--fleet", "f", "--json", "-v"]
@@ -199,7 +199,7 @@ def test_wrong_arguments_are_usage_errors(argv: list[str], capsys: pytest.Captur
         ),
     ],
 )
-def test_a_typo_is_answered_with_the_nearest_name(
+def test_a_misspelled_name_gets_the_nearest_name(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A misspelled command, option or value gets the nearest name, or a hint where to find the allowed names."""
@@ -210,7 +210,7 @@ def test_a_typo_is_answered_with_the_nearest_name(
     assert capsys.readouterr().err == f"{message}\n"
 
 
-def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
+def test_abbreviated_options_and_values_after_dashes_are_accepted() -> None:
     """The parser still accepts beginnings of options, negative numbers, and all arguments that follow `--`."""
     args = build_parser().parse_args(["generate", "--inp", "a", "--output=--b", "--temperature", "-1"])
     assert (args.input, args.output, args.temperature) == (Path("a"), Path("--b"), -1)
@@ -233,7 +233,7 @@ def test_an_option_may_be_cut_short_and_a_value_may_follow_dashes() -> None:
         (["demo", "--input", "no-such-file"], "no file "),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(
+def test_mistakes_found_on_the_machine_are_usage_errors_of_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Mistakes that need a check of the machine are usage errors too.
@@ -250,7 +250,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_no_nats_server_is_one_line() -> None:
+def test_a_missing_nats_server_is_reported_in_one_line() -> None:
     """Without -v, a missing NATS server gives one line without a traceback.
 
     With -v, the traceback comes before that line.
@@ -265,7 +265,7 @@ def test_no_nats_server_is_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_bug_is_one_line_too() -> None:
+def test_an_unexpected_error_is_reported_in_one_line() -> None:
     """An unexpected error gives exit code 1 and one line with the error and a hint how to see the traceback."""
     code = """
 import sys
@@ -310,7 +310,7 @@ def test_the_cause_is_shown_before_its_consequences() -> None:
     assert cause_of(ExceptionGroup("", [cause, ZeroDivisionError()])) is None
 
 
-def test_up_listens_where_the_others_will_look() -> None:
+def test_up_uses_the_port_of_the_nats_option() -> None:
     """`up` uses the port of --nats. Without a port, or with port 0, it uses any free port."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -322,7 +322,9 @@ def test_up_listens_where_the_others_will_look() -> None:
     assert nats_port("nats://127.0.0.1", is_named=True) == -1
 
 
-def test_only_a_default_port_moves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_busy_default_port_is_replaced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A busy port is an error if --nats or $ROLLBUS_NATS names it. A busy default port is replaced, with a message."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -361,7 +363,7 @@ def test_worker_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_workers_find_our_package_and_not_one_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pythonpath_of_workers_starts_with_the_rollbus_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's PYTHONPATH starts with the unresolved folder of rollbus, exactly once. The user's entries stay."""
     source = ROOT / "src"
     monkeypatch.setenv("PYTHONPATH", f"/theirs:{source}")
@@ -381,7 +383,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
-def test_without_vllm_it_is_said_what_to_install(
+def test_a_missing_vllm_is_reported_with_the_package_to_install(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without vLLM, `up` and `demo` report before they start anything how to install it."""

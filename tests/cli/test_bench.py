@@ -54,7 +54,7 @@ def once_more(request: GenerateRequest) -> GenerateRequest:
     return replace(request, request_id=uuid.uuid4().hex)
 
 
-def test_every_prompt_is_new() -> None:
+def test_prompts_of_rounds_and_seeds_differ() -> None:
     """Prompts differ within a round and between seeds.
 
     A seed repeats its prompts, but each run has another cache salt.
@@ -76,7 +76,7 @@ def test_every_prompt_is_new() -> None:
         (BenchLoad(input_tokens=1, output_tokens=1, routing=True), "--routing; allowed: --no-routing"),
     ],
 )
-def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> None:
+def test_a_load_that_the_engine_cannot_serve_is_a_usage_error(load: BenchLoad, words: str) -> None:
     """A load that the weakest worker's engine cannot serve is a usage error before any request is sent."""
     without_experts = SyntheticConfig(num_experts=0, max_model_len=70_000).capabilities
     strong = SyntheticConfig(max_model_len=70_000).capabilities
@@ -96,7 +96,7 @@ def test_what_no_engine_can_do_is_a_usage_error(load: BenchLoad, words: str) -> 
         (["--synthetic", "--model", "m"], "--synthetic uses its own model"),
     ],
 )
-def test_numbers_that_do_not_go_together_are_refused(
+def test_options_with_inconsistent_values_are_refused(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Options with inconsistent values are a usage error of one line that names them, and nothing is started."""
@@ -107,7 +107,7 @@ def test_numbers_that_do_not_go_together_are_refused(
 
 
 @pytest.mark.parametrize("argv", [["--logprobs", "all"], ["--concurrency", "0"], ["--concurrency"], ["--rounds", "0"]])
-def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The parser refuses an invalid number and names the option."""
     with pytest.raises(SystemExit) as caught:
         main(["bench", *argv])
@@ -117,7 +117,7 @@ def test_what_is_no_number_is_refused(argv: list[str], capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool) -> None:
+async def test_a_round_counts_the_received_tokens_and_routed_experts(nats_url: str, fleet: str, streams: bool) -> None:
     """A round counts tokens and routed experts by the row rule, streamed or not.
 
     It measures times only when streaming.
@@ -139,7 +139,7 @@ async def test_a_round_counts_what_came(nats_url: str, fleet: str, streams: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
-async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str, streams: bool) -> None:
+async def test_rejected_and_early_ended_requests_count_as_failures(nats_url: str, fleet: str, streams: bool) -> None:
     """A rejected request and a request that ends early at a stop token count as failures by name.
 
     The others count as usual.
@@ -157,7 +157,7 @@ async def test_what_fails_is_counted_and_nothing_else(nats_url: str, fleet: str,
 
 
 @pytest.mark.slow
-async def test_without_workers_a_round_ends(nats_url: str, fleet: str) -> None:
+async def test_without_workers_a_round_fails_as_a_whole(nats_url: str, fleet: str) -> None:
     """Without workers, a round fails as a whole instead of counting each request as a failure."""
     ended: list[object] = []
 
@@ -187,7 +187,7 @@ async def test_no_prompt_is_found_in_a_prefix_cache(nats_url: str, fleet: str) -
 
 
 @pytest.mark.slow
-async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
+async def test_the_report_has_the_fleet_and_whole_rounds(nats_url: str, fleet: str) -> None:
     """The JSON report has the fleet's model and version and whole rounds of both concurrencies, without warm-up."""
     async with observing(nats_url, fleet), served(nats_url, fleet, weight_version=3) as (_, worker, _):
         ended = await run_rollbus(nats_url, fleet, "bench", *OPTIONS, "--concurrency", "2", "3", "--stream")
@@ -205,7 +205,7 @@ async def test_a_fleet_is_measured(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fleet: str) -> None:
+async def test_aborted_requests_give_exit_code_1(nats_url: str, fleet: str) -> None:
     """Aborted requests are listed in the table and in the last line, and the other requests are still measured."""
     # The load takes seconds, because a busy machine needs that time to abort in the middle of it.
     options = ("--concurrency", "2", "--output-tokens", "150", "--requests", "4", "--rounds", "1", "--json")
@@ -224,7 +224,7 @@ async def test_requests_that_end_early_end_the_command_with_1(nats_url: str, fle
 
 
 @pytest.mark.slow
-async def test_ctrl_c_aborts_what_is_open(nats_url: str, fleet: str) -> None:
+async def test_ctrl_c_aborts_the_requests_in_flight(nats_url: str, fleet: str) -> None:
     """After Ctrl-C, the engine has no request left, and the command reports the interrupt with exit code 130."""
     async with (
         observing(nats_url, fleet) as observer,
@@ -259,7 +259,7 @@ PREFILL = presence(worker="u", capabilities=capabilities(role="prefill"))
         ([presence()], None, CommandFailed, "the workers of m have not published"),
     ],
 )
-def test_without_a_worker_there_is_nothing_to_measure(
+def test_without_a_serving_worker_bench_fails_with_states_or_models(
     workers: list[WorkerPresence], model: str | None, error: type[Exception], words: str
 ) -> None:
     """The error gives the states of the live workers or the models that are served.
@@ -270,7 +270,7 @@ def test_without_a_worker_there_is_nothing_to_measure(
         target_of(workers, model, nats_url="nats://user:secret@h", fleet="f")
 
 
-def test_the_workers_that_serve_are_the_target() -> None:
+def test_the_serving_workers_of_a_model_are_the_target() -> None:
     """The target is the serving workers of the named model, or of the only model.
 
     A prefill worker alone serves no requests.
@@ -292,7 +292,7 @@ def default_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield ours
 
 
-def test_a_fleet_that_is_named_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_fleet_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` never replaces a fleet that options or credentials name, nor the server at the default address."""
     with default_address(monkeypatch) as ours:
 
@@ -312,7 +312,7 @@ def test_a_fleet_that_is_named_is_never_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_where_no_fleet_is_the_transport_alone_is_measured(
+def test_without_a_fleet_only_the_transport_is_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without a named fleet and a default server, `bench` starts its own and prints TRANSPORT ONLY above the table."""

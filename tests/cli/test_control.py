@@ -92,7 +92,7 @@ def ack(given: AnyCommand, worker: str, status: AckStatus) -> Ack:
         ),
     ],
 )
-async def test_commands_say_what_was_typed(
+async def test_options_reach_the_workers_as_fields_of_the_same_name(
     args: list[str], name: str, fields: dict[str, object], nats_url: str, fleet: str
 ) -> None:
     """Each option reaches the workers as the field of the same name.
@@ -109,7 +109,7 @@ async def test_commands_say_what_was_typed(
     assert f"{name}: applied by " in ended.stdout.splitlines()[-1]
 
 
-async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> None:
+async def test_a_relative_source_path_becomes_absolute(nats_url: str, fleet: str) -> None:
     """A relative PATH becomes absolute in the current folder, with symbolic links unresolved.
 
     With --objects, it is unchanged.
@@ -124,7 +124,7 @@ async def test_sources_are_what_workers_look_for(nats_url: str, fleet: str) -> N
     assert sources == [str(here / "some/folder")] * 2 + [str(here / "../adapter"), "objects:bucket/prefix"]
 
 
-async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:
+async def test_the_table_lists_the_result_of_each_worker(nats_url: str, fleet: str) -> None:
     """If one of two workers fails, the exit code is 3.
 
     The table lists both, and stderr names the failed worker and the reason.
@@ -144,7 +144,7 @@ async def test_the_table_says_who_did_what(nats_url: str, fleet: str) -> None:
     assert "the engine said no" in line
 
 
-async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None:
+async def test_the_command_result_as_json_is_one_line(nats_url: str, fleet: str) -> None:
     """With --json, the command prints one line on stdout, also if it fails."""
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": (STALE,)}):
         ended = await run_rollbus(nats_url, fleet, "pause", "--json")
@@ -165,7 +165,7 @@ async def test_the_ledger_as_json_is_one_line(nats_url: str, fleet: str) -> None
         ({"w0": (ACCEPTED,), "w1": ()}, ExitCode.TIMEOUT),
     ],
 )
-async def test_what_was_answered_decides_the_exit_code(
+async def test_the_acks_of_the_workers_decide_the_exit_code(
     answers: dict[str, tuple[AckStatus, ...]], code: ExitCode, nats_url: str, fleet: str
 ) -> None:
     """The exit code is 1 if all refused, 3 if only some applied, and 4 if none applied or gave a reason in time."""
@@ -180,7 +180,7 @@ async def test_what_was_answered_decides_the_exit_code(
     "args",
     [["pause"], ["update-weights", "/x", "--version", "1"], ["abort", "r"], ["drain", "w0"], ["resume", "--json"]],
 )
-async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_url: str, fleet: str) -> None:
+async def test_without_workers_a_command_exits_with_code_5(args: list[str], nats_url: str, fleet: str) -> None:
     """Without workers, a command exits with code 5 and one line on stderr, and the desired state records nothing."""
     ended = await run_rollbus(nats_url, fleet, *args)
     status = await run_rollbus(nats_url, fleet, "status", "--json")
@@ -189,7 +189,7 @@ async def test_no_workers_have_an_exit_code_of_their_own(args: list[str], nats_u
     assert json.loads(status.stdout)["desired"] == {}
 
 
-async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet: str) -> None:
+async def test_fewer_workers_than_expected_receive_no_command(nats_url: str, fleet: str) -> None:
     """With fewer live workers than --expect, the command is not sent and exits with code 5.
 
     With enough, it runs as usual.
@@ -216,7 +216,7 @@ async def test_fewer_workers_than_expected_are_told_nothing(nats_url: str, fleet
         (["load-lora", "math", "no-such-folder", "--upload"], "not a folder on this machine"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_sent(args: list[str], message: str) -> None:
+def test_invalid_arguments_are_refused_before_connecting(args: list[str], message: str) -> None:
     """An invalid argument is a usage error of one line. The command detects it before it connects to NATS."""
     done = rollbus(*args)
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_sent(args: list[str]
     assert message in done.stderr
 
 
-async def test_reset_forgets_what_was_told(nats_url: str, fleet: str) -> None:
+async def test_reset_clears_the_desired_state(nats_url: str, fleet: str) -> None:
     """`reset` clears the desired state and reports if it was empty. The epoch continues to increase."""
     async with workers(nats_url, fleet, {"w0": APPLIES}):
         first = await run_rollbus(nats_url, fleet, "reset", "--json")

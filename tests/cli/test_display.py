@@ -36,7 +36,7 @@ def test_a_terminal_table_has_borders_and_the_same_cells() -> None:
     assert len(out.getvalue().splitlines()) == 5
 
 
-def test_a_narrow_terminal_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_wraps_long_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a narrow terminal, long cells are wrapped, so that a worker's id remains readable."""
 
     class Terminal(io.StringIO):
@@ -70,7 +70,7 @@ def test_a_peer_cannot_move_the_cursor(is_terminal: bool) -> None:
     assert r"\x1b[2Jgone\r\nw9 serving\u202e\x9b1m" in out.getvalue()
 
 
-def test_a_reader_that_has_had_enough_is_no_error() -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
     """If the reader closes the pipe, like `head`, the remaining output is discarded and the exit code stays."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -118,12 +118,12 @@ def test_the_most_and_the_least_used_experts_are_named() -> None:
         (9000, 16_000, 8.0, "9,000/9,000  2,000 tokens/s"),
     ],
 )
-def test_the_pace_is_that_of_this_run(ended: int, tokens: int, seconds: float, text: str) -> None:
+def test_earlier_runs_do_not_count_for_the_rate(ended: int, tokens: int, seconds: float, text: str) -> None:
     """The 1,000 prompts of earlier runs count as done, but not for the rate or the time left."""
     assert pace_text(9000, ended, before=1000, tokens=tokens, seconds=seconds) == text
 
 
-def test_an_end_before_the_end_says_how_far_it_is() -> None:
+def test_a_run_that_stops_early_reports_its_progress() -> None:
     """A run that stops early reports the number of finished prompts, and the number of failures if there are any."""
     assert count_text(290, 0, 1260) == "290 of 1,260 done; the same command continues"
     assert count_text(1290, 2, 2260) == "1,290 of 2,260 done, 2 failed; the same command continues"

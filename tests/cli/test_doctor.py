@@ -41,7 +41,7 @@ async def examined(url: str, creds: Path | None = None, fleet: str | None = None
     return {finding.check: finding async for finding in examine_bus(target)}
 
 
-def test_a_machine_on_which_all_is_well_has_nothing_to_say() -> None:
+def test_a_machine_without_problems_gets_no_advice() -> None:
     """On a machine without problems, each finding is ok and has no advice."""
     assert found(GOOD) == {}
     assert not any(finding.advice for finding in examine_machine(GOOD))
@@ -59,7 +59,7 @@ def test_a_machine_on_which_all_is_well_has_nothing_to_say() -> None:
         ({"transformers": None}, "engine", Status.FAIL, "without transformers"),
     ],
 )
-def test_versions_that_do_not_go_together_are_named(
+def test_incompatible_versions_are_reported(
     versions: dict[str, str | None], check: str | None, status: Status | None, words: str
 ) -> None:
     """`doctor` reports the torchvision that pip installs beside a CPU torch, an old engine, and a missing engine."""
@@ -78,7 +78,7 @@ def test_versions_that_do_not_go_together_are_named(
         (replace(GOOD, nats_server=lambda: "nats-server: v2.10.9"), "nats-server", Status.FAIL),
     ],
 )
-def test_what_is_short_is_named_with_what_to_do(machine: HostProbe, check: str, status: Status) -> None:
+def test_too_little_memory_and_an_old_nats_server_are_reported(machine: HostProbe, check: str, status: Status) -> None:
     """`doctor` reports too little memory or shared memory and an old or missing nats-server, each with advice."""
     problems = found(machine)
 
@@ -86,7 +86,7 @@ def test_what_is_short_is_named_with_what_to_do(machine: HostProbe, check: str, 
     assert problems[check].advice
 
 
-def test_without_a_server_it_says_how_to_start_one() -> None:
+def test_a_missing_server_is_a_failure_with_advice() -> None:
     """Without a server, `doctor` reports one failure, checks everything else too, and exits with code 1."""
     done = rollbus("doctor", "--json", "--nats", "nats://127.0.0.1:9")
     told = json.loads(done.stdout)
@@ -97,7 +97,7 @@ def test_without_a_server_it_says_how_to_start_one() -> None:
     assert {"python", "packages", "engine", "memory"} <= {finding["check"] for finding in told["findings"]}
 
 
-async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet: str) -> None:
+async def test_each_line_has_a_status_and_warnings_have_advice(nats_url: str, fleet: str) -> None:
     """An open server without workers gives warnings and exit code 0."""
     ended = await run_rollbus(nats_url, fleet, "doctor")
     lines = ended.stdout.splitlines()
@@ -109,7 +109,7 @@ async def test_lines_for_people_have_status_what_and_advice(nats_url: str, fleet
     assert lines[at + 1].lstrip().startswith("-> start workers")
 
 
-async def test_a_server_that_lacks_something_is_told_what(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_without_jetstream_or_with_a_small_payload_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor` reports a server without JetStream, and a small max_payload."""
     require_binary()
     change_config(monkeypatch)
@@ -132,7 +132,7 @@ async def secured(folder: Path) -> AsyncIterator[Guarded]:
 
 
 @pytest.mark.slow
-async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
+async def test_the_permissions_of_each_user_are_reported(tmp_path: Path) -> None:
     """`doctor` tests permissions without side effects, and a client of the same name continues."""
     may = {
         "alice": "send requests",
@@ -157,7 +157,7 @@ async def test_each_user_hears_what_it_may_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_permissions_that_are_not_the_roles_are_a_failure(tmp_path: Path) -> None:
+async def test_permissions_that_differ_from_the_role_are_a_failure(tmp_path: Path) -> None:
     """Permissions that differ from the role are a failure, as with a server that has not reloaded its configuration."""
     async with guarded(tmp_path) as guard:
         own = json.loads(guard.path("eye").read_bytes())
@@ -173,7 +173,7 @@ async def test_permissions_that_are_not_the_roles_are_a_failure(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_server_that_refuses_us_is_no_server_that_is_missing(tmp_path: Path) -> None:
+async def test_a_server_that_refuses_the_connection_is_not_reported_as_missing(tmp_path: Path) -> None:
     """A server that refuses the connection is not reported as missing, without credentials or with an invalid file."""
     async with guarded(tmp_path) as guard:
         nobody = await examined(guard.url)

@@ -57,7 +57,7 @@ async def served_cluster() -> AsyncIterator[tuple[NatsCluster, str]]:
             yield cluster, urls
 
 
-async def test_doctor_sees_what_is_missing() -> None:
+async def test_doctor_reports_missing_replicas_limits_and_servers() -> None:
     """`doctor` reports too few replicas and a missing limit for each client, a failed server, and a lost majority."""
     async with served_cluster() as (cluster, urls):
         found = await findings(urls)
@@ -92,7 +92,7 @@ async def test_doctor_sees_what_is_missing() -> None:
         await cluster.ready()
 
 
-async def test_status_says_that_a_queue_has_no_leader() -> None:
+async def test_status_reports_a_queue_without_leader() -> None:
     """If the only server with the queue has failed, `status` reports in table and JSON that the queue has no leader."""
     async with served_cluster() as (cluster, urls):
         whole = await run_rollbus(urls, "f", "status", "--json")

@@ -46,7 +46,9 @@ class OtherServer(FakeServer):
         (b"", b"", "accepts connections and sends nothing", "look at its log"),
     ],
 )
-async def test_what_is_no_nats_server_is_named(unasked: bytes, asked: bytes, found: str, advice: str) -> None:
+async def test_the_protocol_of_a_server_that_is_not_nats_is_named(
+    unasked: bytes, asked: bytes, found: str, advice: str
+) -> None:
     """`doctor` names the protocol of a server that is not NATS by the bytes that the server sends."""
     async with OtherServer(unasked, asked).beside() as server:
         finding = (await examined(f"nats://{server.address}"))["server"]
@@ -142,7 +144,7 @@ async def test_a_good_certificate_is_shown(
     assert (finding.status, words[0] in finding.found, words[1] in finding.advice) == (status, True, True)
 
 
-async def test_a_server_that_wants_the_handshake_first_is_found_out(
+async def test_a_server_that_requires_the_tls_handshake_first_is_detected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`doctor` detects a server that sends nothing before a TLS handshake."""
@@ -152,7 +154,7 @@ async def test_a_server_that_wants_the_handshake_first_is_found_out(
     assert finding.advice == "tls:// in the URL"
 
 
-async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path) -> None:
+async def test_refused_credentials_are_distinguished_from_missing_credentials(tmp_path: Path) -> None:
     """For each refusal, `doctor` reports the credentials that it presented, with matching advice."""
     [other] = ensure_users(tmp_path / "other", [(FLEET, Role.TRAINER, "alice")])
     async with guarded(tmp_path / "users") as guard:
@@ -168,7 +170,7 @@ async def test_credentials_that_are_not_taken_are_told_from_none(tmp_path: Path)
     assert "hunter2" not in f"{password}"
 
 
-async def test_credentials_of_before_there_were_signatures_are_a_warning(tmp_path: Path) -> None:
+async def test_credentials_without_roots_are_a_warning(tmp_path: Path) -> None:
     """Credentials without roots are a warning: they work, but accept unsigned messages."""
     async with guarded(tmp_path) as guard:
         new = (await examined(guard.url, guard.path("alice")))["credentials"]

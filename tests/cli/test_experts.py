@@ -23,7 +23,7 @@ def cells_of(line: str) -> str:
     return line.split("|")[1]
 
 
-def test_each_shade_is_twice_the_load() -> None:
+def test_each_character_stands_for_twice_the_load() -> None:
     """Each character stands for twice the load of the one before, and an even layer shows equal characters."""
     table = np.array([[8] * 8, [0, 1, 2, 4, 8, 16, 32, 1], [0] * 8, [64] + [0] * 7])
     title, even, uneven, empty, dense = map_lines(table, 2, 80)[-5:]
@@ -53,7 +53,7 @@ def test_large_models_fit_a_terminal(num_layers: int, num_experts: int) -> None:
 
 
 @pytest.mark.slow
-async def test_the_command_shows_what_workers_counted(
+async def test_the_command_shows_the_counts_of_the_workers(
     one_worker: StartServed, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """`experts` prints a map, JSON with all counts, a table by version, and a picture."""
@@ -80,7 +80,7 @@ async def test_the_command_shows_what_workers_counted(
 
 
 @pytest.mark.slow
-async def test_who_is_left_out_is_said(nats_url: str, fleet: str) -> None:
+async def test_workers_of_an_earlier_release_change_the_exit_code(nats_url: str, fleet: str) -> None:
     """With a worker of an earlier release the exit code is 3 beside another worker and 1 if it is alone.
 
     Without workers, the exit code is 5.

@@ -84,7 +84,7 @@ def test_status_shows_the_workers(nats: str) -> None:
     assert {queue["lane"] for queue in json.loads(line)["queues"]} == {"resume", "high", "normal", "low"}
 
 
-def test_status_is_watched_in_place(nats: str) -> None:
+def test_status_watch_redraws_a_terminal_in_place(nats: str) -> None:
     """On a terminal, `status --watch` redraws in place, and Ctrl-C exits with 0 and leaves the last tables."""
     with on_terminal("status", "--watch", "--nats", nats) as terminal:
         terminal.read_to_match(r"(?s)Ctrl-C ends.*Ctrl-C ends.*max_model_len[^┘]*┘")
@@ -97,7 +97,7 @@ def test_status_is_watched_in_place(nats: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "fleet"), [((), "default"), (("--json",), "default"), ((), "nobody")])
-def test_status_is_watched_through_a_pipe(nats: str, options: tuple[str, ...], fleet: str) -> None:
+def test_status_watch_writes_state_after_state_into_a_pipe(nats: str, options: tuple[str, ...], fleet: str) -> None:
     """Into a pipe, `status --watch` writes state after state, also of an empty fleet, and Ctrl-C exits with 0."""
     args = ("status", "--watch", "--fleet", fleet, *options)
     first = '{"' if options else f"fleet {fleet} at "
@@ -114,7 +114,7 @@ def test_status_is_watched_through_a_pipe(nats: str, options: tuple[str, ...], f
     assert (process.returncode, stderr) == (ExitCode.OK, "")
 
 
-def test_a_watch_ends_with_its_reader(nats: str) -> None:
+def test_status_watch_ends_if_its_reader_closes_the_pipe(nats: str) -> None:
     """`status --watch` ends if its reader closes the pipe, as in `status --watch --json | head -1`."""
     with subprocess.Popen(
         command("status", "--watch", "--json"), env={**ENV, "ROLLBUS_NATS": nats}, stdout=subprocess.PIPE
@@ -126,7 +126,7 @@ def test_a_watch_ends_with_its_reader(nats: str) -> None:
 
 
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
-def test_an_empty_fleet_has_an_exit_code_of_its_own(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_empty_fleet_gives_exit_code_5(nats: str, json_option: tuple[str, ...], tmp_path: Path) -> None:
     """Without workers, a command sends nothing and exits with code 5 and one line that names fleet and server."""
     status = rollbus("status", "--fleet", "nobody", *json_option, nats=nats)
     path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]})
@@ -170,7 +170,7 @@ def test_every_prompt_gets_its_result(nats: str, tmp_path: Path) -> None:
             assert (rows.dtype, described["dtype"], described["start"]) == (np.uint8, "u1", 0)
 
 
-def test_options_apply_and_samples_are_siblings(nats: str, tmp_path: Path) -> None:
+def test_options_are_defaults_and_samples_share_a_line(nats: str, tmp_path: Path) -> None:
     """Options are defaults for the lines, and n samples are one line, without rows if not requested."""
     path = write(tmp_path / "in.jsonl", {"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "max_tokens": 2})
     options = ("--max-tokens", "3", "-n", "2", "--seed", "5", "--routed-experts", "none")
@@ -224,7 +224,7 @@ def test_a_killed_run_is_continued(nats: str, tmp_path: Path) -> None:
     assert generate(nats, path, "--routed-experts", "npz")[1]["done"] == 0
 
 
-def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_finished_results(nats: str, tmp_path: Path) -> None:
     """After SIGINT, a run reports its progress in one line, exits with code 130 and leaves a complete .npz."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
@@ -243,7 +243,7 @@ def test_ctrl_c_keeps_what_is_finished(nats: str, tmp_path: Path) -> None:
         assert {int(key) for key in arrays} >= set(results)
 
 
-def test_a_terminal_shows_a_bar_from_the_first_moment(nats: str, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_for_each_step_of_the_run(nats: str, tmp_path: Path) -> None:
     """A bar names each step of the run and disappears at the end. After Ctrl-C, the count includes earlier runs."""
     path = write(tmp_path / "in.jsonl", *({"prompt_token_ids": [i + 1], "max_tokens": 50} for i in range(5000)))
     output = tmp_path / "out.jsonl"
@@ -305,7 +305,7 @@ def test_a_worker_started_by_hand_joins_and_stops(nats: str) -> None:
     assert worker.wait() == 0
 
 
-def test_up_leaves_nothing_behind_when_killed(tmp_path: Path) -> None:
+def test_the_workers_of_a_killed_up_exit(tmp_path: Path) -> None:
     """After SIGKILL of `rollbus up`, its workers exit."""
     with running_up("--engine", "synthetic", "--workers", "2", log=tmp_path / "log") as (process, info):
         assert len(processes_with(info["nats"])) == 2
@@ -319,7 +319,7 @@ def is_replaced(worker: str, pid: int, nats: str) -> bool:
     return processes_with(f"--worker-id {worker}", nats) not in ([], [pid])
 
 
-def test_up_starts_a_dead_worker_again(tmp_path: Path) -> None:
+def test_up_restarts_a_dead_worker(tmp_path: Path) -> None:
     """`up` reports each dead worker in one line and restarts it, even the last one, and serves waiting requests."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
@@ -344,7 +344,7 @@ def test_up_starts_a_dead_worker_again(tmp_path: Path) -> None:
     assert processes_with(nats) == []
 
 
-async def test_up_waits_for_its_only_worker(tmp_path: Path) -> None:
+async def test_up_keeps_running_while_its_only_worker_restarts(tmp_path: Path) -> None:
     """`up` keeps running while its only worker restarts, and a request of the dead worker finishes on the new one."""
     with running_up("--engine", "synthetic", "--engine-args", '{"step_s": 0.02}', log=tmp_path / "log") as (_, info):
         async with bus.connect(info["nats"]) as rb:
@@ -358,7 +358,7 @@ async def test_up_waits_for_its_only_worker(tmp_path: Path) -> None:
     assert {chunk.attempt for chunk in chunks} == {0, 1}
 
 
-def test_up_ends_when_its_last_worker_stays_ended(tmp_path: Path) -> None:
+def test_up_fails_after_its_last_worker_was_stopped(tmp_path: Path) -> None:
     """`up` does not restart a worker that SIGTERM stopped. After the last one, `up` prints its last lines and fails."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--workers", "2", log=log) as (process, info):
@@ -373,7 +373,7 @@ def test_up_ends_when_its_last_worker_stays_ended(tmp_path: Path) -> None:
     assert "rollbus: worker local-0 ended with exit code 0; its last lines:" in log.read_text()
 
 
-def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
+def test_up_reports_the_error_of_a_worker_that_fails_to_start(tmp_path: Path) -> None:
     """If a worker fails to start, `up` reports the worker's error message and prints nothing on stdout."""
     done = rollbus(
         "up", "--engine", "synthetic", "--engine-args", '{"speed": 9}', "--nats", "nats://127.0.0.1:0", "--json"
@@ -384,7 +384,7 @@ def test_up_says_why_a_worker_does_not_start(tmp_path: Path) -> None:
     assert "speed" in done.stderr.splitlines()[-1]
 
 
-def test_up_with_prefill_workers(tmp_path: Path) -> None:
+def test_up_starts_prefill_workers_for_long_prompts(tmp_path: Path) -> None:
     """With --prefill-workers, each worker has a role, and long prompts go to a prefill worker first."""
     log = tmp_path / "log"
     with running_up("--engine", "synthetic", "--prefill-workers", "1", log=log) as (_, info):

@@ -44,7 +44,7 @@ def test_each_change_of_a_worker_is_a_line() -> None:
     assert board.line("b", 120.0) == "b  loading  20 s"
 
 
-def test_a_worker_that_is_started_again_is_counted_from_its_new_process() -> None:
+def test_a_restarted_worker_is_timed_from_the_start_of_its_new_process() -> None:
     """The board ignores old presence of an ended process and counts the seconds from the start of the new process."""
     board = WorkerBoard(("a",), 0.0)
     board.set_workers([presence("a", WorkerState.SERVING)], 10.0)
@@ -55,7 +55,7 @@ def test_a_worker_that_is_started_again_is_counted_from_its_new_process() -> Non
     assert board.set_workers([presence("a", WorkerState.SERVING)], 70.0) == ["a  serving  12 s"]
 
 
-def test_the_end_says_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopping_up_reports_the_workers_and_requests_that_remain(capsys: pytest.CaptureFixture[str]) -> None:
     """`up` reports the workers and requests that it waits for, with the time limit.
 
     A second signal kills the workers.
@@ -101,7 +101,7 @@ def test_log_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (tmp_path / "up-20250101-000000-1.log.1").exists()
 
 
-def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A log file that cannot be written is reported once, and the fleet keeps running."""
     log = LogFile(tmp_path)
     log.path.unlink()
@@ -118,7 +118,7 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_person_sees_states_addresses_and_the_end(tmp_path: Path) -> None:
+def test_a_terminal_shows_states_addresses_and_the_log_file(tmp_path: Path) -> None:
     """On a terminal, `up` shows one line per worker in place, then the addresses, and names the log file."""
     with on_terminal("up", "--engine", "synthetic", "--workers", "2", "--state-dir", str(tmp_path), *ANY_PORTS) as term:
         term.read_until("Ctrl-C stops everything.\r\n")
@@ -139,7 +139,7 @@ def test_a_person_sees_states_addresses_and_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_fails_on_a_terminal_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_terminal_shows_the_end_of_the_log_of_a_failed_worker(tmp_path: Path) -> None:
     """If a worker fails on a terminal, `up` shows the end of its log and names the log file."""
     wrong = ("--engine-args", '{"speed": 9}')
     with on_terminal("up", "--engine", "synthetic", *wrong, "--state-dir", str(tmp_path), *ANY_PORTS) as term:
@@ -154,7 +154,7 @@ def test_a_worker_that_fails_on_a_terminal_shows_the_end_of_its_log(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_program_gets_no_log_file(tmp_path: Path) -> None:
+def test_without_a_terminal_up_writes_no_log_file(tmp_path: Path) -> None:
     """If stderr is not a terminal, `up` writes no log file. It counts the workers that do not serve in time."""
     done = rollbus(
         *("up", "--engine", "synthetic", "--start-timeout", "0.01", "--state-dir", str(tmp_path), *ANY_PORTS)

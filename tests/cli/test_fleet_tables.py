@@ -99,12 +99,12 @@ def test_a_worker_has_a_cell_for_each_column() -> None:
     ]
 
 
-def test_errors_have_a_table_of_their_own() -> None:
+def test_the_table_of_errors_lists_only_workers_with_an_error() -> None:
     """The table of errors lists only workers with an error, and shows the complete error."""
     assert error_rows([STARTING, PAUSED]) == [["w", "oops"]]
 
 
-def test_what_is_staged_has_a_row() -> None:
+def test_each_worker_that_stages_weights_has_a_row() -> None:
     """The table of staging shows the progress of each worker that stages weights."""
     staging = Staging(source="objects:b/8", stage="fetching", done_bytes=2**29, total_bytes=2**30)
     [row] = staging_rows([STARTING, replace(PAUSED, staging=staging)])
@@ -150,7 +150,7 @@ def test_prefixes_and_placement_have_a_row() -> None:
     ]  # fmt: skip
 
 
-def test_engines_that_are_alike_share_a_row() -> None:
+def test_engines_with_equal_capabilities_share_a_row() -> None:
     """Engines with equal capabilities share a row, which names only a few of many workers."""
     workers = [replace(PAUSED, worker=f"w{i}") for i in range(5)]
     other = replace(PAUSED, worker="d", capabilities=DENSE)
@@ -198,7 +198,7 @@ def test_a_queue_has_a_row_for_each_model() -> None:
     assert queue_rows([]) == []
 
 
-def test_a_queue_of_a_cluster_says_who_is_behind() -> None:
+def test_a_queue_of_a_cluster_names_the_servers_that_are_behind() -> None:
     """The row shows the smallest number of replicas of the lanes, and each server that is behind once."""
     lanes = [
         QueueDepth(model="a", lane="high", waiting=0, in_hand=0, leader="n1", replicas=3, behind=("n0 (lags by 2)",)),
@@ -208,7 +208,7 @@ def test_a_queue_of_a_cluster_says_who_is_behind() -> None:
     assert queue_rows(lanes)[0][-1] == "3, behind: n0"
 
 
-def test_what_is_desired_has_a_row_for_each_model_and_exception() -> None:
+def test_the_desired_state_has_a_row_for_each_model_and_exception() -> None:
     """The desired state has a row per model and per worker with other registers.
 
     It shows only recorded commands that still apply.
@@ -246,7 +246,7 @@ def test_the_names_of_the_state_are_documented() -> None:
     assert {state.value for state in WorkerState} - {"failed", "stopped", "unknown"} - known == set()
 
 
-def test_the_names_of_the_state_are_pinned() -> None:
+def test_the_names_of_the_state_are_stable() -> None:
     """The names in `rollbus status --json` are stable for programs: names may be added, but not changed."""
     written = msgspec.json.decode(msgspec.json.encode(state_as_json(STATE)))
 

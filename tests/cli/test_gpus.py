@@ -105,19 +105,19 @@ def test_a_driver_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         ('{"data_parallel_size": 4, "data_parallel_size_local": 2}', 2),
     ],
 )
-def test_an_engine_uses_as_many_as_its_sizes_say(engine_args: str | None, number: int) -> None:
+def test_an_engine_uses_the_product_of_its_parallel_sizes(engine_args: str | None, number: int) -> None:
     """The number of GPUs of an engine is the product of its parallel sizes on this machine."""
     assert gpus_per_engine(engine_args) == number
 
 
 @pytest.mark.parametrize("size", ["0", "true", '"two"'])
-def test_a_size_that_is_none_is_refused(size: str) -> None:
+def test_an_invalid_parallel_size_is_refused(size: str) -> None:
     """An invalid parallel size is an error that names the engine argument."""
     with pytest.raises(CommandFailed, match="--engine-args: tensor_parallel_size is"):
         gpus_per_engine(f'{{"tensor_parallel_size": {size}}}')
 
 
-def test_no_gpu_is_given_twice() -> None:
+def test_no_gpu_is_assigned_twice() -> None:
     """Each worker receives the next GPUs of the list, and no GPU is assigned twice."""
     four = Gpus(("GPU-a", "GPU-b", "2", "3", "4"), "here")
 
@@ -133,7 +133,7 @@ def engines_use_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("engines_use_gpus")
-def test_engines_get_what_they_use(
+def test_each_engine_receives_its_number_of_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each engine receives its number of GPUs by default.
@@ -158,7 +158,7 @@ def test_engines_get_what_they_use(
 
 
 @pytest.mark.usefixtures("engines_use_gpus")
-def test_nothing_is_divided_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_the_environment_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without GPUs, or with zero GPUs per worker, the environment of the engines stays unchanged."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert divide_gpus(options(), ("a", "b")) == {}
@@ -167,7 +167,7 @@ def test_nothing_is_divided_where_there_is_nothing(monkeypatch: pytest.MonkeyPat
     assert divide_gpus(options("synthetic"), ("a", "b")) == {}
 
 
-def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_with_a_cpu_build_of_vllm_start_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a vLLM build for CPUs, workers start without GPUs, and --gpus-per-worker is refused."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
@@ -176,7 +176,7 @@ def test_a_vllm_for_cpus_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> N
         divide_gpus(options(each=1), ("a",))
 
 
-def test_the_option_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_per_worker_is_refused_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without GPUs, --gpus-per-worker is a usage error before anything starts."""
     driver(tmp_path, monkeypatch, lists("No devices were found\n"))
     with pytest.raises(CommandFailed, match="--gpus-per-worker 2: no GPU listed by nvidia-smi") as caught:
@@ -197,7 +197,7 @@ def is_back(worker: str, old: int, nats: str) -> bool:
 
 
 @pytest.mark.slow
-def test_up_gives_each_worker_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_assigns_each_worker_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`up` assigns GPUs also to prefill workers, keeps the assignment after a restart, and logs it."""
     driver(tmp_path, monkeypatch, lists(FOUR))
     env = {**ENV, "PATH": os.environ["PATH"]}

@@ -88,7 +88,7 @@ def test_frontend_starts_and_stops(fleet_url: tuple[str, str], number: signal.Si
     assert (tmp_path / "log").read_text() == f"HTTP: {http}\nPage: {http}/\nstopped\n"
 
 
-def test_a_stream_under_way_does_not_hold_up_the_end(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+def test_an_open_stream_does_not_delay_the_stop_of_the_service(fleet_url: tuple[str, str], tmp_path: Path) -> None:
     """A service that stops ends its open streams after a few seconds and aborts their requests at the worker."""
     body = {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
     with running_frontend(fleet_url[0], tmp_path / "log", "--http", ANY) as (process, http):
@@ -122,7 +122,7 @@ def test_tokens_come_from_the_environment(fleet_url: tuple[str, str], tmp_path: 
         assert status("GET", "/health", None) == 200
 
 
-def test_names_of_the_service_are_options(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+def test_only_allowed_host_names_are_accepted(fleet_url: tuple[str, str], tmp_path: Path) -> None:
     """The service accepts its own host and each --allowed-host, and refuses any other Host header."""
     names = ("--http", "localhost:0", "--allowed-host", "fleet.example.com", "--allowed-host", "Other")
     with running_frontend(fleet_url[0], tmp_path / "log", *names) as (_, http):
@@ -131,7 +131,7 @@ def test_names_of_the_service_are_options(fleet_url: tuple[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize("subcommand", [("frontend",), ("up", "--engine", "synthetic", "--nats", "nats://127.0.0.1:0")])
-def test_an_address_that_cannot_be_had_is_one_line(subcommand: tuple[str, ...], fleet_url: tuple[str, str]) -> None:
+def test_an_unusable_address_is_reported_in_one_line(subcommand: tuple[str, ...], fleet_url: tuple[str, str]) -> None:
     """If the address is in use or belongs to another machine, the command fails with code 1 before it starts."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -143,7 +143,9 @@ def test_an_address_that_cannot_be_had_is_one_line(subcommand: tuple[str, ...], 
             assert lines[0].startswith(f"rollbus: --http {host}:{port}: ")
 
 
-def test_a_host_that_others_reach_is_said_so(fleet_url: tuple[str, str], tmp_path: Path) -> None:
+def test_a_service_that_other_machines_reach_warns_of_missing_tokens(
+    fleet_url: tuple[str, str], tmp_path: Path
+) -> None:
     """If other machines can reach the service, it logs a warning for each token that is not set."""
     log = tmp_path / "log"
     with running_frontend(fleet_url[0], log, "--http", "0.0.0.0:0", ROLLBUS_HTTP_TOKEN="data") as (_, http):
@@ -154,7 +156,7 @@ def test_a_host_that_others_reach_is_said_so(fleet_url: tuple[str, str], tmp_pat
     assert "ROLLBUS_HTTP_TOKEN" not in said
 
 
-def test_frontend_without_nats_is_one_line() -> None:
+def test_frontend_without_nats_reports_one_line() -> None:
     """Without a NATS server, `frontend` exits with code 1 and one line that names the address."""
     ended = rollbus("frontend", "--http", ANY, nats="nats://127.0.0.1:9")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (ExitCode.FAILED, "", 1)

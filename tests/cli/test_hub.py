@@ -91,7 +91,7 @@ def serving_hub(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-def test_a_folder_wins_and_a_path_is_never_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_comes_before_a_model_id_and_a_path_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OWNER/NAME is a model id unless a folder has that name. No other form is an id."""
     monkeypatch.chdir(tmp_path)
 
@@ -125,7 +125,7 @@ def test_a_model_of_the_cache_is_served_under_its_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_fetched_once(tmp_path: Path) -> None:
+def test_a_model_is_downloaded_once(tmp_path: Path) -> None:
     """The command downloads only the files that vLLM needs, and only once. Later runs work without the hub."""
     checkpoint = write_checkpoint(tmp_path / "one", seed=1)
     files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
@@ -158,7 +158,7 @@ def test_a_model_is_fetched_once(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("argv", [UP, ("worker", "--engine", "synthetic", "--model", ID)])
-def test_what_cannot_be_fetched_says_how_to_go_on(
+def test_a_model_that_cannot_be_downloaded_is_an_error_with_solutions(
     argv: tuple[str, ...], more: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     """If the model cannot be downloaded, nothing starts. The error gives the id, the reason and both solutions."""
@@ -174,7 +174,7 @@ def test_what_cannot_be_fetched_says_how_to_go_on(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_or_not_whole_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_or_incomplete_model_is_refused(tmp_path: Path) -> None:
     """An unknown model and an incomplete model in the cache are errors."""
     with serving_hub({}) as (url, _):
         unknown = rollbus(*UP[:-1], "org/other", env=hub_env(tmp_path / "empty", HF_ENDPOINT=url))

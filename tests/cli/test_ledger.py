@@ -27,7 +27,7 @@ MIXED = replace(
 )
 
 
-def test_a_ledger_has_a_row_for_each_worker() -> None:
+def test_a_command_result_has_a_row_for_each_worker() -> None:
     """A ledger has a row per worker. Workers that applied the command come first, and the others show a reason."""
     assert COLUMNS == ("worker", "result", "version", "seconds", "why")
     assert ledger_rows(MIXED) == [
@@ -38,7 +38,7 @@ def test_a_ledger_has_a_row_for_each_worker() -> None:
     ]
 
 
-def test_an_abort_says_what_it_ended() -> None:
+def test_the_result_of_an_abort_lists_the_aborted_requests() -> None:
     """The ledger of an abort lists the request ids that each worker aborted, or that it had none."""
     ended, none = replace(DONE, request_ids=("x", "y")), replace(DONE, worker="b", request_ids=())
 
@@ -48,7 +48,7 @@ def test_an_abort_says_what_it_ended() -> None:
 
 
 @pytest.mark.proves("P20")
-def test_an_update_says_what_was_compared() -> None:
+def test_the_result_of_an_update_lists_modules_that_were_not_probed() -> None:
     """The ledger of an update names modules that could not be probed: three in the table, up to 64 in JSON."""
     names = tuple(f"layers.{number} (it is quantized)" for number in range(4))
     all_probed = replace(DONE, verified=Verified(probed=5, equal=2, seconds=0.5))
@@ -65,7 +65,7 @@ def test_an_update_says_what_was_compared() -> None:
     ]
 
 
-def test_an_update_says_where_its_time_went() -> None:
+def test_the_result_of_an_update_has_bytes_and_times() -> None:
     """The ledger of an update shows fetched bytes and times per worker.
 
     The summary has the fleet's pause and the late workers.
@@ -95,7 +95,7 @@ def test_an_update_says_where_its_time_went() -> None:
     }  # fmt: skip
 
 
-def test_an_abort_says_what_nobody_had() -> None:
+def test_the_result_of_an_abort_names_ids_that_no_worker_had() -> None:
     """The result of an abort names ids that no worker had. If no worker had any of them, the command failed."""
     some = replace(DONE, request_ids=("x",))
     partly = replace(EMPTY, command="abort", applied={"a": some}).of_abort(("x", "y"))
@@ -108,7 +108,7 @@ def test_an_abort_says_what_nobody_had() -> None:
     assert str(CommandIncomplete(nothing)) == "abort was applied by 1 of 1 workers, and none has y, z"
 
 
-def test_a_ledger_is_summed_up_in_one_line() -> None:
+def test_a_command_result_is_summed_up_in_one_line() -> None:
     """The summary has counts, time and epochs, and mentions only counts that are not zero."""
     two = {"a": DONE, "b": DONE}
 
@@ -118,7 +118,7 @@ def test_a_ledger_is_summed_up_in_one_line() -> None:
     assert summary(replace(EMPTY, applied=two, epochs={"n": 1, "m": 7})).endswith("s, epoch 7 of m, epoch 1 of n")
 
 
-def test_the_names_of_a_ledger_are_pinned() -> None:
+def test_the_names_of_a_command_result_are_stable() -> None:
     """The names of a ledger in --json are stable for programs: names may be added, but not changed."""
     told = ledger_as_json(MIXED)
 
@@ -157,12 +157,12 @@ def test_the_names_of_a_ledger_are_pinned() -> None:
         (replace(EMPTY, missing={"d": "x"}), ExitCode.TIMEOUT),
     ],
 )
-def test_a_ledger_has_its_exit_code(ledger: CommandResult, code: ExitCode) -> None:
+def test_the_command_result_decides_the_exit_code(ledger: CommandResult, code: ExitCode) -> None:
     """The exit code is 0 if all workers applied, 3 if some did, 4 if none did and none gave a reason, and else 1."""
     assert exit_code_of_ledger(ledger) == code
 
 
-def test_progress_counts_workers_by_what_they_do() -> None:
+def test_progress_counts_workers_by_their_last_ack() -> None:
     """The progress counts each worker once, by its last ack. Another command restarts the count."""
     lines: list[str] = []
     counter = AckCounter(lines.append)
@@ -175,7 +175,7 @@ def test_progress_counts_workers_by_what_they_do() -> None:
     ]  # fmt: skip
 
 
-def test_progress_says_how_far_a_stage_is() -> None:
+def test_progress_of_a_stage_sums_the_bytes_of_its_workers() -> None:
     """The progress of a stage is the sum of the bytes of all its workers. A stage without bytes shows only its name."""
     lines: list[str] = []
     counter = AckCounter(lines.append)

@@ -39,7 +39,7 @@ def test_the_whole_fleet_logs_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "event"), [(["status", "-v"], "command.failed"), (["worker", "--engine", "synthetic"], "worker.failed")]
 )
-def test_a_failure_is_a_line(argv: list[str], event: str) -> None:
+def test_a_failure_is_logged_as_one_event(argv: list[str], event: str) -> None:
     """A failure of a command or a worker is one event. With -v, it has the traceback."""
     done = rollbus(*argv, "--log-format", "json", "--fleet", "f", nats="nats://user:geheim@host:port")
 

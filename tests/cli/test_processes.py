@@ -91,7 +91,7 @@ async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
 RULE = RestartRule(first_delay_s=0.01, max_restarts=2)
 
 
-async def test_a_dead_worker_is_started_again_so_often() -> None:
+async def test_a_dead_worker_is_restarted_a_limited_number_of_times() -> None:
     """Each end of a worker is logged in one line. After the last restart, the other workers continue.
 
     When the last worker ends, the run fails.
@@ -161,7 +161,7 @@ async def test_an_error_of_the_body_stops_the_workers() -> None:
 
 
 @pytest.mark.proves("P29")
-def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
+def test_workers_detect_the_death_of_their_parent(tmp_path: Path) -> None:
     """If the parent is killed, each worker reads the end of its pipe, for any number of workers."""
     worker = "import os, sys; open(f'pid-{os.getpid()}', 'w'); os.read(int(sys.argv[-1]), 1)"
     parent = f"""
@@ -184,7 +184,7 @@ def test_workers_can_see_that_their_parent_died(tmp_path: Path) -> None:
     assert becomes_true(lambda: not any(map(is_alive, pids)))
 
 
-async def test_a_failed_tool_says_why() -> None:
+async def test_the_error_of_a_failed_tool_has_its_last_line() -> None:
     """If a tool fails, the error has its exit code and its last line. A successful tool prints nothing."""
     await run_tool(spec("print('fine')"))
 

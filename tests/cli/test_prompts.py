@@ -29,7 +29,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_sampling_may_stand_beside_the_prompt_or_under_sampling() -> None:
+def test_sampling_parameters_are_beside_the_prompt_or_under_sampling() -> None:
     """Sampling parameters have the same meaning beside the prompt, under `sampling`, or mixed."""
     beside = parse({"prompt_token_ids": [1, 2], "max_tokens": 5, "temperature": 0})
     nested = parse({"prompt_token_ids": [1, 2], "sampling": {"max_tokens": 5, "temperature": 0}})
@@ -48,7 +48,7 @@ def test_text_is_tokenized_when_the_request_is_made() -> None:
         prompt.request(None)
 
 
-def test_what_only_the_tokens_show_is_found_when_the_request_is_made() -> None:
+def test_a_start_of_the_rows_beyond_the_prompt_is_rejected() -> None:
     """A start of the rows beyond a text prompt passes parsing.
 
     It is rejected with the allowed range after tokenization.
@@ -92,7 +92,7 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, line: object, fiel
     assert str(caught.value).startswith(f"{path} line 2: {field} {problem}")
 
 
-def test_options_are_for_lines_that_do_not_say_otherwise() -> None:
+def test_the_value_of_a_line_takes_precedence_over_its_default() -> None:
     """The value of a line takes precedence over its default, and the other defaults still apply."""
     defaults = Defaults({"model": "m", "timeout_s": 5.0}, {"max_tokens": 7, "seed": 3})
     request = parse({"prompt_token_ids": [1], "max_tokens": 9, "model": "other"}, defaults).request(None)
@@ -101,7 +101,7 @@ def test_options_are_for_lines_that_do_not_say_otherwise() -> None:
     assert (request.sampling.max_tokens, request.sampling.seed) == (9, 3)
 
 
-def test_asking_for_routing_contradicts_an_output_without() -> None:
+def test_routed_experts_are_refused_if_the_command_writes_none() -> None:
     """return_routed_experts true in a line is refused if the command writes no routed experts."""
     defaults = Defaults({"return_routed_experts": False})
 
@@ -123,7 +123,7 @@ def test_asking_for_routing_contradicts_an_output_without() -> None:
         {"return_routed_experts": False},
     ],
 )
-def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, object]) -> None:
+def test_the_fingerprint_depends_on_fields_that_change_the_result(change: dict[str, object]) -> None:
     """The fingerprint changes with prompt, sampling, model, request id, cache salt and routed experts."""
     line = {"prompt": "a", "max_tokens": 5}
 
@@ -131,7 +131,7 @@ def test_the_fingerprint_changes_with_what_decides_the_result(change: dict[str, 
 
 
 @pytest.mark.parametrize("change", [{"timeout_s": 9}, {"priority": 2}, {"session_id": "s"}, {"group_id": "g"}])
-def test_the_fingerprint_ignores_what_does_not(change: dict[str, object]) -> None:
+def test_the_fingerprint_ignores_fields_that_do_not_change_the_result(change: dict[str, object]) -> None:
     """The fingerprint ignores time limit, priority, session and group, so that finished results remain usable."""
     line = {"prompt": "a", "max_tokens": 5}
 

@@ -9,7 +9,7 @@ from rollbus.schemas.exit_codes import EXIT_DUPLICATE_WORKER
 RULE = RestartRule()
 
 
-def test_five_restarts_each_after_twice_the_time() -> None:
+def test_the_delay_doubles_with_each_of_five_restarts() -> None:
     """The delays before five restarts are 1, 2, 4, 8 and 16 s.
 
     After the sixth end within ten minutes, no restart follows.
@@ -19,7 +19,7 @@ def test_five_restarts_each_after_twice_the_time() -> None:
     assert str(restarts) == "5 of 5 restarts in 10 minutes"
 
 
-def test_the_time_between_restarts_has_a_bound() -> None:
+def test_the_delay_between_restarts_is_bounded() -> None:
     """A process that ends every three minutes is restarted forever, after at most a minute."""
     restarts = Restarts(RULE)
     delays = [restarts.delay_s(-9, lived_s=180, now=180 * count) for count in range(20)]
@@ -27,7 +27,7 @@ def test_the_time_between_restarts_has_a_bound() -> None:
     assert delays[-1] == 60
 
 
-def test_one_that_has_lived_for_long_starts_anew() -> None:
+def test_ten_minutes_of_runtime_reset_the_delay() -> None:
     """After ten minutes of runtime, the delay starts at its first value again."""
     restarts = Restarts(RULE)
     for now in range(3):
@@ -35,14 +35,14 @@ def test_one_that_has_lived_for_long_starts_anew() -> None:
     assert restarts.delay_s(1, lived_s=600, now=700) == 1
 
 
-def test_what_a_restart_does_not_help_stays_ended() -> None:
+def test_a_stopped_or_misconfigured_process_is_not_restarted() -> None:
     """There is no restart if the process was stopped, had a wrong option, or has the name of another process."""
     for exit_code in (0, 2, EXIT_DUPLICATE_WORKER):
         assert Restarts(RULE).delay_s(exit_code, lived_s=1000, now=0) is None
 
 
 @given(st.lists(st.floats(0, 400), max_size=60))
-def test_never_more_than_five_in_ten_minutes(gaps: list[float]) -> None:
+def test_at_most_five_restarts_occur_in_ten_minutes(gaps: list[float]) -> None:
     """At most five restarts occur in any ten minutes."""
     restarts, now, at = Restarts(RULE), 0.0, []
     for gap in gaps:

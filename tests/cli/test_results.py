@@ -42,7 +42,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
+def test_a_line_has_all_values_of_its_result(tmp_path: Path) -> None:
     """Routed experts in a line decode to the array, minus infinity becomes -9999, and float32 values stay exact."""
     path = tmp_path / "out.jsonl"
     adapter = np.array([5, 5], np.int32)
@@ -78,7 +78,7 @@ def test_a_line_says_all_about_its_result(tmp_path: Path) -> None:
     np.testing.assert_array_equal(array, result.routed_experts)
 
 
-def test_samples_stand_as_siblings_in_the_line_of_the_first(tmp_path: Path) -> None:
+def test_all_samples_of_a_prompt_are_in_one_line(tmp_path: Path) -> None:
     """The samples of a prompt are siblings in one line, and each sample has its own array in the .npz."""
     path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
 
@@ -92,7 +92,7 @@ def test_samples_stand_as_siblings_in_the_line_of_the_first(tmp_path: Path) -> N
         assert [int(arrays[key][0, 0, 0]) for key in keys] == [1, 2, 3]
 
 
-def test_what_is_absent_is_null_or_left_out(tmp_path: Path) -> None:
+def test_missing_routed_experts_are_null_and_logprobs_are_omitted(tmp_path: Path) -> None:
     """Missing routed experts are null. Logprobs that were not requested have no field."""
     with open_results(tmp_path / "out.jsonl", None) as results:
         line = line_of(PROMPTS[0], results, routed_experts=None, logprobs=None)
@@ -126,7 +126,7 @@ def test_one_failed_sample_fails_the_prompt() -> None:
 @pytest.mark.proves("P30")
 @pytest.mark.slow
 @pytest.mark.parametrize("with_npz", [False, True])
-def test_a_run_that_was_cut_anywhere_is_resumed(tmp_path: Path, with_npz: bool) -> None:
+def test_a_run_that_crashed_at_any_byte_is_resumed(tmp_path: Path, with_npz: bool) -> None:
     """After a crash at any byte, the next run keeps the complete lines, and each prompt ends with one line."""
     whole = tmp_path / "whole.jsonl"
     with open_results(whole, tmp_path / "whole.npz" if with_npz else None) as results:
@@ -168,7 +168,7 @@ def test_failed_prompts_are_tried_again(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_result_without_its_rows_is_made_again(tmp_path: Path) -> None:
+def test_a_prompt_whose_rows_are_missing_is_not_finished(tmp_path: Path) -> None:
     """If the .npz is missing, prompts with rows in it are not finished."""
     path, rows_path = tmp_path / "out.jsonl", tmp_path / "out.npz"
     with open_results(path, rows_path) as results:
@@ -180,7 +180,7 @@ def test_a_result_without_its_rows_is_made_again(tmp_path: Path) -> None:
         assert list(results.finished) == [1]
 
 
-def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
+def test_an_output_with_an_npz_is_not_continued_without_the_npz(tmp_path: Path) -> None:
     """An output with an .npz cannot be continued without it, because that would discard rows."""
     path = tmp_path / "out.jsonl"
     with open_results(path, tmp_path / "out.npz") as results:
@@ -191,7 +191,7 @@ def test_an_output_with_an_npz_is_not_continued_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not ours", b'{"prompt": "a"}\n', b"{}\nab", b'{"index":0}\n', b"\xff\n"])
-def test_a_file_of_something_else_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_output_is_refused_unchanged(tmp_path: Path, content: bytes) -> None:
     """A file that is not an output is refused and stays unchanged, also if its last line has no end."""
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)

@@ -36,7 +36,7 @@ def test_arrays_are_read_back_with_numpy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_later_runs_add_to_what_is_there(tmp_path: Path) -> None:
+def test_later_runs_keep_the_arrays_of_earlier_runs(tmp_path: Path) -> None:
     """A later run keeps the arrays of earlier runs. An array with an existing key replaces the old array."""
     path = tmp_path / "r.npz"
     with RowsFile(path) as file:
@@ -93,7 +93,7 @@ def test_a_run_without_rows_makes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_file_is_not_taken_for_an_npz(tmp_path: Path) -> None:
+def test_a_file_that_is_no_npz_is_refused_unchanged(tmp_path: Path) -> None:
     """A file that is not an .npz archive is named in the error and stays unchanged."""
     path = tmp_path / "r.npz"
     path.write_bytes(b"something else")

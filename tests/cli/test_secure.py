@@ -11,7 +11,7 @@ from tests.cli.support import descendants_of, rollbus, running_up
 pytestmark = pytest.mark.slow
 
 
-def test_up_lets_in_only_who_has_credentials(tmp_path: Path) -> None:
+def test_up_accepts_only_connections_with_credentials(tmp_path: Path) -> None:
     """The parts of the fleet have credentials. A viewer reads, a trainer generates, an admin pauses.
 
     A connection without credentials is refused.
@@ -51,7 +51,7 @@ def _arguments(pid: int) -> str:
     ).stdout
 
 
-def test_auth_dir_goes_with_secure(tmp_path: Path) -> None:
+def test_auth_dir_without_secure_is_a_usage_error(tmp_path: Path) -> None:
     """--auth-dir without --secure is a usage error, because it would secure nothing."""
     done = rollbus("up", "--auth-dir", str(tmp_path))
 

@@ -79,7 +79,7 @@ async def test_states_and_commands_appear(nats_url: str, fleet: str) -> None:
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
 
 
-async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
+async def test_keys_apply_immediately_and_a_resize_redraws_the_screen(nats_url: str, fleet: str) -> None:
     """Keys sort, filter and scroll immediately, and a resized terminal is redrawn completely."""
     names = [f"w{number:02}" for number in range(60)]
     async with announced(nats_url, fleet, *names):
@@ -97,7 +97,7 @@ async def test_keys_and_sizes(nats_url: str, fleet: str) -> None:
             assert await asyncio.to_thread(terminal.read_to_end) == ExitCode.OK
 
 
-async def test_a_server_away_for_three_seconds(fleet: str) -> None:
+async def test_top_keeps_the_last_state_while_nats_is_down(fleet: str) -> None:
     """While NATS is down, `top` reports that and keeps the last state. After the restart it shows new data."""
     require_binary()
     async with EmbeddedServer() as server, announced(server.url, fleet, "a"):
@@ -139,7 +139,7 @@ def test_an_error_leaves_the_terminal_as_before() -> None:
     assert "RuntimeError: in the middle" in after
 
 
-async def test_it_is_suspended_and_continued(nats_url: str, fleet: str) -> None:
+async def test_top_can_be_suspended_and_continued(nats_url: str, fleet: str) -> None:
     """Ctrl-Z restores the terminal, and `fg` continues the full screen."""
     async with announced(nats_url, fleet, "a"):
         with on_terminal("top", "--nats", nats_url, "--fleet", fleet, size=(80, 24)) as terminal:
@@ -155,7 +155,7 @@ async def test_it_is_suspended_and_continued(nats_url: str, fleet: str) -> None:
             assert terminal.settings() == before
 
 
-async def test_once_into_a_pipe(nats_url: str, fleet: str) -> None:
+async def test_top_prints_the_tables_once_into_a_pipe(nats_url: str, fleet: str) -> None:
     """If stdout is not a terminal, `top` prints the tables once. With --json, it prints the rates by name."""
     async with announced(nats_url, fleet, "a"):
         table = await run_rollbus(nats_url, fleet, "top")
@@ -172,7 +172,7 @@ async def test_once_into_a_pipe(nats_url: str, fleet: str) -> None:
     assert rates["workers"]["a"]["tokens_per_s"] == rates["models"]["m"]["tokens_per_s"] == tokens_per_s
 
 
-async def test_nobody_is_there(nats_url: str, fleet: str) -> None:
+async def test_without_workers_top_exits_with_code_5(nats_url: str, fleet: str) -> None:
     """Without workers, the exit code is 5, as with `status`. An invalid interval is a usage error."""
     done = await run_rollbus(nats_url, fleet, "top", "--once")
     wrong = await run_rollbus(nats_url, fleet, "top", "--interval", "0")
@@ -182,7 +182,7 @@ async def test_nobody_is_there(nats_url: str, fleet: str) -> None:
     assert wrong.code == ExitCode.USAGE
 
 
-async def test_a_terminal_that_takes_nothing_for_a_while(nats_url: str, fleet: str) -> None:
+async def test_top_waits_for_a_stopped_terminal(nats_url: str, fleet: str) -> None:
     """If the terminal is stopped, as by Ctrl-S, `top` waits and continues later without losing output."""
     async with announced(nats_url, fleet, *(f"w{number:02}" for number in range(60))):
         args = ("top", "--nats", nats_url, "--fleet", fleet, "--interval", "0.1")

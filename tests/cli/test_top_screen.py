@@ -136,12 +136,12 @@ def column(view: TopView, number: int, options: TopOptions, width: int = 80) -> 
     return [re.split(r" {2,}", line)[number] for line in lines if re.match(r"w\d", line)]
 
 
-def test_a_small_screen() -> None:
+def test_a_small_screen_shows_all_parts() -> None:
     """A screen of 80 columns and 24 lines shows fleet, workers, queues, models, commands and keys."""
     assert shown(SMALL) == NARROW.splitlines()
 
 
-def test_a_large_screen() -> None:
+def test_a_large_screen_shows_all_columns() -> None:
     """A screen of 200 columns and 60 lines shows all columns, and the reason for each worker that is behind."""
     text = "\n".join(shown(SMALL, width=200, height=60))
 
@@ -151,7 +151,7 @@ def test_a_large_screen() -> None:
 
 
 @given(st.integers(1, 250), st.integers(1, 100), st.sampled_from(SORTS), st.integers(0, 50))
-def test_a_screen_of_any_size_is_filled_and_not_overflown(width: int, height: int, sort: Any, first: int) -> None:
+def test_a_screen_of_any_size_is_filled_without_longer_lines(width: int, height: int, sort: Any, first: int) -> None:
     """A screen of any size is filled, and no line is longer than the terminal."""
     fleet = view_of(*[{}] * 30, problem="the connection to NATS is down", desired={"m": DESIRED})
     screen = draw(fleet, TopOptions(sort=sort, first=first), width, height)
@@ -207,7 +207,7 @@ def test_one_model_is_shown() -> None:
     assert "no workers" in shown(SMALL, TopOptions(model="gone"))[-1]
 
 
-def test_what_is_old_says_so() -> None:
+def test_old_data_is_marked_while_nats_is_down() -> None:
     """If the NATS server is down, a line above the workers reports it, and the workers stay."""
     lines = shown(TopView(SMALL.state, SMALL.rates, AT, "the connection to NATS is down; known 3 s ago"))
 
@@ -215,7 +215,7 @@ def test_what_is_old_says_so() -> None:
     assert column(SMALL, 0, TopOptions()) == ["w0", "w1", "w2", "w3"]
 
 
-def test_queues_that_cannot_be_read_have_their_reason() -> None:
+def test_a_queue_that_cannot_be_read_shows_the_reason() -> None:
     """A queue that cannot be read shows the reason, and the rest of the screen is complete."""
     fleet = view_of({}, queue_problems={"m": "this user may not read it"})
     lines = shown(fleet)
@@ -225,7 +225,7 @@ def test_queues_that_cannot_be_read_have_their_reason() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_a_peer_writes_text_and_nothing_else(width: int) -> None:
+def test_escapes_and_markup_of_peers_are_shown_as_text(width: int) -> None:
     """Escape sequences, line breaks, bidirectional marks and rich markup of peers are shown as plain text."""
     command = UpdateWeights(version=4, source=WeightSource(path=HOSTILE), label=HOSTILE)
     told = DesiredState(model=HOSTILE_MODEL, epoch=9, registers={"weights": Recorded(epoch=9, command=command)})
@@ -254,7 +254,7 @@ def test_wide_characters_keep_columns_in_place() -> None:
     assert max(map(cell_len, lines)) <= 60
 
 
-def test_many_that_are_behind_are_counted() -> None:
+def test_three_workers_that_are_behind_are_named_and_the_rest_counted() -> None:
     """Three of the workers that are behind are named with the reason, and the others are counted."""
     fleet = view_of(*[{"epoch": 1, "weight_version": 4}] * 5, desired={"m": DESIRED})
 
@@ -262,7 +262,7 @@ def test_many_that_are_behind_are_counted() -> None:
     assert row[-1] == "w0 is at epoch 1 of 4; w1 is at epoch 1 of 4; w2 is at epoch 1 of 4; and 2 more"
 
 
-def test_commands_for_single_workers_count_those() -> None:
+def test_a_command_for_a_single_worker_shows_the_name_of_the_worker() -> None:
     """A command for one worker shows the worker's name. A model without workers shows its commands too."""
     desired = DesiredState(
         model="x",
@@ -276,7 +276,7 @@ def test_commands_for_single_workers_count_those() -> None:
     assert command_rows(fleet, "y") == []
 
 
-def test_what_is_printed_once_has_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_into_a_pipe_has_all_workers_and_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """Into a pipe, `top` writes all workers and all columns, for any width."""
     print_top(SMALL, TopOptions(sort="state"))
     fleet, workers, queues, models, commands = capsys.readouterr().out.strip().split("\n\n")
@@ -324,7 +324,7 @@ def test_keys_change_what_is_shown() -> None:
 
 
 @given(st.data())
-def test_keys_are_read_however_they_are_cut(data: st.DataObject) -> None:
+def test_key_sequences_are_recognized_in_any_fragmentation(data: st.DataObject) -> None:
     """Key sequences are recognized in any fragmentation, and other bytes are ignored."""
     noise = [b"\x1b[38;5;1m", b"x", b"\x1b[200~", b"\xc3\xa9", b"\x00"]
     sent = data.draw(st.lists(st.sampled_from([*top_options._KEYS, *noise]), max_size=20))
@@ -338,7 +338,7 @@ def test_keys_are_read_however_they_are_cut(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))
-def test_little_is_kept_of_what_is_no_key(pieces: list[bytes]) -> None:
+def test_input_that_is_no_key_neither_fails_nor_accumulates(pieces: list[bytes]) -> None:
     """Input that is not a key neither fails nor accumulates."""
     reader = KeyReader()
     for piece in pieces:
@@ -346,7 +346,7 @@ def test_little_is_kept_of_what_is_no_key(pieces: list[bytes]) -> None:
         assert len(reader._rest) <= 10
 
 
-def test_a_worker_without_capabilities_has_the_slots_that_it_names() -> None:
+def test_a_worker_without_capabilities_shows_the_slots_of_its_presence() -> None:
     """A worker without capabilities shows the slots of its presence."""
     fleet = view_of({"capabilities": None, "free_slots": 3})
 

@@ -69,7 +69,7 @@ def test_each_attempt_has_a_line_and_each_event() -> None:
     assert rows[-1][:4] == ["1", "b", "6.000", ""]
 
 
-def test_a_request_that_stands_still_is_paused_now() -> None:
+def test_the_pause_of_a_paused_request_ends_with_now() -> None:
     """A paused request shows `now` as the end of its pause."""
     trace = RequestTrace(request_id="r", timelines=(timeline(*LIFE[:6]),))
 
@@ -77,7 +77,7 @@ def test_a_request_that_stands_still_is_paused_now() -> None:
     assert (attempt[-3:], phases[-3:]) == (["", "7", "in flight"], ["", "now", ""])
 
 
-def test_samples_and_clients_are_named_where_there_are_several() -> None:
+def test_rows_name_sample_and_client_if_there_are_several() -> None:
     """Rows name sample and client if there are several. The events of many samples are only in --json."""
     many = tuple(timeline(LIFE[1], child=child) for child in range(MAX_SHOWN + 2))
     samples = RequestTrace(request_id="r", timelines=many, left_out=3)
@@ -92,7 +92,7 @@ def test_samples_and_clients_are_named_where_there_are_several() -> None:
     assert [row[0] for row in phase_rows(clients)] == ["0 of alice", "0 of bob"]
 
 
-def test_clocks_and_silence_are_said() -> None:
+def test_the_notes_name_wrong_clocks_and_silent_workers() -> None:
     """The notes name workers with a clock that is behind, and workers without an answer."""
     early = timeline(TimelineEvent(at=100.0, event="published"), TimelineEvent(at=98.5, event="offered"))
     trace = RequestTrace(request_id="r", timelines=(early,), silent={"w3": "it did not answer within 5.0 s"})
@@ -103,7 +103,7 @@ def test_clocks_and_silence_are_said() -> None:
     ]
 
 
-def test_what_came_over_the_wire_does_nothing_to_the_terminal() -> None:
+def test_control_characters_from_the_wire_are_replaced() -> None:
     """Control characters from the wire are replaced, and long texts are cut."""
     hostile = TimelineEvent(at=1.0, event="\x1b[2J", reason="\x07" + "x" * 500)
     trace = RequestTrace(
@@ -160,7 +160,7 @@ async def test_a_request_in_flight_is_shown(one_worker: StartServed, nats_url: s
 
 
 @pytest.mark.slow
-async def test_what_nobody_knows_is_said_so(one_worker: StartServed, nats_url: str, fleet: str) -> None:
+async def test_an_unknown_request_gives_exit_code_1(one_worker: StartServed, nats_url: str, fleet: str) -> None:
     """An unknown request gives exit code 1 and states what workers remember. A wrong id is a usage error.
 
     Without workers, the exit code is 5.

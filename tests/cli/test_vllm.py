@@ -58,7 +58,7 @@ def running(folder: Path) -> Iterator[Up]:
         yield Up(process, info["nats"], folder / TINY_MOE, folder / "log")
 
 
-def test_status_tells_what_the_engine_can_do(up: Up) -> None:
+def test_status_shows_the_capabilities_of_the_engine(up: Up) -> None:
     """The worker serves the tiny MoE, and `status` shows the shape of its routed experts."""
     [worker] = json.loads(rollbus("status", "--json", nats=up.nats).stdout)["workers"]
 
@@ -69,7 +69,7 @@ def test_status_tells_what_the_engine_can_do(up: Up) -> None:
     assert re.search(r"^vllm .* 4 +4 +16 +u1 ", rollbus("status", nats=up.nats).stdout, re.MULTILINE)
 
 
-def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
+def test_text_prompts_use_the_tokenizer_of_the_model(up: Up, tmp_path: Path) -> None:
     """The model's own tokenizer is found automatically, and the results equal those of the token ids."""
     output, by_ids = tmp_path / "text.jsonl", tmp_path / "ids.jsonl"
     options = ("--max-tokens", "8", "--temperature", "0")
@@ -94,7 +94,7 @@ def test_text_goes_in_and_comes_out(up: Up, tmp_path: Path) -> None:
     assert first["token_ids"] == results[0]["token_ids"]
 
 
-def test_prompts_fail_alone(up: Up, tmp_path: Path) -> None:
+def test_a_failed_prompt_does_not_affect_other_prompts(up: Up, tmp_path: Path) -> None:
     """A prompt that the tokenizer or engine rejects is one error line. Other prompts keep all samples and arrays."""
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines: list[dict[str, object]] = [
@@ -130,7 +130,9 @@ def test_the_readme_runs(up: Up) -> None:
     assert re.search(r"^\(\d+, 4, 4\) (length|stop)$", done.stdout, re.MULTILINE)
 
 
-def test_the_demo_shows_what_it_promises(up: Up, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_experts_pause_new_weights_and_an_empty_cache(
+    up: Up, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The demo shows an answer token by token with its experts, completes all questions, and has a row per layer.
 
     Requests wait while the fleet is paused, an answer continues with new weights, and the flushed cache is empty.
@@ -172,7 +174,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.proves("P29")
-def test_nothing_is_left_when_up_is_killed(up: Up) -> None:
+def test_all_processes_exit_after_up_is_killed(up: Up) -> None:
     """After SIGKILL of `up`, the NATS server, the worker and the engine processes exit."""
     family = descendants_of(up.process.pid)
     assert len(family) >= 4  # nats-server and its guard, the worker, the engine core

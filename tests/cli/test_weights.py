@@ -37,7 +37,7 @@ async def test_folders_are_published_and_shown(nats_url: str, fleet: str, tmp_pa
     assert "no publisher" in shown.stdout
 
 
-async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_base_folder_with_other_hashes_is_refused(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A base folder is refused unless its hashes equal the committed hashes."""
     one, two = folders(tmp_path)
     own = ("--model", MODEL, "--store-only")
@@ -52,7 +52,7 @@ async def test_another_base_is_refused(nats_url: str, fleet: str, tmp_path: Path
     assert "version 1 was published with another config.json" in files.stderr
 
 
-async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_workers_load_the_published_version(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """`publish-weights` shows the ledger, and `weights` shows the workers with a version.
 
     A single model needs no name.
@@ -73,7 +73,7 @@ async def test_workers_load_what_is_published(nats_url: str, fleet: str, tmp_pat
     assert "version 2 is recorded already" in refused.stderr
 
 
-def test_recorded_is_what_the_desired_state_names() -> None:
+def test_only_a_version_in_the_desired_state_is_recorded() -> None:
     """A version is recorded if the desired state names it, not if a publisher has noted it."""
     links = tuple(
         Link(objects=f"b/versions/{n}-1-0000000{n}", version=n, digest=f"{n:064x}", anchor_bytes=1) for n in (1, 2)
@@ -84,7 +84,7 @@ def test_recorded_is_what_the_desired_state_names() -> None:
     assert [version["recorded"] for version in weights_as_json(shown)["versions"]] == [False, True]
 
 
-async def test_without_workers_it_says_how_to_go_on(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_without_workers_a_published_version_is_stored(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Without workers, the version is stored. A missing model name and a model without versions are errors."""
     one, _ = folders(tmp_path)
     nameless = await run_rollbus(nats_url, fleet, "publish-weights", str(one), "--version", "1")
