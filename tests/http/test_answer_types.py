@@ -60,7 +60,9 @@ ASKED: list[tuple[str, type, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("config", [CONFIG, SyntheticConfig(vocab_size=264, num_experts=0)], ids=["moe", "dense"])
-async def test_answers_are_as_described(nats_url: str, fleet: str, tmp_path: Path, config: SyntheticConfig) -> None:
+async def test_response_fields_match_the_openapi_document(
+    nats_url: str, fleet: str, tmp_path: Path, config: SyntheticConfig
+) -> None:
     """In a response, no field has another type, is missing, or is absent from the document."""
     async with talking(nats_url, fleet, tmp_path, config) as (http, _):
         for path, kind, body in ASKED:

@@ -56,14 +56,14 @@ def plain(path: str) -> str:
     return re.sub(r":path}", "}", path)
 
 
-def test_every_route_of_ours_stands_in_the_table() -> None:
+def test_the_table_lists_every_route_of_rollbus() -> None:
     """The table lists each route of the service once with its method, and no other route as known."""
     rows = [(row.method, row.path) for row in route_rows() if row.served != "404"]
     assert sorted(rows) == sorted((method, plain(path)) for method, path in {**OPEN, **DATA, **ADMIN})
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_every_field_of_ours_stands_in_the_table(body: str) -> None:
+def test_the_table_lists_every_field_of_rollbus(body: str) -> None:
     """The table lists each field of the body once, and no other field as served."""
     rows = field_rows(body)
     assert len({row.name for row in rows}) == len(rows)
@@ -71,7 +71,7 @@ def test_every_field_of_ours_stands_in_the_table(body: str) -> None:
     assert served == names(BODIES[body][0])
 
 
-def test_every_field_of_a_command_stands_in_the_table() -> None:
+def test_the_table_lists_every_field_of_a_command() -> None:
     """The table lists the fields of each command, apart from the fields that all commands share."""
     bodies = {path: route.body for (method, path), route in ADMIN.items() if method == "POST" and route.body}
     found = {path: names(body) - names(SendBody) for path, body in bodies.items() if isinstance(body, type)}
@@ -79,7 +79,7 @@ def test_every_field_of_a_command_stands_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("body", VLLM_PROTOCOLS)
-def test_every_field_of_vllm_stands_in_the_table(body: str) -> None:
+def test_the_table_lists_every_field_of_vllm(body: str) -> None:
     """The table lists all public fields of the installed vLLM release."""
     pytest.importorskip("vllm")
     module, name = VLLM_PROTOCOLS[body]
@@ -88,7 +88,7 @@ def test_every_field_of_vllm_stands_in_the_table(body: str) -> None:
     assert {field for field in fields if not field.startswith("_")} - {row.name for row in field_rows(body)} == set()
 
 
-def test_every_route_of_vllm_stands_in_the_table() -> None:
+def test_the_table_lists_every_route_of_vllm() -> None:
     """The table lists all routes in the sources of the installed vLLM release."""
     pytest.importorskip("vllm")
     spec = find_spec("vllm.entrypoints")
@@ -103,7 +103,7 @@ def test_every_route_of_vllm_stands_in_the_table() -> None:
     assert found - {(row.method, row.path) for row in route_rows()} == set()
 
 
-async def test_routes_are_as_the_table_says(nats_url: str, fleet: str) -> None:
+async def test_routes_are_served_or_refused_as_in_the_table(nats_url: str, fleet: str) -> None:
     """Served routes exist. The other routes are refused, with the reason in the table if they are known."""
     async with http_before(nats_url, fleet) as http:
         for row in route_rows():
@@ -120,7 +120,7 @@ async def test_routes_are_as_the_table_says(nats_url: str, fleet: str) -> None:
                 assert (answer.status_code in (404, 405), row.served) == (True, "404"), row
 
 
-async def test_fields_are_as_the_table_says(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_fields_are_accepted_or_refused_as_in_the_table(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Served fields are accepted. The other fields are refused by name with the reason in the table."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         wrong: list[str] = []
@@ -156,7 +156,7 @@ def _is_as_said(row: FieldRow, prefix: str, status: int, text: str) -> bool:
     return f"{prefix}{row.name}" == error["param"] and reason in error["message"]
 
 
-async def test_fields_of_commands_are_as_the_table_says(nats_url: str, fleet: str) -> None:
+async def test_fields_of_commands_in_the_table_are_known(nats_url: str, fleet: str) -> None:
     """Each field of a command is known: an invalid value is refused as wrong and not as unknown."""
     async with http_before(nats_url, fleet) as http:
         for path, fields in control_rows().items():

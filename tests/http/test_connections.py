@@ -86,7 +86,7 @@ async def few_descriptors(nats_url: str, fleet: str, *options: str) -> AsyncIter
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HALF, half_a_body()], ids=["nothing", "half a head", "half a body"])
-async def test_more_slow_clients_than_descriptors(nats_url: str, fleet: str, sent: bytes) -> None:
+async def test_more_slow_clients_than_descriptors_block_no_request(nats_url: str, fleet: str, sent: bytes) -> None:
     """With many slow clients, `/health` and complete requests are answered. The oldest slow connections are closed."""
     async with few_descriptors(nats_url, fleet) as client, contextlib.AsyncExitStack() as stack:
         await client.get("/health")
@@ -105,7 +105,7 @@ async def test_more_slow_clients_than_descriptors(nats_url: str, fleet: str, sen
 
 
 @pytest.mark.slow
-async def test_half_sent_heads_end(nats_url: str, fleet: str) -> None:
+async def test_incomplete_heads_are_closed_at_the_deadline(nats_url: str, fleet: str) -> None:
     """All incomplete heads are closed at the deadline, and their descriptors are freed."""
     async with (
         few_descriptors(nats_url, fleet, "--client-timeout", "1") as client,
@@ -118,7 +118,7 @@ async def test_half_sent_heads_end(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_head_one_byte_at_a_time(nats_url: str, fleet: str) -> None:
+async def test_single_bytes_of_a_head_do_not_extend_the_deadline(nats_url: str, fleet: str) -> None:
     """Single bytes of a head do not extend the deadline, for the first request of a connection and for later requests.
 
     Bytes that the client sends afterwards reset the connection, which may lose the response.
@@ -138,14 +138,14 @@ async def test_a_head_one_byte_at_a_time(nats_url: str, fleet: str) -> None:
         await becomes(http, "rollbus_http_connections_cut_total", 2, reason="head_timeout")
 
 
-async def test_a_head_without_end(nats_url: str, fleet: str) -> None:
+async def test_an_endless_head_gives_431(nats_url: str, fleet: str) -> None:
     """A head larger than any client sends gives 431. Without httptools, h11 applies a smaller limit."""
     pytest.importorskip("httptools")
     async with http_service(nats_url, fleet) as http, connected(http.url, HALF + b"a" * MAX_HEAD_BYTES) as (reader, _):
         assert error_in(await rest_of(reader)) == (431, "head_too_large")
 
 
-async def test_trailers_without_end(nats_url: str, fleet: str) -> None:
+async def test_endless_trailers_end_the_connection(nats_url: str, fleet: str) -> None:
     """Endless trailers end the connection, while the body is read and also after an early response."""
     pytest.importorskip("httptools")
     declared = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX-Trailer: "
@@ -162,7 +162,7 @@ async def test_trailers_without_end(nats_url: str, fleet: str) -> None:
                 await rest_of(reader)
 
 
-async def test_a_large_body_in_many_pieces(nats_url: str, fleet: str) -> None:
+async def test_the_head_limit_does_not_apply_to_bodies(nats_url: str, fleet: str) -> None:
     """The head limit does not apply to bodies, chunked or not, also after an early response."""
 
     async def pieces(size: int) -> AsyncIterator[bytes]:
@@ -179,13 +179,13 @@ async def test_a_large_body_in_many_pieces(nats_url: str, fleet: str) -> None:
             assert (await http.client.get("/health")).status_code == 200
 
 
-async def test_what_is_not_http(nats_url: str, fleet: str) -> None:
+async def test_bytes_that_are_not_http_get_an_error(nats_url: str, fleet: str) -> None:
     """Bytes that are not HTTP get an error in the usual format."""
     async with http_service(nats_url, fleet) as http, connected(http.url, b"\x00\x01\r\n\r\n") as (reader, _):
         assert error_in(await rest_of(reader)) == (400, "invalid_http")
 
 
-async def test_idle_connections_end(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle connection is closed, and so is one that still sends its body after an early response."""
     for module in (connections, server):
         monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
@@ -228,7 +228,7 @@ async def test_requests_leave_room_for_health_checks(
 
 
 @pytest.mark.slow
-async def test_a_slow_body_makes_room_for_a_whole_request(
+async def test_incomplete_bodies_are_closed_before_a_request_is_refused(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Connections with incomplete bodies are closed before the service refuses a request."""
@@ -240,7 +240,7 @@ async def test_a_slow_body_makes_room_for_a_whole_request(
         assert await rest_of(slow[0][0]) == b""
 
 
-async def test_requests_behind_each_other(nats_url: str, fleet: str) -> None:
+async def test_pipelined_requests_are_all_answered(nats_url: str, fleet: str) -> None:
     """Pipelined requests on one connection are all answered, and the connection stays open."""
     request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     async with http_service(nats_url, fleet) as http, connected(http.url, 3 * request) as (reader, writer):
@@ -250,7 +250,7 @@ async def test_requests_behind_each_other(nats_url: str, fleet: str) -> None:
         assert b"200" in await reader.readuntil(b"\r\n\r\n")
 
 
-async def test_without_descriptors_the_service_goes_on(
+async def test_the_service_continues_without_free_descriptors(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an error of accept, the service waits, and closes the oldest connection without a request."""
@@ -271,7 +271,7 @@ async def test_without_descriptors_the_service_goes_on(
         assert next(errors, None) is None
 
 
-def test_the_oldest_connection_of_the_least_worth_is_closed() -> None:
+def test_incomplete_heads_are_closed_first_and_complete_requests_never() -> None:
     """The order of closing is: incomplete heads, idle, viewers, incomplete bodies, and never complete requests."""
     table: ConnectionTable[str] = ConnectionTable(7)
     for name, stage in (

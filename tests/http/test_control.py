@@ -33,7 +33,7 @@ def results(ledger: dict[str, Any]) -> dict[str, str]:
     return {line["worker"]: line["result"] for line in ledger["workers"]}
 
 
-async def test_all_commands_are_applied_by_all(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_all_workers_apply_each_command(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Each command gives 200 and a ledger with a line per worker, and the fleet reaches the requested state."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         bodies: dict[str, Any] = {
@@ -74,7 +74,9 @@ async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
         assert not (await http.rb.fleet.state()).desired
 
 
-async def test_some_is_207_and_none_is_502(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_command_that_some_workers_apply_is_207_and_none_is_502(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """If one of two engines fails, the status is 207 and the ledger has the reason. If both fail, it is 502."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         c.engines[0].faults = replace(c.engines[0].faults, reset_cache=True)
@@ -112,7 +114,7 @@ async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, 
     assert (again[0], again[1]["weight_version"]) == (200, 3)
 
 
-async def test_a_check_that_fails_is_no_partial_success(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_path_that_any_worker_refuses_is_403_instead_of_207(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If one worker refuses a path, the other worker changes nothing, and the status is 403 instead of 207."""
     async with controlled(nats_url, fleet, "a", "b") as hands, http_before(nats_url, fleet) as http:
         hands["b"].reply = lambda _command: (ACCEPTED, failed(ControlCode.PATH_REFUSED))
@@ -144,7 +146,7 @@ async def test_paths_outside_the_roots_are_403(nats_url: str, fleet: str, tmp_pa
     assert not any(desired.registers for desired in state.desired.values())
 
 
-async def test_a_later_command_makes_an_earlier_one_stale(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_pause_replaced_by_a_later_resume_is_409(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If a resume of another controller replaces a waiting pause, the pause gives 409."""
     async with (
         control_http(nats_url, fleet, tmp_path) as c,
@@ -267,7 +269,7 @@ async def test_wrong_fields_are_named(nats_url: str, fleet: str, tmp_path: Path)
     assert [answer.status_code for answer in other_json] == [400] * 3
 
 
-async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_update_of_weights_must_name_its_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """With two models, a pause applies to both. An update of weights must name its model, with or without a version."""
     async with control_http(nats_url, fleet, tmp_path, models=("a", "b")) as c:
         body = {"path": str(c.root / "two")}
@@ -288,7 +290,7 @@ async def test_commands_of_one_model_want_its_name(nats_url: str, fleet: str, tm
     assert (unknown[0], unknown[1]["error"]["param"]) == (400, "model")
 
 
-async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_update_without_a_version_gets_its_own_version(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If two controllers load weights without a version at the same time, each update gets its own version."""
     async with control_http(nats_url, fleet, tmp_path) as c, http_before(nats_url, fleet) as other:
         async with asyncio.TaskGroup() as tasks:
@@ -307,7 +309,7 @@ async def test_weights_without_a_version_each_get_the_next(nats_url: str, fleet:
     assert (state.workers[0].weight_version, state.workers[0].state) == (3, WorkerState.SERVING)
 
 
-async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_command_continues_after_its_client_disconnects(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If a client disconnects, its pause is still carried out, and the service answers other clients meanwhile."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         async with in_flight(c.http) as chunks:
@@ -321,7 +323,7 @@ async def test_a_client_that_leaves_does_not_end_its_command(nats_url: str, flee
     assert state.workers[0].pause_mode == "wait"
 
 
-async def test_commands_are_for_admins(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_commands_require_the_admin_token(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The data token opens the routes that only read. Each route that changes something requires the admin token."""
     settings = Settings(token="data", admin_token="admin")
     async with control_http(nats_url, fleet, tmp_path, settings=settings) as c:

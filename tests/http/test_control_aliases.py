@@ -11,7 +11,7 @@ from tests.http.support import http_before
 from tests.support.fleet_states import until_state, until_worker
 
 
-async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_routes_support_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The routes support prime-rl's update: pause by query, weights by folder, resume without a body, and adapters."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c, in_flight(c.http) as chunks:
         client = c.http.client
@@ -46,7 +46,7 @@ async def test_the_update_of_prime_rl(nats_url: str, fleet: str, tmp_path: Path)
     assert live.json() == {"status": "ok"}
 
 
-async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_routes_support_the_weight_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The weight transfer of vLLM shares a route with prime-rl, and the body decides.
 
     Versions are strings, or the next number.
@@ -88,7 +88,7 @@ async def test_the_transfer_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
     assert (state.workers[0].state, state.workers[0].weight_version) == (WorkerState.SERVING, 8)
 
 
-async def test_the_pause_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_pause_route_of_vllm_keeps_requests_by_default(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Without a mode, requests are kept.
 
     As in vLLM, the other modes reset the cache unless the query says otherwise.
@@ -107,7 +107,7 @@ async def test_the_pause_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> N
             assert (status, recorded.mode, recorded.clear_cache) == (200, mode, clears), query  # type: ignore[union-attr]
 
 
-async def test_the_caches_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_cache_routes_of_vllm_report_success_or_failure(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """`success` states whether the caches were reset. A cache in use requires `reset_running_requests`."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         request = GenerateRequest(prompt_token_ids=[5] * 64, sampling=SamplingParams(max_tokens=1))
@@ -123,7 +123,9 @@ async def test_the_caches_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> 
     assert (forced[0], forced[1]["success"]) == (200, True)
 
 
-async def test_the_adapters_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_adapter_routes_of_vllm_respond_with_a_line_of_text(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """The response is a line of text.
 
     A loaded name is refused without `load_inplace`, and a missing folder gives 404.
@@ -149,9 +151,7 @@ async def test_the_adapters_of_vllm(nats_url: str, fleet: str, tmp_path: Path) -
     assert [answer.status_code for answer in unloaded] == [200, 200]
 
 
-async def test_part_of_the_workers_is_no_success_for_clients_of_one_engine(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_a_partial_result_is_502_under_names_of_other_engines(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Under names of other engines, a partial result gives 502 instead of 207, because their clients accept any 2xx.
 
     An empty fleet gives 503.

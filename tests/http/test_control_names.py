@@ -68,7 +68,7 @@ async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path)
     assert state.workers[0].state is WorkerState.SERVING
 
 
-async def test_what_is_not_served_says_what_is(nats_url: str, fleet: str) -> None:
+async def test_a_known_route_that_is_not_served_names_a_served_route(nats_url: str, fleet: str) -> None:
     """A known route that is not served gives 501 and names a served route. The client of prime-rl ignores 404."""
     async with http_service(nats_url, fleet) as http:
         served = set((await http.client.get("/openapi.json")).json()["paths"])
@@ -80,7 +80,7 @@ async def test_what_is_not_served_says_what_is(nats_url: str, fleet: str) -> Non
             assert any(other in instead for other in served - {path}), error
 
 
-async def test_prime_rls_route_for_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_token_route_of_prime_rl_equals_the_chat_route(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """prime-rl's token route equals the chat route with the token ids of the prompt in `tokens`."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "seed": 1}
     async with talking(nats_url, fleet, tmp_path, CONFIG) as (http, _):

@@ -22,7 +22,7 @@ Options = dict[str, Any]
     ],
     ids=["field", "header"],
 )
-async def test_a_wait_is_answered_at_once(
+async def test_an_asynchronous_pause_is_answered_immediately(
     nats_url: str, fleet: str, tmp_path: Path, path: str, options: Options
 ) -> None:
     """An asynchronous pause gives 202 with an operation that runs until all requests ended, and then has succeeded.
@@ -69,7 +69,7 @@ async def test_an_operation_that_takes_too_long_has_failed(nats_url: str, fleet:
     assert done[1]["status"] == "succeeded"
 
 
-async def test_an_operation_of_named_workers_is_theirs_alone(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_operation_on_named_workers_ignores_other_workers(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """An operation on named workers ignores the state of other workers."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         _, begun = await c.post("/v1/rl/pause", {"workers": ["w1"], "async": True})
@@ -80,7 +80,7 @@ async def test_an_operation_of_named_workers_is_theirs_alone(nats_url: str, flee
     assert [(line["worker"], line["result"]) for line in told["workers"]] == [("w1", "applied")]
 
 
-async def test_what_is_recorded_is_answered_without_a_word_of_workers(nats_url: str, fleet: str) -> None:
+async def test_a_recorded_command_is_answered_without_acks(nats_url: str, fleet: str) -> None:
     """The 202 does not wait for acks, because the desired state is already recorded."""
     async with controlled(nats_url, fleet, "a") as hands, http_before(nats_url, fleet) as http:
         hands["a"].reply = silent
@@ -91,7 +91,9 @@ async def test_what_is_recorded_is_answered_without_a_word_of_workers(nats_url: 
     assert (begun.status_code, told["status"], told["workers"][0]["result"]) == (202, "running", "running")
 
 
-async def test_an_operation_that_cannot_begin_has_none(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_invalid_operation_gives_the_same_error_as_without_async(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An invalid operation gives the same error as without `async`. Ids that are not of a pause give 404."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         wrong = await c.post("/v1/rl/pause", {"workers": ["w9"], "async": True})

@@ -35,7 +35,7 @@ async def test_ranks_are_counted_in_the_order_of_ids(nats_url: str, fleet: str) 
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "model")
 
 
-async def test_ranks_that_nobody_announces_are_not_made_up(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_missing_ranks_are_an_error(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A worker of an earlier release gives 501, several models without a choice give 400, and no workers give 503."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(world_size=None)) as http:
         silent = await http.client.get("/get_world_size")
@@ -76,7 +76,7 @@ async def test_each_worker_gets_its_own_offset(
     assert (named[0], plain[0]) == (200, 200)
 
 
-async def test_an_offset_that_one_worker_does_not_take_is_no_success(
+async def test_a_rank_offset_that_any_worker_refuses_is_502(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one worker refuses its offset, the status is 502 and the ledger has the workers of both commands."""
@@ -92,7 +92,7 @@ async def test_an_offset_that_one_worker_does_not_take_is_no_success(
     assert {line["worker"]: line["result"] for line in answer["workers"]} == {"w0": "applied", "w1": "failed"}
 
 
-async def test_versions_come_back_as_they_were_given(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_service_returns_a_text_version_unchanged(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Each service returns a text version beside the numeric version. A numeric text is the version itself."""
     async with control_http(nats_url, fleet, tmp_path) as c:
 
@@ -128,7 +128,7 @@ async def test_versions_come_back_as_they_were_given(nats_url: str, fleet: str, 
     ]
 
 
-async def test_a_text_as_version_waits_for_workers_of_earlier_releases(nats_url: str, fleet: str) -> None:
+async def test_a_text_version_is_refused_if_a_worker_of_an_earlier_release_runs(nats_url: str, fleet: str) -> None:
     """If a worker of an earlier release cannot decode a text version, the status is 400 with field and workers.
 
     The desired state records nothing.
@@ -148,7 +148,9 @@ async def test_a_text_as_version_waits_for_workers_of_earlier_releases(nats_url:
     assert not state.desired
 
 
-async def test_adapters_by_the_routes_of_dynamo(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_routes_of_dynamo_list_load_replace_and_unload_adapters(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """Dynamo's routes list, load, replace and unload adapters, also with slashes in the name."""
     async with control_http(nats_url, fleet, tmp_path, 2) as c:
         client = c.http.client

@@ -32,7 +32,7 @@ def id_of(tokenizer: Tokenizer, text: str) -> int:
     st.sampled_from(sorted(FAMILIES)),
     st.booleans(),
 )
-def test_the_split_makes_no_difference(pieces: list[list[int]], family: str, skip: bool) -> None:
+def test_any_split_of_the_tokens_gives_the_same_text(pieces: list[list[int]], family: str, skip: bool) -> None:
     """Any tokens give the same text at once, one by one, or in pieces."""
     tokenizer = FAMILIES[family]()
     ids = [token_id for piece in pieces for token_id in piece]
@@ -46,7 +46,7 @@ def test_the_split_makes_no_difference(pieces: list[list[int]], family: str, ski
 
 
 @given(st.lists(st.integers(0, VOCABULARY), max_size=20), st.booleans())
-def test_the_text_is_the_tokenizers_own(ids: list[int], skip: bool) -> None:
+def test_the_text_equals_the_whole_decoded_by_the_tokenizer(ids: list[int], skip: bool) -> None:
     """Any bytes, also invalid UTF-8, give the text that the tokenizer decodes from the whole."""
     tokenizer = byte_level()
     known = [token_id for token_id in ids if tokenizer.tokens([token_id]) != [""]]
@@ -88,7 +88,7 @@ def test_a_character_waits_for_all_of_its_bytes(family: str) -> None:
     assert in_pieces(tokenizer, [euro[:1], [id_of(tokenizer, SPECIAL)], euro[1:]]) == ["", "", "€", ""]
 
 
-def test_a_whole_character_survives_a_broken_one() -> None:
+def test_a_complete_character_before_a_broken_character_is_kept() -> None:
     """A complete character before a broken one is kept, although transformers replace all bytes of the run."""
     tokenizer = byte_fallback()
     euro = tokenizer.encode("€", add_special_tokens=False)
@@ -115,7 +115,7 @@ def test_special_tokens_are_shown_on_demand() -> None:
     assert "".join(in_pieces(tokenizer, [ids], skip_special_tokens=False)) == f"t{SPECIAL}{ROLE}{ADDED}"
 
 
-def test_decoders_that_add_spaces() -> None:
+def test_spaces_that_the_decoder_adds_are_kept() -> None:
     """A space that the decoder adds within a text is part of the text and is never removed."""
     tokenizer = word_piece()
     ids = [1, 3, 2, 4]
@@ -127,7 +127,7 @@ def test_decoders_that_add_spaces() -> None:
     )
 
 
-def test_every_token_is_looked_at_once() -> None:
+def test_every_token_is_decoded_once() -> None:
     """Each token is decoded once, even if a character stays incomplete for a long time."""
     seen = []
 
@@ -147,7 +147,7 @@ def test_every_token_is_looked_at_once() -> None:
     assert seen[before:] == list(range(100))
 
 
-def test_how_tokens_are_shown() -> None:
+def test_a_complete_character_is_shown_as_text_and_a_partial_as_bytes() -> None:
     """A complete character is shown as text, and a partial one as OpenAI's bytes notation."""
     assert token_text("é the".encode()) == "é the"
     assert token_text(b"\xe2\x82") == r"bytes:\xe2\x82"

@@ -50,7 +50,7 @@ async def answers(http: Http) -> dict[str, Any]:
     return found
 
 
-async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_two_workers_give_the_same_response_as_a_single_worker(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """On each route, two workers give the same tokens, logprobs and routed experts as one.
 
     `worker_id` names both workers, and `/metrics` counts the prefills.
@@ -78,7 +78,7 @@ async def test_two_workers_answer_as_one(nats_url: str, fleet: str, tmp_path: Pa
     assert 'rollbus_client_prefill_fallbacks_total{reason="busy"} 0.0' in metrics
 
 
-async def test_the_threshold_is_the_operators(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_option_sets_the_prefill_threshold(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--prefill-min-tokens` sets the threshold of the service's client."""
     seen: list[int] = []
     connect = rollbus.connect

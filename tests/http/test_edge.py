@@ -41,7 +41,7 @@ async def test_a_client_that_does_not_read_is_cut_off(nats_url: str, fleet: str,
 
 
 @pytest.mark.slow
-async def test_a_client_that_leaves_amid_an_answer_is_counted(nats_url: str, fleet: str) -> None:
+async def test_a_client_that_disconnects_during_a_response_is_counted(nats_url: str, fleet: str) -> None:
     """If the client disconnects during a response, the rest is not produced, and the metric counts status 499."""
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     async with http_service(nats_url, fleet, config=LARGE) as http:
@@ -52,7 +52,7 @@ async def test_a_client_that_leaves_amid_an_answer_is_counted(nats_url: str, fle
 
 
 @pytest.mark.slow
-async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: str) -> None:
+async def test_a_slow_client_receives_the_whole_response(nats_url: str, fleet: str) -> None:
     """The timeout applies to each piece, so a slow client receives the whole response."""
     settings = Settings(client_timeout_s=0.5)
     body = {"token_ids": PROMPT[:20_000], "sampling_params": {"max_tokens": 1}}
@@ -66,7 +66,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it(nats_url: str, fleet: s
     assert routed["shape"] == [20_000, 64, 8]
 
 
-async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
+async def test_a_body_that_does_not_arrive_gives_408(nats_url: str, fleet: str) -> None:
     """A body that does not arrive gives 408 and closes the connection."""
     async with http_service(nats_url, fleet, Settings(client_timeout_s=0.3)) as http:
         host, port = http.url.removeprefix("http://").split(":")
@@ -80,7 +80,7 @@ async def test_a_body_that_does_not_come(nats_url: str, fleet: str) -> None:
     assert json.loads(body)["error"]["code"] == "body_timeout"
 
 
-async def test_every_answer_has_an_id(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_every_response_has_a_request_id(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Each response has the client's request id if it is valid, or a new one, also for errors before a request."""
     settings = Settings(
         token="data", admin_token="admin", max_body_bytes=1000, tokenizer=save(make_byte_level(), tmp_path)

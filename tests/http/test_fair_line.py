@@ -63,7 +63,7 @@ def test_one_user_alone_is_served_in_order() -> None:
     assert [line.next(9) for _ in range(5)] == [tickets[3], tickets[0], tickets[2], tickets[1], None]
 
 
-def test_no_more_are_under_way_than_there_is_room_for() -> None:
+def test_a_request_starts_as_soon_as_there_is_room_for_a_sample() -> None:
     """A request for many samples starts as soon as there is room for one sample, and does not block others."""
     line, (first, large, last) = lined_up("a", "b", "c")
     large.size = 9
@@ -77,14 +77,14 @@ def test_no_more_are_under_way_than_there_is_room_for() -> None:
     assert line.next(4) is last
 
 
-def test_who_has_fewer_samples_under_way_is_next() -> None:
+def test_the_user_with_the_fewest_samples_in_flight_is_next() -> None:
     """The user with the fewest samples in flight is next, so a request for many samples counts as several turns."""
     line, tickets = lined_up("a", "a", "b", "b", "b", "b")
     tickets[0].size = 3
     assert [ticket.user for _ in range(6) if (ticket := line.next(100))] == ["a", "b", "b", "b", "a", "b"]
 
 
-def test_what_has_left_takes_no_turn() -> None:
+def test_an_ended_request_frees_its_place_exactly_once() -> None:
     """An ended request frees its place exactly once, even if its end is reported twice, waiting or in flight."""
     line, (first, second, third) = lined_up("a", "a", "b")
     line.end(first)
@@ -97,7 +97,7 @@ def test_what_has_left_takes_no_turn() -> None:
     assert not line
 
 
-def test_nothing_is_left_of_requests_that_have_ended() -> None:
+def test_the_line_keeps_nothing_of_ended_requests() -> None:
     """The line keeps nothing of ended requests, in any order of arrivals and ends."""
     chance = random.Random(1)
     line = FairLine()
@@ -121,7 +121,7 @@ def test_nothing_is_left_of_requests_that_have_ended() -> None:
     assert not any(vars(line)[name] for name in ("_waiting", "_under_way", "_last_turns"))
 
 
-def test_a_user_who_comes_later_has_a_share() -> None:
+def test_a_later_user_gets_a_share_of_a_full_limit() -> None:
     """If one user fills the limit, a second user may still have half as many samples in flight, and no more."""
     admission = Admission(4)
     with ExitStack() as stack:
@@ -141,7 +141,9 @@ def test_a_user_who_comes_later_has_a_share() -> None:
 
 @pytest.mark.parametrize("by", ["address", "proxy", "token"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_flood_of_one_user_is_not_ahead_of_another(nats_url: str, fleet: str, by: str, stream: bool) -> None:
+async def test_a_flood_of_requests_does_not_delay_another_user(
+    nats_url: str, fleet: str, by: str, stream: bool
+) -> None:
     """The second user's request runs after the few in the fleet, and before most of those that wait in the service."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
     settings = Settings(token="data", admin_token="admin") if by == "token" else Settings()
@@ -182,7 +184,7 @@ def another_user(http: Http, by: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url=http.url, headers=headers, timeout=None)
 
 
-async def test_a_request_waits_no_longer_than_its_time() -> None:
+async def test_a_request_waits_no_longer_than_its_timeout() -> None:
     """A request that waits too long fails like one in the fleet's queue. Otherwise, it keeps the rest of its time."""
     waiting = Turns(list, 1, Metrics(NoClient()))  # type: ignore[arg-type]
     prompt = rollbus.GenerateRequest(prompt_token_ids=[1], model="m")
@@ -197,7 +199,7 @@ async def test_a_request_waits_no_longer_than_its_time() -> None:
             assert 0 < (later.request.timeout_s or 0) < SOON_S
 
 
-async def test_a_client_that_leaves_while_it_waits_frees_its_place(nats_url: str, fleet: str) -> None:
+async def test_a_waiting_request_of_a_disconnected_client_is_never_sent(nats_url: str, fleet: str) -> None:
     """If the client of a waiting request disconnects, the request never reaches the fleet."""
     engine = GatedEngine("steps", config=SyntheticConfig(max_num_seqs=1))
     body: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
@@ -215,7 +217,7 @@ async def test_a_client_that_leaves_while_it_waits_frees_its_place(nats_url: str
         assert http.own.stats().requests == published == ROOM
 
 
-async def test_who_does_not_read_a_stream_holds_up_nobody(nats_url: str, fleet: str) -> None:
+async def test_a_client_that_does_not_read_its_stream_blocks_no_request(nats_url: str, fleet: str) -> None:
     """A turn ends when the fleet has finished the request, even if its client has not read the response."""
     config = SyntheticConfig(max_num_seqs=1, num_layers=64, top_k=8, max_model_len=100_000)
     engine = GatedEngine(config=config)

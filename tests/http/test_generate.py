@@ -49,7 +49,7 @@ def of_bus(generation: rollbus.Generation) -> list[tuple[list[int], list[float],
     return [(s.token_ids.tolist(), s.logprobs.tolist(), s.start) for s in samples if s.logprobs is not None]
 
 
-async def test_the_answer_is_vllms_with_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
+async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(nats_url: str, fleet: str) -> None:
     """The response has all fields of vLLM's response, and the exact tokens, logprobs and rows of all samples."""
     sampling = {"max_tokens": 5, "n": 3, "seed": 7, "logprobs": 2, "prompt_logprobs": 1}
     async with http_service(nats_url, fleet) as http:
@@ -132,7 +132,7 @@ async def test_a_stream_has_the_same_tokens_and_rows(nats_url: str, fleet: str) 
         assert np.array_equal(rows, rows_of(expected["routed_experts"]))
 
 
-async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
+async def test_logprobs_not_requested_and_experts_of_a_dense_model_are_null(nats_url: str, fleet: str) -> None:
     """Logprobs not requested and experts of a dense model are null. Without a limit, the context is filled."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0, max_model_len=64)) as http:
         body = (await generate(http, sampling_params={"ignore_eos": True})).json()
@@ -142,7 +142,7 @@ async def test_what_is_not_asked_for_is_null(nats_url: str, fleet: str) -> None:
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
 
 
-async def test_an_answer_ends_with_the_context(nats_url: str, fleet: str) -> None:
+async def test_the_context_limits_the_tokens_of_a_response(nats_url: str, fleet: str) -> None:
     """As in vLLM, the context limits the tokens, and a prompt without room is refused with vLLM's message."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(max_model_len=64)) as http:
         longer = await generate(http, sampling_params={"max_tokens": 61, "ignore_eos": True})
@@ -201,7 +201,7 @@ BODY_REFUSED: list[tuple[dict[str, object], str]] = [
 ]
 
 
-async def test_what_is_refused_names_its_field_and_is_not_published(nats_url: str, fleet: str) -> None:
+async def test_a_refused_request_names_its_field_and_is_not_published(nats_url: str, fleet: str) -> None:
     """A refused request gives 400 with vLLM's name of the field, streamed or not, and never reaches the fleet."""
     refused: list[tuple[dict[str, object], str]] = [
         ({"sampling_params": fields}, f"sampling_params.{name}") for fields, name in SAMPLING_REFUSED
@@ -222,7 +222,7 @@ async def test_what_is_refused_names_its_field_and_is_not_published(nats_url: st
         assert http.own.stats().requests == 0
 
 
-async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet: str) -> None:
+async def test_fields_that_change_no_token_are_accepted(nats_url: str, fleet: str) -> None:
     """The service accepts fields of vLLM clients that change no token."""
     harmless: dict[str, object] = dict.fromkeys(
         ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"), False
@@ -244,7 +244,7 @@ async def test_what_only_concerns_text_or_form_is_accepted(nats_url: str, fleet:
     assert answer.status_code == 200, answer.text
 
 
-async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_request_fields_reach_the_engine(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine receives salt, priority, session, group and trace. An invalid trace is dropped, as W3C requires."""
     seen: list[rollbus.GenerateRequest] = []
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -275,14 +275,14 @@ async def test_what_reaches_the_engine(nats_url: str, fleet: str, monkeypatch: p
     assert (first.traceparent, second.traceparent) == (f"{trace[:-2]}00", None)
 
 
-async def test_no_workers(nats_url: str, fleet: str) -> None:
+async def test_without_workers_a_request_gives_503(nats_url: str, fleet: str) -> None:
     """Without workers, a request immediately gives 503."""
     async with http_before(nats_url, fleet) as http:
         answer = await generate(http, sampling_params={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
 
 
-async def test_request_ids_come_back(nats_url: str, fleet: str) -> None:
+async def test_the_response_has_the_request_id_of_header_or_body(nats_url: str, fleet: str) -> None:
     """The request id is that of the header, the body, or a new one, also if a request with that id is open."""
     few = {"max_tokens": 1}
     async with http_service(nats_url, fleet) as http:
@@ -322,7 +322,7 @@ async def test_an_adapter_is_named_as_a_model(nats_url: str, fleet: str, tmp_pat
     assert adapted["choices"][0]["token_ids"] == expected.token_ids.tolist() != base["choices"][0]["token_ids"]
 
 
-async def test_aborted_before_its_first_token(nats_url: str, fleet: str) -> None:
+async def test_a_request_aborted_before_its_first_token_has_a_valid_response(nats_url: str, fleet: str) -> None:
     """A request that is aborted before its first token gives a valid response without tokens and rows."""
     async with http_service(nats_url, fleet) as http, asyncio.TaskGroup() as tasks:
         await http.rb.fleet.pause(mode="keep")
@@ -338,7 +338,7 @@ async def test_aborted_before_its_first_token(nats_url: str, fleet: str) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_has_its_request_aborted(nats_url: str, fleet: str, stream: bool) -> None:
+async def test_the_request_of_a_disconnected_client_is_aborted(nats_url: str, fleet: str, stream: bool) -> None:
     """If the client disconnects, streaming or waiting, its request is aborted long before the context is full."""
     config = SyntheticConfig(step_s=0.001, max_model_len=1_000_000)
     async with http_service(nats_url, fleet, config=config) as http:
@@ -379,7 +379,7 @@ class FailingEngine(SyntheticEngine):
             ]
 
 
-async def test_an_engines_failure_is_502(nats_url: str, fleet: str) -> None:
+async def test_an_engine_error_gives_502(nats_url: str, fleet: str) -> None:
     """An engine error gives 502, also as a stream's first event. Later, it is the last event, without [DONE]."""
     engine = FailingEngine()
     async with running(nats_url, fleet, engine), http_before(nats_url, fleet) as http:

@@ -52,7 +52,7 @@ def answer(**changes: Any) -> Any:
     return json.loads(b"".join(answer_json(WANTED, TARGET, [choice], with_prompt=False)))
 
 
-def test_logprobs_stand_beside_their_tokens() -> None:
+def test_the_sampled_token_comes_first_among_its_top_logprobs() -> None:
     """The sampled token comes first among its top logprobs. Prompt logprobs have known ranks and a number for -inf."""
     body = answer()
 
@@ -84,14 +84,14 @@ def test_logprobs_stand_beside_their_tokens() -> None:
         {"routed_experts": np.zeros((3, 4, 4), np.uint8)},
     ],
 )
-def test_what_does_not_belong_to_the_tokens_is_an_error(changes: dict[str, Any]) -> None:
+def test_results_that_do_not_match_their_tokens_give_502(changes: dict[str, Any]) -> None:
     """Results that do not match their tokens give 502 before the first byte."""
     with pytest.raises(HttpError) as error:
         answer(**changes)
     assert (error.value.status, error.value.code) == (502, "protocol_error")
 
 
-def test_no_tokens_are_an_answer() -> None:
+def test_a_completion_without_tokens_is_valid() -> None:
     """A completion without tokens has empty lists and rows of the model's shape."""
     empty = dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "routed_experts", "prompt_logprobs"))
     body = answer(token_ids=np.empty(0, np.int32), finish_reason=rollbus.FinishReason.ABORT, **empty)
@@ -102,7 +102,7 @@ def test_no_tokens_are_an_answer() -> None:
     assert body["prompt_logprobs"] is None
 
 
-def test_long_answers_are_joined_from_blocks() -> None:
+def test_a_response_of_several_blocks_is_complete() -> None:
     """A response with more tokens than one block holds is complete."""
     count = 2500
     body = answer(
@@ -123,7 +123,7 @@ def test_long_answers_are_joined_from_blocks() -> None:
     dtype=st.sampled_from(["u1", "<u2"]),
     start=st.integers(0, 2**22),
 )
-def test_routing_is_base64_of_its_bytes(rows: int, dtype: str, start: int) -> None:
+def test_routed_experts_are_the_base64_of_their_bytes(rows: int, dtype: str, start: int) -> None:
     """Routed experts are one object with its data first, without blanks, little-endian, in one or more pieces."""
     array = np.arange(rows * 4, dtype=np.int64).astype(dtype).reshape(rows, 2, 2)
     data = b"".join(routed_experts_json(array, start))

@@ -10,7 +10,7 @@ from tests.http.support import by_bus, http_service
 from tests.http.test_generate import PROMPT, generate
 
 
-async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> None:
+async def test_the_marker_of_the_rows_occurs_once_before_their_base64(nats_url: str, fleet: str) -> None:
     """The marker that clients search for occurs once, followed by the base64 of the rows."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=300)) as http:
         raw = (await generate(http, sampling_params={"max_tokens": 2, "temperature": 0})).content
@@ -24,7 +24,7 @@ async def test_routing_is_cut_out_of_the_bytes(nats_url: str, fleet: str) -> Non
     assert base64.b64decode(routed["data"], validate=True) == expected.tobytes()
 
 
-async def test_of_several_samples_the_first_is_the_one_that_is_cut_out(nats_url: str, fleet: str) -> None:
+async def test_the_first_rows_in_the_bytes_belong_to_the_first_choice(nats_url: str, fleet: str) -> None:
     """Each of several samples has its rows, and the first rows in the bytes belong to the first choice."""
     sampling: dict[str, Any] = {"max_tokens": 3, "n": 3, "seed": 5}
     async with http_service(nats_url, fleet) as http:

@@ -78,7 +78,7 @@ async def test_the_answer_ends_with_the_token_that_completes_a_stop_string(
     assert len(late["token_ids"]) > kept
 
 
-async def test_each_sample_ends_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_string_ends_only_its_own_sample(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A stop string in one sample does not change the others, and the usage counts the remaining tokens."""
     async with talking(nats_url, fleet, tmp_path, ENDLESS) as (http, _):
         whole = await by_bus(http.rb, PROMPT, max_tokens=40, seed=1, n=2, logprobs=0, prompt_logprobs=1)
@@ -97,7 +97,7 @@ async def test_each_sample_ends_by_itself(nats_url: str, fleet: str, tmp_path: P
     assert len(answer["prompt_logprobs"]) == len(PROMPT)
 
 
-async def test_logprobs_of_the_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_prompt_logprobs_are_returned_as_in_vllm(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Prompt logprobs are beside the choices of a chat and in each choice of a completion, with texts, as in vLLM."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         for path, body in (

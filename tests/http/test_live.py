@@ -22,7 +22,7 @@ from tests.support.tcp_proxy import tcp_proxy
 TOKENS = Settings(token="data", admin_token="admin")
 
 
-async def test_the_fleet_is_told(nats_url: str, fleet: str) -> None:
+async def test_the_stream_sends_events_with_workers_queues_and_models(nats_url: str, fleet: str) -> None:
     """The first event describes the format. Then events with workers, queues and models follow repeatedly."""
     async with http_service(nats_url, fleet, weight_version=3) as http, watching(http) as stream:
         event = await stream.until("fleet", lambda event: event["queues"])
@@ -55,7 +55,7 @@ async def test_the_fleet_is_told(nats_url: str, fleet: str) -> None:
     assert hello["history_step_s"] == 5
 
 
-async def test_what_was_told_is_shown(nats_url: str, fleet: str) -> None:
+async def test_an_event_shows_mode_and_time_of_a_pause(nats_url: str, fleet: str) -> None:
     """An event shows mode and time of a pause, and no pause after the resume."""
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         await http.rb.fleet.pause(mode="wait")
@@ -69,7 +69,7 @@ async def test_what_was_told_is_shown(nats_url: str, fleet: str) -> None:
         assert (event["models"][0]["pause"], event["models"][0]["paused_since"]) == (None, None)
 
 
-async def test_who_may_watch_and_act(nats_url: str, fleet: str) -> None:
+async def test_viewing_requires_the_data_token_and_commands_the_admin_token(nats_url: str, fleet: str) -> None:
     """The data token permits watching. Only with the admin token, the first event permits commands."""
     async with http_before(nats_url, fleet, TOKENS) as http:
         for wrong in (None, "x"):
@@ -82,7 +82,7 @@ async def test_who_may_watch_and_act(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.parametrize("query", ["?zzz=1", "?fleet=a&fleet=b"])
-async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
+async def test_a_malformed_query_gives_400(nats_url: str, fleet: str, query: str) -> None:
     """A wrong query gives 400 with the parameter."""
     async with http_before(nats_url, fleet) as http:
         answer = await http.client.get(f"{PATH}{query}")
@@ -90,7 +90,7 @@ async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
     assert answer.json()["error"]["param"] in query
 
 
-async def test_no_more_viewers_than_allowed(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_viewer_beyond_the_limit_gets_503(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One viewer too many gives 503, until another viewer leaves."""
     monkeypatch.setattr(viewers, "MAX_VIEWERS", 2)
     async with http_before(nats_url, fleet) as http, watching(http):
@@ -114,7 +114,7 @@ async def test_places_are_kept_for_admins(nats_url: str, fleet: str, monkeypatch
             assert stream.hello["may_act"]
 
 
-async def test_a_fault_of_the_view_ends_nothing_else(
+async def test_an_error_of_the_view_stops_neither_service_nor_stream(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected error in the view is logged. The service continues, and its viewers receive events again."""
@@ -134,7 +134,7 @@ async def test_a_fault_of_the_view_ends_nothing_else(
     assert "view.failed part=fleet" in caplog.text
 
 
-async def test_the_bus_is_down(nats_url: str, fleet: str) -> None:
+async def test_the_stream_continues_while_nats_is_down(nats_url: str, fleet: str) -> None:
     """While NATS is down, the stream continues with the problem and the last known workers, until NATS is back."""
     async with (
         synthetic_worker(nats_url, fleet),
@@ -189,7 +189,7 @@ async def test_a_slow_viewer_gets_the_newest() -> None:
         assert await sent.get() == b""
 
 
-async def test_one_that_does_not_read_is_cut_off_at_the_end() -> None:
+async def test_the_end_of_a_stream_disconnects_a_viewer_that_does_not_read() -> None:
     """The end of a stream closes the connection of a viewer that does not read."""
     cut = asyncio.Event()
 

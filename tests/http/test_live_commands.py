@@ -36,7 +36,9 @@ async def test_a_command_of_another_controller_is_shown(nats_url: str, fleet: st
     assert newest["controller"] != before["controller"]
 
 
-async def test_whose_requests_wait(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_has_the_waiting_requests_by_lane_and_client(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An event has the waiting requests by lane and client."""
     monkeypatch.setattr(recorded, "CLIENTS_S", 0.0)
     async with http_service(nats_url, fleet) as http, watching(http) as stream:

@@ -57,7 +57,7 @@ async def test_counts_are_those_of_the_rows(nats_url: str, fleet: str) -> None:
     assert event["over_time"][-1]["weight_version"] == 3
 
 
-async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
+async def test_counts_that_cannot_be_shown_are_reported_as_a_problem(nats_url: str, fleet: str) -> None:
     """An unknown model, an unknown worker and a model without experts give a problem, and the stream continues."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(num_experts=0)) as http:
         (worker,) = http.rb.fleet.workers
@@ -72,7 +72,9 @@ async def test_what_cannot_be_shown_is_said(nats_url: str, fleet: str) -> None:
                 assert (event["planes"], event["over_time"], event["versions"]) == (None, [], [])
 
 
-async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_of_the_same_counts_share_the_queries(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Viewers of the same counts share the queries to the workers, and without viewers there are none.
 
     The number of simultaneous queries is limited.
@@ -105,7 +107,7 @@ async def test_those_who_look_at_the_same_share_it(nats_url: str, fleet: str, mo
 
 
 @pytest.mark.parametrize("query", ["?worker=w0", "?experts=", f"?experts={'x' * 1000}", "?experts=a&experts=b"])
-async def test_a_malformed_query(nats_url: str, fleet: str, query: str) -> None:
+async def test_a_malformed_query_gives_400(nats_url: str, fleet: str, query: str) -> None:
     """A wrong query gives 400 with the parameter."""
     async with http_before(nats_url, fleet) as http:
         answer = await http.client.get(f"{PATH}{query}")

@@ -26,7 +26,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_fleet, "STEP_S", 0.1)
 
 
-async def test_the_hour_is_kept(nats_url: str, fleet: str) -> None:
+async def test_the_history_is_kept_without_viewers(nats_url: str, fleet: str) -> None:
     """Without viewers too, the history has the load by fleet, model and worker, and the queue wait of requests."""
     async with http_service(nats_url, fleet, config=SyntheticConfig(step_s=0.001)) as http:
         (worker,) = http.rb.fleet.workers
@@ -44,7 +44,7 @@ async def test_the_hour_is_kept(nats_url: str, fleet: str) -> None:
     assert not any(answer["workers"][worker.worker]["queue_wait_s"])
 
 
-async def test_what_is_new_is_asked_for(nats_url: str, fleet: str) -> None:
+async def test_since_selects_the_new_points(nats_url: str, fleet: str) -> None:
     """`since` selects points by the number in the events. An unknown worker gives 404, and a wrong number 400."""
     async with http_service(nats_url, fleet) as http, watching(http) as stream:
         before = (await stream.until("fleet", lambda event: event["history_number"]))["history_number"]
@@ -59,7 +59,7 @@ async def test_what_is_new_is_asked_for(nats_url: str, fleet: str) -> None:
             assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since")
 
 
-async def test_it_is_for_those_with_a_token(nats_url: str, fleet: str) -> None:
+async def test_the_history_requires_a_token(nats_url: str, fleet: str) -> None:
     """The history requires the data or admin token, like the state of the fleet."""
     async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         assert (await http.client.get(PATH)).status_code == 401
@@ -68,7 +68,7 @@ async def test_it_is_for_those_with_a_token(nats_url: str, fleet: str) -> None:
             assert answer.status_code == 200
 
 
-async def test_nothing_is_known_while_the_bus_is_down(nats_url: str, fleet: str) -> None:
+async def test_points_are_unknown_while_nats_is_down(nats_url: str, fleet: str) -> None:
     """While NATS is down, points are unknown instead of repeating the last values."""
     async with (
         synthetic_worker(nats_url, fleet),
@@ -88,7 +88,7 @@ async def test_nothing_is_known_while_the_bus_is_down(nats_url: str, fleet: str)
     assert found[-1] == 0.0
 
 
-def test_waits_are_those_of_a_step() -> None:
+def test_the_queue_wait_covers_the_requests_since_the_last_point() -> None:
     """The queue wait of a point covers only the requests since the last point."""
     waits, seconds = QueueWaits(), (0,) * 17
     nobody, _ = waits.step({})

@@ -105,7 +105,7 @@ async def test_the_fleet_is_in_one_scrape(nats_url: str, fleet: str) -> None:
     assert value(found, "rollbus_client_missing_frames_total") == 0
 
 
-async def test_the_page_lists_what_is_exported(nats_url: str, fleet: str) -> None:
+async def test_the_page_lists_exactly_the_exported_metrics(nats_url: str, fleet: str) -> None:
     """docs/metrics.md lists exactly the exported metrics, with kind, labels, unit and meaning."""
     async with http_service(nats_url, fleet) as http:
         text = (await http.client.get("/metrics")).text
@@ -117,7 +117,7 @@ async def test_the_page_lists_what_is_exported(nats_url: str, fleet: str) -> Non
     assert not [name for name, (_, meaning) in listed.items() if not meaning]
 
 
-async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str) -> None:
+async def test_the_scrape_counts_requests_and_stalls_of_all_clients(nats_url: str, fleet: str) -> None:
     """Workers count the requests of all clients, and also stalls of clients that grant no credit."""
     async with (
         http_service(nats_url, fleet, worker_id="w", config=SyntheticConfig(num_layers=64)) as http,
@@ -144,7 +144,7 @@ async def test_what_trainers_ask_for_is_in_the_scrape(nats_url: str, fleet: str)
     assert not [name for name, _ in found if name.startswith(("rollbus_http_generat", "rollbus_client_queue_wait"))]
 
 
-async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> None:
+async def test_engines_have_the_metric_names_of_vllm(nats_url: str, fleet: str) -> None:
     """Engines have the metric names, kinds and labels of vLLM's server. Each worker is an engine."""
     vllm = frozenset({("model_name", "synthetic"), ("engine", "w"), ("worker", "w")})
     config = SyntheticConfig(prefix_cache=True)
@@ -182,7 +182,7 @@ async def test_engines_are_seen_by_vllms_names(nats_url: str, fleet: str) -> Non
     assert found["rollbus_worker_decode_tokens_per_second", W] > 0
 
 
-async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str) -> None:
+async def test_placements_of_requests_are_counted_by_reason(nats_url: str, fleet: str) -> None:
     """The service counts its placements by reason. The worker counts its requests and its cached prompt tokens."""
     prompt = {"model": "synthetic", "token_ids": [*range(3, 1027)], "sampling_params": {"max_tokens": 3, "n": 4}}
     config = SyntheticConfig(prefix_cache=True)
@@ -210,7 +210,7 @@ async def test_it_is_seen_where_requests_went_and_why(nats_url: str, fleet: str)
     assert cached + recomputed == found["rollbus_worker_prompt_tokens_total", W]
 
 
-async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: str) -> None:
+async def test_values_that_an_engine_does_not_report_have_no_series(nats_url: str, fleet: str) -> None:
     """Values that an engine does not report have no series, instead of a series with 0."""
     async with http_service(nats_url, fleet, worker_id="w") as http:
         found = parse((await http.client.get("/metrics")).text)
@@ -222,7 +222,7 @@ async def test_what_an_engine_does_not_tell_has_no_series(nats_url: str, fleet: 
     }
 
 
-async def test_what_waits_in_the_queue_waits_for_an_engine(nats_url: str, fleet: str) -> None:
+async def test_requests_in_the_queue_count_as_waiting_at_an_engine(nats_url: str, fleet: str) -> None:
     """Requests in the queue count as waiting at an engine, because clients like prime-rl send more if none waits."""
     queue = frozenset({("model_name", "synthetic"), ("engine", "queue."), ("worker", "")})
     async with http_service(nats_url, fleet, worker_id="w") as http, asyncio.TaskGroup() as tasks:
@@ -259,7 +259,7 @@ async def test_a_service_without_a_fleet_can_be_scraped(nats_url: str, fleet: st
     assert not [name for name, _ in parse(answer.text) if name.startswith("rollbus_worker_")]
 
 
-async def test_metrics_want_the_data_token(nats_url: str, fleet: str) -> None:
+async def test_metrics_require_the_data_token(nats_url: str, fleet: str) -> None:
     """`/metrics` requires the data token, because it contains names of models and workers."""
     async with http_before(nats_url, fleet, Settings(token="data")) as http:
         assert (await http.client.get("/metrics")).status_code == 401
@@ -267,7 +267,7 @@ async def test_metrics_want_the_data_token(nats_url: str, fleet: str) -> None:
     assert right.status_code == 200
 
 
-async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, fleet: str) -> None:
+async def test_streamed_and_other_requests_count_the_same_tokens(nats_url: str, fleet: str) -> None:
     """Streamed and other requests count the same tokens and rows. Only streams measure times of tokens."""
     async with synthetic_worker(nats_url, fleet, weight_version=5), a_service(nats_url, fleet) as service:
         generation = await service.complete(a_request(), wanted(4, n=2))
@@ -291,7 +291,7 @@ async def test_tokens_are_counted_by_weights_whole_and_streamed(nats_url: str, f
     )
 
 
-async def test_how_requests_ended(nats_url: str, fleet: str) -> None:
+async def test_abandoned_streams_and_invalid_requests_have_separate_outcomes(nats_url: str, fleet: str) -> None:
     """An abandoned stream and an invalid request have separate outcomes, and neither remains in flight."""
     async with synthetic_worker(nats_url, fleet), a_service(nats_url, fleet) as service:
         stream = service.chunks(wanted(10_000))
@@ -343,7 +343,7 @@ async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
         assert sorted(map(int, versions)) == list(range(2 * MAX_VERSIONS, 3 * MAX_VERSIONS))
 
 
-async def test_a_model_that_nobody_serves_is_no_label(nats_url: str, fleet: str) -> None:
+async def test_an_unknown_model_is_no_label(nats_url: str, fleet: str) -> None:
     """Requests for unknown models are counted together with an empty model label."""
     async with http_service(nats_url, fleet) as http:
         for name in ("no", "nope"):
@@ -355,7 +355,9 @@ async def test_a_model_that_nobody_serves_is_no_label(nats_url: str, fleet: str)
     assert {dict(labels).get("model") for _, labels in found} <= {None, "", "synthetic"}
 
 
-async def test_a_bus_that_does_not_answer_is_seen(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_scrape_reports_a_bus_that_does_not_answer(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the bus does not answer, the scrape still ends and reports that the bus is down."""
 
     async def never(_: object) -> None:

@@ -21,7 +21,7 @@ MESSAGES: Any = [USER]
 IDS = {"return_token_ids": True}
 
 
-async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_chat_gives_the_same_result_streamed_or_not(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A chat gives the same text, tokens, logprobs and usage streamed or not, with one choice or several."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for n in (1, 3):
@@ -63,7 +63,9 @@ async def test_chat_streamed_and_not(nats_url: str, fleet: str, tmp_path: Path) 
                     assert all(top.token and top.bytes for top in entry.top_logprobs)
 
 
-async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_64_concurrent_conversations_receive_the_tokens_of_the_bus(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """64 concurrent conversations of three turns, streamed or not, each receive the tokens of the bus."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
 
@@ -89,7 +91,9 @@ async def test_conversations_at_once(nats_url: str, fleet: str, tmp_path: Path) 
                 tasks.create_task(converse(number))
 
 
-async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_string_ends_text_and_tokens_and_stops_the_engine(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """The text ends before or with the stop string, the tokens with the one that completes it, and the engine stops."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536)
     async with talking(nats_url, fleet, tmp_path, config) as (http, client):
@@ -123,7 +127,7 @@ async def test_stop_strings(nats_url: str, fleet: str, tmp_path: Path) -> None:
         await until_idle(http.engine, http.rb)
 
 
-async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_completion_accepts_texts_and_token_ids(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A completion accepts texts or token ids, one or several, each with n choices in order, streamed or not."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         for prompt in ("the é", [5, 6], ["the", "é"], [[5, 6], [7]]):
@@ -150,7 +154,7 @@ async def test_completions(nats_url: str, fleet: str, tmp_path: Path) -> None:
                 assert shown.text_offset == [sum(map(len, shown.tokens[:at])) for at in range(len(shown.tokens))]
 
 
-async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A stop token is in the token ids of a choice but not in its text, and the defaults are those of OpenAI."""
     async with talking(nats_url, fleet, tmp_path) as (http, client):
         plain = await by_bus(http.rb, [5, 6], max_tokens=16, seed=1)
@@ -173,7 +177,7 @@ async def test_how_an_answer_ends(nats_url: str, fleet: str, tmp_path: Path) -> 
     assert (rest.choices[0].finish_reason, rest.usage.total_tokens) == ("length", 512)
 
 
-async def test_errors_are_those_of_the_client(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_errors_are_exceptions_of_the_openai_client(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Errors are raised as exceptions of the OpenAI client with field and code, before any event of a stream."""
     async with talking(nats_url, fleet, tmp_path) as (_, client):
         for stream in (False, True):
@@ -192,7 +196,7 @@ async def test_errors_are_those_of_the_client(nats_url: str, fleet: str, tmp_pat
             assert (too_many.value.code, too_many.value.param) == ("invalid_request", "max_completion_tokens")
 
 
-async def test_clients_that_leave(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_engine_stops_if_the_client_disconnects(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If the client disconnects, the engine stops: for streams, several prompts and stop strings."""
     config = SyntheticConfig(vocab_size=262, eos_token_id=300, max_model_len=65_536, step_s=0.002)
     async with talking(nats_url, fleet, tmp_path, config) as (http, client):
@@ -209,7 +213,7 @@ async def test_clients_that_leave(nats_url: str, fleet: str, tmp_path: Path) -> 
         await until_idle(http.engine, http.rb)
 
 
-async def test_a_failure_ends_every_answer(
+async def test_an_engine_error_ends_every_response(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine error gives 502 for one prompt or several, and an error event in a stream that has begun."""

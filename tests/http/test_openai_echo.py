@@ -14,7 +14,7 @@ from tests.support.streams import all_of
 ASKED: Any = {"model": "synthetic", "seed": 3, "max_tokens": 5}
 
 
-async def test_the_prompt_stands_before_its_answers(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_choice_starts_with_its_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Each choice starts with its prompt, for texts and token ids, streamed or not.
 
     The prompt logprobs are those of the bus.
@@ -49,7 +49,9 @@ async def test_the_prompt_stands_before_its_answers(nats_url: str, fleet: str, t
                 assert shown.text_offset == [sum(map(len, shown.tokens[:at])) for at in range(len(shown.tokens))]
 
 
-async def test_the_prompt_alone(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_with_max_tokens_0_the_prompt_is_scored_without_a_completion(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """With max_tokens 0, the prompt is scored without a completion. With token ids, its text is omitted, as in vLLM."""
     async with talking(nats_url, fleet, tmp_path) as (_, client):
         asked = {**ASKED, "max_tokens": 0, "prompt": "the é", "echo": True}

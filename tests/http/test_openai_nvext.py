@@ -46,7 +46,9 @@ async def ask(http: Http, path: str = CHAT, **body: Any) -> httpx.Response:
     return answer
 
 
-async def test_the_transport_of_renderers(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_each_turn_returns_tokens_logprobs_and_rows_of_the_engine(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """Each turn returns the tokens, logprobs and rows of the engine. The rows occur once, at the expected place."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         prompt, start = PROMPT, 0
@@ -71,7 +73,9 @@ async def test_the_transport_of_renderers(nats_url: str, fleet: str, tmp_path: P
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+async def test_the_last_event_of_a_stream_has_the_nvext_of_the_response(
+    nats_url: str, fleet: str, tmp_path: Path, path: str
+) -> None:
     """The last event of a stream has the nvext of the whole response, and its chunks have all token ids."""
     stream = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     for field, value in (("nvext", {"token_data": PROMPT}), ("tokens", PROMPT)):
@@ -99,7 +103,7 @@ async def test_all_fields_whole_and_streamed(nats_url: str, fleet: str, tmp_path
         assert "stop_reason" not in whole["nvext"]
 
 
-async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_rows_are_in_a_response_at_most_once(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Rows requested by name are beside `engine_data`. Rows that are not requested are not in the response."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         both = await ask(
@@ -115,7 +119,7 @@ async def test_rows_are_in_an_answer_once(nats_url: str, fleet: str, tmp_path: P
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_rows_of_each_choice(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
+async def test_each_choice_has_the_rows_of_the_engine(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
     """With `return_routed_experts`, each choice has the engine's rows, and each event the rows of its tokens."""
     body = {"tokens": PROMPT, "n": 2, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_routed_experts": True}
     async with talking(nats_url, fleet, tmp_path) as (http, _):
@@ -133,7 +137,9 @@ async def test_rows_of_each_choice(nats_url: str, fleet: str, tmp_path: Path, pa
         assert np.array_equal(streamed, direct.routed_experts)
 
 
-async def test_rows_end_with_a_stop_string(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_stop_string_cuts_tokens_logprobs_and_rows_at_the_same_token(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A stop string cuts token ids, logprobs and rows at the same token."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         (worker,) = http.rb.fleet.workers
@@ -185,7 +191,7 @@ async def test_hints_reach_the_bus(nats_url: str, fleet: str, tmp_path: Path, mo
     assert answer.headers["X-Request-Id"] == "mine"
 
 
-async def test_a_model_without_experts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_model_without_experts_has_no_rows(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Without experts, `engine_data` has no rows, and a request for rows by name is refused."""
     config = type(CONFIG)(vocab_size=264, num_experts=0)
     async with talking(nats_url, fleet, tmp_path, config) as (http, _):
@@ -195,7 +201,7 @@ async def test_a_model_without_experts(nats_url: str, fleet: str, tmp_path: Path
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "nvext.extra_fields")
 
 
-async def test_no_tokenizer(nats_url: str, fleet: str) -> None:
+async def test_without_a_tokenizer_the_route_gives_501(nats_url: str, fleet: str) -> None:
     """Without a tokenizer, the route gives 501, because its choices are text."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.post(CHAT, json=renderers_body())
@@ -239,7 +245,7 @@ def test_an_answer_without_tokens_has_empty_lists() -> None:
     assert rows_of(engine["routed_experts"]).shape == (0, 4, 4)
 
 
-def test_what_does_not_belong_together_is_an_error() -> None:
+def test_tokens_with_missing_or_wrong_logprobs_or_rows_give_502() -> None:
     """Tokens with missing or wrong logprobs or rows give 502, and are never filled up."""
     wrong: list[tuple[list[float] | None, str]] = [
         (None, "3 tokens came with 0"),
@@ -258,7 +264,7 @@ def test_what_does_not_belong_together_is_an_error() -> None:
         nvext(wanted, answer.pop_update().tokens)
 
 
-def test_a_stop_string_within_a_piece_cuts_all_of_it() -> None:
+def test_a_stop_string_within_a_chunk_removes_all_later_tokens_and_rows() -> None:
     """A stop string within a chunk of many tokens removes all tokens and rows after it."""
     wanted, answer, tokens = choice(byte_level().token_bytes(2).decode())
     update = answer.add(tokens)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 MESSAGES = [{"role": "user", "content": "How many apples are left?"}]
 
 
-async def test_conversations_are_the_same_as_without_http(nats_url: str, real_fleet: str) -> None:
+async def test_conversations_have_the_tokens_and_logprobs_of_the_bus(nats_url: str, real_fleet: str) -> None:
     """Sixteen concurrent conversations of two turns, streamed or not, have the tokens and logprobs of the bus."""
     async with http_before(nats_url, real_fleet) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()
@@ -49,7 +49,7 @@ async def test_conversations_are_the_same_as_without_http(nats_url: str, real_fl
                 tasks.create_task(converse(number))
 
 
-async def test_token_data_with_routing(nats_url: str, real_fleet: str) -> None:
+async def test_a_token_prompt_returns_tokens_logprobs_and_experts(nats_url: str, real_fleet: str) -> None:
     """A token prompt returns the engine's tokens, logprobs and experts. Later turns start after the prefix."""
     prompt = list(range(20, 60))
     async with http_before(nats_url, real_fleet) as http:
@@ -81,7 +81,7 @@ async def test_token_data_with_routing(nats_url: str, real_fleet: str) -> None:
             assert found["weight_version"] == direct.weight_versions[-1]
 
 
-async def test_structured_output(nats_url: str, real_fleet: str) -> None:
+async def test_structured_outputs_give_one_of_the_allowed_texts(nats_url: str, real_fleet: str) -> None:
     """With structured outputs, a model with random weights writes one of the given texts."""
     async with http_before(nats_url, real_fleet) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()

@@ -103,7 +103,7 @@ HARMLESS: dict[str, Any] = {
 }
 
 
-async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_refused_request_names_its_field(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A refused request gives 400 with the field's name, streamed or not, and never reaches the engine."""
     async with talking(nats_url, fleet, tmp_path) as (http, _):
         base: dict[str, Any] = {"messages": [USER]}
@@ -120,7 +120,9 @@ async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "the"})])
-async def test_passed_over(nats_url: str, fleet: str, tmp_path: Path, path: str, prompt: dict[str, Any]) -> None:
+async def test_fields_that_only_other_servers_need_are_ignored(
+    nats_url: str, fleet: str, tmp_path: Path, path: str, prompt: dict[str, Any]
+) -> None:
     """Fields that only other servers need, and unknown hints, are ignored."""
     more: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto"} if path == CHAT else {"best_of": 1}
     async with talking(nats_url, fleet, tmp_path) as (http, _):

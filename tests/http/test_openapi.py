@@ -46,7 +46,7 @@ def documented(key: tuple[str, str]) -> tuple[str, str]:
     return method, path.replace(":path}", "}")
 
 
-async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) -> None:
+async def test_the_document_lists_exactly_the_served_routes(nats_url: str, fleet: str) -> None:
     """The document lists exactly the served routes, with their methods and tokens."""
     settings = Settings(token="data", admin_token="admin")
     async with http_before(nats_url, fleet, settings) as http:
@@ -66,7 +66,7 @@ async def test_what_is_described_is_what_is_served(nats_url: str, fleet: str) ->
             assert (await http.client.request(method, path)).status_code == 401
 
 
-def test_every_route_says_what_it_takes() -> None:
+def test_the_document_has_the_body_of_each_post_route() -> None:
     """The document has the body of each POST route, and no routes that do not exist."""
     served = {**OPEN, **DATA, **ADMIN}
 

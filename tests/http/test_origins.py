@@ -43,7 +43,9 @@ async def until_serving(http: Http) -> None:
 
 
 @pytest.mark.parametrize("tokens", [{}, {"token": "data"}, {"admin_token": "admin"}])
-async def test_a_page_of_others_cannot_pause_the_fleet(nats_url: str, fleet: str, tokens: dict[str, str]) -> None:
+async def test_a_page_of_another_origin_cannot_pause_the_fleet(
+    nats_url: str, fleet: str, tokens: dict[str, str]
+) -> None:
     """A page of another origin cannot pause the fleet: not by a text body, a rebound host name, or without a body."""
     async with http_service(nats_url, fleet, Settings(**tokens)) as http:  # type: ignore[arg-type]
         for told, foreign in FOREIGN.items():
@@ -55,7 +57,7 @@ async def test_a_page_of_others_cannot_pause_the_fleet(nats_url: str, fleet: str
         await until_serving(http)
 
 
-async def test_all_routes_refuse_pages_of_others(nats_url: str, fleet: str) -> None:
+async def test_all_routes_refuse_pages_of_other_origins(nats_url: str, fleet: str) -> None:
     """All routes refuse pages of other origins for any method, preflight or upgrade. No page may read a response."""
     routes = [*OPEN, *DATA, *ADMIN]
     asked = [*routes, ("GET", "/nowhere"), *(("OPTIONS", path) for _, path in routes)]
@@ -74,7 +76,7 @@ async def test_all_routes_refuse_pages_of_others(nats_url: str, fleet: str) -> N
         await until_serving(http)
 
 
-async def test_a_refusal_says_what_is_allowed(nats_url: str, fleet: str) -> None:
+async def test_the_error_of_a_refused_host_has_the_allowed_names(nats_url: str, fleet: str) -> None:
     """A refused host gives an error with the header, its value and the allowed names."""
     settings = Settings(allowed_hosts=frozenset({"fleet.example.com"}))
     async with http_service(nats_url, fleet, settings) as http:
@@ -105,7 +107,7 @@ async def test_clients_and_own_pages_are_served(nats_url: str, fleet: str) -> No
             assert (await http.client.post("/inference/v1/generate", json=body, headers=headers)).status_code == 200
 
 
-async def test_others_may_link_to_the_page(nats_url: str, fleet: str) -> None:
+async def test_other_sites_may_only_link_to_the_page(nats_url: str, fleet: str) -> None:
     """Other sites may link to the page, but not load it in a frame, script or image, and not link to other routes."""
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     async with http_service(nats_url, fleet) as http:
@@ -122,7 +124,7 @@ async def test_others_may_link_to_the_page(nats_url: str, fleet: str) -> None:
         assert (await http.client.post("/resume", headers=link)).status_code == 403
 
 
-async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) -> None:
+async def test_if_both_tokens_are_set_only_the_tokens_decide(nats_url: str, fleet: str) -> None:
     """If both tokens are set, only they decide, so no host name must be allowed behind a proxy."""
     async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         admin = {"Authorization": "Bearer admin"}
@@ -137,7 +139,7 @@ async def test_with_tokens_a_page_cannot_know_them(nats_url: str, fleet: str) ->
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(token="data", admin_token="admin")])
-async def test_bodies_are_declared_as_json(nats_url: str, fleet: str, settings: Settings) -> None:
+async def test_a_body_without_the_json_media_type_gives_415(nats_url: str, fleet: str, settings: Settings) -> None:
     """A body without the JSON media type gives 415 on each route, and a request without a body needs no media type."""
     async with http_service(nats_url, fleet, settings) as http:
         http.client.headers["Authorization"] = "Bearer admin"
@@ -173,7 +175,7 @@ async def test_bodies_are_declared_as_json(nats_url: str, fleet: str, settings: 
         ([("host", "localhost"), ("sec-fetch-site", "same-site")], "Sec-Fetch-Site"),
     ],
 )
-def test_what_is_not_quite_this_service(headers: list[tuple[str, str]], param: str) -> None:
+def test_another_port_and_a_similar_name_are_refused(headers: list[tuple[str, str]], param: str) -> None:
     """Another port is another origin, and a name that resembles an allowed name is refused."""
     raw = [(name.encode(), value.encode()) for name, value in headers]
     with pytest.raises(HttpError) as refused:
@@ -182,14 +184,14 @@ def test_what_is_not_quite_this_service(headers: list[tuple[str, str]], param: s
 
 
 @pytest.mark.parametrize("host", ["localhost.", "LOCALHOST:1", "0.0.0.0:8080", "[fe80::1]", "10.0.0.1"])
-def test_names_that_no_page_of_others_can_have(host: str) -> None:
+def test_addresses_and_localhost_are_allowed(host: str) -> None:
     """Addresses and localhost are allowed because no other site controls them. HTTP/1.0 clients may send no Host."""
     check_origin(Headers({"host": host}), frozenset())
     check_origin(Headers({"host": host, "origin": f"http://{host.lower()}"}), frozenset())
     check_origin(Headers({}), frozenset())
 
 
-def test_a_body_of_unknown_length_is_a_body() -> None:
+def test_a_chunked_body_requires_the_json_media_type() -> None:
     """A chunked body requires the JSON media type, and several Content-Type headers count as none."""
     for headers in (
         {"transfer-encoding": "chunked"},
@@ -204,14 +206,14 @@ def test_a_body_of_unknown_length_is_a_body() -> None:
 
 
 @pytest.mark.parametrize("name", ["http://a", "a:80", "*", "", "a b", "a.", "::1"])
-def test_an_allowed_host_is_a_name(name: str) -> None:
+def test_an_allowed_host_must_be_a_host_name(name: str) -> None:
     """An --allowed-host that is not a host name is a wrong option."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not a host name"):
         host_name(name)
     assert host_name("Fleet.example.com") == "fleet.example.com"
 
 
-async def test_upgrades_do_not_hold_up_a_connection(nats_url: str, fleet: str) -> None:
+async def test_an_upgrade_request_gets_a_normal_response(nats_url: str, fleet: str) -> None:
     """A request for a websocket gets a normal response, and the connection can be closed."""
     async with http_service(nats_url, fleet) as http:
         host, port = http.url.removeprefix("http://").split(":")

@@ -24,7 +24,7 @@ OWN = {name: found.content.decode() for name, found in assets().items() if name 
 SCRIPTS = {name: text for name, text in OWN.items() if name.endswith(".js")}
 
 
-async def test_the_page_is_open_to_all(nats_url: str, fleet: str) -> None:
+async def test_the_page_needs_no_token(nats_url: str, fleet: str) -> None:
     """The page needs no token, and its headers permit only its own files."""
     async with http_before(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
         answer = await http.client.get("/")
@@ -82,7 +82,7 @@ async def test_every_file_is_served_with_its_type(nats_url: str, fleet: str) -> 
         "",
     ],
 )
-async def test_there_are_no_other_files(nats_url: str, fleet: str, name: str) -> None:
+async def test_only_existing_file_names_are_served(nats_url: str, fleet: str, name: str) -> None:
     """Only existing file names are served, so no name leads out of the folder."""
     async with http_before(nats_url, fleet) as http:
         # The raw path is set because httpx would normalize `..`.
@@ -93,7 +93,7 @@ async def test_there_are_no_other_files(nats_url: str, fleet: str, name: str) ->
     assert answer.json()["error"]["code"] == "unknown_route"
 
 
-def test_the_folder_holds_what_is_served_and_nothing_else() -> None:
+def test_the_folder_contains_exactly_the_served_files() -> None:
     """The folder contains exactly the served files, so the wheel has no unused file."""
     assert {path.name for path in FOLDER.iterdir()} == set(assets())
 
@@ -107,14 +107,14 @@ def test_all_files_are_reached_from_the_page() -> None:
     assert named == set(assets()) - others
 
 
-def test_files_stay_short_and_begin_with_what_they_hold() -> None:
+def test_files_are_short_and_scripts_start_with_a_comment() -> None:
     """The page's files have at most 400 lines, and scripts start with a comment, like Python files."""
     assert [name for name, text in OWN.items() if text.count("\n") > MAX_FILE_LINES] == []
     assert [name for name, text in SCRIPTS.items() if not text.startswith("// ")] == []
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_nothing_comes_from_elsewhere(name: str) -> None:
+def test_the_files_contain_no_address_of_another_host(name: str) -> None:
     """The files contain no address of another host, apart from XML namespaces."""
     text = OWN[name].replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", text) == []
@@ -122,7 +122,7 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_nothing_is_read_as_html_or_as_a_program(name: str) -> None:
+def test_scripts_never_interpret_text_as_html_or_code(name: str) -> None:
     """Scripts never interpret text from the wire as HTML or code, because a worker may be named `<script>`."""
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|srcdoc"
     assert re.findall(forbidden, SCRIPTS[name]) == []
@@ -136,7 +136,7 @@ def test_the_page_has_no_inline_script_or_style() -> None:
     assert [name for name, text in SCRIPTS.items() if re.search(r"\"style\"|\bstyle: [\"'`{]|cssText", text)] == []
 
 
-def test_the_token_goes_into_no_address_and_stays_in_the_tab() -> None:
+def test_the_token_is_in_no_address_and_stays_in_the_tab() -> None:
     """Only session.js uses `sessionStorage`, and the token leaves the tab only in the Authorization header."""
     users = {name for name, text in SCRIPTS.items() if "sessionStorage." in text}
     assert users == {"session.js"}
@@ -145,7 +145,7 @@ def test_the_token_goes_into_no_address_and_stays_in_the_tab() -> None:
     assert [name for name, text in SCRIPTS.items() if "document.cookie" in text] == []
 
 
-def test_uplot_is_the_one_that_is_noted() -> None:
+def test_uplot_has_the_hashes_of_the_named_release() -> None:
     """The files of uPlot have the hashes of the named release, and include its licence."""
     noted = json.loads(assets()["uplot.json"].content)
     assert (noted["name"], noted["license"]) == ("uplot", "MIT")

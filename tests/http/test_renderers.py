@@ -58,7 +58,9 @@ async def rollout(client: AsyncOpenAI, renderer: Renderer, model: str, number: i
     return turns
 
 
-async def test_rollouts_of_several_turns_64_at_a_time(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
+async def test_the_turns_of_64_parallel_rollouts_have_all_rows(
+    nats_url: str, real_fleet: str, renderer: Renderer
+) -> None:
     """Each turn has its tokens and logprobs, and the rows of the turns join to those of the conversation."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
@@ -93,7 +95,7 @@ def whole_conversation(turns: list[dict[str, Any]]) -> rollbus.GenerateRequest:
     )
 
 
-async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: str) -> None:
+async def test_http_and_bus_give_the_same_tokens_logprobs_and_rows(nats_url: str, real_fleet: str) -> None:
     """The same prompts give exactly the same tokens, logprobs and rows over HTTP and the bus."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()
@@ -117,7 +119,9 @@ async def test_the_same_over_http_and_over_the_bus(nats_url: str, real_fleet: st
                 assert np.array_equal(rows_of(choice["routed_experts"]), sample.routed_experts)
 
 
-async def test_long_prompts_are_caught_before_they_are_sent(nats_url: str, real_fleet: str, renderer: Renderer) -> None:
+async def test_the_client_refuses_a_long_prompt_before_sending(
+    nats_url: str, real_fleet: str, renderer: Renderer
+) -> None:
     """The client reads the context length from `/v1/models` and refuses a longer prompt."""
     async with http_before(nats_url, real_fleet) as http:
         await http.own.fleet.wait_for_workers()

@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_the_body_comes_before_the_header_and_that_before_the_service(
+async def test_the_timeout_is_that_of_body_header_or_service_in_this_order(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout is that of the body, the header or the service, in this order.
@@ -51,7 +51,7 @@ async def test_the_body_comes_before_the_header_and_that_before_the_service(
         assert Settings().timeout_s == DEFAULT_TIMEOUT_S
 
 
-async def test_a_deadline_is_504(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_exceeds_its_timeout_gives_504(nats_url: str, fleet: str) -> None:
     """A request that exceeds its timeout gives 504."""
     config = SyntheticConfig(step_s=0.05)
     async with http_service(nats_url, fleet, config=config) as http:
@@ -62,7 +62,7 @@ async def test_a_deadline_is_504(nats_url: str, fleet: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_without_a_tokenizer(
+async def test_without_detokenization_no_tokenizer_is_needed(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
     """With `detokenize` false, no tokenizer is needed and the text is empty.
@@ -114,7 +114,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-async def test_errors_say_what_is_allowed_before_anything_slow(
+async def test_a_wrong_field_is_refused_before_the_tokenizer_is_loaded(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors name the nearest field and the allowed values. A wrong field is refused before the tokenizer is loaded."""
@@ -139,7 +139,7 @@ async def test_errors_say_what_is_allowed_before_anything_slow(
         assert loads == [tmp_path]
 
 
-def test_a_name_of_any_length_is_not_compared() -> None:
+def test_a_long_name_gets_no_suggestion() -> None:
     """A name of more than 200 characters gets no suggestion, because the time to compare grows with its length."""
     allowed = "x" * 200
     assert nearest("x" * 199 + "y", [allowed]) == f" (did you mean {allowed}?)"

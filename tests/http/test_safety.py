@@ -79,9 +79,7 @@ async def test_bodies_are_bounded(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_one_more_than_allowed_is_told_to_come_again(
-    nats_url: str, fleet: str, tmp_path: Path, path: str
-) -> None:
+async def test_a_request_beyond_the_limit_gives_429(nats_url: str, fleet: str, tmp_path: Path, path: str) -> None:
     """A request beyond the limit gives 429 with Retry-After, until another request has ended."""
     settings = Settings(max_in_flight=1, tokenizer=save(make_byte_level(), tmp_path))
     body = GENERATING[path]
@@ -100,7 +98,7 @@ async def test_one_more_than_allowed_is_told_to_come_again(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_client_that_leaves_is_not_worked_for(
+async def test_the_request_of_a_disconnected_client_is_aborted_and_counted(
     nats_url: str, fleet: str, tmp_path: Path, path: str, stream: bool
 ) -> None:
     """If a client disconnects, before or after the first token, its request is aborted in the engine and counted."""

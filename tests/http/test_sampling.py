@@ -72,7 +72,7 @@ WITH_TEXT: dict[str, Any] = {"stop": ["x"]}
 REFUSED: dict[str, Any] = {"logprob_token_ids": [1]}
 
 
-def test_there_is_one_set_of_fields() -> None:
+def test_all_bodies_share_the_sampling_fields() -> None:
     """All three bodies share the sampling fields unchanged, and this module tests each of them."""
     shared = {field.name: field for field in msgspec.structs.fields(SamplingFields)}
     tried = [ON_THE_BUS, EXTRA, NOT_FOR_THE_ENGINE, WITH_TEXT, REFUSED]
@@ -143,7 +143,7 @@ async def routes_of(
         yield Routes(http, asked)
 
 
-async def test_every_route_asks_the_bus_for_the_same(
+async def test_all_routes_make_the_same_request_to_the_bus(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On all routes, a field makes the same request to the bus. Only a field of the bus changes the request.
@@ -160,7 +160,7 @@ async def test_every_route_asks_the_bus_for_the_same(
         assert await routes.each(dict.fromkeys(set(SamplingFields.__struct_fields__) - {"max_tokens"})) == plain
 
 
-async def test_every_route_refuses_the_same(
+async def test_all_routes_refuse_unsupported_fields(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All routes refuse unsupported fields with the field's name."""
@@ -175,7 +175,7 @@ async def test_every_route_refuses_the_same(
             assert await routes.each({name: value}) == [(400, param, None)] * 3
 
 
-async def test_what_the_engine_has_reaches_it(
+async def test_extra_parameters_reach_an_engine_that_supports_them(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Extra parameters that the engine supports reach it by their names from all routes."""
@@ -188,7 +188,7 @@ async def test_what_the_engine_has_reaches_it(
         assert [asked[0].extra for _, _, asked in found] == [{"extra_args": {"a": 1}, "kv_hints": hints}] * 3
 
 
-async def test_other_names_of_the_same(
+async def test_two_names_of_a_field_must_agree(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two names of a field must agree if both are set, and `continue_final_message` alone continues a message."""

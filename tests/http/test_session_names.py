@@ -34,7 +34,7 @@ async def test_users_do_not_share_sessions_and_groups(
 
 
 @pytest.mark.parametrize("header", ["X-Session-ID", "X-Group-ID"])
-async def test_a_name_that_cannot_be_one_is_refused(nats_url: str, fleet: str, header: str) -> None:
+async def test_the_error_gives_the_length_of_the_name_in_the_request(nats_url: str, fleet: str, header: str) -> None:
     """The error gives the length of the name in the request, not of the name on the bus."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.post(PATH, json=BODY, headers={header: "x" * 10_000})

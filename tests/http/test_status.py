@@ -6,7 +6,7 @@ from rollbus.frontend.http.settings import Settings
 from tests.http.support import http_before, http_service
 
 
-async def test_alive_without_workers_and_not_ready(nats_url: str, fleet: str) -> None:
+async def test_a_service_without_workers_is_alive_and_not_ready(nats_url: str, fleet: str) -> None:
     """A service without a fleet is alive, lists no models and is not ready."""
     async with http_before(nats_url, fleet) as http:
         assert (await http.client.get("/health")).status_code == 200
@@ -28,7 +28,7 @@ async def test_models_and_state_are_those_of_the_fleet(nats_url: str, fleet: str
     assert state["workers"][0]["weight_version"] == 3
 
 
-async def test_tokens_are_asked_for(nats_url: str, fleet: str) -> None:
+async def test_data_routes_require_a_token(nats_url: str, fleet: str) -> None:
     """Data routes require the data token or the admin token, and `/health` requires none."""
     async with http_service(nats_url, fleet, Settings(token="data", admin_token="admin")) as http:
 

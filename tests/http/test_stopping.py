@@ -17,7 +17,7 @@ SLOW = SyntheticConfig(step_s=0.005)
 LONG = {"token_ids": [1], "sampling_params": {"max_tokens": 60_000, "ignore_eos": True}}
 
 
-async def test_what_clients_wait_for_is_ended_in_good_order(
+async def test_a_stop_ends_waiting_requests_and_streams_and_keeps_commands(
     nats_url: str,
     fleet: str,
     one_worker: StartServed,

@@ -60,7 +60,7 @@ def answer(
 @example(["a", "ab"], ["b", "ab"], False, 0)
 @example(["aba", "bab"], ["babb", "abab"], True, 0)
 @example(["aa", "a"], ["aa"], False, 1)
-def test_the_matcher_is_vllms(texts: list[str], stops: list[str], include_stop: bool, min_tokens: int) -> None:
+def test_the_matcher_agrees_with_vllm(texts: list[str], stops: list[str], include_stop: bool, min_tokens: int) -> None:
     """As in vLLM, the earliest end decides, then the order of the stop strings. Early tokens complete none."""
     matcher = StopMatcher(stops, include_stop)
     parts, count = [], 0
@@ -81,7 +81,7 @@ def test_the_matcher_is_vllms(texts: list[str], stops: list[str], include_stop: 
     st.booleans(),
     st.integers(0, 3),
 )
-def test_the_split_makes_no_difference(
+def test_any_split_of_the_tokens_gives_the_same_text(
     words: list[list[str]], stops: list[str], include_stop: bool, min_tokens: int
 ) -> None:
     """Any split of the tokens gives the same text and number of tokens."""
@@ -95,7 +95,7 @@ def test_the_split_makes_no_difference(
         assert answer(split, stops, include_stop, min_tokens) == expected(texts, stops, include_stop, min_tokens)
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     """Only text that may begin a stop string is held back, and it is released as soon as it cannot begin one."""
     matcher = StopMatcher(["abc", "xx"])
 
@@ -112,7 +112,7 @@ def test_nothing_is_held_back_if_the_stop_string_is_included() -> None:
     assert matcher.stop == "abc"
 
 
-def test_the_token_that_completes_it_is_kept() -> None:
+def test_the_token_that_completes_a_stop_string_is_kept() -> None:
     """If a stop string ends within a token, that token is kept and later tokens are removed."""
     tokenizer = byte_level()
     ids = tokenizer.encode("é the the", add_special_tokens=False)
@@ -133,7 +133,7 @@ def test_a_stop_token_has_no_text(include_stop: bool, text: str) -> None:
     assert stream.add(ids, final=True, by_stop_token=True) == TextDelta(text, 2)
 
 
-def test_the_end_brings_what_was_held_back() -> None:
+def test_the_end_releases_partial_stop_strings_and_characters() -> None:
     """At the end, a partial stop string and a partial character are released as text."""
     tokenizer = byte_level()
     ids = [*tokenizer.encode("the", add_special_tokens=False), *tokenizer.encode("€", add_special_tokens=False)[:2]]

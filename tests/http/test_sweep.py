@@ -109,7 +109,9 @@ async def sent(http: Http, route: tuple[str, str], body: bytes) -> tuple[int, di
 @pytest.mark.parametrize(
     "route", sorted(key for key, route in ROUTES.items() if route.body is not None), ids=lambda r: r[1]
 )
-async def test_wrong_input_is_named(nats_url: str, fleet: str, tmp_path: Path, route: tuple[str, str]) -> None:
+async def test_wrong_input_gives_400_with_the_field(
+    nats_url: str, fleet: str, tmp_path: Path, route: tuple[str, str]
+) -> None:
     """Input of a wrong type, out of bounds, missing, unknown, repeated or not JSON gives 400 with the field."""
     kind, is_admin = kind_of(route), route in ADMIN
     base = base_of(kind)

@@ -43,7 +43,7 @@ async def test_an_admin_sees_a_request(nats_url: str, fleet: str) -> None:
     assert all("timelines" not in answer.text for answer in refused)
 
 
-async def test_the_ids_of_answers_are_understood(nats_url: str, fleet: str) -> None:
+async def test_the_route_accepts_the_ids_of_responses(nats_url: str, fleet: str) -> None:
     """The route accepts the id in the header and the prefixed id of an OpenAI response."""
     body = {"model": "synthetic", "prompt": [1, 2, 3], "max_tokens": 2, "detokenize": False}
     async with http_service(nats_url, fleet) as http:

@@ -47,7 +47,7 @@ async def chat_text(**chat: Any) -> str:
     return byte_level().decode(ids, skip_special_tokens=False)
 
 
-async def test_texts_and_tokens(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_tokens_of_a_text_decode_to_the_same_text(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A text has its special tokens unless the request disables them, and its tokens decode to the same text."""
     text = "the é 🙂"
     async with serving(nats_url, fleet, tmp_path) as client:
@@ -68,7 +68,7 @@ async def test_texts_and_tokens(nats_url: str, fleet: str, tmp_path: Path) -> No
     assert half == {"prompt": "the é \ufffd"}
 
 
-async def test_chats(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_chat_has_the_text_of_its_template(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A chat has the text of its template, with special tokens around it only on request."""
 
     async def tokenized(**body: object) -> str:
@@ -125,7 +125,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_what_is_wrong_is_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_wrong_field_gives_400_with_its_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A wrong field gives 400 with its name."""
     async with serving(nats_url, fleet, tmp_path) as client:
         for path, body, param in WRONG:
@@ -134,7 +134,9 @@ async def test_what_is_wrong_is_named(nats_url: str, fleet: str, tmp_path: Path)
             assert param in answer.json()["error"]["message"]
 
 
-async def test_refusals(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_unknown_models_broken_json_and_missing_tokenizers_are_refused(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An unknown model gives 404, half a surrogate is not JSON, and a missing tokenizer gives 501."""
     async with serving(nats_url, fleet, tmp_path) as client:
         unknown = await client.post("/v1/tokenize", json={"model": "other", "prompt": "a"})
@@ -147,7 +149,7 @@ async def test_refusals(nats_url: str, fleet: str, tmp_path: Path) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (501, "no_tokenizer")
 
 
-async def test_messages_are_read_as_vllm_reads_them() -> None:
+async def test_messages_are_normalised_as_in_vllm() -> None:
     """As in vLLM, text parts are joined by line breaks and call arguments become objects.
 
     A missing content is empty.
@@ -177,14 +179,14 @@ async def test_messages_are_read_as_vllm_reads_them() -> None:
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[0].tool_calls[0]"),
     ],
 )
-async def test_messages_that_are_none(message: dict[str, Any], field: str) -> None:
+async def test_invalid_messages_are_refused_with_their_position(message: dict[str, Any], field: str) -> None:
     """Images and values of a wrong type are refused with their position."""
     with pytest.raises(InvalidRequest) as caught:
         await encode_chat(byte_level(), Chat(messages=[message]))
     assert caught.value.field == field
 
 
-async def test_a_model_without_a_template(tmp_path: Path) -> None:
+async def test_a_model_without_a_chat_template_gives_501(tmp_path: Path) -> None:
     """A model without a chat template gives 501."""
     tokenizer = load_tokenizer(save(make_byte_level(), tmp_path, chat_template=None))
     with pytest.raises(HttpError, match="no chat template") as caught:
@@ -192,7 +194,7 @@ async def test_a_model_without_a_template(tmp_path: Path) -> None:
     assert caught.value.status == 501
 
 
-async def test_long_texts_do_not_hold_up_others() -> None:
+async def test_long_texts_are_tokenized_in_another_thread() -> None:
     """Long texts are tokenized in another thread, so they do not block others. Short texts are not."""
     threads = []
 

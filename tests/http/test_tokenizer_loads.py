@@ -22,7 +22,7 @@ TEXT = {"prompt": "a", "max_tokens": 1}
 
 
 @pytest.mark.slow
-async def test_a_malformed_tokenizer_ends_no_service(
+async def test_a_malformed_tokenizer_gives_501_until_the_files_are_repaired(
     nats_url: str, fleet: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load that raises a `TypeError` gives 501 for text until the files are repaired, and is logged once."""
@@ -42,7 +42,7 @@ async def test_a_malformed_tokenizer_ends_no_service(
     assert logged.startswith(f"tokenizer.load_failed error=no tokenizer in {tmp_path}")
 
 
-async def test_a_panic_of_a_library_is_an_error_as_any_other(
+async def test_a_rust_panic_fails_only_the_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Rust panic, which is no `Exception`, fails only the load. Only a request repeats a failed load."""

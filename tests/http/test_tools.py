@@ -96,7 +96,9 @@ def functions(message: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-async def test_round_trip(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_tools_calls_and_results_work_streamed_or_not(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
     """Tools, calls with ids, results and the answer work streamed or not, with the engine's tokens."""
     async with serving(nats_url, fleet, tmp_path) as (_, client):
         for stream in (False, True):
@@ -114,7 +116,7 @@ async def test_round_trip(nats_url: str, fleet: str, tmp_path: Path, writes: lis
             assert not functions(message)
 
 
-async def test_one_call_no_call_and_a_call_cut_off(
+async def test_parallel_calls_tool_choice_and_max_tokens_limit_the_calls(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
 ) -> None:
     """Without parallel calls there is one call, with `tool_choice` none there is text, and `max_tokens` cuts a call."""
@@ -130,7 +132,9 @@ async def test_one_call_no_call_and_a_call_cut_off(
             assert (reason, len(ids)) == ("length", 30)
 
 
-async def test_reasoning(nats_url: str, fleet: str, tmp_path: Path, writes: list[str]) -> None:
+async def test_reasoning_is_beside_the_content_or_omitted(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
     """Reasoning has both names beside the content, or is omitted on request. Its tokens remain."""
     text = f"<think>2 and 3</think>{CALL}"
     writes[:] = [text]
@@ -147,7 +151,7 @@ async def test_reasoning(nats_url: str, fleet: str, tmp_path: Path, writes: list
             assert hidden == ids
 
 
-async def test_a_parser_that_raises(
+async def test_if_a_parser_raises_an_error_the_text_is_the_content(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a parser raises an error or the text is too long for it, the complete text is the content."""
@@ -171,7 +175,7 @@ async def test_a_parser_that_raises(
             assert (message["content"], reason) == (TWO, "stop")
 
 
-async def test_long_answers_are_parsed_apart(
+async def test_long_texts_are_parsed_in_a_thread(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long texts are parsed in a thread in growing pieces, without loss and without a parser call per token."""
@@ -205,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_wrong_tool_is_refused_with_field_and_index(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A wrong tool gives 400 with the field and its index."""
     async with serving(nats_url, fleet, tmp_path) as (http, _):
         for body, param in REFUSED:
@@ -216,7 +220,7 @@ async def test_refused_by_name(nats_url: str, fleet: str, tmp_path: Path) -> Non
         assert http.own.stats().requests == 0
 
 
-async def test_a_parser_that_does_not_fit_the_model(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_parser_that_does_not_fit_the_model_gives_501(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A parser that needs a token outside the vocabulary gives 501 with its name."""
     async with serving(nats_url, fleet, tmp_path, tool_call_parser="llama3_json") as (http, _):
         answer = await http.client.post(CHAT, json={"messages": [USER], "tools": [TOOL]})
@@ -224,7 +228,7 @@ async def test_a_parser_that_does_not_fit_the_model(nats_url: str, fleet: str, t
     assert "llama3_json" in answer.json()["error"]["message"]
 
 
-async def test_unknown_parsers() -> None:
+async def test_the_error_of_an_unknown_parser_names_the_known_parsers() -> None:
     """The error for an unknown parser names the option and the known parsers."""
     with pytest.raises(ParserUnavailable, match=r"--tool-call-parser nothing .* hermes"):
         await asyncio.to_thread(load_parsers, "nothing", None)
@@ -232,7 +236,7 @@ async def test_unknown_parsers() -> None:
         await asyncio.to_thread(load_parsers, None, "nothing")
 
 
-async def test_parsers_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_refused_parsers_has_the_reason_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """If vLLM refuses parsers, for example because they cannot be combined, the error has its reason."""
     from vllm.parser import ParserManager
 
@@ -244,7 +248,7 @@ async def test_parsers_that_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
         await asyncio.to_thread(load_parsers, "hermes", "qwen3")
 
 
-def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_parser_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown parser is a usage error before anything starts."""
     from rollbus.frontend.cli.app import main
 
@@ -252,7 +256,7 @@ def test_unknown_parser_on_the_command_line(capsys: pytest.CaptureFixture[str]) 
     assert "--tool-call-parser nothing" in capsys.readouterr().err
 
 
-async def test_templates_see_tools_as_with_vllm() -> None:
+async def test_templates_receive_the_same_tools_as_in_vllm() -> None:
     """A template receives the same tool dicts in the same order as in vLLM, so the prompt is the same."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 

@@ -30,7 +30,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 # The parser of Hermes uses a grammar of its format, and the other parser uses a JSON schema of all calls.
 @pytest.mark.parametrize("parser", ["hermes", "pythonic"])
-async def test_a_forced_call_is_one(nats_url: str, real_fleet: str, parser: str) -> None:
+async def test_the_arguments_of_a_forced_call_match_the_schema(nats_url: str, real_fleet: str, parser: str) -> None:
     """`required` and a named function, streamed or not, give arguments that match the schema."""
     async with http_before(nats_url, real_fleet, Settings(tool_call_parser=parser)) as http, client_of(http) as client:
         await http.own.fleet.wait_for_workers()

@@ -44,7 +44,7 @@ IDS = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
         ([f"00-{'a' * 32}-{'0' * 16}-01"], None),
     ],
 )
-def test_a_trace_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
+def test_an_invalid_traceparent_counts_as_none(given: list[str], expected: str | None) -> None:
     """As W3C Trace Context requires, malformed, forbidden and repeated traceparent values count as none."""
     trace = given_trace(_headers("traceparent", given), is_trusted=True)
 
@@ -67,7 +67,7 @@ def test_a_trace_is_taken_only_if_it_is_one(given: list[str], expected: str | No
         ([f"a={'1' * 257}"], None),
     ],
 )
-def test_a_state_is_taken_only_if_it_is_one(given: list[str], expected: str | None) -> None:
+def test_an_invalid_tracestate_counts_as_none(given: list[str], expected: str | None) -> None:
     """A tracestate with malformed, repeated or too many members counts as none, but the trace remains."""
     headers = Headers(raw=[(b"traceparent", f"00-{IDS}-01".encode()), *_headers("tracestate", given).raw])
 
@@ -78,7 +78,7 @@ def test_a_state_is_taken_only_if_it_is_one(given: list[str], expected: str | No
 
 
 @pytest.mark.parametrize("flags", ["00", "01", "03", "ff"])
-def test_a_stranger_does_not_choose_what_is_sampled(flags: str) -> None:
+def test_trace_flags_are_forwarded_only_from_trusted_senders(flags: str) -> None:
     """The ids of a trace are always forwarded, its flags only if the sender is trusted."""
     headers = _headers("traceparent", [f"00-{IDS}-{flags}"])
 
@@ -90,7 +90,7 @@ def _headers(name: str, given: list[str]) -> Headers:
     return Headers(raw=[(name.encode(), value.encode("latin-1")) for value in given])
 
 
-async def test_a_trace_goes_through_every_attempt(nats_url: str, fleet: str) -> None:
+async def test_every_attempt_has_the_trace_of_the_header(nats_url: str, fleet: str) -> None:
     """The trace of the header reaches both engines of a resumed request, and the first chunk of each attempt has it."""
     seen: list[tuple[str | None, str | None]] = []
     back: list[tuple[int, str | None]] = []
