@@ -21,7 +21,7 @@ SLOW = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
 
 
 @pytest.mark.proves("P37")
-async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -> None:
+async def test_an_abort_ends_a_running_request_with_its_tokens_so_far(one_worker: StartServed) -> None:
     """After an abort, a stream yields the chunks so far and one terminal chunk with `abort`.
 
     `complete` returns the tokens so far.
@@ -51,7 +51,7 @@ async def test_a_running_request_ends_where_it_stands(one_worker: StartServed) -
 
 
 @pytest.mark.slow
-async def test_a_queued_request_ends_at_once(one_worker: StartServed) -> None:
+async def test_an_abort_ends_a_queued_request_immediately(one_worker: StartServed) -> None:
     """An abort ends a queued request immediately, although no slot is free.
 
     The worker that pulls the request later drops it.
@@ -81,7 +81,7 @@ async def num_queued(rb: rollbus.Client) -> int:
     return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
-async def test_only_what_is_open_is_named(one_worker: StartServed) -> None:
+async def test_abort_skips_unknown_and_ended_requests(one_worker: StartServed) -> None:
     """`abort` skips unknown ids and ids of ended requests. An id that is given twice counts once."""
     async with one_worker(config=SLOW) as (rb, *_):
         await rb.complete(sized(request_id="done"))
@@ -92,7 +92,7 @@ async def test_only_what_is_open_is_named(one_worker: StartServed) -> None:
             assert (await all_of(stream))[-1].finish_reason == "abort"
 
 
-async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
+async def test_abort_rejects_an_empty_list_and_a_string(nats_url: str, fleet: str) -> None:
     """`abort` rejects an empty list and a string. A string would otherwise count as a list of its characters."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(InvalidRequest, match="request_ids is empty"):
@@ -104,7 +104,7 @@ async def test_no_ids_is_an_error(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_still_searches_for_workers_can_be_aborted(nats_url: str, fleet: str) -> None:
     """A request can be aborted while its client still searches for workers that serve the model."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(request_id="early")))
@@ -117,7 +117,7 @@ async def test_a_request_that_still_looks_for_workers_can_be_aborted(nats_url: s
     assert (generation.finish_reason, len(generation.token_ids)) == ("abort", 0)
 
 
-async def test_all_samples_of_a_request_end(nats_url: str, fleet: str) -> None:
+async def test_an_abort_ends_all_child_requests_of_a_request(nats_url: str, fleet: str) -> None:
     """An abort ends each of n=3 child requests once. A child request that has already finished keeps its result."""
     sampling = SamplingParams(max_tokens=5, n=3, temperature=0, logprobs=None)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
@@ -136,7 +136,7 @@ async def test_all_samples_of_a_request_end(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_what_a_lost_worker_had_can_be_aborted_too(nats_url: str, fleet: str) -> None:
+async def test_a_waiting_request_of_a_lost_worker_can_be_aborted(nats_url: str, fleet: str) -> None:
     """If a worker is lost, an abort ends its waiting request with the tokens that the client received."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(request_id="lost")))

@@ -41,12 +41,12 @@ def test_the_times_of_a_hundred_requests_are_exact() -> None:
     assert times_of([float(number) for number in range(1, 101)]).percentiles() == {50: 50, 90: 90, 99: 99, 100: 100}
 
 
-def test_of_few_requests_a_share_is_rounded_up() -> None:
+def test_the_share_of_a_small_batch_is_rounded_up() -> None:
     """The share of a small batch is rounded up: half of three requests are complete with the second request."""
     assert times_of([1.0, 2.0, 7.0]).percentiles() == {50: 2, 90: 7, 99: 7, 100: 7}
 
 
-def test_without_a_complete_request_there_are_no_times() -> None:
+def test_a_batch_without_a_complete_request_has_no_times() -> None:
     """An empty batch and a batch that has just restarted have no times."""
     assert rollbus.BatchTimes().percentiles() == {}
     times = times_of([1.0, 2.0])
@@ -55,7 +55,7 @@ def test_without_a_complete_request_there_are_no_times() -> None:
     assert times.seconds_to(50) is None
 
 
-def test_a_request_that_comes_late_counts_with_the_last_one() -> None:
+def test_a_late_request_counts_with_the_latest_end() -> None:
     """Times never decrease: a request that is added late with an earlier end counts with the latest end."""
     assert times_of([5.0, 3.0]).percentiles() == {50: 5, 90: 5, 99: 5, 100: 5}
 
@@ -68,14 +68,14 @@ def test_a_share_out_of_range_is_refused(percent: float) -> None:
 
 
 @given(PAUSES_S, PERCENTS)
-def test_times_are_those_of_the_sorted_ends(pauses: list[int], percent: float) -> None:
+def test_times_of_any_batch_equal_the_sorted_ends_of_its_requests(pauses: list[int], percent: float) -> None:
     """The time of any share of any batch is the end of the request with that rank."""
     ends = ends_of(pauses)
     assert times_of(ends).seconds_to(percent) == ends[number_of(ends, percent) - 1]
 
 
 @given(PAUSES_S, PERCENTS)
-def test_a_batch_without_end_takes_bounded_memory(pauses: list[int], percent: float) -> None:
+def test_an_endless_batch_uses_bounded_memory(pauses: list[int], percent: float) -> None:
     """In a batch beyond the memory limit, the time of a share is that of a slightly later request.
 
     The last time is exact.
@@ -94,7 +94,7 @@ def test_a_batch_without_end_takes_bounded_memory(pauses: list[int], percent: fl
     assert times.seconds_to(100) == ends[-1]
 
 
-async def test_complete_many_times_its_batch(one_worker: StartServed) -> None:
+async def test_complete_many_measures_the_times_of_its_batch(one_worker: StartServed) -> None:
     """`complete_many` counts both served and rejected requests. A second batch resets the times."""
     twice = sized(request_id="twice")
     requests = [sized(request_id=f"r{number}") for number in range(8)]

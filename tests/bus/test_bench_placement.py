@@ -17,7 +17,7 @@ ENGINE = EngineShape(slots=16)
 SHAPE = Shape(slots=64, busy=0.75, rounds=2, long=64)
 
 
-def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
+def test_the_least_work_is_that_of_one_unlimited_cache() -> None:
     """The least work is that of one unlimited cache.
 
     It shares whole blocks, never the last prompt token, and also generated tokens that a later prompt contains.
@@ -33,7 +33,7 @@ def test_the_least_is_that_of_one_cache_that_forgets_nothing() -> None:
 
 @pytest.mark.parametrize("way", SIMULATED)
 @pytest.mark.parametrize("name", SIMULATED_TRACES)
-def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
+def test_every_policy_completes_every_simulated_trace(name: str, way: str) -> None:
     """In a simulation, each sample of each turn ends once, and no engine computes less than the minimum."""
     trace = make_trace(name, SHAPE)
     played = Simulation(trace, SIMULATED[way](), ENGINE, 4)
@@ -47,7 +47,7 @@ def test_every_way_plays_every_trace_to_its_end(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["groups", "group-ids", "agents"])
-def test_placement_computes_groups_and_turns_about_once(name: str) -> None:
+def test_placement_computes_each_group_and_each_turn_about_once(name: str) -> None:
     """If the fleet has some free slots, placement computes each group and each turn about once."""
     trace = make_trace(name, replace(SHAPE, rounds=4))
 
@@ -56,7 +56,7 @@ def test_placement_computes_groups_and_turns_about_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "tails", "slow-nothing"])
-def test_placement_does_nothing_where_there_is_nothing_to_gain(name: str) -> None:
+def test_placement_places_nothing_if_no_work_can_be_saved(name: str) -> None:
     """If placement cannot save work, it places nothing and takes as long as the queue alone."""
     trace = make_trace(name, SHAPE)
     ours, queue = simulate(trace, "ours", 4, ENGINE), simulate(trace, "queue", 4, ENGINE)
@@ -66,7 +66,7 @@ def test_placement_does_nothing_where_there_is_nothing_to_gain(name: str) -> Non
 
 
 @pytest.mark.slow
-async def test_every_way_plays_a_trace_on_a_bus() -> None:
+async def test_every_policy_completes_a_trace_on_a_bus() -> None:
     """Every policy completes a trace on a bus with synthetic engines and reports all columns."""
     fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2))
     report = Report("placement")
@@ -85,7 +85,7 @@ async def test_every_way_plays_a_trace_on_a_bus() -> None:
 
 
 @pytest.mark.slow
-async def test_a_kill_an_update_and_a_flood_lose_nothing() -> None:
+async def test_a_kill_an_update_and_a_flood_lose_no_token() -> None:
     """The killed worker is replaced, all workers get the weights, and both clients get all tokens of each sample."""
     fleet = replace(FLEETS["synthetic"], shape=Shape(slots=16, rounds=1, prompt_tokens=512, short=2, long=4))
     report = Report("placement")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=["u1", "u2"])
-async def test_every_way_brings_the_engine_s_rows(way: str, case: Case) -> None:
+async def test_every_method_delivers_the_rows_of_the_engine(way: str, case: Case) -> None:
     """Every method delivers the engine's rows with equal bits and dtype, and reports the time of their handover."""
     serve, connect = WAYS[way]
     async with EmbeddedServer() as nats, serve(case, nats.url) as (address, handed), connect(address) as get:
@@ -32,7 +32,7 @@ async def test_every_way_brings_the_engine_s_rows(way: str, case: Case) -> None:
     assert np.array_equal(part.numpy(), make_rows(case)[: case.num_tokens // 2])
 
 
-async def test_tokens_say_when_they_were_handed_over() -> None:
+async def test_synthetic_tokens_carry_the_time_of_their_handover() -> None:
     """The synthetic tokens carry the time of their handover, and each token has its row."""
     case = CASES[0]
     before = clock_us()

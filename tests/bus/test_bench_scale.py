@@ -13,14 +13,14 @@ from bench.scale_paper import DOC, MODELS, RESULTS, frame_bytes, with_tables
 from rollbus.workers.engines.synthetic import SyntheticConfig
 
 
-def test_the_page_has_the_figures() -> None:
+def test_the_scaling_page_equals_the_recorded_figures() -> None:
     """The tables of docs/scaling.md equal those that the figures beside it and the wire format give."""
     text = DOC.read_text()
 
     assert with_tables(text, json.loads(RESULTS.read_text())) == text
 
 
-def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
+def test_a_recorded_command_has_no_absolute_path() -> None:
     """A recorded command names paths in the checkout relative to it and other paths below `DIR`.
 
     No result file has an absolute path.
@@ -38,14 +38,14 @@ def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
         assert not any(Path(argument.rpartition("=")[2]).is_absolute() for argument in command.split()), file
 
 
-def test_a_frame_has_the_rows_of_its_tokens() -> None:
+def test_each_token_of_a_frame_adds_the_bytes_of_one_row() -> None:
     """Routed experts add the bytes of one row and less than 16 further bytes to each token of a frame."""
     for model in MODELS:
         routing = frame_bytes(model) - frame_bytes(model, routed=False)
         assert model.row_bytes <= routing / model.in_flight < model.row_bytes + 16
 
 
-def test_a_request_is_not_charged_for_the_fleet() -> None:
+def test_the_figures_of_a_request_exclude_the_usage_of_an_idle_fleet() -> None:
     """The figures of a request exclude the usage of an idle fleet in the same time.
 
     The idle usage per second is reported separately.
@@ -67,7 +67,7 @@ def test_a_request_is_not_charged_for_the_fleet() -> None:
 
 
 @pytest.mark.slow
-async def test_each_side_is_told_apart() -> None:
+async def test_cpu_time_and_memory_are_measured_for_each_side() -> None:
     """The benchmark counts the requests of all clients, and measures CPU time and memory of each side separately."""
     async with started_fleet(2, 2, SyntheticConfig()) as fleet:
         done = await work(fleet, 20, 4, 10)

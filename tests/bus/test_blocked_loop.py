@@ -26,7 +26,7 @@ BLOCKED_S = LEASE_S + 2.5
 
 
 @pytest.mark.proves("P6")
-async def test_a_blocked_event_loop_loses_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_trainer_with_a_blocked_event_loop_loses_no_frame_or_worker(nats_url: str, fleet: str) -> None:
     """A trainer that blocks its loop for longer than a lease during results loses no attempt, frame or worker."""
     requests = [sized(200, NUM_TOKENS, request_id=f"r{i}") for i in range(20)]
     streamed = sized(200, NUM_TOKENS, request_id="stream")

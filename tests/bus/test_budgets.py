@@ -17,7 +17,7 @@ from tests.support.requests import sized
 pytestmark = pytest.mark.slow
 
 
-async def test_many_requests_are_taken_as_there_is_room(
+async def test_complete_many_reads_at_most_max_in_flight_requests_ahead(
     one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`complete_many` reads at most `max_in_flight` requests ahead, and no request waits for the bus thread."""
@@ -51,7 +51,7 @@ async def test_many_requests_are_taken_as_there_is_room(
 
 
 @pytest.mark.proves("P6")
-async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed) -> None:
+async def test_unread_results_delay_only_new_requests(one_worker: StartServed) -> None:
     """Above `max_unread_bytes`, `complete_many` reads no further request until the caller reads results.
 
     All requests finish.
@@ -83,7 +83,7 @@ async def test_unread_results_hold_up_new_requests_only(one_worker: StartServed)
         check_generation(generation, sized(2000, 4))
 
 
-async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_worker: StartServed) -> None:
+async def test_unread_results_of_another_call_do_not_stop_a_reading_caller(one_worker: StartServed) -> None:
     """If an unread stream uses up the byte limit, `complete_many` still proceeds, one request at a time."""
     config = SyntheticConfig(num_layers=16, top_k=8)
     async with (
@@ -99,7 +99,7 @@ async def test_unread_results_of_others_do_not_stop_a_caller_that_reads(one_work
 
 
 @pytest.mark.proves("P6")
-async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: StartServed) -> None:
+async def test_the_memory_of_an_unread_stream_is_bounded_by_its_request(one_worker: StartServed) -> None:
     """The client receives an unread stream to its end.
 
     The stream delays no other request, and its memory then stays constant.
@@ -122,7 +122,7 @@ async def test_a_stream_that_nobody_reads_is_bounded_by_its_request(one_worker: 
     assert first.num_tokens + sum(chunk.num_tokens for chunk in rest) == 2000
 
 
-async def test_calls_that_were_left_count_no_more(nats_url: str, fleet: str) -> None:
+async def test_chunks_of_abandoned_calls_do_not_count_as_unread(nats_url: str, fleet: str) -> None:
     """Buffered and late chunks of a call whose caller has left do not count as unread."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         for number in range(20):
@@ -162,13 +162,13 @@ async def test_credit_of_all_workers_together_is_bounded(nats_url: str, fleet: s
     assert 1024**2 > min(credits) > 1024**2 // 2
 
 
-def test_the_budget_is_a_number_of_bytes() -> None:
+def test_a_limit_of_zero_unread_bytes_is_rejected() -> None:
     """The client rejects a limit of 0 unread bytes."""
     with pytest.raises(InvalidRequest, match="max_unread_bytes is 0"):
         rollbus.connect(max_unread_bytes=0)
 
 
-async def test_samples_count_for_the_request_that_asked_for_them(one_worker: StartServed) -> None:
+async def test_n_samples_count_as_one_request_in_flight_for_complete_many(one_worker: StartServed) -> None:
     """A request for n samples counts as one request in flight for `complete_many`, and as n requests for the fleet."""
     sampling = SamplingParams(n=4, max_tokens=3, temperature=0, ignore_eos=True)
     requests = [GenerateRequest(prompt_token_ids=[1, 2], sampling=sampling) for _ in range(10)]

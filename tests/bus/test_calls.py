@@ -33,7 +33,7 @@ def new_call(inbox: Inbox, *, streams: bool = True) -> Call:
     return Call(GenerateRequest(prompt_token_ids=[1], request_id="r"), inbox, streams)
 
 
-def test_a_blocked_caller_costs_one_callback() -> None:
+def test_a_blocked_caller_has_at_most_one_waiting_callback() -> None:
     """For any number of chunks and calls, at most one callback waits in the caller's loop.
 
     After it has run, the next is scheduled.
@@ -50,7 +50,7 @@ def test_a_blocked_caller_costs_one_callback() -> None:
     assert len(told) == 2
 
 
-def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
+def test_a_call_without_streaming_wakes_its_caller_only_at_its_end() -> None:
     """Chunks of a call that is not streamed do not wake the caller. Only the end of the call does."""
     box, told = inbox()
     call = new_call(box, streams=False)
@@ -60,7 +60,7 @@ def test_a_call_that_is_not_streamed_wakes_nobody_before_its_end() -> None:
     assert len(told) == 1
 
 
-def test_the_end_of_a_call_is_timed_where_it_ends() -> None:
+def test_a_late_notification_does_not_change_the_end_time_of_a_call() -> None:
     """The end time of a call is the time at which it ended, also if a blocked loop notifies the caller later."""
     box, told = inbox()
     call = new_call(box, streams=False)
@@ -76,7 +76,7 @@ def test_the_end_of_a_call_is_timed_where_it_ends() -> None:
     assert before <= ended[0] <= after
 
 
-async def test_nothing_is_lost_between_two_threads() -> None:
+async def test_a_reader_on_another_thread_receives_every_chunk_once() -> None:
     """A reader on one thread receives every chunk of a writer on another thread once, in order, and then the end."""
     loop = asyncio.get_running_loop()
 
@@ -102,7 +102,7 @@ async def test_nothing_is_lost_between_two_threads() -> None:
     assert box.unread.num_bytes == 0
 
 
-async def test_an_error_comes_behind_the_chunks() -> None:
+async def test_a_failed_call_yields_its_chunks_before_its_error() -> None:
     """A failed call yields the received chunks before it raises its error."""
     box, _ = inbox()
     call = new_call(box)
@@ -115,7 +115,7 @@ async def test_an_error_comes_behind_the_chunks() -> None:
         await call.next_chunk()
 
 
-def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
+def test_results_count_as_unread_until_they_are_read_or_abandoned() -> None:
     """Bytes of results count as unread until the caller reads or abandons them, or the client drops them."""
     box, _ = inbox()
     read, left = new_call(box), new_call(box, streams=False)
@@ -134,7 +134,7 @@ def test_what_is_unread_is_counted_until_it_is_taken_or_left() -> None:
     assert box.unread.num_bytes == 0
 
 
-def test_who_asks_late_hears_of_the_end_at_once() -> None:
+def test_a_callback_that_is_added_after_the_end_runs_immediately() -> None:
     """A callback for the end is called once: when the call ends, or immediately if the call has already ended."""
     box, told = inbox()
     heard: list[Call] = []
@@ -146,7 +146,7 @@ def test_who_asks_late_hears_of_the_end_at_once() -> None:
     assert heard == [call]
 
 
-def test_samples_that_cannot_be_seeded_are_refused_where_the_caller_is() -> None:
+def test_an_invalid_request_raises_its_error_in_the_thread_of_the_caller() -> None:
     """An invalid request raises its error when the caller opens it, not on the bus thread."""
     box, _ = inbox()
     sampling = SamplingParams(n=2, seed=MAX_SEED - 1)

@@ -78,7 +78,7 @@ async def run_once(nats_url: str, fleet: str, cancel_at: int | None) -> int:
 
 
 @pytest.mark.proves("P38")
-async def test_a_client_that_is_cancelled_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
+async def test_a_cancelled_client_leaves_no_task_thread_connection_or_request(nats_url: str, fleet: str) -> None:
     """A client that is cancelled at any of its awaits leaves no task, thread, connection or engine request."""
     async with observing(nats_url, fleet) as observer, worker_process(nats_url, fleet, engine_args=ENGINE_ARGS):
         total = await run_once(nats_url, fleet, None)

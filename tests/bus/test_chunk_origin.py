@@ -44,7 +44,7 @@ async def test_chunks_name_the_worker_of_their_attempt(nats_url: str, fleet: str
     ]
 
 
-async def test_an_end_that_the_client_wrote_names_nobody(nats_url: str, fleet: str) -> None:
+async def test_a_terminal_chunk_that_the_client_wrote_names_no_worker(nats_url: str, fleet: str) -> None:
     """An aborted stream ends with a chunk that names no worker, because the client wrote it."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(all_of(rb.generate(request(3, request_id="r"))))

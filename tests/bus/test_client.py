@@ -64,7 +64,7 @@ async def test_streamed_chunks_add_up_to_the_result(one_worker: StartServed) -> 
 
 
 @pytest.mark.slow
-async def test_many_requests_at_once_equal_each_alone(one_worker: StartServed) -> None:
+async def test_each_of_many_concurrent_requests_equals_the_request_run_alone(one_worker: StartServed) -> None:
     """Each of 500 concurrent requests of mixed lengths completes once and equals the same request run alone."""
     config = SyntheticConfig(max_num_seqs=64)
     requests = [sized(1 + i % 37, 1 + i % 11, request_id=f"r{i}") for i in range(500)]
@@ -81,7 +81,7 @@ async def test_many_requests_at_once_equal_each_alone(one_worker: StartServed) -
 
 
 @pytest.mark.proves("P36")
-async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
+async def test_each_sample_equals_a_request_with_its_own_seed(one_worker: StartServed) -> None:
     """A request with n=3 returns child 0 with two siblings. Child i equals a separate request with seed + i."""
     sampling = SamplingParams(max_tokens=6, seed=40, n=3)
     async with one_worker() as (rb, *_):
@@ -100,7 +100,7 @@ async def test_samples_of_one_prompt(one_worker: StartServed) -> None:
 
 @pytest.mark.proves("P45")
 @pytest.mark.slow
-async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
+async def test_every_request_method_raises_no_workers_without_a_worker(nats_url: str, fleet: str) -> None:
     """Without a worker, every request method raises `NoWorkers` promptly, long before the timeout of the request."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, asyncio.timeout(SOON_S):
         with pytest.raises(NoWorkers, match="no live worker"):
@@ -115,7 +115,7 @@ async def test_no_workers_is_an_answer(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) -> None:
+async def test_the_error_for_an_unknown_model_lists_the_known_models(nats_url: str, fleet: str) -> None:
     """An unknown model name raises an error that lists the known models.
 
     A fleet of several models requires a model name.
@@ -134,7 +134,7 @@ async def test_an_unknown_model_names_the_known_ones(nats_url: str, fleet: str) 
 
 
 @pytest.mark.proves("P27")
-async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None:
+async def test_a_rejected_request_affects_no_other_request(one_worker: StartServed) -> None:
     """Requests that the model cannot serve fail without an effect on other requests.
 
     Each error names the field and the allowed values.
@@ -167,7 +167,7 @@ async def test_a_refused_request_harms_no_other(one_worker: StartServed) -> None
 
 
 @pytest.mark.proves("P28")
-async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
+async def test_a_model_without_experts_returns_no_routed_experts(one_worker: StartServed) -> None:
     """A model without experts returns None for routed experts, and an error if the request requires them."""
     config = SyntheticConfig(num_experts=0)
     async with one_worker(config=config) as (rb, *_):
@@ -177,7 +177,7 @@ async def test_routing_where_there_is_none(one_worker: StartServed) -> None:
         assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
-async def test_routing_can_be_declined(one_worker: StartServed) -> None:
+async def test_routed_experts_can_be_declined(one_worker: StartServed) -> None:
     """With `return_routed_experts=False`, the result has no routed experts."""
     async with one_worker() as (rb, *_):
         request = sized(return_routed_experts=False)
@@ -185,7 +185,9 @@ async def test_routing_can_be_declined(one_worker: StartServed) -> None:
 
 
 @pytest.mark.parametrize(("start", "max_tokens"), [(0, 1), (3, 1), (5, 1), (5, 4), (4, 4)])
-async def test_the_start_of_routing(one_worker: StartServed, start: int, max_tokens: int) -> None:
+async def test_routed_experts_prompt_start_removes_leading_rows(
+    one_worker: StartServed, start: int, max_tokens: int
+) -> None:
     """`routed_experts_prompt_start` removes leading rows, possibly all of them.
 
     The other rows equal those of the full array.
@@ -201,7 +203,7 @@ async def test_the_start_of_routing(one_worker: StartServed, start: int, max_tok
 
 
 @pytest.mark.slow
-async def test_routing_larger_than_a_message_is_split(one_worker: StartServed) -> None:
+async def test_routed_experts_larger_than_a_message_arrive_whole(one_worker: StartServed) -> None:
     """Routed experts larger than a message arrive whole, with two-byte ids if a model has more than 256 experts."""
     config = SyntheticConfig(num_layers=64, top_k=8, num_experts=300)
     async with one_worker(config=config) as (rb, *_):
@@ -217,7 +219,7 @@ async def test_routing_larger_than_a_message_is_split(one_worker: StartServed) -
 
 
 @pytest.mark.slow
-async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: str) -> None:
+async def test_engine_death_fails_every_open_request(nats_url: str, fleet: str) -> None:
     """When the only engine dies, every open request fails with `engine_dead`, and the worker exits with that error."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     engine = SyntheticEngine(config)
@@ -241,7 +243,7 @@ async def test_engine_death_is_told_to_every_open_request(nats_url: str, fleet: 
 
 
 @pytest.mark.slow
-async def test_a_worker_that_stops_says_so(nats_url: str, fleet: str) -> None:
+async def test_open_requests_of_a_stopped_worker_fail_with_worker_stopped(nats_url: str, fleet: str) -> None:
     """Without another worker, open requests of a stopped worker fail with `worker_stopped`.
 
     Later requests raise `NoWorkers`.
@@ -277,7 +279,7 @@ async def test_garbage_is_counted_and_ignored(nats_url: str, fleet: str, one_wor
         await until_true(lambda: (rb.stats().bad_messages, rb.fleet.bad_messages) == (6, 6))
 
 
-async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
+async def test_entering_a_connected_client_is_an_error(nats_url: str, fleet: str) -> None:
     """Entering a connected client raises an error, and the client stays usable."""
     async with synthetic_worker(nats_url, fleet), rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(BusClosed, match="already connected"):
@@ -286,7 +288,7 @@ async def test_a_client_is_entered_once(nats_url: str, fleet: str) -> None:
         assert (await rb.complete(sized())).finish_reason == "length"
 
 
-async def test_more_requests_at_once_than_may_wait_for_the_server_take_turns(
+async def test_requests_beyond_the_limit_of_unconfirmed_publications_wait(
     one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests beyond the limit of unconfirmed publications wait in the client until the server has confirmed others.

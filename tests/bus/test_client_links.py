@@ -16,7 +16,7 @@ from tests.support.hand_worker import chunk, hand_worker, request, worker_by_han
 
 
 @pytest.mark.proves("P57")
-async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, fleet: str) -> None:
+async def test_a_missing_frame_is_requested_again_and_completes_the_attempt(nats_url: str, fleet: str) -> None:
     """The client drops frames after a gap and requests them again immediately.
 
     The repeated frames complete the same attempt.
@@ -39,7 +39,7 @@ async def test_a_missing_frame_is_asked_for_and_nothing_is_lost(nats_url: str, f
     assert stats.resends_asked >= 1
 
 
-async def test_a_heartbeat_tells_of_a_lost_last_frame(nats_url: str, fleet: str) -> None:
+async def test_a_heartbeat_reveals_a_lost_last_frame(nats_url: str, fleet: str) -> None:
     """If the last frame is lost, the number in the next heartbeat reveals the gap."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
@@ -54,7 +54,7 @@ async def test_a_heartbeat_tells_of_a_lost_last_frame(nats_url: str, fleet: str)
     assert list(generation.token_ids) == [7, 8]
 
 
-async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
+async def test_a_duplicate_frame_is_handled_once(nats_url: str, fleet: str) -> None:
     """The client handles a frame that arrives twice only once."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
@@ -69,7 +69,7 @@ async def test_a_doubled_frame_counts_once(nats_url: str, fleet: str) -> None:
     assert generation.attempts == 1
 
 
-async def test_frames_of_another_life_of_the_client_are_stale(nats_url: str, fleet: str) -> None:
+async def test_frames_for_an_earlier_client_of_the_same_name_are_ignored(nats_url: str, fleet: str) -> None:
     """The client ignores frames for an earlier client of the same name, and sends its own incarnation to the worker."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
@@ -85,7 +85,7 @@ async def test_frames_of_another_life_of_the_client_are_stale(nats_url: str, fle
     assert list(generation.token_ids) == [7]
 
 
-async def test_frames_of_an_ended_life_of_the_worker_are_stale(nats_url: str, fleet: str) -> None:
+async def test_frames_of_an_old_incarnation_of_a_worker_are_ignored(nats_url: str, fleet: str) -> None:
     """After a frame of a worker's new incarnation, the client ignores frames of the old incarnation."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
@@ -103,7 +103,7 @@ async def test_frames_of_an_ended_life_of_the_worker_are_stale(nats_url: str, fl
     assert list(generation.token_ids) == [7]
 
 
-async def test_credit_is_granted_for_what_arrived_not_for_what_was_read(nats_url: str, fleet: str) -> None:
+async def test_credit_is_granted_for_received_frames_and_not_for_read_results(nats_url: str, fleet: str) -> None:
     """A caller that reads nothing delays no worker: the client acknowledges its frames and grants further credit."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         stream = rb.generate(request(1000))
@@ -122,7 +122,7 @@ async def test_credit_is_granted_for_what_arrived_not_for_what_was_read(nats_url
     assert [chunk.token_ids[0] for chunk in rest] == list(range(1, 200))
 
 
-async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
+async def test_one_frame_ack_covers_up_to_64_frames(nats_url: str, fleet: str) -> None:
     """The client sends one frame ack for up to 64 frames in quick succession, not one for each frame."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(640)))
@@ -141,7 +141,7 @@ async def test_acknowledgements_are_few(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
+async def test_frame_acks_are_repeated_every_second(nats_url: str, fleet: str) -> None:
     """Every second the client repeats the frame ack of each link, so a lost message does no harm."""
     async with hand_worker(nats_url, fleet) as (worker, _):
         await worker.frame(0)
@@ -152,7 +152,7 @@ async def test_what_was_said_is_repeated(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, fleet: str) -> None:
+async def test_a_client_publishes_presence_until_its_close(nats_url: str, fleet: str) -> None:
     """A client publishes presence before its first request, then every second, and a last time when it closes."""
     async with worker_by_hand(nats_url, fleet) as worker:
         async with rollbus.connect(nats_url, fleet=fleet, client="me"):
@@ -168,7 +168,7 @@ async def test_a_client_says_that_it_is_there_and_that_it_leaves(nats_url: str, 
     assert reborn.incarnation != closed.incarnation
 
 
-async def test_a_worker_that_lost_its_place_begins_a_new_link(nats_url: str, fleet: str) -> None:
+async def test_a_link_that_starts_in_the_middle_is_replaced_by_a_new_link(nats_url: str, fleet: str) -> None:
     """If a link starts in the middle, the client requests it from the start, and follows the worker's next link."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
@@ -197,7 +197,7 @@ async def test_garbage_on_a_link_is_counted(nats_url: str, fleet: str, garbage: 
 
 
 @pytest.mark.slow
-async def test_what_nats_py_drops_is_noticed_and_sent_again(
+async def test_frames_that_nats_py_drops_are_counted_and_requested_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If nats-py drops frames of a full subscription, the client counts them and requests them again."""

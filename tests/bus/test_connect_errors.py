@@ -34,7 +34,7 @@ async def lines_of_error(url: str, credentials: Path | None = None) -> tuple[typ
     return kind, [line for line in foreign if line.strip(" ^~")]
 
 
-async def test_no_server() -> None:
+async def test_the_error_without_a_server_states_the_address_and_the_next_step() -> None:
     """If no server listens, the error states the address, the reason and the next step."""
     kind, lines = await lines_of_error("nats://127.0.0.1:1")
 
@@ -52,7 +52,9 @@ async def test_no_server() -> None:
         (True, False, "it received the key of trainer eve of fleet f; nats-server --signal reload"),
     ],
 )
-async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_password: bool, advice: str) -> None:
+async def test_the_error_for_a_rejected_user_states_the_credentials(
+    tmp_path: Path, has_credentials: bool, has_password: bool, advice: str
+) -> None:
     """If the server rejects the user, the error states which credentials the server received and how to set others."""
     require_binary()
     [known] = ensure_users(tmp_path / "known", [("f", Role.TRAINER, "alice")])
@@ -68,7 +70,9 @@ async def test_a_refused_user(tmp_path: Path, has_credentials: bool, has_passwor
     assert "hunter2" not in lines[-1]
 
 
-async def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_for_an_untrusted_certificate_names_the_ca_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If TLS fails, the error states the reason and the option that names the CA."""
     require_binary()
     configure_tls(monkeypatch, *certificate(tmp_path))
@@ -80,7 +84,7 @@ async def test_a_certificate_that_is_not_trusted(tmp_path: Path, monkeypatch: py
     assert "--tls-ca FILE or $ROLLBUS_TLS_CA" in lines[-1]
 
 
-async def test_what_is_wrong_before_anything_is_sent(tmp_path: Path) -> None:
+async def test_an_invalid_url_or_missing_credentials_fail_before_sending(tmp_path: Path) -> None:
     """An invalid URL and a missing credentials file raise an error before the client sends anything."""
     for url, path, message in [
         ("http://127.0.0.1:1", None, "its scheme is 'http', not nats or tls"),

@@ -32,7 +32,7 @@ async def stopped(rb: rollbus.Client, request: GenerateRequest) -> Generation:
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])
-async def test_joined_it_equals_an_undisturbed_one(one_worker: StartServed, start: int) -> None:
+async def test_a_joined_generation_equals_an_undisturbed_generation(one_worker: StartServed, start: int) -> None:
     """A generation that was aborted twice and joined equals an undisturbed one in all of its arrays.
 
     Tokens, logprobs, alternatives, prompt logprobs, weight versions and rows are equal.
@@ -105,7 +105,7 @@ def request(**sampling: object) -> GenerateRequest:
         ({"extra": {"structured_outputs": {"regex": "a"}}}, "extra"),
     ],
 )
-def test_a_lost_state_is_refused_by_name_unless_chosen(sampling: dict[str, object], field: str) -> None:
+def test_an_inexact_continuation_is_refused_unless_the_caller_chooses(sampling: dict[str, object], field: str) -> None:
     """If a request cannot continue exactly, the error names the field.
 
     With `inexact="continue"`, the joined result is not exact.
@@ -125,7 +125,7 @@ def test_a_lost_state_is_refused_by_name_unless_chosen(sampling: dict[str, objec
     assert ended(asked).joined(ended(anew, 7)).exact
 
 
-def test_a_greedy_seed_is_no_state() -> None:
+def test_a_seed_with_temperature_zero_allows_a_continuation() -> None:
     """With a temperature of 0, a seed does not prevent a continuation."""
     asked = request(seed=1, temperature=0)
     assert asked.continuing(ended(asked, 5)).sampling.max_tokens == 8
@@ -140,7 +140,7 @@ def test_a_sample_of_several_continues_with_its_own_seed() -> None:
         asked.continuing(replace_result(third, child=3))
 
 
-def test_what_has_ended_or_is_anothers_is_refused() -> None:
+def test_an_ended_or_mismatching_generation_cannot_be_continued() -> None:
     """`continuing` rejects a generation of another request and a generation that ended normally.
 
     It also rejects a generation of which only the tokens show that it ended normally.
@@ -161,7 +161,7 @@ def test_what_has_ended_or_is_anothers_is_refused() -> None:
     assert asked.continuing(failed).prompt_len == 3
 
 
-def test_parts_that_do_not_follow_are_refused() -> None:
+def test_joined_rejects_parts_that_do_not_match() -> None:
     """`joined` rejects a part with another prompt, another first row position, or rows of another shape."""
     asked = request()
     first = ended(asked, 5)

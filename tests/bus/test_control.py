@@ -42,7 +42,7 @@ async def test_all_workers_apply_a_command(nats_url: str, fleet: str) -> None:
         assert control.count("pause") == 2
 
 
-async def test_every_command_can_be_given(nats_url: str, fleet: str) -> None:
+async def test_every_command_is_sent_with_its_options(nats_url: str, fleet: str) -> None:
     """Each method sends its command with the given options. Commands that change the desired state have an epoch."""
     async with controlled(nats_url, fleet, "a") as control:
         fleet_ = control.rb.fleet
@@ -72,7 +72,7 @@ async def test_every_command_can_be_given(nats_url: str, fleet: str) -> None:
         assert heard["drain"].workers == ("a",)
 
 
-async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
+async def test_a_command_to_zero_workers_is_an_error(nats_url: str, fleet: str) -> None:
     """Without a worker that can answer, a command raises an error with the reason, and nothing is recorded."""
     async with controlled(nats_url, fleet) as control:
         with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
@@ -88,7 +88,7 @@ async def test_zero_workers_are_an_error(nats_url: str, fleet: str) -> None:
         assert await control.store.models() == ()
 
 
-async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
+async def test_a_command_fails_if_a_named_worker_cannot_answer(nats_url: str, fleet: str) -> None:
     """If a named worker cannot answer, the error names it.
 
     The command is neither recorded nor sent to other workers.
@@ -103,7 +103,7 @@ async def test_named_workers_must_be_there(nats_url: str, fleet: str) -> None:
         assert control.count("pause") == 0
 
 
-async def test_a_command_for_one_worker_concerns_no_other(nats_url: str, fleet: str) -> None:
+async def test_a_command_for_one_worker_affects_no_other_worker(nats_url: str, fleet: str) -> None:
     """A command for one worker is recorded for that worker, and only that worker must answer.
 
     A later command for all workers replaces it.
@@ -168,7 +168,7 @@ WRONG: list[tuple[Callable[[Any], Awaitable[object]], str]] = [
 ]
 
 
-async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
+async def test_a_command_with_a_wrong_field_reaches_no_worker(nats_url: str, fleet: str) -> None:
     """The error names the wrong field. No worker receives the command, and nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control:
         for change, message in WRONG:
@@ -179,7 +179,7 @@ async def test_a_wrong_field_is_refused_before_anybody_hears(nats_url: str, flee
         assert await control.store.models() == ()
 
 
-async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
+async def test_commands_accept_numpy_numbers(nats_url: str, fleet: str) -> None:
     """Commands accept NumPy numbers, because trainers compute with them, and lists in place of tuples."""
     canary = Canary(token_ids=[np.int64(1)] * 8, logprobs=np.zeros(8, np.float32))  # type: ignore[arg-type]
     async with controlled(nats_url, fleet, "a") as control:
@@ -197,7 +197,7 @@ async def test_numbers_may_be_numpys(nats_url: str, fleet: str) -> None:
     assert heard.expected_canary == Canary(token_ids=(1,) * 8, logprobs=(0.0,) * 8)
 
 
-async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: str) -> None:
+async def test_partial_success_is_an_error_with_the_command_result(nats_url: str, fleet: str) -> None:
     """If one of two workers fails, the error has the command result.
 
     The desired state stays, because the other worker applied it.
@@ -213,7 +213,7 @@ async def test_partial_success_is_an_error_that_says_who(nats_url: str, fleet: s
         assert state.registers["sleep"].epoch == 1
 
 
-async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None:
+async def test_a_command_that_all_workers_fail_restores_the_previous_state(nats_url: str, fleet: str) -> None:
     """If all workers fail, the previous desired state is restored in a new epoch, and the error states this."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         await control.rb.fleet.wake()
@@ -229,7 +229,7 @@ async def test_what_all_failed_at_is_set_back(nats_url: str, fleet: str) -> None
 
 
 @pytest.mark.parametrize("method", [Fleet.pause, Fleet.flush_cache])
-async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fleet: str, method: Give) -> None:
+async def test_a_failed_pause_or_flush_stays_desired(nats_url: str, fleet: str, method: Give) -> None:
     """A failed pause or flush stays desired, because a worker that exceeds the time limit is paused nevertheless."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (failed(ControlCode.TIMEOUT),)
@@ -241,7 +241,7 @@ async def test_a_failed_pause_holds_and_a_failed_flush_is_over(nats_url: str, fl
 
 
 @pytest.mark.proves("P74")
-async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
+async def test_commands_of_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -> None:
     """Concurrent commands each have their own epoch, and the desired state is that of the last epoch."""
     async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
         async with asyncio.TaskGroup() as tasks:
@@ -255,7 +255,7 @@ async def test_two_controllers_are_ordered_by_epoch(nats_url: str, fleet: str) -
         assert state.registers["pause"].command.id == epochs[10].id
 
 
-async def test_a_command_for_several_models(nats_url: str, fleet: str) -> None:
+async def test_a_command_for_several_models_is_recorded_for_all_or_none(nats_url: str, fleet: str) -> None:
     """Each model has its own desired state. A command that one model would reject is recorded for none."""
     models = {"a": "m", "b": "n", "c": "n"}
     async with controlled(nats_url, fleet, *models, models=models) as control:
@@ -277,7 +277,7 @@ async def test_a_command_for_several_models(nats_url: str, fleet: str) -> None:
         assert {model: state.epoch for model, state in (await control.store.read_all()).items()} == {"m": 2, "n": 3}
 
 
-async def test_garbage_in_the_desired_state(nats_url: str, fleet: str) -> None:
+async def test_a_command_fails_if_a_desired_state_cannot_be_decoded(nats_url: str, fleet: str) -> None:
     """A command fails if the desired state of one of its models cannot be decoded. A reset clears that state."""
     models = {"a": "m", "b": "n"}
     async with controlled(nats_url, fleet, *models, models=models) as control:
@@ -294,7 +294,7 @@ async def test_garbage_in_the_desired_state(nats_url: str, fleet: str) -> None:
         assert set((await control.rb.fleet.state()).desired) == {"m", "n"}
 
 
-async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> None:
+async def test_the_fleet_state_contains_the_desired_state_of_each_model(nats_url: str, fleet: str) -> None:
     """The fleet state contains the desired state of each model, also of a model whose workers are gone."""
     async with controlled(nats_url, fleet, "a") as control:
         assert (await control.rb.fleet.state()).desired == {}
@@ -305,7 +305,7 @@ async def test_the_state_shows_what_is_desired(nats_url: str, fleet: str) -> Non
         assert state.desired["m"].registers["pause"].epoch == 1
 
 
-async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: str, fleet: str) -> None:
+async def test_paused_workers_are_present_but_do_not_count_as_serving(nats_url: str, fleet: str) -> None:
     """`wait_for_workers` waits for workers that serve. A paused worker is present but does not count."""
     async with controlled(nats_url, fleet, "a") as control:
         await control["a"].announce(WorkerState.PAUSED)
@@ -316,7 +316,7 @@ async def test_paused_workers_are_there_but_do_not_count_as_serving(nats_url: st
         await control.rb.fleet.wait_for_workers()
 
 
-async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_that_must_be_recorded_fail_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without JetStream, commands that must be recorded fail immediately and reach no worker.
 
     One-off commands and `state` work.
@@ -331,7 +331,7 @@ async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPat
         assert [worker.worker for worker in (await control.rb.fleet.state()).workers] == ["a"]
 
 
-async def test_without_a_bucket_the_first_command_makes_one(tmp_path: Path) -> None:
+async def test_the_first_command_creates_the_bucket(tmp_path: Path) -> None:
     """On a new server the fleet state is empty, and the first command creates the bucket."""
     require_binary()
     async with EmbeddedServer(store_dir=tmp_path) as server, controlled(server.url, "f", "a") as control:

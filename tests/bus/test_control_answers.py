@@ -24,7 +24,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.proves("P76")
-async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_stops_before_its_ack_is_missing_immediately(nats_url: str, fleet: str) -> None:
     """If a worker stops before it answers, the command ends without waiting for its timeout.
 
     The command result states the reason and includes the other workers.
@@ -42,7 +42,7 @@ async def test_a_worker_that_dies_owing_is_missing_at_once(nats_url: str, fleet:
 
 
 @pytest.mark.proves("P76")
-async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fleet: str) -> None:
+async def test_a_worker_with_a_new_incarnation_is_missing(nats_url: str, fleet: str) -> None:
     """A new incarnation of a worker does not answer for the old one."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
         control["a"].reply = silent
@@ -57,7 +57,7 @@ async def test_a_worker_that_comes_back_as_another_is_missing(nats_url: str, fle
 
 @pytest.mark.proves("P76")
 @pytest.mark.usefixtures("brief")
-async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str) -> None:
+async def test_late_and_silent_workers_are_listed_separately(nats_url: str, fleet: str) -> None:
     """After the timeout, the result separates workers that had accepted from workers that never answered."""
     async with controlled(nats_url, fleet, "a", "b", "c") as control:
         control["b"].reply = lambda _: (ACCEPTED, {"status": AckStatus.PROGRESS, "stage": "pausing"})
@@ -69,7 +69,7 @@ async def test_late_and_silent_workers_are_told_apart(nats_url: str, fleet: str)
 
 
 @pytest.mark.usefixtures("brief")
-async def test_a_lost_nudge_is_repeated_to_those_that_owe(nats_url: str, fleet: str) -> None:
+async def test_a_lost_command_is_repeated_to_workers_without_a_final_ack(nats_url: str, fleet: str) -> None:
     """Workers without a final ack receive the command again with the same id and epoch.
 
     Workers with a final ack do not.
@@ -86,7 +86,7 @@ async def test_a_lost_nudge_is_repeated_to_those_that_owe(nats_url: str, fleet: 
 
 
 @pytest.mark.usefixtures("brief")
-async def test_a_lost_final_answer_is_asked_for_again(nats_url: str, fleet: str) -> None:
+async def test_a_lost_final_ack_is_requested_again(nats_url: str, fleet: str) -> None:
     """A worker that has only accepted receives the command again, and repeats its final ack."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
@@ -94,7 +94,7 @@ async def test_a_lost_final_answer_is_asked_for_again(nats_url: str, fleet: str)
         assert (await control.rb.fleet.pause()).is_complete
 
 
-async def test_stale_and_repeated_answers(nats_url: str, fleet: str) -> None:
+async def test_stale_commands_are_acked_and_repeated_acks_change_nothing(nats_url: str, fleet: str) -> None:
     """A worker acks an outdated command with `stale`. Acks after the final ack change nothing."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["a"].reply = lambda _: (ACCEPTED, {"status": AckStatus.STALE}, APPLIED)
@@ -104,7 +104,7 @@ async def test_stale_and_repeated_answers(nats_url: str, fleet: str) -> None:
         assert (set(ledger.stale), set(ledger.applied)) == ({"a"}, {"b"})
 
 
-async def test_answers_of_others_and_garbage_are_passed_over(nats_url: str, fleet: str) -> None:
+async def test_invalid_acks_and_acks_for_other_workers_are_ignored(nats_url: str, fleet: str) -> None:
     """The controller counts acks that do not decode or that name another worker, and ignores them."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         subjects = control["a"].subjects
@@ -126,7 +126,7 @@ async def test_answers_of_others_and_garbage_are_passed_over(nats_url: str, flee
         assert control.rb.fleet.bad_messages == 2
 
 
-async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
+async def test_a_command_that_is_sent_again_keeps_its_epoch(nats_url: str, fleet: str) -> None:
     """A command that is sent again keeps its epoch. While it is open, it cannot be sent again."""
     async with controlled(nats_url, fleet, "a") as control:
         command = FlushCache(id="once")
@@ -145,7 +145,7 @@ async def test_the_same_command_sent_again(nats_url: str, fleet: str) -> None:
         assert running.result().is_complete
 
 
-async def test_progress_is_told(nats_url: str, fleet: str) -> None:
+async def test_on_ack_receives_each_new_ack_once_and_in_order(nats_url: str, fleet: str) -> None:
     """`on_ack` receives each new ack once and in order. An error that it raises reaches the caller."""
     heard: list[tuple[str, str | None]] = []
     async with controlled(nats_url, fleet, "a") as control:
@@ -162,7 +162,7 @@ async def test_progress_is_told(nats_url: str, fleet: str) -> None:
         assert (await control.rb.fleet.resume()).is_complete
 
 
-async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> None:
+async def test_a_recorded_command_stays_after_its_caller_is_cancelled(nats_url: str, fleet: str) -> None:
     """If the caller is cancelled, the recorded command stays, and the client remains usable."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = silent
@@ -179,7 +179,7 @@ async def test_cancelling_leaves_what_is_recorded(nats_url: str, fleet: str) -> 
 
 
 @pytest.mark.usefixtures("brief")
-async def test_answers_that_were_missed_in_an_outage_are_asked_for_again(nats_url: str, fleet: str) -> None:
+async def test_acks_that_were_missed_in_an_outage_are_requested_again(nats_url: str, fleet: str) -> None:
     """A controller that is disconnected while its workers answer sends the command again after the reconnect."""
     async with tcp_proxy(nats_url) as proxy, controlled(nats_url, fleet, "a", "b", client_url=proxy.url) as control:
         for name in ("a", "b"):
@@ -197,7 +197,7 @@ async def test_answers_that_were_missed_in_an_outage_are_asked_for_again(nats_ur
         assert {command.epoch for worker in control.workers.values() for command in worker.heard} == {1}
 
 
-async def test_a_large_fleet_answers(nats_url: str, fleet: str) -> None:
+async def test_the_command_result_contains_all_of_two_hundred_workers(nats_url: str, fleet: str) -> None:
     """The command result contains all of two hundred workers, and names the one worker that fails."""
     names = [f"w{i}" for i in range(200)]
     async with controlled(nats_url, fleet, *names) as control:

@@ -25,7 +25,7 @@ def answer(status: AckStatus) -> Msg:
     return Msg(cast(Client, None), subject=SUBJECTS.ack("me", "w"), data=encode_json(ack))
 
 
-async def test_news_put_a_repeat_off() -> None:
+async def test_new_acks_delay_the_repeat_of_a_command() -> None:
     """Each new ack delays the repeat of a command, up to a maximum. A repeated ack does not delay it."""
     asker = AckCollector(cast(Connection, None), SUBJECTS, "me")
     with asker.expecting(AckTracker("pause", "c", [presence(worker="w", incarnation="w-1", model="m")], 0.0)):
@@ -42,7 +42,7 @@ async def test_news_put_a_repeat_off() -> None:
 
 
 @pytest.mark.slow
-async def test_news_without_end_do_not_keep_a_lost_command_from_being_repeated(
+async def test_endless_new_acks_do_not_prevent_the_repeat_of_a_lost_command(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream of new acks does not prevent the repeat of a lost command."""

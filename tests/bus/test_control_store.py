@@ -26,7 +26,7 @@ SOURCE = WeightSource(path="/ckpt")
 MODEL = "org/model.v1"
 
 
-async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
+async def test_recorded_commands_can_be_read_in_order(nats_url: str, fleet: str) -> None:
     """The store is empty at first.
 
     It then returns each recorded command, in order, under the epoch that `record` returned.
@@ -44,7 +44,7 @@ async def test_what_is_recorded_can_be_read(nats_url: str, fleet: str) -> None:
         assert await store.read("other") is None
 
 
-async def test_the_server_knows_when_a_command_was_recorded(nats_url: str, fleet: str) -> None:
+async def test_each_epoch_has_its_own_recording_time(nats_url: str, fleet: str) -> None:
     """Each epoch has its own recording time, in order. Unknown epochs and epochs beyond the history have no time."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
@@ -64,7 +64,7 @@ async def test_the_server_knows_when_a_command_was_recorded(nats_url: str, fleet
         assert await store.recorded_at(MODEL, HISTORY + 2) is None
 
 
-async def test_natss_own_tools_read_the_bucket(nats_url: str, fleet: str) -> None:
+async def test_nats_tools_can_read_the_bucket(nats_url: str, fleet: str) -> None:
     """NATS tools can read the KV bucket.
 
     It has one value for each model, and its history is the log of the commands.
@@ -149,7 +149,7 @@ async def test_a_state_that_would_be_too_large_is_refused(nats_url: str, fleet: 
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b"{}", b'{"model": "other"}', b"\xff", b'{"model": "m", "epoch": -1}'])
-async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: str, garbage: bytes) -> None:
+async def test_an_undecodable_state_is_an_error_until_a_reset(nats_url: str, fleet: str, garbage: bytes) -> None:
     """If a state cannot be decoded, reading and recording raise an error that names the key and the reset.
 
     After the reset, epochs are higher than before.
@@ -170,7 +170,7 @@ async def test_garbage_is_a_clear_error_until_it_is_reset(nats_url: str, fleet: 
 
 
 @pytest.mark.proves("P74")
-async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
+async def test_a_reset_clears_the_state_under_a_higher_epoch(nats_url: str, fleet: str) -> None:
     """A reset clears the desired state under a higher epoch. Without a state, it does nothing."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
@@ -186,7 +186,7 @@ async def test_a_reset_goes_on_counting(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.proves("P74")
-async def test_a_deleted_key_is_empty_and_goes_on_counting(nats_url: str, fleet: str) -> None:
+async def test_a_deleted_key_is_an_empty_state_and_its_epochs_continue(nats_url: str, fleet: str) -> None:
     """If NATS tools delete a key, the desired state is empty, and later commands get higher epochs."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
@@ -213,7 +213,7 @@ async def test_the_models_of_the_fleet_are_listed(nats_url: str, fleet: str) -> 
         assert {model: state.epoch for model, state in (await store.read_all()).items()} == {"b": 1, MODEL: 1}
 
 
-async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fleet: str) -> None:
+async def test_a_writer_that_loses_the_race_decides_again_on_the_new_state(nats_url: str, fleet: str) -> None:
     """A writer that loses the race decides again on the state that the first writer wrote."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
@@ -235,7 +235,7 @@ async def test_a_change_is_decided_again_on_what_another_wrote(nats_url: str, fl
 
 
 @pytest.mark.slow
-async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
+async def test_a_missing_bucket_is_created_by_the_next_command(tmp_path: Path) -> None:
     """The first command creates the bucket, although a subscription exists on its subject.
 
     A command after its deletion creates it again.
@@ -253,7 +253,7 @@ async def test_without_a_bucket_one_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_without_jetstream_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_operation_fails_with_the_reason_without_jetstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without JetStream, every operation fails immediately with the reason."""
     require_binary()
     change_config(monkeypatch)
@@ -282,7 +282,7 @@ async def test_a_state_keeps_the_id_of_its_bucket(nats_url: str, fleet: str) -> 
         assert await store.read("m") == other
 
 
-async def test_a_state_of_before_ids_is_given_one(nats_url: str, fleet: str) -> None:
+async def test_a_state_without_a_bucket_id_gets_a_bucket_id(nats_url: str, fleet: str) -> None:
     """A state without a bucket id gets one with the next recorded command, and its epochs continue."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))

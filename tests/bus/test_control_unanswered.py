@@ -106,7 +106,9 @@ async def test_a_command_without_an_answer_is_recorded_once(
         assert epoch == 3
 
 
-async def test_another_command_that_came_first_is_not_taken_for_it(nats_url: str, fleet: str, leader: Leader) -> None:
+async def test_a_command_is_recorded_after_another_command_if_its_write_was_lost(
+    nats_url: str, fleet: str, leader: Leader
+) -> None:
     """If the write is lost and another command is recorded first, the command is recorded after the other command."""
     async with opened(nats_url) as nats:
         store = DesiredStore(nats, Subjects(fleet))
@@ -148,7 +150,7 @@ async def test_a_reset_without_an_answer_is_done_once(nats_url: str, fleet: str,
 @pytest.mark.parametrize(
     ("fate", "problem"), [("write lost", "for the test"), ("another was first", "another write is on its way")]
 )
-async def test_it_is_not_waited_for_without_end(
+async def test_the_wait_for_an_answer_to_a_write_is_bounded(
     nats_url: str, fleet: str, leader: Leader, monkeypatch: pytest.MonkeyPatch, fate: str, problem: str
 ) -> None:
     """If the server answers no write within the time of an election, the store raises an error with the reason."""

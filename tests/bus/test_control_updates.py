@@ -81,7 +81,9 @@ async def test_weights_are_checked_recorded_and_applied(nats_url: str, fleet: st
         {"status": AckStatus.UNSUPPORTED},
     ],
 )
-async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str, answer: dict[str, Any]) -> None:
+async def test_an_update_whose_check_fails_at_one_worker_is_not_recorded(
+    nats_url: str, fleet: str, answer: dict[str, Any]
+) -> None:
     """If one worker fails the check, the update is not recorded, and no worker receives it."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = unless(CheckWeights, ACCEPTED, answer)
@@ -95,7 +97,7 @@ async def test_what_one_worker_refuses_changes_nothing(nats_url: str, fleet: str
 
 
 @pytest.mark.proves("P78")
-async def test_a_check_that_is_not_answered_changes_nothing(
+async def test_an_update_with_an_unanswered_check_is_not_recorded(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a live worker does not answer the check, it may be unable to load the weights, so nothing is recorded."""
@@ -108,7 +110,7 @@ async def test_a_check_that_is_not_answered_changes_nothing(
         assert await control.store.models() == ()
 
 
-async def test_a_worker_that_dies_in_the_check_does_not_hold_up_the_others(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_dies_in_the_check_does_not_delay_other_workers(nats_url: str, fleet: str) -> None:
     """If a worker dies during the check, the other workers apply the update.
 
     The result lists the dead worker as missing, so it is incomplete.
@@ -143,7 +145,7 @@ async def test_a_worker_that_dies_in_the_update_is_missing(nats_url: str, fleet:
         assert await desired_version(control) == 1
 
 
-async def test_when_all_die_in_the_check_nothing_changes(nats_url: str, fleet: str) -> None:
+async def test_nothing_is_recorded_if_all_workers_die_in_the_check(nats_url: str, fleet: str) -> None:
     """If all workers die during the check, nothing is recorded."""
     async with controlled(nats_url, fleet, "a") as control, asyncio.TaskGroup() as tasks:
         control["a"].reply = silent
@@ -155,7 +157,7 @@ async def test_when_all_die_in_the_check_nothing_changes(nats_url: str, fleet: s
         assert await control.store.models() == ()
 
 
-async def test_an_update_that_all_fail_is_set_back(nats_url: str, fleet: str) -> None:
+async def test_an_update_that_all_workers_fail_restores_the_previous_state(nats_url: str, fleet: str) -> None:
     """If all workers fail an update, the previous desired state is restored.
 
     Otherwise workers that start later would fail too.
@@ -170,7 +172,7 @@ async def test_an_update_that_all_fail_is_set_back(nats_url: str, fleet: str) ->
         assert await desired_version(control) == 1
 
 
-async def test_an_update_that_some_fail_stays(nats_url: str, fleet: str) -> None:
+async def test_an_update_that_only_some_workers_fail_stays_desired(nats_url: str, fleet: str) -> None:
     """If only some workers fail an update, the desired state stays. Those workers report the error."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["b"].reply = unless(UpdateWeights, failed(ControlCode.STORAGE, "no space left"))
@@ -203,7 +205,7 @@ async def test_the_worker_whose_canary_differs_is_fenced(nats_url: str, fleet: s
         assert await desired_version(control) == 1
 
 
-async def test_without_a_majority_all_are_fenced_and_it_is_set_back(nats_url: str, fleet: str) -> None:
+async def test_without_a_canary_majority_all_workers_are_fenced(nats_url: str, fleet: str) -> None:
     """Without a majority of equal canaries, all workers receive a fence, and the previous desired state is restored."""
     async with controlled(nats_url, fleet, "a", "b") as control:
         control["a"].reply = loads(GOOD)
@@ -216,7 +218,7 @@ async def test_without_a_majority_all_are_fenced_and_it_is_set_back(nats_url: st
         assert await desired_version(control) is None
 
 
-async def test_a_fence_that_is_not_confirmed_is_said(
+async def test_the_error_states_that_a_fence_was_not_confirmed(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a worker does not confirm its fence, the error states that it may still serve unverified weights."""
@@ -233,7 +235,7 @@ async def test_a_fence_that_is_not_confirmed_is_said(
         )
 
 
-async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, fleet: str) -> None:
+async def test_old_versions_are_refused_and_reach_no_worker(nats_url: str, fleet: str) -> None:
     """A version older than the recorded one, or not newer than the workers' version, is rejected.
 
     No worker receives the rejected command. A rollback requires `allow_rollback`.
@@ -256,7 +258,7 @@ async def test_old_versions_are_refused_before_anybody_hears(nats_url: str, flee
         assert await desired_version(control) == 6
 
 
-async def test_two_updates_at_once_are_ordered(nats_url: str, fleet: str) -> None:
+async def test_the_newer_version_of_two_concurrent_updates_stays(nats_url: str, fleet: str) -> None:
     """Of two concurrent updates, the newer version stays.
 
     The older one may be rejected, and never replaces the newer one.
@@ -279,7 +281,7 @@ async def _outcome(rb: rollbus.Client, version: int) -> str:
     return "applied"
 
 
-async def test_adapters_are_counted_up(nats_url: str, fleet: str) -> None:
+async def test_each_adapter_load_gets_the_next_version(nats_url: str, fleet: str) -> None:
     """Without a version, each adapter load gets the next version after the recorded one, also for concurrent loads."""
     async with controlled(nats_url, fleet, "a") as control:
         await control.rb.fleet.load_lora("x", "/x")
@@ -293,7 +295,7 @@ async def test_adapters_are_counted_up(nats_url: str, fleet: str) -> None:
         assert sorted(versions[2:]) == [8, 9, 10, 11]
 
 
-async def test_an_adapter_that_all_fail_is_set_back(nats_url: str, fleet: str) -> None:
+async def test_an_adapter_that_all_workers_fail_restores_the_previous_adapter(nats_url: str, fleet: str) -> None:
     """If all workers fail to load an adapter, the previous adapter is desired again, or none."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (failed(ControlCode.BAD_SOURCE),)

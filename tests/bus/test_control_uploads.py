@@ -51,7 +51,7 @@ async def test_a_checkpoint_is_uploaded(nats_url: str, fleet: str, tmp_path: Pat
         assert await _uploads(control, fleet) == {"m/weights/2", "m/weights/3"}
 
 
-async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_upload_of_a_failed_update_is_deleted(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """An upload is deleted if a check fails or if all workers fail the update."""
     async with controlled(nats_url, fleet, "a") as control:
         folder = _folder(tmp_path / "ckpt", "weights")
@@ -66,7 +66,7 @@ async def test_an_upload_that_is_refused_is_deleted(nats_url: str, fleet: str, t
             await control.rb.fleet.update_weights(tmp_path / "nothing", version=1, upload=True)
 
 
-async def test_an_upload_that_is_cancelled_is_taken_back(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_cancelled_upload_leaves_no_chunk_in_the_store(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A cancelled upload leaves no chunk in the store, also if the client closes immediately, as on Ctrl-C."""
     folder = _folder(tmp_path / "ckpt", "x" * 2**26)
     stream = f"STREAM.INFO.OBJ_rollbus-{fleet}"
@@ -131,7 +131,7 @@ async def test_an_upload_whose_recording_was_not_confirmed_stays(
         assert await _uploads(control, fleet) == {"m/weights/1"}
 
 
-async def test_only_what_was_uploaded_before_is_pruned(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_prune_removes_only_earlier_uploads(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """`prune` removes only uploads from before its own.
 
     A later upload of an older version belongs to a rollback of another controller.
@@ -173,7 +173,7 @@ async def test_an_adapter_is_uploaded(nats_url: str, fleet: str, tmp_path: Path)
         assert await _uploads(control, fleet) == {"m/loras/org=2Fx/2", "m/loras/org=2Fx/3", "m/loras/y/1"}
 
 
-async def test_an_adapters_uploads_go_with_it(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_unloading_an_adapter_deletes_its_uploads(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Unloading an adapter deletes its uploads, so new adapter names do not fill the store.
 
     Objects of another program stay.

@@ -18,7 +18,7 @@ async def publish(denials: Denials) -> None:
         await asyncio.sleep(60)
 
 
-async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> None:
+async def test_each_of_two_concurrent_publications_receives_its_own_denial() -> None:
     """Each of two concurrent publications receives its own denial, also if the block of the first has ended by then."""
     denials = Denials("worker w0")
     async with asyncio.TaskGroup() as tasks:
@@ -32,7 +32,7 @@ async def test_each_of_two_that_publish_side_by_side_has_its_own_denial() -> Non
     assert denials.first is None
 
 
-async def test_what_nobody_waits_for_is_handed_back() -> None:
+async def test_a_denial_without_a_waiting_block_is_returned() -> None:
     """`add` returns a denial for which no block waits: another subject, or a block that has ended."""
     denials = Denials("worker w0")
     with contextlib.suppress(TimeoutError):

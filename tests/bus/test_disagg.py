@@ -39,7 +39,7 @@ async def check_equal(
 
 @pytest.mark.proves("P24")
 @pytest.mark.parametrize("num_experts", [16, 300])
-async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_experts: int) -> None:
+async def test_two_workers_return_the_result_of_a_single_worker(nats_url: str, fleet: str, num_experts: int) -> None:
     """A prefill and a decode worker return the result of a single worker.
 
     Prompts have 1 to 500 tokens. Rows start at the start, middle and end of the prompt, and have one or two bytes for
@@ -67,7 +67,7 @@ async def test_two_workers_give_what_one_gives(nats_url: str, fleet: str, num_ex
         assert fleet_of_two.fallbacks() == {}
 
 
-async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> None:
+async def test_all_sampling_options_give_the_result_of_a_single_worker(nats_url: str, fleet: str) -> None:
     """All sampling options give the result of a single worker.
 
     The requests use samples, prompt and top logprobs, stop tokens, minimum tokens, seeds, no logprobs, and no routed
@@ -103,7 +103,7 @@ async def test_all_that_may_be_asked_for_is_right(nats_url: str, fleet: str) -> 
         assert both.rb.stats().prefill_legs == 3 * 3 + 3 * 5
 
 
-async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
+async def test_five_hundred_concurrent_requests_are_served_once(nats_url: str, fleet: str) -> None:
     """With many more requests than slots of the prefill workers, each request is served once and correctly."""
     requests = [long(f"r{number}", 40 + number % 60) for number in range(500)]
     slots = SyntheticConfig(max_num_seqs=8)
@@ -117,7 +117,7 @@ async def test_five_hundred_at_once(nats_url: str, fleet: str) -> None:
         assert both.rb.stats().prefill_legs == 500
 
 
-async def test_a_stream_is_one(nats_url: str, fleet: str) -> None:
+async def test_a_stream_has_chunks_of_both_workers_and_a_single_end(nats_url: str, fleet: str) -> None:
     """A stream consists of one chunk of the prefill worker and then chunks of the decode worker.
 
     Its one end has no KV params.
@@ -148,7 +148,7 @@ async def test_short_prompts_skip_prefill(nats_url: str, fleet: str) -> None:
 # Without a prefill worker
 
 
-async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet: str) -> None:
+async def test_without_a_prefill_worker_a_decode_worker_serves_alone(nats_url: str, fleet: str) -> None:
     """Without a prefill worker, a decode worker serves alone, and the client counts a fallback.
 
     A fleet without roles has no fallbacks.
@@ -161,7 +161,7 @@ async def test_without_a_prefill_worker_decode_serves_alone(nats_url: str, fleet
         assert sum(rb.stats().prefill_fallbacks.values()) == 0
 
 
-async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) -> None:
+async def test_prefill_workers_alone_serve_no_model(nats_url: str, fleet: str) -> None:
     """Prefill workers alone serve no model, do not satisfy `wait_for_workers` and create no queue.
 
     The error states the reason.
@@ -176,7 +176,7 @@ async def test_prefill_workers_alone_serve_nothing(nats_url: str, fleet: str) ->
         assert state.queues == ()
 
 
-async def test_a_busy_prefill_worker_is_not_waited_for_long(
+async def test_a_decode_worker_serves_alone_if_all_prefill_workers_are_busy(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits too long for a prefill worker is served by a decode worker alone."""
@@ -189,7 +189,7 @@ async def test_a_busy_prefill_worker_is_not_waited_for_long(
         assert both.fallbacks() == {PrefillFallback.BUSY: 2}
 
 
-async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
+async def test_a_decode_worker_serves_alone_if_prefill_is_rejected_or_unanswered(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a prefill worker rejects a request or does not answer, a decode worker serves it alone.
@@ -209,7 +209,7 @@ async def test_one_that_refuses_or_is_silent_is_not_waited_for_long(
         assert both.fallbacks() == {PrefillFallback.BUSY: 2}
 
 
-async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, fleet: str) -> None:
+async def test_a_prefill_worker_without_the_weights_or_adapter_is_skipped(nats_url: str, fleet: str) -> None:
     """The client skips a prefill worker without the weights, and a prompt that just fits a message."""
     config = SyntheticConfig(max_model_len=10_000_000)
     async with (
@@ -235,7 +235,7 @@ async def test_one_that_lacks_weights_or_adapter_is_passed_over(nats_url: str, f
     assert (newer.worker_ids, largest.worker_ids) == (("d",), ("d",))
 
 
-async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fleet: str) -> None:
+async def test_a_prompt_that_fills_the_context_has_no_prefill_phase(nats_url: str, fleet: str) -> None:
     """A prompt with room for one token has no prefill phase, even if the prefill worker has a longer context.
 
     With room for two tokens, it has both phases.
@@ -252,7 +252,7 @@ async def test_a_prompt_that_fills_the_context_is_served_alone(nats_url: str, fl
 # Fields of a request in both phases
 
 
-async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_all_fields_of_a_request_reach_both_engines(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Id, priority, salt, adapter, session and trace reach both engines.
 
     The KV transfer parameters contain the versions.
@@ -288,7 +288,7 @@ async def test_all_of_a_request_goes_to_both(nats_url: str, fleet: str, tmp_path
     assert [chunk.traceparent for chunk in chunks if chunk.traceparent] == [trace] * 2
 
 
-async def test_a_session_stays_with_its_workers(nats_url: str, fleet: str) -> None:
+async def test_all_turns_of_a_session_prefill_at_one_worker(nats_url: str, fleet: str) -> None:
     """All turns of a session have their prefill phase on one worker, which caches the prefix."""
     async with disaggregated(nats_url, fleet, workers=("p1", "p2", "p3", "d")) as both:
         for session in ("a", "b", "c", "d"):

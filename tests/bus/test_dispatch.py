@@ -44,7 +44,7 @@ def jetstream(worker: HandWorker) -> JetStreamContext:
 
 
 @pytest.mark.proves("P43")
-async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
+async def test_a_request_beyond_the_queue_limit_fails_with_queue_full(nats_url: str, fleet: str) -> None:
     """Beyond the limit of the queue, a request fails immediately with `queue_full`.
 
     Requests in the queue are served.
@@ -75,7 +75,7 @@ async def test_a_full_queue_is_an_answer(nats_url: str, fleet: str) -> None:
 @pytest.mark.proves("P48")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
-async def test_what_left_the_queue_unseen_is_published_again(
+async def test_requests_of_a_purged_queue_are_published_again(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """The client searches for requests that wait for long, and publishes orphans of a purged stream again."""
@@ -105,7 +105,7 @@ async def test_what_left_the_queue_unseen_is_published_again(
 
 
 @pytest.mark.slow
-async def test_the_server_is_asked_once_for_all_that_wait(
+async def test_a_long_queue_needs_no_more_server_calls_to_find_orphans(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client searches for orphans by lane, so a long queue needs no more server calls than a short one."""
@@ -138,7 +138,9 @@ async def test_the_server_is_asked_once_for_all_that_wait(
 
 
 @pytest.mark.slow
-async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_waits_in_the_queue_is_no_orphan(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request that stays in the queue is no orphan, however long it waits, and is published once."""
     monkeypatch.setattr("rollbus.bus.client.dispatch.ORPHAN_AGE_S", 0.0)
     async with (
@@ -161,7 +163,7 @@ async def test_what_waits_in_the_queue_is_no_orphan(nats_url: str, fleet: str, m
 
 @pytest.mark.proves("P45")
 @pytest.mark.slow
-async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: str, fleet: str) -> None:
+async def test_queued_requests_without_workers_fail_after_the_grace_time(nats_url: str, fleet: str) -> None:
     """After the last worker is gone, queued requests fail with `no_workers`.
 
     A request that the worker had accepted fails with the loss of its worker.
@@ -186,7 +188,7 @@ async def test_without_any_worker_what_waits_fails_after_a_grace_time(nats_url: 
 
 
 @pytest.mark.slow
-async def test_a_queue_that_was_deleted_is_used_again_when_it_is_made_anew(nats_url: str, fleet: str) -> None:
+async def test_a_request_waits_until_workers_create_a_deleted_queue_again(nats_url: str, fleet: str) -> None:
     """While a worker serves the model, a request waits for a deleted stream until the workers create it again."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         for lane in ("resume", "normal"):
@@ -210,7 +212,7 @@ async def test_a_request_that_fits_no_message_is_refused(nats_url: str, fleet: s
     assert "max_payload" in refused.message
 
 
-async def test_an_attempt_is_bounded(nats_url: str, fleet: str) -> None:
+async def test_a_request_fails_after_the_maximum_number_of_attempts(nats_url: str, fleet: str) -> None:
     """A request that is lost repeatedly fails after the maximum number of attempts, with the last error."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         many = tasks.create_task(all_of(rb.complete_many([request()])))
@@ -224,7 +226,7 @@ async def test_an_attempt_is_bounded(nats_url: str, fleet: str) -> None:
     assert generation.attempts == MAX_ATTEMPTS
 
 
-async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> None:
+async def test_requests_of_a_session_go_directly_to_its_last_worker(nats_url: str, fleet: str) -> None:
     """Requests of a session go directly to the worker that served it last, and not through the queue."""
     async with (
         worker_by_hand(nats_url, fleet, "a", pulls=False) as a,
@@ -253,7 +255,7 @@ async def test_a_session_stays_with_its_worker(nats_url: str, fleet: str) -> Non
     assert {len(names) for names in served.values()} == {1}
 
 
-async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet: str) -> None:
+async def test_a_session_request_goes_to_the_queue_if_its_worker_is_full(nats_url: str, fleet: str) -> None:
     """If the session's worker is full, the request goes to the queue for any worker.
 
     This does not count as an attempt.
@@ -273,7 +275,7 @@ async def test_a_full_worker_hands_its_session_to_the_queue(nats_url: str, fleet
 
 
 @pytest.mark.slow
-async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats_url: str, fleet: str) -> None:
+async def test_a_session_request_goes_to_the_queue_if_its_worker_is_silent(nats_url: str, fleet: str) -> None:
     """If a worker does not accept a session's request within a second, the request goes to the queue.
 
     The client answers the late offer of that worker with an abort.
@@ -291,7 +293,7 @@ async def test_a_worker_that_does_not_answer_for_its_session_is_passed_over(nats
     assert generation.attempts == 1
 
 
-async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> None:
+async def test_a_worker_without_free_slots_gets_no_direct_request(nats_url: str, fleet: str) -> None:
     """The client sends no request of a session directly to a worker that announced no free slots."""
     async with worker_by_hand(nats_url, fleet, "full", pulls=False) as full, worker_by_hand(nats_url, fleet) as worker:
         full.free_slots = worker.free_slots = 0
@@ -306,7 +308,7 @@ async def test_a_worker_without_room_is_not_asked(nats_url: str, fleet: str) -> 
     assert taken.queued is not None
 
 
-async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -> None:
+async def test_a_session_moves_to_another_worker_if_its_worker_stops(nats_url: str, fleet: str) -> None:
     """If the session's worker stops, its unaccepted request goes to the queue.
 
     The session moves to the worker that accepts it.
@@ -337,7 +339,7 @@ async def test_a_session_whose_worker_is_gone_moves(nats_url: str, fleet: str) -
     assert (generation.attempts, generation.worker_ids) == (1, ("other",))
 
 
-async def test_requests_that_are_over_are_forgotten(nats_url: str, fleet: str) -> None:
+async def test_ended_requests_leave_nothing_in_the_tables_of_the_client(nats_url: str, fleet: str) -> None:
     """After a request has ended in any way and state, the tables of the client contain nothing of it."""
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         ids = ["done", "refused", "lost", "aborted", "left", "direct"]

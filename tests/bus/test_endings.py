@@ -19,7 +19,7 @@ from tests.support.streams import all_of
 
 
 @pytest.mark.proves("P37")
-async def test_leaving_the_stream_aborts_in_the_engine(one_worker: StartServed) -> None:
+async def test_a_caller_that_leaves_a_stream_aborts_the_request_in_the_engine(one_worker: StartServed) -> None:
     """If a caller stops reading a stream, the engine aborts the request, and the worker serves the next one."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
@@ -46,7 +46,7 @@ async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
 
 
 @pytest.mark.proves("P34")
-async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
+async def test_a_second_request_with_the_id_of_an_open_request_fails(one_worker: StartServed) -> None:
     """A second request with the id of an open request fails, and the first continues.
 
     Afterwards the id can be used again.
@@ -63,7 +63,7 @@ async def test_a_live_id_is_not_taken_twice(one_worker: StartServed) -> None:
 
 @pytest.mark.proves("P35")
 @pytest.mark.slow
-async def test_an_id_that_was_given_up_can_be_used_again_at_once(one_worker: StartServed) -> None:
+async def test_the_id_of_an_abandoned_request_can_be_used_again_immediately(one_worker: StartServed) -> None:
     """A request that is abandoned and sent again under its id gets its own chunks, never those of the first request."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, *_):
@@ -81,7 +81,7 @@ def client_threads() -> list[str]:
 
 
 @pytest.mark.proves("P37", "P38")
-async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: str) -> None:
+async def test_closing_the_client_ends_its_threads_and_aborts_its_requests(nats_url: str, fleet: str) -> None:
     """After a client has closed, none of its threads runs, and its open requests are aborted in the engine."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with synthetic_worker(nats_url, fleet, config=config) as (_, engine):
@@ -100,7 +100,7 @@ async def test_closing_the_client_leaves_nothing_behind(nats_url: str, fleet: st
 
 
 @pytest.mark.slow
-async def test_a_deadline_frees_the_engine_while_nobody_reads(one_worker: StartServed) -> None:
+async def test_an_unread_stream_is_aborted_at_its_deadline(one_worker: StartServed) -> None:
     """A stream that no caller reads is aborted at its deadline too."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
@@ -112,7 +112,7 @@ async def test_a_deadline_frees_the_engine_while_nobody_reads(one_worker: StartS
             await all_of(stream)
 
 
-async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
+async def test_an_error_in_the_thread_of_the_client_reaches_every_caller(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unexpected error in the client's thread fails open and later calls, and closing the client raises it."""
@@ -144,7 +144,7 @@ async def test_a_failure_of_the_clients_own_thread_reaches_every_caller(
 
 
 @pytest.mark.slow
-async def test_a_client_that_cannot_connect_leaves_nothing(fleet: str) -> None:
+async def test_a_client_that_cannot_connect_leaves_no_thread(fleet: str) -> None:
     """If no server answers, entering the client raises the error, and no thread remains."""
     threads = threading.enumerate()
     rb = rollbus.connect("nats://127.0.0.1:1", fleet=fleet)

@@ -19,7 +19,7 @@ from tests.support.streams import all_of
 from tests.support.waits import until_true
 
 
-async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet: str) -> None:
+async def test_a_request_is_published_offered_acknowledged_and_finished(nats_url: str, fleet: str) -> None:
     """In the normal case, a request is published once, offered, acknowledged and finished."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request()))
@@ -38,7 +38,7 @@ async def test_a_request_goes_out_and_its_tokens_come_back(nats_url: str, fleet:
     assert (stats.requests, stats.frames, stats.attempts_lost, stats.late_chunks) == (1, 2, 0, 0)
 
 
-async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str, fleet: str) -> None:
+async def test_requests_of_an_old_incarnation_of_a_worker_are_lost(nats_url: str, fleet: str) -> None:
     """A frame of a new incarnation, even before its presence, shows that requests of the old one are lost."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         lost = tasks.create_task(rb.complete(request(2)))
@@ -56,7 +56,7 @@ async def test_another_life_of_a_worker_ends_what_its_last_one_had(nats_url: str
     assert list(generation.token_ids) == [7, 8]
 
 
-async def test_a_later_link_ends_what_the_earlier_one_had(nats_url: str, fleet: str) -> None:
+async def test_requests_on_an_earlier_link_of_a_worker_are_lost(nats_url: str, fleet: str) -> None:
     """If a worker opens a new link, the requests on its old link are lost."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(2)))
@@ -75,7 +75,7 @@ async def test_a_later_link_ends_what_the_earlier_one_had(nats_url: str, fleet: 
     assert list(completing.result().token_ids) == [7, 8]
 
 
-async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str, fleet: str) -> None:
+async def test_a_stopped_presence_of_any_incarnation_ends_the_requests_of_a_worker(nats_url: str, fleet: str) -> None:
     """The presence `stopped` ends all requests of the worker, under any incarnation."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(rb.complete(request(1)))
@@ -91,7 +91,7 @@ async def test_a_worker_that_says_goodbye_in_another_life_is_gone(nats_url: str,
     assert list(completing.result().token_ids) == [8]
 
 
-async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offer(
+async def test_an_offer_that_is_handled_after_its_worker_stopped_is_lost(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt of an offer that is handled after its worker has stopped is lost.
@@ -114,7 +114,7 @@ async def test_an_offer_that_is_read_behind_the_goodbye_of_its_worker_is_no_offe
     assert list(completing.result().token_ids) == [7, 8]
 
 
-async def test_a_worker_that_fences_itself_has_given_up_what_it_had(nats_url: str, fleet: str) -> None:
+async def test_a_fenced_presence_ends_the_requests_of_its_incarnation(nats_url: str, fleet: str) -> None:
     """The presence `fenced` ends the requests of this incarnation. Requests that are only in the queue stay there."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         running, queued = tasks.create_task(rb.complete(request(1))), tasks.create_task(rb.complete(request(1)))
@@ -158,7 +158,7 @@ async def test_only_one_worker_serves_an_attempt(nats_url: str, fleet: str, monk
     assert told == [("impostor", key)] * 2
 
 
-async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: str) -> None:
+async def test_an_offer_for_a_cancelled_request_is_answered_with_an_abort(nats_url: str, fleet: str) -> None:
     """If a worker offers a request that the caller has cancelled, the client answers with an abort."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         async with asyncio.TaskGroup() as tasks:
@@ -169,7 +169,7 @@ async def test_an_offer_that_nobody_waits_for_is_refused(nats_url: str, fleet: s
         assert await worker.aborted() == [key]
 
 
-async def test_aborts_of_thousands_fit_into_messages(nats_url: str, fleet: str) -> None:
+async def test_aborts_of_thousands_of_requests_fit_into_messages(nats_url: str, fleet: str) -> None:
     """If a client abandons many requests with long ids at once, it aborts each of them in messages of limited size."""
     requests = [request(request_id=f"{'x' * 100}{i}") for i in range(600)]
     async with hand_worker(nats_url, fleet) as (worker, rb):
@@ -196,7 +196,7 @@ async def test_aborts_of_thousands_fit_into_messages(nats_url: str, fleet: str) 
         ErrorCode.ENGINE_DEAD,
     ],
 )
-async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt(
+async def test_an_error_of_the_worker_is_followed_by_another_attempt(
     nats_url: str, fleet: str, code: ErrorCode
 ) -> None:
     """An error that concerns only the worker does not reach the caller. The next attempt of the request follows."""
@@ -213,7 +213,7 @@ async def test_an_error_that_speaks_of_the_worker_is_followed_by_another_attempt
     assert generation.attempts == 2
 
 
-async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet: str) -> None:
+async def test_an_error_of_the_request_reaches_its_caller(nats_url: str, fleet: str) -> None:
     """An error that concerns the request itself reaches its caller, also if the worker sends it without an offer."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         many = tasks.create_task(all_of(rb.complete_many([request(request_id="a"), request(request_id="b")])))
@@ -230,7 +230,7 @@ async def test_an_error_that_speaks_of_the_request_ends_it(nats_url: str, fleet:
 
 
 @pytest.mark.proves("P13")
-async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str, fleet: str) -> None:
+async def test_wrong_totals_of_a_worker_fail_the_request(nats_url: str, fleet: str) -> None:
     """If the totals of a worker are wrong, the request fails with `protocol_error`, and the client aborts it there."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
@@ -241,7 +241,7 @@ async def test_chunks_that_contradict_each_other_fail_the_request(nats_url: str,
 
 
 @pytest.mark.proves("P35")
-async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, fleet: str) -> None:
+async def test_frames_of_an_earlier_request_with_the_same_id_are_late(nats_url: str, fleet: str) -> None:
     """A request that uses an id again has another key, so frames of the earlier request are late."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(rb.complete(request(1, request_id="same")))
@@ -258,7 +258,7 @@ async def test_an_id_that_is_used_again_never_meets_its_past(nats_url: str, flee
     assert second.result().attempts == 1
 
 
-async def test_samples_of_one_request_end_together_when_one_fails(nats_url: str, fleet: str) -> None:
+async def test_all_child_requests_end_if_a_child_request_fails(nats_url: str, fleet: str) -> None:
     """If one of three child requests fails, the call fails once, and the client aborts the other child requests."""
     sampling = SamplingParams(max_tokens=5, n=3, logprobs=None)
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:

@@ -26,7 +26,7 @@ EXPERTS = 16
 """Default number of experts of the synthetic engine."""
 
 
-async def test_both_planes_are_those_of_the_clients_rows(one_worker: StartServed) -> None:
+async def test_prompt_and_generated_counts_equal_the_rows_of_the_clients(one_worker: StartServed) -> None:
     """Prompt and generated counts equal the clients' rows of streamed and whole requests.
 
     Some prompts have cached prefixes, and the requests take one or several steps.
@@ -51,7 +51,7 @@ async def test_both_planes_are_those_of_the_clients_rows(one_worker: StartServed
     assert (answers.asked, answers.left_out, answers.num_workers) == (("w0",), {}, 1)
 
 
-async def test_requests_that_decline_rows_are_not_seen(one_worker: StartServed) -> None:
+async def test_tokens_with_declined_rows_count_as_computed_and_not_as_seen(one_worker: StartServed) -> None:
     """Tokens whose rows a request declines count as computed and not as seen."""
     async with one_worker() as (rb, *_):
         await rb.complete(sized(10, 5, return_routed_experts=False))
@@ -65,7 +65,7 @@ async def test_requests_that_decline_rows_are_not_seen(one_worker: StartServed) 
     assert window.prompt.share_seen == 0.2
 
 
-async def test_each_leg_counts_what_it_computes(nats_url: str, fleet: str) -> None:
+async def test_each_phase_counts_the_tokens_that_its_worker_computes(nats_url: str, fleet: str) -> None:
     """The prefill worker counts the prompt, and the decode worker counts the tokens that it did not fetch."""
     async with disaggregated(nats_url, fleet) as found:
         result = await found.rb.complete(long("r", 100, 8))
@@ -114,7 +114,7 @@ async def test_a_resumed_prompt_counts_again(nats_url: str, fleet: str) -> None:
     assert window.prompt.seen == 1
 
 
-async def test_an_update_splits_the_counts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_tokens_are_counted_for_each_weight_version(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Each weight version counts the tokens that its weights produced, also within a running request."""
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.005) as (rb, _):
@@ -134,7 +134,7 @@ async def test_an_update_splits_the_counts(nats_url: str, fleet: str, tmp_path: 
     assert (older.prompt.seen, newer.prompt.seen) == (3, 0)
 
 
-async def test_the_last_seconds_are_asked_for(one_worker: StartServed) -> None:
+async def test_counts_with_last_s_exclude_earlier_tokens(one_worker: StartServed) -> None:
     """With `last_s`, the counts exclude earlier tokens, and the answer contains the length of the window."""
     async with one_worker() as (rb, *_):
         await rb.complete(short("r"))
@@ -168,7 +168,7 @@ async def test_workers_that_cannot_answer_are_named(nats_url: str, fleet: str) -
     }
 
 
-async def test_a_fleet_of_several_models_asks_for_one(nats_url: str, fleet: str) -> None:
+async def test_a_fleet_of_several_models_requires_a_model_name(nats_url: str, fleet: str) -> None:
     """A fleet of several models requires a model name, because counts of different models are not added up."""
     async with controlled(nats_url, fleet, "a", "b", models={"a": "m", "b": "n"}) as control:
         await control.rb.fleet.wait_for_workers(2)

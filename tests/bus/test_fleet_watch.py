@@ -10,7 +10,7 @@ from tests.support.fleet import StartServed
 from tests.support.waits import until_true
 
 
-async def test_garbage_changes_nothing(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_undecodable_messages_are_counted_and_ignored(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """The client counts messages that do not decode or that name another worker.
 
     It does not decode large acks and acks of reads.
@@ -36,7 +36,7 @@ async def test_garbage_changes_nothing(nats_url: str, fleet: str, one_worker: St
     assert [(line.id, line.workers, line.done) for line in lines] == [("p", {}, True)]
 
 
-async def test_it_listens_when_it_is_told_to(one_worker: StartServed) -> None:
+async def test_the_watch_contains_only_commands_between_listen_and_unlisten(one_worker: StartServed) -> None:
     """The watch contains only commands that arrived between `listen` and `unlisten`, and retains them afterwards."""
     async with one_worker() as (rb, _, _):
         watch = watch_fleet(rb)

@@ -128,7 +128,7 @@ def test_a_token_bucket_lets_small_transfers_pass() -> None:
     assert bucket.spend(1000, 9.9) > 0
 
 
-async def test_only_the_thread_that_hashes_and_writes_stands_back(nats_url: str, tmp_path: Path) -> None:
+async def test_only_the_thread_that_hashes_and_writes_lowers_its_priority(nats_url: str, tmp_path: Path) -> None:
     """Only the thread that hashes and writes lowers its priority.
 
     The event loop keeps its priority, because it forwards tokens.

@@ -73,7 +73,7 @@ async def test_whole_results_equal_streams_in_fewer_frames(nats_url: str, fleet:
 
 
 @pytest.mark.proves("P62")
-async def test_a_pause_lets_go_of_what_was_gathered(one_worker: StartServed) -> None:
+async def test_a_pause_flushes_the_token_batches(one_worker: StartServed) -> None:
     """A pause flushes the token batches: all tokens from before the pause are delivered while the engine is paused."""
     async with one_worker(config=SyntheticConfig(step_s=patient(0.01))) as (rb, worker, _):
         async with asyncio.TaskGroup() as tasks:

@@ -71,7 +71,9 @@ async def test_a_full_fleet_computes_each_prompt_about_once(nats_url: str, fleet
 
 
 @pytest.mark.parametrize("event", ["pause", "drain", "stop", "kill", "fence", "weights"])
-async def test_what_happens_to_a_worker_with_a_backlog_loses_nothing(nats_url: str, fleet: str, event: str) -> None:
+async def test_no_token_is_lost_if_a_worker_with_a_backlog_stops_or_pauses(
+    nats_url: str, fleet: str, event: str
+) -> None:
     """If a worker with waiting followers stops, dies, pauses or changes weights, no request loses a token."""
     with contextlib.ExitStack() as dying:
         if event == "kill":
@@ -112,7 +114,7 @@ async def have(event: str, url: str, fleet: str) -> None:
                 check_generation(each, request, routing=False)
 
 
-async def test_another_client_keeps_its_turns_beside_a_flood_of_groups(nats_url: str, fleet: str) -> None:
+async def test_another_client_keeps_the_queue_order_during_a_flood_of_groups(nats_url: str, fleet: str) -> None:
     """Requests of another client are served in the order of the queue, while a flood of groups continues."""
     async with (
         fleet_of(nats_url, fleet, 2) as (flooder, workers),

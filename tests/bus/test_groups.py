@@ -30,7 +30,7 @@ def keys(step: GroupStep) -> list[object]:
     return [group.key for group in step.groups]
 
 
-async def test_every_prompt_comes_once_and_as_if_undisturbed(one_worker: StartServed) -> None:
+async def test_every_prompt_completes_once_and_as_if_undisturbed(one_worker: StartServed) -> None:
     """Over all steps, each prompt completes once, and interrupted long groups equal undisturbed ones."""
     lengths = [5, 700, 3, 4, 900, 6, 2, 500, 3, 5, 4, 2]
     async with one_worker(config=SLOW) as (rb, _, engine):
@@ -63,7 +63,7 @@ async def test_every_prompt_comes_once_and_as_if_undisturbed(one_worker: StartSe
     assert sum(step.stats.started for step in steps) == len(lengths)
 
 
-async def test_a_step_is_fed_lazily_from_endless_prompts(one_worker: StartServed) -> None:
+async def test_a_step_reads_no_more_prompts_than_groups_run(one_worker: StartServed) -> None:
     """A step reads no more prompts than groups run, and a slow async iterable delays no running group."""
     taken = itertools.count()
     resume = asyncio.Event()
@@ -87,7 +87,7 @@ async def test_a_step_is_fed_lazily_from_endless_prompts(one_worker: StartServed
         assert next(taken) <= 6 + 2 + 1
 
 
-async def test_the_iterables_error_is_the_steps_and_the_next_step_goes_on(one_worker: StartServed) -> None:
+async def test_an_error_of_the_iterable_is_raised_and_the_groups_continue(one_worker: StartServed) -> None:
     """An error of the iterable is raised by `step`. Running groups continue, and the next step returns them."""
 
     async def fails() -> AsyncIterator[GenerateRequest]:
@@ -101,7 +101,7 @@ async def test_the_iterables_error_is_the_steps_and_the_next_step_goes_on(one_wo
         assert not await groups.step()
 
 
-async def test_a_cancelled_step_loses_nothing(one_worker: StartServed) -> None:
+async def test_the_next_step_returns_the_groups_of_a_cancelled_step(one_worker: StartServed) -> None:
     """The groups of a cancelled step continue, and the next step returns them."""
     async with (
         one_worker(config=SLOW) as (rb, *_),
@@ -120,7 +120,7 @@ async def test_a_cancelled_step_loses_nothing(one_worker: StartServed) -> None:
     assert [group.generations[0].parts for group in step.groups] == [1, 1]
 
 
-async def test_leaving_aborts_what_runs(one_worker: StartServed) -> None:
+async def test_leaving_the_block_aborts_all_groups(one_worker: StartServed) -> None:
     """After the block, no engine computes for the groups, and `step` raises an error."""
     async with one_worker(config=SLOW) as (rb, _, engine):
         async with rb.groups(prompts(3, ENDLESS, ENDLESS), n=2, need=1, over=3) as groups:
@@ -131,7 +131,7 @@ async def test_leaving_aborts_what_runs(one_worker: StartServed) -> None:
             await groups.step()
 
 
-async def test_steps_follow_each_other(one_worker: StartServed) -> None:
+async def test_a_step_during_another_step_is_an_error(one_worker: StartServed) -> None:
     """A step raises an error while another step of the same groups runs."""
     async with (
         one_worker(config=SLOW) as (rb, *_),
@@ -145,7 +145,7 @@ async def test_steps_follow_each_other(one_worker: StartServed) -> None:
         assert len((await running).groups) == 1
 
 
-async def test_groups_that_fail_are_replaced_and_named(one_worker: StartServed) -> None:
+async def test_failed_groups_are_replaced_and_returned_with_their_error(one_worker: StartServed) -> None:
     """A prompt that no worker can serve is returned as failed with its error, and another prompt replaces it."""
     too_long = GroupPrompt(GenerateRequest(prompt_token_ids=range(100)), key="long")
     config = SyntheticConfig(max_model_len=50)
@@ -161,7 +161,7 @@ async def test_groups_that_fail_are_replaced_and_named(one_worker: StartServed) 
     assert len(step.failed[0].generations) == 2
 
 
-async def test_endless_failures_end_a_step(one_worker: StartServed) -> None:
+async def test_a_step_ends_if_all_prompts_fail(one_worker: StartServed) -> None:
     """If all prompts fail, a step returns without groups instead of reading all prompts."""
     taken = itertools.count()
 
@@ -217,7 +217,7 @@ async def test_old_groups_are_dropped_and_counted(one_worker: StartServed) -> No
     assert third.stats.dropped[0] > 0
 
 
-async def test_the_lag_counts_from_what_workers_announce(one_worker: StartServed) -> None:
+async def test_the_lag_counts_from_the_newest_weights_of_any_worker(one_worker: StartServed) -> None:
     """Without `version`, the lag counts from the newest weights of any live worker."""
     async with (
         one_worker(config=SLOW, weight_version=7) as (rb, *_),
@@ -276,7 +276,7 @@ async def test_bad_options_are_refused_by_name(
             rb.groups(**{"prompts": [], "n": 1, "need": 1, **options})  # type: ignore[arg-type]
 
 
-async def test_a_prompt_of_other_samples_is_refused_and_the_step_goes_on(one_worker: StartServed) -> None:
+async def test_a_request_with_another_number_of_samples_is_refused(one_worker: StartServed) -> None:
     """A request with another number of samples raises an error, and the next step continues after it."""
     three = GenerateRequest(prompt_token_ids=[1], sampling=SamplingParams(n=3))
     async with one_worker() as (rb, *_), rb.groups([three, *prompts(2)], n=2, need=1) as groups:

@@ -29,7 +29,7 @@ def aborted(key: RequestKey, index: int, total: int) -> Chunk:
     return replace(chunk(key, index), end=end)
 
 
-async def test_only_open_answers_continue_and_those_without_a_token_begin_anew(nats_url: str, fleet: str) -> None:
+async def test_open_answers_with_tokens_continue_and_without_tokens_restart(nats_url: str, fleet: str) -> None:
     """An interrupted group keeps its ended answers and continues answers with tokens.
 
     An answer without tokens restarts.
@@ -107,7 +107,7 @@ async def test_an_answer_that_ended_before_its_abort_arrived_is_complete(nats_ur
     assert second.stats.continued == 0
 
 
-async def test_completions_of_one_instant_are_the_next_steps(nats_url: str, fleet: str) -> None:
+async def test_groups_that_end_together_are_returned_by_separate_steps(nats_url: str, fleet: str) -> None:
     """If three groups end in one frame and a step needs one, three steps return one each without more requests."""
     prompts = [group(1, 1), group(3, 1), group(5, 1)]
     async with (
@@ -126,7 +126,7 @@ async def test_completions_of_one_instant_are_the_next_steps(nats_url: str, flee
     assert worker.requests.empty()
 
 
-async def test_what_waits_for_a_worker_is_stopped_at_once(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_no_worker_has_accepted_is_stopped_immediately(nats_url: str, fleet: str) -> None:
     """A request that no worker has accepted ends locally. The next step sends it again as a new request."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
@@ -148,7 +148,7 @@ async def test_what_waits_for_a_worker_is_stopped_at_once(nats_url: str, fleet: 
 
 
 @pytest.mark.slow
-async def test_a_worker_that_confirms_no_abort_holds_up_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_request_continues_if_its_worker_does_not_confirm_the_abort(nats_url: str, fleet: str) -> None:
     """If a worker does not confirm an abort within a time limit, the request continues from the tokens so far."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),

@@ -57,7 +57,7 @@ def test_a_dict_alone_is_a_field() -> None:
 @pytest.mark.parametrize(
     ("message", "args"), [("Started server process [%d]", (7,)), ("100%", ()), ("see http://a.b", ())]
 )
-def test_what_others_log_is_a_message(message: str, args: tuple[object, ...]) -> None:
+def test_a_log_line_of_another_library_is_a_message(message: str, args: tuple[object, ...]) -> None:
     """A line that is not an event of rollbus has the event `message`, with its text in the field `message`."""
     line = line_of(message, *args)
 
@@ -75,7 +75,7 @@ def test_a_traceback_is_text_of_the_same_line() -> None:
     assert line["traceback"].endswith("ValueError: first\nsecond")
 
 
-def test_users_of_urls_are_left_out() -> None:
+def test_users_and_passwords_of_urls_are_left_out() -> None:
     """User and password of a URL are absent from fields, messages, tracebacks and lines of other processes."""
     url = "nats://user:geheim@host:4222"
     try:
@@ -88,7 +88,7 @@ def test_users_of_urls_are_left_out() -> None:
     assert "geheim" not in shown
 
 
-def test_a_line_of_another_process_names_it() -> None:
+def test_a_line_of_another_process_has_the_name_of_its_process() -> None:
     """A JSON line of another process keeps its fields and gets the name of its process.
 
     Other output becomes a message.
@@ -103,7 +103,7 @@ def test_a_line_of_another_process_names_it() -> None:
         assert (line["event"], line["fields"], line["process"]) == ("message", {"message": text}, "w0")
 
 
-def test_all_that_the_packages_log_are_events() -> None:
+def test_every_logger_call_of_the_packages_is_an_event() -> None:
     """Each logger call of the packages has a constant event name with named fields."""
     found, others = 0, []
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):

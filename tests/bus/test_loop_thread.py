@@ -29,7 +29,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "t"]
 
 
-async def test_calls_and_coroutines_run_there_in_order() -> None:
+async def test_calls_and_coroutines_run_on_the_thread_in_order() -> None:
     """Posted calls and coroutines run on the thread in the order in which they were submitted."""
     log: list[str] = []
 
@@ -51,7 +51,7 @@ async def test_calls_and_coroutines_run_there_in_order() -> None:
     assert threads() == []
 
 
-async def test_many_posts_cost_one_wake_up() -> None:
+async def test_many_posts_wake_a_busy_thread_once() -> None:
     """Any number of posts to a busy thread wake it only once."""
     thread = LoopThread("t", resident([]))
     await thread.start()
@@ -79,7 +79,7 @@ async def test_many_posts_cost_one_wake_up() -> None:
     assert len(wake_ups) == 1
 
 
-async def test_it_goes_on_while_its_owner_is_blocked() -> None:
+async def test_the_thread_runs_its_timers_while_its_owner_is_blocked() -> None:
     """A timer on the thread fires while the owner's loop is blocked."""
     fired = threading.Event()
 
@@ -93,7 +93,7 @@ async def test_it_goes_on_while_its_owner_is_blocked() -> None:
     await thread.stop()
 
 
-async def test_what_entering_raises_leaves_no_thread() -> None:
+async def test_an_error_on_entry_of_the_resident_leaves_no_thread() -> None:
     """If the resident raises an error on entry, `start` raises it, and the thread ends."""
 
     @contextlib.asynccontextmanager
@@ -143,7 +143,7 @@ async def test_a_start_cancelled_before_the_thread_runs_leaves_no_thread() -> No
     assert threads() == []
 
 
-async def test_a_cancelled_call_is_cancelled_there() -> None:
+async def test_cancelling_a_call_cancels_its_coroutine_on_the_thread() -> None:
     """Cancelling the caller of `run` cancels its coroutine on the thread, and the thread continues."""
     begun, cancelled = threading.Event(), threading.Event()
 
@@ -168,7 +168,7 @@ async def test_a_cancelled_call_is_cancelled_there() -> None:
     await thread.stop()
 
 
-async def test_what_a_coroutine_raises_reaches_its_caller_alone() -> None:
+async def test_an_error_of_a_coroutine_reaches_only_its_caller() -> None:
     """The error of a coroutine is raised by `run`, and the thread continues."""
 
     async def fail() -> None:
@@ -181,7 +181,7 @@ async def test_what_a_coroutine_raises_reaches_its_caller_alone() -> None:
     await thread.stop()
 
 
-async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
+async def test_an_error_of_a_post_ends_the_thread_and_is_raised_by_stop() -> None:
     """The error of a post ends the thread. Later calls name the error, and `stop` raises it."""
     log: list[str] = []
 
@@ -207,7 +207,7 @@ async def test_what_a_post_raises_ends_the_thread_and_is_not_lost() -> None:
     assert threads() == []
 
 
-async def test_what_a_timer_raises_ends_the_thread_too() -> None:
+async def test_an_error_of_a_timer_ends_the_thread_and_is_raised_by_stop() -> None:
     """The error of a timer on the thread's loop ends the thread.
 
     The owner is notified first, and `stop` raises the error.
@@ -232,7 +232,7 @@ async def expect_broken(awaitable: Awaitable[object]) -> str:
     return str(caught.value)
 
 
-async def test_stopping_ends_the_calls_under_way() -> None:
+async def test_stopping_fails_running_calls_with_bus_closed() -> None:
     """When the thread stops, a running coroutine fails with `BusClosed`, and its caller is not cancelled."""
 
     async def wait() -> None:
@@ -260,7 +260,7 @@ async def expect_closed(awaitable: Awaitable[object]) -> None:
 
 
 @pytest.mark.parametrize("is_cancelled_before", [True, False])
-async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancelled_before: bool) -> None:
+async def test_a_cancelled_coroutine_cleans_up_before_the_resident_is_left(is_cancelled_before: bool) -> None:
     """A cancelled coroutine finishes its cleanup before the resident is left, because the cleanup needs the resident.
 
     The stop that follows on Ctrl-C does not interrupt the cleanup.
@@ -290,7 +290,7 @@ async def test_what_is_cancelled_cleans_up_before_the_resident_is_left(is_cancel
     assert log == ["entered", "clean", "left"]
 
 
-async def test_a_cancelled_stop_has_stopped() -> None:
+async def test_a_cancelled_stop_still_ends_the_thread() -> None:
     """A cancelled `stop` raises the cancellation after the resident was left and the thread has ended."""
     log: list[str] = []
     thread = LoopThread("t", resident(log))
@@ -310,7 +310,7 @@ async def test_a_cancelled_stop_has_stopped() -> None:
     assert task.cancelled()
 
 
-def test_a_thread_whose_owner_is_gone_ends() -> None:
+def test_a_thread_ends_after_the_loop_of_its_owner_was_closed() -> None:
     """If the owner's loop was closed without `stop`, the thread ends at its next call into that loop."""
     log: list[str] = []
     thread = LoopThread("t", resident(log))

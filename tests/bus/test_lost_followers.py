@@ -7,7 +7,7 @@ from tests.bus.test_placement import EMPTY, hands, long, num_tables
 from tests.support.hand_worker import chunk
 
 
-async def test_a_dead_worker_leaves_its_followers_to_the_queue(nats_url: str, fleet: str) -> None:
+async def test_unoffered_followers_of_a_dead_worker_are_published_again(nats_url: str, fleet: str) -> None:
     """If the worker of a group dies, its running requests resume.
 
     The client publishes requests again that the worker had not offered.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 COUNT = 200
 
 
-async def test_two_hundred_workers_acknowledge(nats_url: str, fleet: str) -> None:
+async def test_two_hundred_workers_ack_pause_and_resume(nats_url: str, fleet: str) -> None:
     """All 200 workers apply pause and resume with separate acks.
 
     Only the named worker applies a command for one worker.

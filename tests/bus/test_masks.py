@@ -48,7 +48,7 @@ async def test_each_token_has_its_mask(one_worker: StartServed) -> None:
 
 
 @pytest.mark.slow
-async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
+async def test_every_token_has_its_mask_once_after_the_loss_of_a_worker(nats_url: str, fleet: str) -> None:
     """Every token has its mask once, also if a second worker continues after the death of the first."""
     # Each worker runs at least three of eight samples, so the stream's worker has some when it dies.
     config = structs.replace(MASKING, max_num_seqs=5)
@@ -96,7 +96,7 @@ async def test_masks_outlive_a_worker(nats_url: str, fleet: str) -> None:
             check_masks(sample.sampling_mask, sample.token_ids)
 
 
-async def test_masks_are_refused_where_none_are_made(one_worker: StartServed) -> None:
+async def test_a_worker_without_masks_rejects_a_request_that_requires_masks(one_worker: StartServed) -> None:
     """A worker without masks rejects a request that requires them before the engine receives it.
 
     The error names the field.

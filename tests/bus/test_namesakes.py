@@ -13,7 +13,7 @@ from tests.support.requests import greedy
 
 
 @pytest.mark.proves("P68")
-async def test_the_younger_client_keeps_the_name(nats_url: str, fleet: str) -> None:
+async def test_the_newer_client_keeps_the_name(nats_url: str, fleet: str) -> None:
     """Open and later requests of the older client fail with the reason, and the newer client is served."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with (

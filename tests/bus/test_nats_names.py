@@ -148,7 +148,7 @@ def signature_of(name: str) -> str:
     return str(inspect.signature(method)) if inspect.isfunction(method) else ""
 
 
-def test_the_list_is_what_the_code_uses() -> None:
+def test_the_list_equals_the_names_that_the_code_uses() -> None:
     """The code uses no name outside the list, and the list has no unused name."""
     assert used_names() == set(PRIVATE_NAMES)
 
@@ -174,7 +174,7 @@ def test_a_name_outside_the_list_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert used_names() == {"_server_version_x", "_drain_x"}
 
 
-def test_only_the_proven_release_is_installed_by_pip() -> None:
+def test_pip_installs_only_the_verified_release() -> None:
     """The dependency allows only the verified minor release, because the next one may change names.
 
     The lock file is within it.

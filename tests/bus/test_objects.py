@@ -25,7 +25,7 @@ async def put(nats: Connection, bucket: str, prefix: str, folder: Path) -> str:
     return await put_folder(nats, bucket, prefix, folder, max_bytes=BUCKET_BYTES)
 
 
-async def test_a_folder_comes_back_as_it_was(nats_url: str, tmp_path: Path) -> None:
+async def test_a_folder_is_fetched_unchanged_and_only_once(nats_url: str, tmp_path: Path) -> None:
     """A folder with files of many chunks, of one chunk, and without data is fetched unchanged and only once."""
     source = write_folder(tmp_path / "source", a=3 * MEGABYTE + 1, empty=0, deep__er__b=10)
     stages: list[str] = []
@@ -68,7 +68,7 @@ async def test_a_folder_that_a_crash_has_damaged_is_fetched_again(
 
 
 @pytest.mark.slow
-async def test_other_clients_read_what_we_put(nats_url: str, tmp_path: Path) -> None:
+async def test_nats_py_reads_the_objects_of_rollbus(nats_url: str, tmp_path: Path) -> None:
     """The object store of nats-py finds and reads objects of rollbus, with size and digest."""
     source = write_folder(tmp_path / "source", a=2 * MEGABYTE + 1, b=10)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -83,7 +83,7 @@ async def test_other_clients_read_what_we_put(nats_url: str, tmp_path: Path) -> 
         assert [info.name for info in await list_objects(nats, bucket)] == ["step-1/b"]
 
 
-async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> None:
+async def test_rollbus_reads_the_objects_of_nats_py(nats_url: str, tmp_path: Path) -> None:
     """A fetch returns the current objects that nats-py has put, replaced or deleted."""
     contents = {"a": os.urandom(MEGABYTE + 1), "b": b"new", "empty": b""}
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -98,7 +98,7 @@ async def test_we_read_what_other_clients_put(nats_url: str, tmp_path: Path) -> 
     assert files_in(folder) == contents
 
 
-async def test_deleting_leaves_no_trace(nats_url: str, tmp_path: Path) -> None:
+async def test_deleting_a_folder_removes_all_its_chunks(nats_url: str, tmp_path: Path) -> None:
     """Deleting a folder removes all its chunks and descriptions.
 
     A folder whose name only has the same beginning stays.
@@ -115,7 +115,7 @@ async def test_deleting_leaves_no_trace(nats_url: str, tmp_path: Path) -> None:
         assert await delete_prefix(nats, "no-such-bucket/step-1") == 0
 
 
-async def test_what_is_stored_is_not_replaced(nats_url: str, tmp_path: Path) -> None:
+async def test_a_put_does_not_replace_stored_objects(nats_url: str, tmp_path: Path) -> None:
     """Putting a folder below a prefix that has objects fails and changes nothing."""
     source = write_folder(tmp_path / "source", a=10)
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
@@ -285,14 +285,14 @@ async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[
         (None, {"options": {"link": {"bucket": "other"}}}, "is a link"),
     ],
 )
-async def test_a_spoilt_object_is_refused(
+async def test_an_object_with_wrong_content_is_refused(
     nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object], said: str
 ) -> None:
     """The error names content that does not match its description and an invalid description, and nothing remains."""
     assert said in await spoilt(nats_url, tmp_path, parts, info)
 
 
-async def test_a_bucket_gets_another_size_but_none_below_what_it_holds(nats_url: str, tmp_path: Path) -> None:
+async def test_a_bucket_size_below_the_stored_bytes_is_refused(nats_url: str, tmp_path: Path) -> None:
     """`set_bucket_bytes` creates a missing bucket and keeps its objects. It rejects a size below the stored bytes."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await set_bucket_bytes(nats, bucket, 2 * MEGABYTE)

@@ -64,7 +64,7 @@ def after(proxy: TcpProxy, size: int, event: asyncio.Event) -> None:
     proxy.bytes_per_s = 40 * MEGABYTE
 
 
-async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) -> None:
+async def test_a_fetch_continues_after_the_server_was_killed_and_restarted(tmp_path: Path) -> None:
     """After the server was killed and restarted, a fetch continues at its position and completes."""
     event = asyncio.Event()
     async with stored(24 * MEGABYTE, tmp_path) as (server, proxy, source), asyncio.TaskGroup() as tasks:
@@ -79,7 +79,7 @@ async def test_a_server_that_is_killed_and_returns_is_read_on(tmp_path: Path) ->
         assert files_in(await task) == files_in(source)
 
 
-async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetch_without_data_for_a_while_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without data for a while, a fetch fails and states its progress.
 
     No folder counts as complete, and no lock is held.
@@ -106,7 +106,7 @@ async def test_a_server_that_stays_away_is_an_error(tmp_path: Path, monkeypatch:
     assert complete(tmp_path / "cache") == open_files(tmp_path / "cache") == []
 
 
-async def test_without_a_server_nothing_is_fetched(tmp_path: Path) -> None:
+async def test_a_fetch_without_a_server_is_an_error_with_its_address(tmp_path: Path) -> None:
     """The error names the address of a server that does not answer."""
     with pytest.raises(ControlError, match="objects:bucket/p cannot be fetched: no NATS server") as raised:
         await fetch_folder("nats://127.0.0.1:1", "bucket/p", tmp_path / "cache")
@@ -157,7 +157,7 @@ async def test_a_cancelled_fetch_ends(tmp_path: Path) -> None:
         assert files_in(await fetch_folder(server.url, "bucket/p", cache)) == files_in(source)
 
 
-async def test_a_fetch_or_put_that_is_cancelled_anywhere_ends(nats_url: str, tmp_path: Path) -> None:
+async def test_a_fetch_or_put_that_is_cancelled_at_any_moment_leaves_nothing(nats_url: str, tmp_path: Path) -> None:
     """A fetch or put that is cancelled at any moment leaves no open file, incomplete folder, task or message."""
     cache = tmp_path / "cache"
     source = write_folder(tmp_path / "source", a=MEGABYTE + 1, b=10)
@@ -189,7 +189,7 @@ async def test_a_fetch_or_put_that_is_cancelled_anywhere_ends(nats_url: str, tmp
     assert cancelled > 20
 
 
-async def test_a_process_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
+async def test_a_killed_fetch_leaves_no_folder_that_counts_as_complete(tmp_path: Path) -> None:
     """A killed fetch leaves a hidden and unlocked folder, and the next fetch completes."""
     program = (
         "import asyncio, sys; from pathlib import Path; from tests.support.fetching import fetch_folder\n"

@@ -127,7 +127,7 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
     assert (stats.requests, stats.direct, both.placed()) == (4, 4, {PlacementReason.PLACED_GROUP: 4})
 
 
-async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url: str, fleet: str) -> None:
+async def test_workers_without_siblings_get_a_message_for_each_sample(nats_url: str, fleet: str) -> None:
     """Workers of an earlier release, which accept no siblings, get one message for each sample at the same worker."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         await both.announce(both.a, reads_siblings=False)
@@ -143,7 +143,7 @@ async def test_workers_that_read_no_siblings_get_each_sample_by_itself(nats_url:
     assert {each.message.siblings for each in taken} == {()}
 
 
-async def test_of_refused_samples_the_first_goes_to_the_queue(nats_url: str, fleet: str) -> None:
+async def test_the_first_of_the_rejected_samples_goes_to_the_queue(nats_url: str, fleet: str) -> None:
     """If a worker rejects some samples, the first of them goes to the queue as the leader, and the others follow it."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
@@ -163,7 +163,7 @@ async def test_of_refused_samples_the_first_goes_to_the_queue(nats_url: str, fle
     assert both.placed() == {PlacementReason.PLACED_GROUP: 4}
 
 
-async def test_a_prefix_is_found_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
+async def test_a_prefix_is_placed_until_its_cache_is_emptied(nats_url: str, fleet: str) -> None:
     """The second turn goes to the worker of the first turn.
 
     After that worker has emptied its cache, the third goes to the queue.
@@ -203,7 +203,9 @@ async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) ->
 
 
 @pytest.mark.parametrize("group_id", [None, "g"])
-async def test_without_room_the_others_follow_the_first(nats_url: str, fleet: str, group_id: str | None) -> None:
+async def test_without_free_slots_followers_go_to_the_worker_of_the_leader(
+    nats_url: str, fleet: str, group_id: str | None
+) -> None:
     """Without free slots, only the first request is in the queue.
 
     The worker that accepts it gets the others, which may wait there.
@@ -235,7 +237,7 @@ def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) ->
     return [tasks.create_task(rb.complete(long(max_tokens=2, group_id=group_id))) for _ in range(3)]
 
 
-async def test_followers_go_where_room_is_announced(nats_url: str, fleet: str) -> None:
+async def test_followers_go_to_a_worker_that_announces_slots_for_all(nats_url: str, fleet: str) -> None:
     """If another worker announces slots for all followers, and no leader waits in the queue, the followers go there."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
@@ -249,7 +251,7 @@ async def test_followers_go_where_room_is_announced(nats_url: str, fleet: str) -
     assert (worker.name, len(others.keys)) == ("b", 2)
 
 
-async def test_a_worker_without_a_backlog_gets_no_more_than_it_has_room_for(nats_url: str, fleet: str) -> None:
+async def test_a_worker_without_a_backlog_gets_no_more_than_its_free_slots(nats_url: str, fleet: str) -> None:
     """Workers of an earlier release, without a backlog, get no followers beyond their free slots.
 
     Those go to the queue.
@@ -266,7 +268,7 @@ async def test_a_worker_without_a_backlog_gets_no_more_than_it_has_room_for(nats
 
 
 @pytest.mark.parametrize("is_offered", [True, False])
-async def test_refused_followers_find_another_leader_and_then_the_queue(
+async def test_rejected_followers_get_another_leader_and_then_go_to_the_queue(
     nats_url: str, fleet: str, is_offered: bool
 ) -> None:
     """Rejected followers get another leader, before or after a wait. After a second rejection, they go to the queue."""
@@ -293,7 +295,7 @@ async def test_refused_followers_find_another_leader_and_then_the_queue(
     assert [each.worker_ids for each in (generation, *generation.siblings)] == [("a",)] * 4
 
 
-async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_url: str, fleet: str) -> None:
+async def test_followers_of_a_cancelled_leader_get_another_leader(nats_url: str, fleet: str) -> None:
     """If the caller cancels a leader before a worker accepts it, the next request of the group becomes the leader."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         first, *others = start(tasks, both.rb, "g")
@@ -309,7 +311,7 @@ async def test_followers_of_a_leader_that_ends_in_the_queue_find_another(nats_ur
 
 
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
-async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, ending: str) -> None:
+async def test_waiting_followers_that_end_are_never_published(nats_url: str, fleet: str, ending: str) -> None:
     """Waiting followers that are aborted, abandoned or timed out are never published, and the client removes them."""
     async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         timeout_s = 0.5 if ending == "timeout" else None
@@ -333,7 +335,7 @@ async def test_those_that_wait_and_end_are_forgotten(nats_url: str, fleet: str, 
         await after
 
 
-async def test_a_silent_worker_is_left_alone(nats_url: str, fleet: str) -> None:
+async def test_a_silent_worker_gets_no_more_requests_with_its_prefix(nats_url: str, fleet: str) -> None:
     """A worker that does not answer costs one wait. After that, requests with its prefix go to the queue."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(both.rb.complete(long()))
@@ -352,7 +354,7 @@ async def test_a_silent_worker_is_left_alone(nats_url: str, fleet: str) -> None:
     assert both.placed() == {PlacementReason.QUEUED: 2, PlacementReason.PLACED_PREFIX: 1}
 
 
-async def test_without_placement_all_goes_through_the_queue(nats_url: str, fleet: str) -> None:
+async def test_without_placement_all_requests_go_through_the_queue(nats_url: str, fleet: str) -> None:
     """With placement disabled, samples, sessions and known prefixes all go through the queue."""
     async with hands(nats_url, fleet, placement=False) as both, asyncio.TaskGroup() as tasks:
         for request, count in ((long(3), 3), (long(session_id="s"), 1), (long(session_id="s"), 1)):
@@ -363,7 +365,7 @@ async def test_without_placement_all_goes_through_the_queue(nats_url: str, fleet
         assert (both.rb.stats().direct, both.placed()) == (0, {})
 
 
-async def test_a_resumed_attempt_takes_the_queue_unless_it_has_a_session(nats_url: str, fleet: str) -> None:
+async def test_a_resumed_attempt_without_a_session_uses_the_queue(nats_url: str, fleet: str) -> None:
     """After a loss, only the next attempt of a session is placed. Other attempts use the queue."""
     async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         for session_id in (None, "s"):

@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_control.py"
 
 
 @pytest.mark.slow
-async def test_the_example_works(nats_url: str, fleet: str) -> None:
+async def test_the_example_program_pauses_and_resumes_every_worker(nats_url: str, fleet: str) -> None:
     """The example program pauses and resumes every worker of any model, and prints each ack."""
     async with (
         observing(nats_url, fleet) as observer,
@@ -49,7 +49,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
     assert lines.index("a resume accepted ") > max(lines.index(f"{worker} pause applied ") for worker in "ab")
 
 
-def test_the_example_is_short_and_stands_alone() -> None:
+def test_the_example_program_is_short_and_imports_nothing_of_rollbus() -> None:
     """The example has at most 40 lines and imports nothing of rollbus."""
     source = EXAMPLE.read_text()
     modules = {
@@ -62,7 +62,7 @@ def test_the_example_is_short_and_stands_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_what_the_documentation_says_to_type_works(nats_url: str, fleet: str) -> None:
+async def test_the_nats_commands_of_the_documentation_work(nats_url: str, fleet: str) -> None:
     """Each `nats pub` of docs/protocol.md is applied and answered on the subject of its `nats sub`."""
     typed = DOC.read_text().replace(".default.", f".{fleet}.")
     commands = re.findall(r"^nats pub (\S+) '(.*)'$", typed, re.MULTILINE)

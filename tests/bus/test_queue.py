@@ -50,7 +50,7 @@ async def test_any_model_name_has_a_queue(nats_url: str, fleet: str, model: str)
     assert info["config"]["metadata"].items() >= {"fleet": fleet, "model": model}.items()
 
 
-async def test_making_a_queue_again_changes_nothing(nats_url: str, fleet: str) -> None:
+async def test_creating_an_existing_queue_changes_nothing(nats_url: str, fleet: str) -> None:
     """Creating an existing queue keeps its requests, its limits and an operator's settings."""
     subjects = Subjects(fleet)
     name = stream_name(subjects, MODEL, "low")
@@ -71,7 +71,7 @@ async def test_making_a_queue_again_changes_nothing(nats_url: str, fleet: str) -
         assert (await ask(nats, f"STREAM.INFO.{name}"))["config"] == changed
 
 
-async def test_limits_are_set_on_what_exists_and_never_below_what_is_held(nats_url: str, fleet: str) -> None:
+async def test_a_queue_limit_below_the_stored_amount_is_refused(nats_url: str, fleet: str) -> None:
     """A limit below the stored amount would delete requests, so it is rejected with that amount.
 
     Other settings stay.
@@ -95,7 +95,7 @@ async def test_limits_are_set_on_what_exists_and_never_below_what_is_held(nats_u
     assert after == before | {"max_msgs": 3, "max_msgs_per_subject": 7}
 
 
-async def test_depths_count_what_waits_and_what_is_in_hand(nats_url: str, fleet: str) -> None:
+async def test_depths_count_waiting_and_pulled_requests(nats_url: str, fleet: str) -> None:
     """Each lane reports the numbers of waiting and pulled requests. A model without a queue has no rows."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as client:
@@ -141,7 +141,7 @@ async def test_a_request_is_stored_until_it_is_acked(nats_url: str, fleet: str) 
             await until(lambda: client.may_be_stored(result.seq), False)
 
 
-async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_states_that_the_server_has_no_jetstream(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without JetStream, the error states this, and a publication finds no workers."""
     require_binary()
     change_config(monkeypatch)
@@ -154,7 +154,9 @@ async def test_a_server_without_jetstream_is_named_as_such(fleet: str, monkeypat
         assert (await client.publish()).code == "no_workers"
 
 
-async def test_queues_need_no_large_disk(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queue_is_created_without_a_reservation_on_a_small_disk(
+    fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the server cannot reserve the bytes, the queue is created without a reservation.
 
     It is full when the server is full.

@@ -39,7 +39,7 @@ async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
 
 
 @pytest.mark.proves("P5")
-async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) -> None:
+async def test_a_killed_server_keeps_waiting_and_pulled_requests(fleet: str) -> None:
     """After a crash of the server, waiting requests arrive in order, and requests without an ack arrive again."""
     require_binary()
     async with EmbeddedServer() as server, publishing(server.url, fleet) as client:
@@ -63,7 +63,7 @@ async def test_a_killed_server_keeps_what_waits_and_what_is_in_hand(fleet: str) 
     assert [number for number in numbers if number >= 5] == list(range(5, 20))
 
 
-async def test_pulls_outlive_the_server(fleet: str) -> None:
+async def test_open_pulls_receive_requests_after_a_restart_of_the_server(fleet: str) -> None:
     """A worker whose pulls were open when the server was killed receives requests again after the restart."""
     require_binary()
     async with (
@@ -84,7 +84,7 @@ async def test_pulls_outlive_the_server(fleet: str) -> None:
 
 
 @pytest.mark.proves("P5")
-async def test_requests_outlive_servers_under_load(fleet: str) -> None:
+async def test_every_request_is_acked_although_the_server_is_killed_repeatedly(fleet: str) -> None:
     """If the server is killed repeatedly, every request is still acked, and the queue is empty in the end."""
     require_binary()
     num_requests = 3000
@@ -118,7 +118,7 @@ async def test_requests_outlive_servers_under_load(fleet: str) -> None:
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fleet: str, is_cut: bool) -> None:
+async def test_requests_of_a_disconnected_worker_go_to_another_worker(nats_url: str, fleet: str, is_cut: bool) -> None:
     """Requests on their way to a worker whose connection breaks or freezes are delivered to another worker."""
     async with (
         tcp_proxy(nats_url) as proxy,
@@ -151,7 +151,7 @@ async def test_what_a_parted_worker_was_handed_goes_to_another(nats_url: str, fl
             assert request.data in {b"c", b"d"}  # data in the connection when it froze
 
 
-async def test_what_jetstream_was_asked_is_asked_again_over_the_next_connection(nats_url: str, fleet: str) -> None:
+async def test_a_jetstream_request_is_repeated_on_the_next_connection(nats_url: str, fleet: str) -> None:
     """A JetStream request whose answer is lost with the connection is repeated on the next connection."""
     async with (
         tcp_proxy(nats_url) as proxy,
@@ -170,7 +170,7 @@ async def test_what_jetstream_was_asked_is_asked_again_over_the_next_connection(
         assert await asking == await queue_depths(client.nats, Subjects(fleet), (MODEL,))
 
 
-async def test_a_store_that_is_lost_is_made_anew(fleet: str) -> None:
+async def test_workers_create_the_streams_of_a_lost_store_again(fleet: str) -> None:
     """If the server returns without its streams, workers create them again, and requests are delivered."""
     require_binary()
     async with (

@@ -72,7 +72,7 @@ def test_a_publish_that_a_cluster_is_storing_is_repeated() -> None:
 
 @pytest.mark.proves("P43")
 @pytest.mark.parametrize("limits", [QueueLimits(max_msgs=2), QueueLimits(max_bytes=3000)])
-async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
+async def test_a_full_queue_rejects_new_requests_and_accepts_resumed_requests(
     nats_url: str, fleet: str, limits: QueueLimits
 ) -> None:
     """New requests beyond the limit are rejected immediately and can be published again.
@@ -96,7 +96,7 @@ async def test_a_full_queue_says_so_and_resumed_requests_still_find_room(
             assert not result.is_duplicate
 
 
-async def test_without_a_queue_there_are_no_workers(nats_url: str, fleet: str) -> None:
+async def test_a_publication_without_a_queue_fails_with_no_workers(nats_url: str, fleet: str) -> None:
     """If no worker has created a queue for the model, the result is `no_workers`, without delay."""
     async with publishing(nats_url, fleet) as client:
         result = await client.publish()
@@ -123,7 +123,7 @@ async def test_other_refusals_quote_the_server(
     assert words in result.message
 
 
-async def test_the_largest_request_is_known_before_it_is_sent(nats_url: str, fleet: str) -> None:
+async def test_a_request_above_the_limit_of_the_server_fails_locally(nats_url: str, fleet: str) -> None:
     """A request that exceeds the server's limit with its headers fails locally, and the connection stays usable."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -166,7 +166,7 @@ async def test_a_request_leaves_the_queue_at_its_deadline(nats_url: str, fleet: 
 
 @pytest.mark.proves("P41")
 @pytest.mark.slow
-async def test_what_is_not_answered_is_published_again(
+async def test_a_publication_without_an_answer_is_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an answer, the client repeats a publication under its id.
@@ -197,7 +197,7 @@ async def test_what_is_not_answered_is_published_again(
 
 
 @pytest.mark.slow
-async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_server_stores_every_request_once(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that arrive faster than the server can store them are all stored in the end, once."""
     require_binary()
     change_config(monkeypatch, max_buffered_msgs=50)
@@ -211,7 +211,7 @@ async def test_a_server_that_cannot_keep_up_is_given_time(fleet: str, monkeypatc
 
 
 @pytest.mark.slow
-async def test_what_has_become_too_large_is_not_repeated(
+async def test_a_request_above_the_limit_after_a_reconnect_is_not_repeated(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a reconnect to a server with a lower limit, a request above the limit fails and is not repeated."""
@@ -262,7 +262,7 @@ async def test_publishes_without_an_answer_are_bounded(
         assert (await client.publish()).ok
 
 
-async def test_a_token_may_be_used_again(nats_url: str, fleet: str) -> None:
+async def test_a_second_publication_with_a_waiting_token_replaces_the_first(nats_url: str, fleet: str) -> None:
     """A publication with a token that still waits replaces the earlier one: only the second has a result."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)

@@ -70,7 +70,7 @@ async def test_lanes_are_emptied_in_their_order(nats_url: str, fleet: str) -> No
     assert taken == [lane.encode() for lane in LANES for _ in range(10)]
 
 
-async def test_an_idle_worker_is_handed_each_request_as_it_comes(nats_url: str, fleet: str) -> None:
+async def test_an_idle_worker_receives_one_request_for_each_pull(nats_url: str, fleet: str) -> None:
     """An idle worker receives requests of any lane, one for each pull, with their client, lane, subject and counts."""
     async with pulling(nats_url, fleet, capacity=5) as worker, publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -85,7 +85,7 @@ async def test_an_idle_worker_is_handed_each_request_as_it_comes(nats_url: str, 
             await worker.finish(request)
 
 
-async def test_a_worker_is_handed_little_more_than_it_has_room_for(nats_url: str, fleet: str) -> None:
+async def test_a_worker_receives_at_most_three_requests_beyond_its_free_slots(nats_url: str, fleet: str) -> None:
     """With any number of waiting requests, a worker receives at most three more requests than it has free slots."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2) as worker:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
@@ -116,7 +116,7 @@ async def test_two_workers_share_a_queue(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_what_a_silent_worker_holds_goes_to_another(nats_url: str, fleet: str) -> None:
+async def test_requests_of_a_silent_worker_go_to_another_worker(nats_url: str, fleet: str) -> None:
     """A request without an ack is delivered to another worker, unless its worker sends in-progress acks."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=2, limits=QUICK) as silent:
         await until(lambda: exists_queue(client, fleet), True)
@@ -142,7 +142,7 @@ async def test_what_a_silent_worker_holds_goes_to_another(nats_url: str, fleet: 
             await until(lambda: is_empty(client, fleet), True)
 
 
-async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, fleet: str) -> None:
+async def test_a_request_is_delivered_again_after_a_nak(nats_url: str, fleet: str) -> None:
     """After a nak, the queue delivers a request to the next worker with free slots. After an ack, it does not."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet) as worker:
         await until(lambda: exists_queue(client, fleet), True)
@@ -166,7 +166,7 @@ async def test_a_request_that_is_given_back_is_handed_out_again(nats_url: str, f
         await until(lambda: is_empty(client, fleet), True)
 
 
-async def test_a_paused_worker_leaves_requests_to_others(nats_url: str, fleet: str) -> None:
+async def test_a_paused_worker_leaves_requests_to_workers_that_serve(nats_url: str, fleet: str) -> None:
     """A request that is published after a pause is first delivered to a worker that serves."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=9) as worker:
         await until(lambda: exists_queue(client, fleet), True)
@@ -186,7 +186,7 @@ async def test_a_paused_worker_leaves_requests_to_others(nats_url: str, fleet: s
         assert worker.puller.stats.given_back == 0
 
 
-async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(nats_url: str, fleet: str) -> None:
     """If a request is on its way to a worker that pauses, the worker returns it, and another worker receives it."""
     async with (
         publishing(nats_url, fleet) as client,
@@ -209,7 +209,7 @@ async def test_what_arrives_after_a_pause_is_given_back(nats_url: str, fleet: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["STREAM.DELETE.{name}", "CONSUMER.DELETE.{name}.normal"])
-async def test_a_queue_that_disappears_is_made_anew(nats_url: str, fleet: str, what: str) -> None:
+async def test_a_deleted_stream_or_consumer_is_created_again(nats_url: str, fleet: str, what: str) -> None:
     """If a stream or a consumer is deleted, the worker creates it again, and new requests arrive."""
     async with publishing(nats_url, fleet) as client, pulling(nats_url, fleet, capacity=100) as worker:
         await until(lambda: exists_queue(client, fleet), True)
@@ -226,7 +226,7 @@ async def test_a_queue_that_disappears_is_made_anew(nats_url: str, fleet: str, w
 
 
 @pytest.mark.slow
-async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
+async def test_a_backlog_larger_than_the_server_buffer_is_delivered_completely(nats_url: str, fleet: str) -> None:
     """A backlog with more bytes than the server buffers for a connection is delivered completely, each request once."""
     data = bytes(range(256)) * (7 * 4096)
     async with publishing(nats_url, fleet) as client:
@@ -241,7 +241,7 @@ async def test_large_requests_pass(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_large_requests_among_small_ones_pass(nats_url: str, fleet: str) -> None:
+async def test_large_requests_among_small_requests_are_delivered_in_order(nats_url: str, fleet: str) -> None:
     """Pulls for many small requests skip larger ones. The next pulls deliver the larger ones in their order."""
     requests = [b"%d" % i + b"x" * (200_000 if i % 40 == 20 else 0) for i in range(120)]
     async with publishing(nats_url, fleet) as client:
@@ -253,7 +253,7 @@ async def test_large_requests_among_small_ones_pass(nats_url: str, fleet: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_closed_here", "expected"), [(True, BusClosed), (False, BusBroken)])
-async def test_a_connection_that_ended_ends_the_pulling(
+async def test_a_closed_connection_ends_the_puller_with_an_error(
     nats_url: str, fleet: str, is_closed_here: bool, expected: type[Exception]
 ) -> None:
     """If the client or the server closes the connection, `run` raises the matching error."""
@@ -281,7 +281,7 @@ async def test_a_connection_that_ended_ends_the_pulling(
     assert isinstance(error, expected)
 
 
-async def test_nothing_is_left_behind(nats_url: str, fleet: str) -> None:
+async def test_a_cancelled_puller_leaves_no_task_subscription_or_pull(nats_url: str, fleet: str) -> None:
     """A puller that is cancelled while it pulls or is paused leaves no task, subscription or pull."""
     async with publishing(nats_url, fleet) as client:
         await exists_queue(client, fleet)  # nats-py starts a permanent task for answers with the first request

@@ -20,7 +20,7 @@ LIMITS = QueueLimits(max_per_client=SHARE)
 
 
 @pytest.mark.proves("P44")
-async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: str) -> None:
+async def test_a_flood_of_requests_waits_at_its_own_client(nats_url: str, fleet: str) -> None:
     """Bob's single request waits for at most one share of Alice's 200 requests.
 
     All requests are delivered, Alice's in order.
@@ -40,7 +40,7 @@ async def test_a_flood_waits_at_the_client_that_sends_it(nats_url: str, fleet: s
         assert alice.publisher.stats.kept_back >= 1
 
 
-async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
+async def test_a_full_share_delays_only_its_own_lane_and_model(nats_url: str, fleet: str) -> None:
     """A full share delays only its own lane and model, and the lane of resumed requests has a larger share."""
     subjects = Subjects(fleet)
     async with publishing(nats_url, fleet) as alice:
@@ -61,7 +61,7 @@ async def test_one_lane_holds_up_no_other(nats_url: str, fleet: str) -> None:
         await until(waiting, {"resume": RESUME_SHARE * SHARE, "high": 1, "normal": SHARE, "low": 0})
 
 
-async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_the_client_keeps_back_can_be_removed(nats_url: str, fleet: str) -> None:
     """If a request that the client keeps back is removed, it is not published, and the later requests are."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, LIMITS)
@@ -76,7 +76,7 @@ async def test_what_is_kept_back_can_be_forgotten(nats_url: str, fleet: str) -> 
     assert taken == [b"%d" % number for number in (*range(10), *range(15, 20))]
 
 
-async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> None:
+async def test_a_periodic_publication_finds_a_free_share(nats_url: str, fleet: str) -> None:
     """If the client learns of no worker that accepted its requests, a periodic publication finds the free share."""
     async with publishing(nats_url, fleet) as alice:
         await ensure_queue(alice.nats, Subjects(fleet), MODEL, QueueLimits(max_per_client=1))
@@ -87,7 +87,7 @@ async def test_room_that_nobody_tells_of_is_found(nats_url: str, fleet: str) -> 
             assert (await alice.result(token)).ok
 
 
-async def test_a_full_stream_is_still_queue_full(nats_url: str, fleet: str) -> None:
+async def test_a_request_to_a_full_stream_fails_with_queue_full(nats_url: str, fleet: str) -> None:
     """If all clients together have filled a stream, a request fails immediately with `queue_full`.
 
     The server's error code is the same as for a full share.

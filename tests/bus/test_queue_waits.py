@@ -12,7 +12,7 @@ from rollbus.schemas.presence import WorkerState
 from tests.support.hand_worker import chunk, failure, hand_worker, request
 
 
-def test_a_bucket_holds_its_upper_end() -> None:
+def test_a_bucket_includes_its_upper_bound() -> None:
     """A bucket includes its upper bound, as in Prometheus. The last bucket has all values above the highest bound."""
     waits = DurationsByModel()
     for seconds in (BOUNDS_S[0], BOUNDS_S[0] * 1.01, BOUNDS_S[-1], BOUNDS_S[-1] + 1):
@@ -30,7 +30,7 @@ def test_a_bucket_holds_its_upper_end() -> None:
     assert found.total_s == pytest.approx(BOUNDS_S[0] * 2.01 + BOUNDS_S[-1] * 2 + 1)
 
 
-def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_counted_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the maximum number of models, only the first models are counted. A copy does not change later."""
     monkeypatch.setattr(durations, "MAX_MODELS", 2)
     waits = DurationsByModel()
@@ -43,7 +43,7 @@ def test_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(waits.copy()["a"].counts) == 2
 
 
-async def test_every_attempt_waits_once(nats_url: str, fleet: str) -> None:
+async def test_each_attempt_with_an_offer_counts_its_wait_once(nats_url: str, fleet: str) -> None:
     """Each attempt counts its wait from publication to offer.
 
     A request without an offer does not count, and each republished attempt counts again.

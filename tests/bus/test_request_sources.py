@@ -29,7 +29,7 @@ def ids_of(results: list[rollbus.Generation]) -> list[str]:
 
 
 @pytest.mark.parametrize("source", ["list", "iterator", "async"])
-async def test_every_kind_of_source(one_worker: StartServed, source: str) -> None:
+async def test_every_request_of_each_kind_of_source_gets_a_result(one_worker: StartServed, source: str) -> None:
     """Every request of a list, an iterator and an async iterable gets a result."""
     async with one_worker() as (rb, *_):
         sources: dict[str, Any] = {"list": REQUESTS, "iterator": iter(REQUESTS), "async": later(*REQUESTS)}
@@ -58,7 +58,7 @@ async def test_an_async_source_may_wait_for_results(one_worker: StartServed) -> 
     assert results == ["r0", "r1", "r2"]
 
 
-async def test_requests_are_drawn_as_there_is_room(one_worker: StartServed) -> None:
+async def test_complete_many_reads_no_more_requests_than_are_opened(one_worker: StartServed) -> None:
     """`complete_many` reads no more of an endless source than it opens."""
     drawn = []
 
@@ -77,7 +77,7 @@ async def test_requests_are_drawn_as_there_is_room(one_worker: StartServed) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_what_a_source_raises_ends_the_batch(one_worker: StartServed, is_async: bool) -> None:
+async def test_an_error_of_a_source_ends_the_batch_and_is_raised(one_worker: StartServed, is_async: bool) -> None:
     """The error of a source ends the batch and is raised, and open requests are aborted."""
 
     def fails() -> Iterator[rollbus.GenerateRequest]:
@@ -94,7 +94,7 @@ async def test_what_a_source_raises_ends_the_batch(one_worker: StartServed, is_a
         await until_idle(engine, rb)
 
 
-async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
+async def test_leaving_the_loop_cancels_the_source(one_worker: StartServed) -> None:
     """If the caller leaves the loop while an async source waits, the source is cancelled and finishes its cleanup."""
     seen = []
 
@@ -120,7 +120,7 @@ async def test_leaving_cancels_the_source(one_worker: StartServed) -> None:
         ([greedy(1, 1), None], "requests has None; allowed: GenerateRequest"),
     ],
 )
-async def test_what_is_no_source_is_refused(one_worker: StartServed, requests: Any, message: str) -> None:
+async def test_values_that_are_no_requests_are_refused(one_worker: StartServed, requests: Any, message: str) -> None:
     """Values that are no requests are rejected with the name of the argument. None in a list raises an error too."""
     async with one_worker() as (rb, *_):
         with pytest.raises(InvalidRequest) as caught:

@@ -16,7 +16,7 @@ async def num_streams() -> int:
     return sum(type(thing) is ResponseStream for thing in gc.get_objects())
 
 
-async def test_nothing_waits_for_the_garbage_collector(one_worker: StartServed) -> None:
+async def test_ended_requests_are_freed_without_the_garbage_collector(one_worker: StartServed) -> None:
     """Completed, streamed and abandoned requests leave no response stream, without the garbage collector."""
     gc.collect()
     gc.disable()

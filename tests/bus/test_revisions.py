@@ -86,7 +86,7 @@ async def test_an_older_epoch_does_not_count_again(bucket: Bucket) -> None:
     assert await bucket.epochs(reader(bucket)) == (2, 60)
 
 
-async def test_a_bucket_that_was_made_anew_is_believed(bucket: Bucket) -> None:
+async def test_older_epochs_are_accepted_if_the_bucket_was_created_again(bucket: Bucket) -> None:
     """A reader accepts older epochs if the server states that the bucket was created again."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
@@ -97,7 +97,7 @@ async def test_a_bucket_that_was_made_anew_is_believed(bucket: Bucket) -> None:
     assert await bucket.epochs(early) == (1, 60)
 
 
-async def test_a_server_that_is_behind_is_seen(bucket: Bucket) -> None:
+async def test_a_server_that_is_behind_returns_its_older_state(bucket: Bucket) -> None:
     """If the server is behind, the reader returns the server's older state. `ReadOrder` handles this case."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
@@ -106,7 +106,7 @@ async def test_a_server_that_is_behind_is_seen(bucket: Bucket) -> None:
     assert await bucket.epochs(early) == (1, 10)
 
 
-async def test_what_is_known_stands_where_nothing_counts(bucket: Bucket) -> None:
+async def test_a_reader_keeps_its_state_if_the_history_has_no_signed_state(bucket: Bucket) -> None:
     """If all signed states have left the history, a reader keeps the state that it knows. A new reader finds none."""
     early = reader(bucket)
     assert await bucket.epochs(early) == (2, 50)
@@ -118,7 +118,7 @@ async def test_what_is_known_stands_where_nothing_counts(bucket: Bucket) -> None
     assert await bucket.epochs(reader(bucket)) == (None, 59)
 
 
-async def test_who_has_read_asks_little(bucket: Bucket) -> None:
+async def test_a_read_of_a_known_state_needs_one_call(bucket: Bucket) -> None:
     """A read takes one call for a known state, two for a new revision, and three for one that does not count."""
     early = reader(bucket)
 

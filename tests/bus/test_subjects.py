@@ -33,7 +33,7 @@ def test_two_names_never_share_a_token(one: str, other: str) -> None:
 
 
 @given(st.text(alphabet="ab=2Ef3.Éé*\ud800", min_size=1))
-def test_tokens_that_encode_nothing_are_refused(token: str) -> None:
+def test_tokens_that_no_name_encodes_to_are_refused(token: str) -> None:
     """A token decodes exactly if encoding its name returns it, so each name has one token."""
     try:
         name = decode_token(token)
@@ -43,7 +43,7 @@ def test_tokens_that_encode_nothing_are_refused(token: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "a.b", "=2", "=2e", "=41", "=FF", "a b", "é", "*"])
-def test_other_spellings_are_refused(token: str) -> None:
+def test_other_spellings_of_a_token_are_refused(token: str) -> None:
     """Lower-case or unnecessary escapes, bytes that are not UTF-8, and raw characters are rejected."""
     with pytest.raises(ValueError, match=r"."):
         decode_token(token)
@@ -62,7 +62,7 @@ def test_names_that_are_safe_stay_readable() -> None:
     assert encode_token("Qwen/Qwen3.5") == "Qwen=2FQwen3=2E5"
 
 
-def test_the_subjects_are_those_of_the_table() -> None:
+def test_the_subjects_equal_the_names_of_the_table() -> None:
     """The subjects equal the fixed names that programs without this library use."""
     assert [
         SUBJECTS.request("c", "a/b", "normal"),

@@ -42,7 +42,7 @@ def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
     ("blocking", "awaited"),
     [(BlockingClient, rollbus.Client), (BlockingFleet, rollbus.Fleet), (BlockingGroups, GroupSampler)],
 )
-def test_both_have_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
+def test_both_clients_have_the_same_names_and_arguments(blocking: type, awaited: type) -> None:
     """Both clients have the same names and arguments.
 
     No method of the blocking client is awaitable, and each has a docstring.
@@ -59,7 +59,7 @@ def test_both_have_the_same_names_and_arguments(blocking: type, awaited: type) -
             assert not inspect.isasyncgenfunction(ours), name
 
 
-def test_connect_has_the_same_arguments() -> None:
+def test_sync_connect_has_the_arguments_of_connect() -> None:
     """`sync.connect` has the arguments of `connect`, and needs no separate import."""
     assert parameters_of(rollbus.sync.connect) == parameters_of(rollbus.connect)
     assert "`async with`" not in (rollbus.sync.connect.__doc__ or "")
@@ -127,7 +127,7 @@ async def test_several_threads_share_a_client(nats_url: str, fleet: str, one_wor
     }
 
 
-async def test_errors_are_the_same(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_errors_are_those_of_the_client_with_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Requests, commands, arguments and the state of the client raise the same errors."""
 
     def program() -> None:
@@ -179,7 +179,7 @@ def test_no_server_is_an_error_and_leaves_no_thread(fleet: str) -> None:
     assert threading.active_count() == before
 
 
-def test_without_workers(nats_url: str, fleet: str) -> None:
+def test_without_workers_every_request_method_raises_no_workers(nats_url: str, fleet: str) -> None:
     """Without workers, every request method raises `NoWorkers`."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
         for call in (
@@ -190,7 +190,9 @@ def test_without_workers(nats_url: str, fleet: str) -> None:
                 call()
 
 
-async def test_leaving_a_loop_aborts(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_a_caller_that_leaves_a_loop_aborts_its_requests(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
     """A caller that leaves a stream or a batch aborts its requests.
 
     Their ids and slots are free for the next requests.
@@ -264,7 +266,7 @@ async def test_callbacks_may_not_call_the_client(nats_url: str, fleet: str, one_
     assert len(caught) >= 2
 
 
-async def test_it_works_inside_of_a_running_loop(nats_url: str, fleet: str) -> None:
+async def test_the_blocking_client_works_inside_a_running_loop(nats_url: str, fleet: str) -> None:
     """The blocking client works inside a running loop, as in a notebook, and blocks that loop."""
     with rollbus.sync.connect(nats_url, fleet=fleet) as rb:
         assert rb.fleet.state().workers == ()

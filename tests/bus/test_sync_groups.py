@@ -61,7 +61,7 @@ async def test_steps_are_those_of_the_client_with_asyncio(nats_url: str, fleet: 
     assert not any(step.failed or step.dropped for step in steps)
 
 
-async def test_prompts_are_drawn_where_the_step_is_waited_for(
+async def test_prompts_are_read_on_the_thread_that_waits_for_the_step(
     nats_url: str, fleet: str, one_worker: StartServed
 ) -> None:
     """`step` reads prompts one at a time on its own thread, and the source may use the client.
@@ -143,7 +143,9 @@ def needs_entering(rb: rollbus.sync.BlockingClient) -> None:
         needs_entering,
     ],
 )
-def test_errors_are_the_same(nats_url: str, fleet: str, use: Callable[[rollbus.sync.BlockingClient], None]) -> None:
+def test_errors_are_those_of_the_client_with_asyncio(
+    nats_url: str, fleet: str, use: Callable[[rollbus.sync.BlockingClient], None]
+) -> None:
     """Invalid arguments, an empty fleet and groups that are not entered raise the same errors."""
     with rollbus.sync.connect(nats_url, fleet=fleet, worker_grace_s=0) as rb:
         use(rb)
@@ -152,7 +154,7 @@ def test_errors_are_the_same(nats_url: str, fleet: str, use: Callable[[rollbus.s
 
 
 @pytest.mark.parametrize("left", ["groups", "client"])
-async def test_leaving_ends_a_step_of_another_thread(
+async def test_leaving_the_groups_ends_a_step_of_another_thread(
     nats_url: str, fleet: str, one_worker: StartServed, left: str
 ) -> None:
     """If the groups or the client are left, a step of another thread ends with `BusClosed`, and the engines are idle.
@@ -189,7 +191,7 @@ async def test_leaving_ends_a_step_of_another_thread(
     assert "a step of these groups is still running" in str(errors[0])
 
 
-async def test_weights_may_come_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_weights_may_change_between_steps(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Between steps, no request of the groups is in flight, so weights can change. The statistics count all lengths."""
 
     def program() -> None:

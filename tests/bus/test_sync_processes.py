@@ -35,7 +35,9 @@ async def run(program: str, url: str, fleet: str) -> list[Any]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-async def test_a_program_that_exits_leaves_its_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_workers_learn_immediately_that_a_program_exits(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
     """If a program exits without leaving its client, the workers learn immediately that its requests are abandoned."""
     async with one_worker() as (rb, _, engine), opened(nats_url) as connection:
         heard = await connection.subscribe(Subjects(fleet).client("program"))
@@ -46,7 +48,7 @@ async def test_a_program_that_exits_leaves_its_client(nats_url: str, fleet: str,
         await until_idle(engine, rb)
 
 
-async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_ctrl_c_ends_only_the_call(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Ctrl-C raises `KeyboardInterrupt` in each kind of call and ends its request. The client can use the ids again."""
     async with one_worker() as (rb, _, engine):
         [[interrupted, answers]] = await run("be_interrupted", nats_url, fleet)
@@ -55,7 +57,9 @@ async def test_ctrl_c_ends_the_call_alone(nats_url: str, fleet: str, one_worker:
     assert answers == ["length"] * 5
 
 
-async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_a_forked_process_cannot_use_the_client_of_its_parent(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
     """A forked child gets typed errors, has no connection, and can use its own client. The parent continues."""
     async with one_worker():
         child, parent = await run("fork", nats_url, fleet)
@@ -63,7 +67,9 @@ async def test_a_forked_process_has_no_part_in_the_client(nats_url: str, fleet: 
     assert parent == {"code": 7, "tokens": [200, [20] * 60 + [3]], "missing": 0}
 
 
-async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_a_forked_process_cannot_use_a_client_with_asyncio(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
     """A fork has the same effect on a client with asyncio. A stream that the child reads ends with `client_closed`."""
     async with one_worker():
         child, parent = await run("fork_with_asyncio", nats_url, fleet)
@@ -71,7 +77,7 @@ async def test_a_fork_beside_asyncio(nats_url: str, fleet: str, one_worker: Star
     assert parent == {"code": 7, "tokens": [200, 3], "missing": 0}
 
 
-async def test_a_data_loader_forks(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_forked_data_loader_processes_supply_prompts(nats_url: str, fleet: str, one_worker: StartServed) -> None:
     """Two processes of a torch DataLoader supply prompts during requests, and cannot use the parent's client."""
     async with one_worker():
         [said] = await run("load_data", nats_url, fleet)

@@ -48,7 +48,7 @@ def find(timeline: WorkerTimeline, name: str) -> TimelineEvent:
     return event
 
 
-async def test_a_request_from_the_queue(one_worker: StartServed) -> None:
+async def test_the_timeline_of_a_queued_request_is_in_order_of_time(one_worker: StartServed) -> None:
     """The worker reports lane, queue, prompt, cache, tokens and end of a queued request, in order of time."""
     async with one_worker(options={"client": "alice", **QUEUE}, config=SyntheticConfig(prefix_cache=True)) as (rb, *_):
         request = sized(64, 5, request_id="r", priority=3, traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
@@ -69,7 +69,7 @@ async def test_a_request_from_the_queue(one_worker: StartServed) -> None:
     assert (find(told, "ended").tokens, find(told, "ended").reason) == (5, "length")
 
 
-async def test_samples_that_wait_for_a_slot_show_it(nats_url: str, fleet: str) -> None:
+async def test_timelines_show_that_samples_wait_for_a_slot(nats_url: str, fleet: str) -> None:
     """Samples that wait at a worker of four slots are offered immediately and started later.
 
     On a slow machine, some samples go to the queue. These have a timeline for each path.
@@ -88,7 +88,7 @@ async def test_samples_that_wait_for_a_slot_show_it(nats_url: str, fleet: str) -
     assert {find(timeline, "ended").reason for timeline in sent_away} <= {"queue_full"}
 
 
-async def test_a_pause_that_keeps_is_told(one_worker: StartServed) -> None:
+async def test_a_timeline_shows_a_pause_that_keeps_requests(one_worker: StartServed) -> None:
     """The timeline of a paused request shows the time and token count of the pause, then its resume and abort."""
     async with one_worker(options=QUEUE, config=SyntheticConfig.from_args(SLOW)) as (rb, *_), asyncio.TaskGroup() as go:
         stream = await start_stream(go, rb, endless("r"))
@@ -110,7 +110,7 @@ async def test_a_pause_that_keeps_is_told(one_worker: StartServed) -> None:
     assert ended.reason == "abort"
 
 
-async def test_an_update_in_the_middle_is_told(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_timeline_shows_an_update_during_a_request(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The timeline shows that an update holds a request, and after how many tokens the new version begins."""
     one, two = folders(tmp_path)
     async with serving(nats_url, fleet, one, 1, step_s=0.01) as (rb, _), asyncio.TaskGroup() as tasks:
@@ -152,7 +152,7 @@ async def test_a_request_without_a_token_is_restarted(nats_url: str, fleet: str,
     assert find(told, "weights").tokens == 0
 
 
-async def test_what_a_worker_refused_is_told(one_worker: StartServed) -> None:
+async def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(one_worker: StartServed) -> None:
     """The timeline of a rejected request that never reached the engine ends with the error code."""
     async with one_worker(options=QUEUE) as (rb, *_):
         with pytest.raises(RequestRejected):
@@ -163,7 +163,7 @@ async def test_what_a_worker_refused_is_told(one_worker: StartServed) -> None:
     assert (told.events[-1].reason, told.events[-1].tokens) == ("unsupported", 0)
 
 
-async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
+async def test_a_request_that_repeatedly_returns_to_the_queue_has_one_timeline(one_worker: StartServed) -> None:
     """A request that waits for future weights returns to the queue repeatedly, and has one timeline that shows it."""
     async with one_worker(options=QUEUE) as (rb, worker, _), asyncio.TaskGroup() as tasks:
         call = tasks.create_task(rb.complete(short("r", min_weight_version=5)))
@@ -175,7 +175,7 @@ async def test_what_a_worker_gave_back_is_told(one_worker: StartServed) -> None:
     assert told.events[-1].reason == "returned"
 
 
-async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
+async def test_a_request_that_arrives_after_the_pulls_stopped_has_a_timeline(one_worker: StartServed) -> None:
     """A request on its way to a worker that stopped pulling returns to the queue, and has a timeline too."""
     message = queued()
     asked = RequestMessage(client="alice", incarnation="a1", request=msgspec.Raw(encode(short("late"))))
@@ -187,7 +187,7 @@ async def test_what_came_too_late_is_told(one_worker: StartServed) -> None:
     assert (told.client, told.lane, told.events[-1].reason) == ("alice", "normal", "returned")
 
 
-async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str) -> None:
+async def test_after_a_kill_the_other_worker_reports_attempt_1(nats_url: str, fleet: str) -> None:
     """After kill -9 during a stream, the other worker reports attempt 1, which begins with the earlier tokens."""
     # Both start before the stream, because a starting process occupies the cores and could delay presence beyond the
     # lease.
@@ -217,7 +217,7 @@ async def test_a_killed_worker_takes_its_attempt_along(nats_url: str, fleet: str
     assert trace.silent == {}
 
 
-async def test_the_silent_are_named_within_the_time(nats_url: str, fleet: str) -> None:
+async def test_workers_of_an_earlier_release_are_named(nats_url: str, fleet: str) -> None:
     """The trace names workers of an earlier release, which are not asked."""
     async with controlled(nats_url, fleet, "old") as control:
         with pytest.raises(InvalidRequest, match="request_id is 'a b'"):
@@ -245,14 +245,14 @@ async def test_a_hanging_worker_is_named(nats_url: str, fleet: str) -> None:
     assert (trace.workers_asked, trace.workers_answered) == (2, 1)
 
 
-async def test_without_workers_nobody_can_tell(nats_url: str, fleet: str) -> None:
+async def test_timelines_without_workers_raise_no_workers(nats_url: str, fleet: str) -> None:
     """Without workers, `timelines` raises `NoWorkers`, like every command."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with pytest.raises(NoWorkers):
             await rb.fleet.timelines("r")
 
 
-async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
+async def test_a_trainer_may_not_read_timelines_and_a_frontend_may(tmp_path: Path) -> None:
     """With a trainer's credentials, `timelines` raises an error that names the allowed roles, and reaches no worker.
 
     A frontend gets the timeline.
@@ -280,7 +280,7 @@ async def test_a_trainer_is_told_nothing(tmp_path: Path) -> None:
     assert told.client == "alice"
 
 
-async def test_n_samples_are_told_one_by_one(one_worker: StartServed) -> None:
+async def test_each_of_n_samples_has_its_own_timeline(one_worker: StartServed) -> None:
     """Each of n samples has its own timeline under the same request id."""
     request = GenerateRequest(
         prompt_token_ids=[1, 2, 3], sampling=SamplingParams(n=3, max_tokens=4, ignore_eos=True), request_id="r"
@@ -293,7 +293,7 @@ async def test_n_samples_are_told_one_by_one(one_worker: StartServed) -> None:
     assert {find(timeline, "ended").tokens for timeline in trace.timelines} == {4}
 
 
-async def test_a_thousand_and_one_requests_later_the_first_is_forgotten(one_worker: StartServed) -> None:
+async def test_a_worker_stores_the_timelines_of_its_last_thousand_requests(one_worker: StartServed) -> None:
     """A worker stores the timelines of its last 1,000 requests, so the request before them has none."""
     async with one_worker(options=QUEUE) as (rb, *_):
         await rb.complete(short("first"))

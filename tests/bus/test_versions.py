@@ -87,7 +87,7 @@ async def test_a_second_publisher_is_refused_with_the_name_of_the_first(nats_url
             assert second.epoch == 2
 
 
-async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None:
+async def test_exactly_one_of_two_concurrent_publishers_gets_the_lease(nats_url: str) -> None:
     """Of publishers that open at once, a compare-and-set chooses one. The errors of the other publishers name it."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         stores = {name: fresh_store(nats_url, fleet, publisher=name) for name in ("alice", "bob", "carol")}
@@ -109,7 +109,7 @@ async def test_of_two_that_open_at_once_one_has_the_lease(nats_url: str) -> None
 
 
 @pytest.mark.proves("P84")
-async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_publisher_whose_lease_expired_cannot_commit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher whose lease expired cannot commit. Its error names the new publisher, and its objects are removed."""
     monkeypatch.setattr(versions, "RENEW_S", 1000.0)
     monkeypatch.setattr(chain, "LEASE_S", 0.0)
@@ -134,7 +134,7 @@ async def test_one_that_slept_past_its_lease_cannot_commit(nats_url: str, monkey
     assert [link.objects for link in record.links] == [objects]
 
 
-async def test_a_killed_publisher_s_successor_waits_for_the_lease(
+async def test_the_successor_of_a_killed_publisher_waits_for_the_lease(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor of a killed publisher gets the lease when it has expired, and is rejected while it is renewed."""
@@ -261,7 +261,7 @@ async def test_a_full_bucket_is_an_error_and_the_next_version_works(nats_url: st
             assert store.record.links[-1].version == 1
 
 
-async def test_without_a_bucket_nobody_publishes(nats_url: str) -> None:
+async def test_a_publication_without_a_bucket_is_an_error(nats_url: str) -> None:
     """If the bucket was deleted, the error states this and the next step."""
     async with opened(nats_url) as nats:
         async with versions_bucket(nats) as (fleet, _):
@@ -285,7 +285,7 @@ async def test_an_adapter_is_published_beside_the_weights(nats_url: str) -> None
 
 
 @pytest.mark.proves("P86")
-async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> None:
+async def test_cleaning_keeps_only_the_versions_and_adapters_that_are_needed(nats_url: str) -> None:
     """Cleaning keeps the recorded and the previous version with their chains, and recorded adapters.
 
     It keeps other uploads.
@@ -319,7 +319,7 @@ async def test_cleaning_keeps_what_is_needed_and_nothing_else(nats_url: str) -> 
         assert [link.version for link in store.record.links] == [3, 4, 6, 7, 8]
 
 
-async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path) -> None:
+async def test_cleaning_deletes_old_chunks_that_no_object_names(nats_url: str, tmp_path: Path) -> None:
     """Cleaning deletes old chunks that no object names. Chunks of other uploads stay while an object names them."""
     async with (
         opened(nats_url) as nats,
@@ -344,7 +344,7 @@ async def test_what_killed_uploads_left_is_deleted(nats_url: str, tmp_path: Path
         assert await parts_in(nats, bucket) == 4
 
 
-async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_cleanup_is_logged(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """A failed cleanup is logged and does not undo a publication."""
     async with opened(nats_url) as nats:
         async with versions_bucket(nats) as (fleet, _):
@@ -355,7 +355,7 @@ async def test_what_cannot_be_cleaned_is_logged(nats_url: str, caplog: pytest.Lo
     assert "versions.cleanup_failed model=m" in caplog.text
 
 
-async def test_a_record_that_nobody_can_read_does_not_end_publishing(nats_url: str) -> None:
+async def test_after_an_undecodable_chain_record_the_next_lease_starts_a_chain(nats_url: str) -> None:
     """If the chain record cannot be decoded, the next lease starts a new chain in an epoch above all earlier ones."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet) as store:

@@ -12,7 +12,7 @@ from tests.support.connections import opened
 from tests.support.versions import folders_in, fresh_store, opened_store, parts_in, publish, versions_bucket
 
 
-async def test_a_record_that_was_lost_keeps_what_the_recorded_version_needs(nats_url: str) -> None:
+async def test_without_the_record_cleaning_keeps_the_versions_of_the_manifest(nats_url: str) -> None:
     """If the record was lost, cleaning keeps the versions that the manifest of the recorded version names."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
@@ -30,7 +30,7 @@ async def test_a_record_that_was_lost_keeps_what_the_recorded_version_needs(nats
             assert store.record.noted == (needed[-1],)
 
 
-async def test_a_new_lease_deletes_what_a_killed_publication_left(nats_url: str) -> None:
+async def test_a_new_lease_deletes_the_objects_of_a_killed_publication(nats_url: str) -> None:
     """A new lease deletes uncommitted objects of a killed publication at any age, and keeps other uploads."""
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, bucket):
         async with opened_store(nats_url, fleet) as store:
@@ -51,7 +51,7 @@ async def test_a_refreshed_record_has_a_commit_whose_answer_was_lost(nats_url: s
         assert store.record == stored
 
 
-async def test_what_cannot_be_cleaned_for_a_lease_is_a_typed_error(
+async def test_a_failed_cleanup_is_a_typed_error_if_the_lease_needs_room(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A cleanup that fails raises a typed error if the lease needs room. Otherwise it is only logged."""

@@ -58,7 +58,7 @@ async def own_server(*, max_bytes: int = 64 * MEGABYTE) -> AsyncIterator[tuple[E
         yield server, nats, fleet, bucket
 
 
-async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
+async def test_objects_of_a_publisher_killed_before_its_manifest_are_deleted(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a publisher is killed before its manifest, readers see no version.
@@ -86,7 +86,7 @@ async def test_a_publisher_killed_before_its_manifest_leaves_nothing_for_good(
             assert decode_manifest(await folder.read(MANIFEST, MAX_MANIFEST_BYTES)).version == 1
 
 
-async def test_a_server_that_restarts_during_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_restart_during_an_upload_fails_the_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server restarts during an upload, the publication fails and is removed.
 
     The lease stays, and the next version works.
@@ -112,7 +112,7 @@ async def test_a_server_that_restarts_during_an_upload(monkeypatch: pytest.Monke
         assert (store.epoch, [link.version for link in store.record.links]) == (1, [1])
 
 
-async def test_a_server_that_restarts_between_manifest_and_chain_record(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_restart_before_the_chain_record_delays_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server restarts before the chain record is written, the commit waits for the server and counts once."""
     real = ChainKey.write
     killed: list[int] = []
@@ -187,7 +187,9 @@ async def test_a_commit_whose_answer_was_lost_counts_after_a_takeover(
         assert await parts_in(nats, bucket) == 2
 
 
-async def test_a_bucket_that_a_killed_upload_filled(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_chunks_of_an_upload_that_filled_the_bucket_are_deleted(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a killed upload filled the bucket, no publisher gets the lease while its chunks are new.
 
     Later they are deleted first.

@@ -98,7 +98,7 @@ async def test_without_all_ranks_nothing_is_published(nats_url: str) -> None:
         await publish(stores[0], 7)
 
 
-async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> None:
+async def test_a_rank_stops_waiting_if_rank_0_discards_the_version(nats_url: str) -> None:
     """If rank 0 discards the version, other ranks stop waiting for its commit."""
     async with ranks(nats_url, 2) as (_, _, stores):
         publication = stores[0].begin(7)
@@ -111,7 +111,7 @@ async def test_a_rank_sees_that_rank_0_took_the_version_back(nats_url: str) -> N
         assert "it failed, or another publisher took over" in waiting.result().message
 
 
-async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
+async def test_a_rank_that_fails_ends_the_wait_of_rank_0(nats_url: str) -> None:
     """If a rank fails, rank 0 stops waiting for its list, and the errors of all ranks name the failed rank."""
     async with ranks(nats_url, 3) as (nats, bucket, stores):
         publication = stores[0].begin(7)
@@ -133,7 +133,7 @@ async def test_a_rank_that_fails_ends_the_others(nats_url: str) -> None:
         await publish(stores[0], 8)
 
 
-async def test_a_rank_that_falls_silent_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_dies_after_joining_is_named(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process of a rank dies after it joined, rank 0 stops waiting early and gives other ranks the reason."""
     monkeypatch.setattr(rank_waits, "SILENT_S", 1.0)
     async with ranks(nats_url, 3) as (nats, bucket, stores):
@@ -181,7 +181,7 @@ async def test_a_rank_does_not_wait_long_for_a_dead_rank_0(nats_url: str, monkey
         assert refused.message.endswith("rank 0 has sent no sign of life for 1 s")
 
 
-async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: str) -> None:
+async def test_cleaning_keeps_the_objects_of_ranks_for_an_open_version(nats_url: str) -> None:
     """Cleaning keeps the objects of ranks for an open version at any age.
 
     Rank 0 may still compare its tensors with them.
@@ -197,7 +197,7 @@ async def test_cleaning_leaves_what_ranks_gave_to_a_version_under_way(nats_url: 
         assert await parts_in(nats, bucket) == 2
 
 
-async def test_ranks_have_no_more_objects_together_than_a_folder(
+async def test_all_ranks_together_store_no_more_objects_than_a_folder_may_have(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks together may store no more objects than readers accept in a folder.
@@ -252,7 +252,7 @@ async def test_a_rank_joins_its_own_version_only(nats_url: str) -> None:
         ({"rank": 2}, "it is of version 7, epoch 1, rank 2"),
     ],
 )
-async def test_a_list_of_something_else_is_refused(
+async def test_a_list_of_another_version_epoch_or_rank_is_refused(
     nats_url: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], said: str
 ) -> None:
     """Rank 0 rejects a list of another version, epoch or rank, and nothing is published."""
@@ -282,7 +282,7 @@ async def test_a_rank_cannot_name_objects_of_others(nats_url: str, monkeypatch: 
         assert raised.value.code is ControlCode.BAD_SOURCE
 
 
-async def test_a_rank_that_loses_its_lease_says_who_has_it(nats_url: str) -> None:
+async def test_the_error_of_a_lost_lease_names_the_new_publisher(nats_url: str) -> None:
     """`announce` requires the lease. The error names the publisher that took it over."""
     async with ranks(nats_url, 1) as (nats, bucket, stores):
         publication = stores[0].begin(7)

@@ -36,7 +36,7 @@ async def announce(worker: HandWorker, version: int, target: int | None) -> None
 
 @pytest.mark.proves("P81")
 @pytest.mark.usefixtures("unhurried")
-async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: str) -> None:
+async def test_only_workers_with_the_required_weights_serve(nats_url: str, fleet: str) -> None:
     """Of workers with versions 1 and 2, only the second serves requests for version 2, in their first attempt.
 
     The client sends them directly to this worker. Through the queue, about half of them would first reach the older
@@ -58,7 +58,7 @@ async def test_only_workers_with_the_wanted_weights_serve(nats_url: str, fleet: 
     assert {int(version) for result in results for version in result.weight_versions} == {2}
 
 
-async def test_a_request_waits_for_weights_and_is_no_poison(
+async def test_a_request_that_waits_for_weights_is_no_poison_request(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits for weights runs once a worker has them, however often the queue delivered it before."""
@@ -79,7 +79,7 @@ async def test_a_request_waits_for_weights_and_is_no_poison(
     assert {chunk.weight_version for chunk in client.chunks["r"]} == {2}
 
 
-async def test_the_deadline_says_that_it_waited_for_weights(one_worker: StartServed) -> None:
+async def test_the_timeout_error_states_the_required_and_the_newest_version(one_worker: StartServed) -> None:
     """If no worker gets the weights in time, the error states the required version and the newest available version."""
     async with one_worker(weight_version=1) as (rb, *_):
         with pytest.raises(
@@ -90,7 +90,7 @@ async def test_the_deadline_says_that_it_waited_for_weights(one_worker: StartSer
     assert e.value.stage == "admission"
 
 
-async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: str) -> None:
+async def test_a_timeout_with_available_weights_does_not_mention_weights(nats_url: str, fleet: str) -> None:
     """The timeout of a request whose weights are available does not mention weights."""
     async with hand_worker(nats_url, fleet) as (worker, rb):
         for fields in ({}, {"min_weight_version": 0}):
@@ -100,7 +100,7 @@ async def test_the_deadline_of_others_blames_no_weights(nats_url: str, fleet: st
 
 
 @pytest.mark.proves("P81")
-async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet: str) -> None:
+async def test_a_worker_rejects_a_queued_request_beyond_its_lag(nats_url: str, fleet: str) -> None:
     """A worker rejects a queued request whose target version advanced by more than its lag.
 
     It runs the other requests.
@@ -125,7 +125,7 @@ async def test_what_waited_until_it_was_too_old_is_dropped(nats_url: str, fleet:
     }
 
 
-async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: str) -> None:
+async def test_an_attempt_without_output_contains_the_target_version(nats_url: str, fleet: str) -> None:
     """An attempt without output contains the target version at submission. A resumed attempt contains none."""
     async with session_worker(nats_url, fleet) as (worker, rb, session), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, 7)
@@ -146,7 +146,7 @@ async def test_a_message_tells_which_weights_there_were(nats_url: str, fleet: st
     assert (error.code, error.retryable) == (ErrorCode.TOO_STALE, False)
 
 
-async def test_a_lag_is_counted_once_somebody_says_from_where(nats_url: str, fleet: str) -> None:
+async def test_a_request_with_a_lag_waits_until_workers_know_the_target_version(nats_url: str, fleet: str) -> None:
     """Workers that return first read their target version. Until then, a request with a lag waits."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         await announce(worker, 6, None)
@@ -162,7 +162,7 @@ async def test_a_lag_is_counted_once_somebody_says_from_where(nats_url: str, fle
     assert [taken.message.target_version for taken in (other, waited)] == [None, 7]
 
 
-async def test_requests_that_wait_meet_new_weights(
+async def test_requests_that_wait_during_an_update_run_or_become_too_stale(
     nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path
 ) -> None:
     """Three requests wait during an update: one required it, one allows it, and one becomes too stale."""
@@ -194,7 +194,7 @@ async def waiting(rb: rollbus.Client) -> int:
     return sum(depth.waiting + depth.in_hand for depth in (await rb.fleet.state()).queues)
 
 
-async def test_a_session_does_not_hold_on_to_older_weights(nats_url: str, fleet: str) -> None:
+async def test_a_session_request_skips_a_worker_with_older_weights(nats_url: str, fleet: str) -> None:
     """A session's worker without the required weights gets no request.
 
     If it rejects a request itself, the queue follows.

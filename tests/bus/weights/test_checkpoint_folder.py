@@ -20,7 +20,7 @@ def write(file: Path, offsets: dict[str, tuple[int, int]], data: bytes) -> None:
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
 
 
-def test_tensors_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_tensors_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
     """Tensors are read in the order of the file, also if the header has another order."""
     write(tmp_path / "model.safetensors", {"b": (2, 5), "a": (0, 2)}, bytes([1, 2, 3, 4, 5]))
 
@@ -52,7 +52,7 @@ def test_a_file_that_a_worker_would_refuse_is_not_published(
 
 
 @pytest.mark.parametrize("name", ["notes (1).txt", "-x", "überblick.md", "delta-notes.json"])
-def test_a_file_that_no_version_can_have_is_named(tmp_path: Path, name: str) -> None:
+def test_the_error_names_a_file_with_a_forbidden_name(tmp_path: Path, name: str) -> None:
     """A file whose name workers reject is named in the error.
 
     Hidden files are not part of a version and may have any name.

@@ -103,7 +103,7 @@ def test_tensors_that_did_not_change_are_not_stored() -> None:
     assert draft.delta_bytes < 20
 
 
-def test_an_anchor_alone_believes_no_hash_of_before() -> None:
+def test_an_anchor_computes_all_hashes_again() -> None:
     """An anchor computes all hashes again: with a wrong hash in the snapshot, no worker could build later versions."""
     snapshot = Snapshot()
     tensors = arrays()
@@ -116,7 +116,7 @@ def test_an_anchor_alone_believes_no_hash_of_before() -> None:
     assert {entry.name: entry.sha256 for entry in draft.entries()} == right
 
 
-def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
+def test_an_uncommitted_publication_does_not_change_the_snapshot() -> None:
     """A publication that is not committed does not change the snapshot."""
     snapshot = Snapshot()
     tensors = arrays()
@@ -131,7 +131,7 @@ def test_a_publication_that_is_not_committed_leaves_the_snapshot() -> None:
         assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
 
 
-def test_what_is_committed_is_not_taken_back() -> None:
+def test_a_committed_publication_is_not_undone() -> None:
     """A committed publication is not undone, because a cancellation takes effect only after the commit."""
     snapshot = Snapshot()
     draft, _ = publish(ANCHOR, snapshot, arrays())
@@ -144,7 +144,7 @@ def test_what_is_committed_is_not_taken_back() -> None:
     assert {name: tensor.content.tobytes() for name, tensor in snapshot.tensors.items()} == as_bytes(tensors)
 
 
-def test_a_content_that_cannot_be_taken_back_is_not_compared_with() -> None:
+def test_a_snapshot_that_cannot_be_restored_becomes_empty() -> None:
     """If the snapshot cannot be restored, it becomes empty, because an interrupt may leave any bytes in it."""
     snapshot = Snapshot()
     draft, _ = publish(ANCHOR, snapshot, arrays())
@@ -157,7 +157,7 @@ def test_a_content_that_cannot_be_taken_back_is_not_compared_with() -> None:
     assert (snapshot.tensors, snapshot.digest) == ({}, "")
 
 
-def test_memory_that_changes_meanwhile_never_counts_as_committed() -> None:
+def test_memory_that_changes_during_a_publication_is_never_committed() -> None:
     """If the caller's memory changes during a publication, the next version is compared with the committed hash."""
     snapshot = Snapshot()
     tensors = {"w": np.zeros(64, np.float32)}
@@ -201,7 +201,7 @@ def test_objects_and_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert from_delta(draft.entries(), objects, before) == as_bytes(tensors)
 
 
-def test_ranks_name_no_object_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_ranks_never_use_the_same_object_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Different ranks never use the same object name."""
     monkeypatch.setattr(packing, "SHARD_BYTES", 100)
     names: set[str] = set()

@@ -55,7 +55,7 @@ def test_a_view_is_read_in_its_own_order() -> None:
     assert read_tensor("w", array).content.tobytes() == np.array([0, 2, 3, 5], "<i4").tobytes()
 
 
-def test_parameters_and_lazy_signs_are_read_as_what_they_stand_for() -> None:
+def test_parameters_and_lazily_negated_tensors_have_their_real_values() -> None:
     """Parameters and lazily negated tensors are read with their real values."""
     assert read_tensor("w", torch.nn.Parameter(torch.ones(1))).content.tobytes() == np.ones(1, "<f4").tobytes()
     negative = torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag
@@ -63,7 +63,7 @@ def test_parameters_and_lazy_signs_are_read_as_what_they_stand_for() -> None:
     assert read_tensor("w", negative).content.tobytes() == np.array([-2], "<f4").tobytes()
 
 
-def test_numpy_has_the_dtypes_of_ml_dtypes() -> None:
+def test_numpy_arrays_with_dtypes_of_ml_dtypes_are_read() -> None:
     """NumPy arrays with dtypes of ml_dtypes are read."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     for dtype, name in ((ml_dtypes.bfloat16, "BF16"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")):
@@ -89,20 +89,20 @@ class DTensor(torch.Tensor):
     "bad",
     [[1.0], 1.0, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse(), np.array(["a"]), np.array([object()])],
 )
-def test_what_is_no_tensor_is_refused_by_name(bad: Any) -> None:
+def test_a_value_that_is_no_dense_tensor_is_refused_by_name(bad: Any) -> None:
     """A value that is no dense tensor with data is rejected by name."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\]"):
         read_tensor("model.w", bad)
 
 
-def test_slices_are_refused_by_name() -> None:
+def test_a_sharded_tensor_is_refused_by_name() -> None:
     """A sharded tensor is rejected by name."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather it first"):
         read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
 
 
 @pytest.mark.parametrize("name", ["", 7, None, "__metadata__", "x" * 1025, "a\ud800"])
-def test_names_are_those_of_checkpoints(name: Any) -> None:
+def test_tensor_names_that_checkpoints_cannot_have_are_refused(name: Any) -> None:
     """Tensor names that checkpoints cannot have are rejected."""
     with pytest.raises(InvalidRequest, match="named_tensors has the name"):
         read_tensor(name, np.ones(1))
