@@ -24,7 +24,7 @@ SETTINGS = Settings(
 
 
 @pytest.mark.proves("P1", "P8")
-async def test_every_result_is_right_whatever_is_killed(tmp_path: Path) -> None:
+async def test_every_result_is_right_during_kills_stops_and_restarts(tmp_path: Path) -> None:
     """During kills, stops and restarts of workers and server, each result arrives once and as if undisturbed.
 
     Here a prefill and a decode worker serve each request together.

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.proves("P9")
-async def test_every_version_is_exact_whatever_goes_wrong(tmp_path: Path) -> None:
+async def test_every_version_that_is_published_during_faults_is_exact(tmp_path: Path) -> None:
     """After each of 30 versions that are published during faults, folders, tokens and the store are exact."""
     require_binary()
     said: list[str] = []

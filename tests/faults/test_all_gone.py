@@ -32,7 +32,9 @@ async def failing(rb: rollbus.Client, *, after: asyncio.Event | None = None) -> 
 
 
 @pytest.mark.proves("P1", "P69")
-async def test_everything_is_killed_at_once(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_fail_if_workers_and_server_are_killed_together(
+    fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Running requests fail with `worker_lost`, and waiting and new requests with `no_workers`."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 0.5)
@@ -59,7 +61,7 @@ async def test_everything_is_killed_at_once(fleet: str, monkeypatch: pytest.Monk
         await server.restart()
 
 
-async def test_a_fleet_that_had_gone_before_the_server(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_grace_time_starts_when_the_workers_stop(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the workers stopped in order, the grace time starts then, whether or not the server is present."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 3600.0)
@@ -116,7 +118,9 @@ async def test_requests_wait_for_the_only_worker_to_start(nats_url: str, fleet: 
         assert (await late).code is ErrorCode.WORKER_LOST
 
 
-async def test_a_server_that_is_back_within_the_grace_time(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_request_fails_if_the_server_returns_within_the_grace_time(
+    fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the server is away for longer than a lease but less than lease and grace time, no request fails."""
     require_binary()
     monkeypatch.setattr(runtime, "UNHEARD_S", 0.5)

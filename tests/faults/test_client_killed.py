@@ -70,7 +70,7 @@ async def until_queued(observer: Observer, at_least: int) -> None:
 
 @pytest.mark.proves("P7")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_killed_client_is_worked_for_no_longer(
+async def test_the_requests_of_a_killed_client_are_aborted(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """After SIGKILL of a client and the end of its lease, the engine aborts its requests.
@@ -100,7 +100,7 @@ async def test_a_killed_client_is_worked_for_no_longer(
 
 @pytest.mark.proves("P67")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_stopped_client_gets_its_results_when_it_is_back(nats_url: str, fleet: str, shape: str) -> None:
+async def test_a_stopped_client_gets_all_results_after_sigcont(nats_url: str, fleet: str, shape: str) -> None:
     """If a client is stopped for longer than its lease, the engine ends its requests.
 
     After SIGCONT, every request completes.

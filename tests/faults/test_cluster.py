@@ -100,7 +100,7 @@ class Gaps:
 
 
 @pytest.mark.proves("P87")
-async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
+async def test_results_do_not_change_if_the_leader_of_the_queue_is_killed(fleet: str) -> None:
     """If the server that leads the queue is killed under load, no result differs.
 
     Client and workers use different servers.
@@ -122,7 +122,7 @@ async def test_the_queues_leader_is_killed_under_load(fleet: str) -> None:
 
 
 @pytest.mark.proves("P87")
-async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
+async def test_results_do_not_change_if_servers_restart_one_after_another(fleet: str) -> None:
     """If servers restart one after another, each when the previous one is current, every result is undisturbed."""
     load = await Load.mixed(150, CONFIG)
     async with running(fleet, 0, 1) as (cluster, observer, _), rollbus.connect(cluster.urls[2], fleet=fleet) as rb:
@@ -140,7 +140,7 @@ async def test_servers_are_restarted_one_after_another(fleet: str) -> None:
 
 
 @pytest.mark.proves("P88")
-async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_complete_after_two_of_three_servers_return(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While two of three servers are gone, no request is accepted, and commands fail with the reason.
 
     Afterwards all requests complete.
@@ -174,7 +174,7 @@ async def test_two_of_three_servers_are_gone_for_a_while(fleet: str, monkeypatch
 
 
 @pytest.mark.proves("P89")
-async def test_who_was_parted_from_an_update_serves_no_old_weights(fleet: str, tmp_path: Path) -> None:
+async def test_a_worker_disconnected_during_an_update_serves_no_old_weights(fleet: str, tmp_path: Path) -> None:
     """A worker that was disconnected during an update serves no old weights for later requests.
 
     The disconnected server has a worker, a client and the leader of the desired state. The other servers update without

@@ -86,7 +86,9 @@ def all_in(state: WorkerState) -> Callable[[FleetState], bool]:
 
 
 @pytest.mark.parametrize("command", ["update", "pause"])
-async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str, tmp_path: Path) -> None:
+async def test_all_workers_apply_a_command_during_which_the_server_is_away(
+    command: str, fleet: str, tmp_path: Path
+) -> None:
     """If the server is away during a command, both workers still apply it, and every request completes.
 
     The command result lists both workers as applied.
@@ -136,7 +138,9 @@ async def test_a_server_away_in_the_middle_of_a_command(command: str, fleet: str
     assert {int(version) for result in results for version in result.weight_versions} == wanted
 
 
-async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_worker_frozen_during_an_update_loads_the_new_weights_later(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A worker that is frozen during an update is missing in the command result.
 
     When it continues, it loads the new weights.
@@ -174,7 +178,9 @@ async def test_a_worker_that_stood_still_in_an_update(nats_url: str, fleet: str,
     assert all(np.all(np.diff(result.weight_versions) >= 0) for result in results)
 
 
-async def test_a_worker_killed_in_a_waiting_pause(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_worker_killed_during_a_waiting_pause_is_paused_after_its_restart(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A worker that is killed during a waiting pause is missing in the result.
 
     After its restart it is paused too, and after the resume all requests complete.

@@ -23,7 +23,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.proves("P21")
-async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
+async def test_pauses_and_resumes_under_load_leave_results_exact(nats_url: str, fleet: str) -> None:
     """Pauses with `keep` and `wait`, repeated and crossed by another controller's resumes, leave results exact."""
     load = await Load.mixed(150, CONFIG)
     async with (
@@ -59,7 +59,9 @@ async def test_pauses_come_and_go_under_load(nats_url: str, fleet: str) -> None:
     assert observer.history.num_answered >= 2 * 6
 
 
-async def test_updates_under_load_are_clean_cuts(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_weight_versions_in_each_stream_only_increase_under_load(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """If weights are replaced under streams and during a pause, the versions in each stream only increase."""
     checkpoints = [write_checkpoint(tmp_path / str(version), seed=version) for version in range(4)]
 

@@ -70,7 +70,7 @@ async def check_serves(both: Disaggregated) -> None:
 
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("how", ["abort", "cancel", "deadline", "pause", "close"])
-async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str, fleet: str, how: str) -> None:
+async def test_no_engine_receives_an_abort_during_a_kv_transfer(nats_url: str, fleet: str, how: str) -> None:
     """If a request ends during a KV transfer, its caller learns this immediately, and the engine survives."""
     # The deadline leaves time for the steps before the transfer, also on a busy machine.
     timeout_s, decode = (1.0, replace(SLOW_LOADS, kv_load_s=2.0)) if how == "deadline" else (None, SLOW_LOADS)
@@ -108,7 +108,7 @@ async def test_no_engine_hears_of_an_abort_while_kv_is_on_its_way(nats_url: str,
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_caller_that_leaves_at_prefill_stops_it(nats_url: str, fleet: str) -> None:
+async def test_an_abort_at_the_prefill_worker_prevents_the_decode_phase(nats_url: str, fleet: str) -> None:
     """A request that is aborted at or before the prefill worker leaves nothing, and its decode phase does not begin."""
     slow = SyntheticConfig(max_num_seqs=1, step_s=1.0)
     async with disaggregated(nats_url, fleet, prefill=slow) as both, asyncio.TaskGroup() as tasks:
@@ -142,9 +142,7 @@ async def tokens_after(rb: rollbus.Client, request: GenerateRequest, first: int,
 
 @pytest.mark.proves("P24")
 @pytest.mark.usefixtures("unhurried")
-async def test_weights_that_change_between_the_legs_make_the_kv_useless(
-    nats_url: str, fleet: str, tmp_path: Path
-) -> None:
+async def test_new_weights_between_the_phases_invalidate_the_kv(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If weights change between the phases, the first token is from the old weights.
 
     The new weights compute the prompt again and all other tokens.
@@ -176,7 +174,7 @@ async def until_given(both: Disaggregated, worker: str, count: int) -> None:
 @pytest.mark.proves("P95")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("worker", ["p", "d"])
-async def test_a_leg_without_a_token_does_not_outlive_its_weights(
+async def test_a_phase_without_a_token_fails_when_its_weights_change(
     nats_url: str, fleet: str, tmp_path: Path, worker: str
 ) -> None:
     """A phase without a token fails with `kv_transfer_failed` when its weights change.
@@ -212,7 +210,7 @@ async def test_a_leg_without_a_token_does_not_outlive_its_weights(
 
 @pytest.mark.proves("P95")
 @pytest.mark.usefixtures("unhurried")
-async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fleet: str) -> None:
+async def test_a_decode_worker_continues_alone_after_a_failed_kv_transfer(nats_url: str, fleet: str) -> None:
     """After a failed KV transfer, a decode worker continues from the first token without a prefill phase."""
     decode = SyntheticConfig(faults=SyntheticFaults(kv_loads=1))
     async with disaggregated(nats_url, fleet, decode=decode) as both:
@@ -224,7 +222,7 @@ async def test_a_load_that_fails_is_made_good_by_decode_alone(nats_url: str, fle
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: str) -> None:
+async def test_requests_of_a_stopped_prefill_worker_go_to_other_workers(nats_url: str, fleet: str) -> None:
     """Requests of a stopped prefill worker go to another prefill worker.
 
     If no prefill worker remains, they go to a decode worker alone.
@@ -245,7 +243,7 @@ async def test_a_prefill_worker_that_stops_is_made_good(nats_url: str, fleet: st
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_prefill_engine_that_dies_is_made_good(nats_url: str, fleet: str) -> None:
+async def test_a_decode_worker_serves_the_requests_of_a_dead_prefill_engine(nats_url: str, fleet: str) -> None:
     """If a prefill engine dies, its process exits, and a decode worker serves its requests in the next attempt.
 
     The next attempt has no prefill phase.
@@ -311,7 +309,9 @@ def record_doomed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.mark.proves("P95")
-async def test_killed_workers_are_made_good(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_killed_workers_of_both_roles_complete_once(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If one of two workers of each role is killed under load, every request completes once, as if undisturbed."""
     engine = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
     load = await Load.mixed(90, SyntheticConfig.from_args(engine))

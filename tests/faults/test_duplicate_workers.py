@@ -69,7 +69,7 @@ async def error_of(process: Process) -> str:
 @pytest.mark.proves("P4")
 @pytest.mark.slow
 @pytest.mark.parametrize("is_guarded", [False, True])
-async def test_a_second_worker_of_an_id_gives_way(
+async def test_a_second_worker_with_the_same_id_exits(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
 ) -> None:
     """A second worker of an id exits with its own exit code and names the first worker's host, pid and start.
@@ -100,7 +100,7 @@ async def test_a_second_worker_of_an_id_gives_way(
 
 @pytest.mark.proves("P4")
 @pytest.mark.slow
-async def test_of_two_workers_that_start_together_one_serves(nats_url: str, fleet: str) -> None:
+async def test_exactly_one_of_two_workers_that_start_with_one_id_exits(nats_url: str, fleet: str) -> None:
     """If two workers with one id start together, exactly one exits, and clients know the remaining one immediately."""
     async with (
         worker_process(nats_url, fleet, *SAME) as one,
@@ -122,7 +122,7 @@ async def test_of_two_workers_that_start_together_one_serves(nats_url: str, flee
 
 @pytest.mark.proves("P4")
 @pytest.mark.slow
-async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet: str) -> None:
+async def test_a_stopped_worker_exits_if_another_worker_has_its_id_meanwhile(nats_url: str, fleet: str) -> None:
     """After SIGSTOP for longer than its lease, a worker exits if another worker has its id meanwhile."""
     async with (
         worker_process(nats_url, fleet, *SAME, stderr=PIPE) as first,
@@ -144,7 +144,7 @@ async def test_a_worker_that_was_stopped_for_long_gives_way(nats_url: str, fleet
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_worker_that_starts_again_at_once_serves(nats_url: str, fleet: str, how: signal.Signals) -> None:
+async def test_a_worker_can_restart_with_its_id_immediately(nats_url: str, fleet: str, how: signal.Signals) -> None:
     """A worker can restart with its id immediately after the previous process was killed or stopped."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb, worker_process(nats_url, fleet, *SAME) as first:
         await holder(rb, first)
@@ -157,7 +157,7 @@ async def test_a_worker_that_starts_again_at_once_serves(nats_url: str, fleet: s
 
 
 @pytest.mark.slow
-async def test_two_workers_that_both_stay_serve_everything(
+async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers of earlier releases do not check for duplicate ids. All requests of both workers complete."""
@@ -180,7 +180,7 @@ async def test_two_workers_that_both_stay_serve_everything(
     assert min(served) > 0
 
 
-async def test_two_workers_of_an_earlier_release_serve_what_they_have(nats_url: str, fleet: str) -> None:
+async def test_requests_complete_if_frames_of_two_workers_with_one_id_alternate(nats_url: str, fleet: str) -> None:
     """If presence and frames of two workers with one id alternate, each request completes in its first attempt."""
     async with (
         worker_by_hand(nats_url, fleet) as one,

@@ -32,7 +32,7 @@ def prompts() -> list[GroupPrompt]:
 
 
 @pytest.mark.slow
-async def test_a_worker_killed_in_the_midst_of_a_step_costs_nothing(nats_url: str, fleet: str) -> None:
+async def test_answers_do_not_change_if_a_worker_is_killed_during_a_step(nats_url: str, fleet: str) -> None:
     """If one of two workers is killed during and between steps, each answer equals an undisturbed one."""
     expected = await undisturbed(
         [greedy(10 + i, length, request_id=f"{i}") for i, length in enumerate(LENGTHS)],
@@ -62,7 +62,7 @@ async def test_a_worker_killed_in_the_midst_of_a_step_costs_nothing(nats_url: st
             assert generation.exact
 
 
-async def test_a_pause_that_aborts_is_continued_in_the_same_step(one_worker: StartServed) -> None:
+async def test_answers_that_a_pause_aborts_continue_in_the_same_step(one_worker: StartServed) -> None:
     """Answers that a pause with mode `abort` ends continue after the resume in the same step."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000)
     async with (
@@ -86,7 +86,7 @@ async def test_a_pause_that_aborts_is_continued_in_the_same_step(one_worker: Sta
         np.testing.assert_array_equal(generation.token_ids, expected.token_ids)
 
 
-async def test_weights_replaced_between_steps_show_in_each_token(one_worker: StartServed, tmp_path: Path) -> None:
+async def test_a_continued_answer_has_tokens_of_both_versions_in_order(one_worker: StartServed, tmp_path: Path) -> None:
     """A continued answer has tokens of both versions in order, and its beginning equals that of the old weights."""
     old, new = (write_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
     config = SyntheticConfig(step_s=0.001, max_model_len=100_000)

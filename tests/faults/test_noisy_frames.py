@@ -15,7 +15,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 
 @pytest.mark.proves("P33")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_frames_and_acks_through_noise(nats_url: str, fleet: str, shape: str) -> None:
+async def test_lost_duplicate_or_late_frames_and_acks_cost_no_attempt(nats_url: str, fleet: str, shape: str) -> None:
     """If frames or frame acks are lost, duplicate or late, each request is right in its first attempt."""
     load = await Load.mixed(50, CONFIG)
     frames = NatsNoise(r"\.frame\.", seed=1, drop=0.01, double=0.02, delay=0.01)

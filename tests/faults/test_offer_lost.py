@@ -27,7 +27,7 @@ CONFIG = SyntheticConfig(step_s=0.001)
 @pytest.mark.proves("P46")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_what_was_never_offered_goes_to_the_next_worker(
+async def test_a_request_whose_offer_is_lost_goes_to_the_next_worker(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """If the only worker is disconnected before its offer leaves, a second worker serves the request from the queue.
@@ -63,7 +63,7 @@ async def test_what_was_never_offered_goes_to_the_next_worker(
             await observer.check_at_rest()
 
 
-async def test_a_prefill_leg_that_was_never_offered_is_not_waited_for(
+async def test_a_decode_worker_serves_alone_if_the_prefill_offer_is_lost(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a prefill worker is disconnected before its offer leaves, a decode worker serves the request alone.

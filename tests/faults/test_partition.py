@@ -67,7 +67,9 @@ async def until_at(rb: rollbus.Client, worker: str, *request_ids: str) -> None:
 @pytest.mark.parametrize(
     ("direction", "cut_off"), [(way, "w") for way in (*Direction, Direction.BOTH)] + [(Direction.BOTH, "p")]
 )
-async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direction: Direction, cut_off: str) -> None:
+async def test_a_worker_frozen_for_less_than_its_lease_keeps_its_requests(
+    nats_url: str, fleet: str, direction: Direction, cut_off: str
+) -> None:
     """If a worker is frozen for less than its lease in one or both directions, no request needs another attempt.
 
     The same holds for prefill phases, which reach the worker without the queue.
@@ -98,7 +100,7 @@ async def test_a_worker_cut_off_briefly_goes_on(nats_url: str, fleet: str, direc
         await observer.check_at_rest()
 
 
-async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: str) -> None:
+async def test_a_later_presence_renews_the_lease_after_a_lost_presence(nats_url: str, fleet: str) -> None:
     """If the connection breaks before presence is confirmed, a later presence renews the lease.
 
     The worker is not fenced.
@@ -125,7 +127,7 @@ async def test_an_announcement_that_is_lost_is_made_again(nats_url: str, fleet: 
 @pytest.mark.parametrize(
     ("direction", "cut_off"), [(Direction.TO_CLIENT, "w"), (Direction.BOTH, "w"), (Direction.BOTH, "d")]
 )
-async def test_a_worker_cut_off_for_long_hands_over(
+async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
     nats_url: str, fleet: str, direction: Direction, cut_off: str
 ) -> None:
     """If a worker is frozen for more than its lease, its requests resume elsewhere, and it is fenced.
@@ -173,7 +175,7 @@ async def test_a_worker_cut_off_for_long_hands_over(
         await observer.check_at_rest()
 
 
-async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fleet: str) -> None:
+async def test_phases_of_a_prefill_worker_frozen_beyond_its_lease_restart(nats_url: str, fleet: str) -> None:
     """If a prefill worker is frozen for more than its lease, its phases restart at another prefill worker.
 
     Its later output reaches no client, and it serves again afterwards.
@@ -213,7 +215,7 @@ async def test_a_prefill_worker_cut_off_for_long_is_made_good(nats_url: str, fle
 @pytest.mark.proves("P66")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape: str) -> None:
+async def test_a_client_frozen_for_less_than_the_leases_loses_no_request(nats_url: str, fleet: str, shape: str) -> None:
     """If the client is frozen for less than the leases, all data arrive afterwards, and no request is lost."""
     load = await Load.mixed(NUM_REQUESTS, CONFIG)
     async with (
@@ -239,7 +241,7 @@ async def test_a_client_cut_off_briefly_goes_on(nats_url: str, fleet: str, shape
 
 @pytest.mark.proves("P67")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_client_cut_off_for_long_resumes(
+async def test_a_client_frozen_beyond_its_lease_completes_all_requests(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """If a client is frozen for more than its lease, engines end its requests, and all complete after its return."""

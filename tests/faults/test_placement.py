@@ -78,7 +78,7 @@ async def test_samples_of_one_request_compute_their_prompt_once(nats_url: str, f
     assert stats.placed_cached_tokens >= 12 * (SAMPLES - 1) * (PROMPT_LEN - PIECE_TOKENS)
 
 
-async def test_a_killed_worker_loses_nothing_of_the_groups_placed_there(nats_url: str, fleet: str) -> None:
+async def test_groups_placed_at_a_killed_worker_complete_once(nats_url: str, fleet: str) -> None:
     """If a worker is killed with placed groups, each sample completes once and equals the undisturbed one.
 
     Some groups are in its engine, some are on their way to it, and some follow a leader there.
@@ -102,7 +102,7 @@ async def test_a_killed_worker_loses_nothing_of_the_groups_placed_there(nats_url
         await observer.check_at_rest()
 
 
-async def test_a_frozen_worker_costs_one_wait(nats_url: str, fleet: str) -> None:
+async def test_requests_placed_at_a_frozen_worker_run_elsewhere(nats_url: str, fleet: str) -> None:
     """If the worker with the prefix is frozen, placed requests run elsewhere, and no more are placed there."""
     async with (
         observing(nats_url, fleet) as observer,
@@ -127,7 +127,7 @@ async def test_a_frozen_worker_costs_one_wait(nats_url: str, fleet: str) -> None
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_new_weights_invalidate_a_cached_prompt(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A prompt is placed at the worker that caches it.
 
     After an update no worker caches it, and it is computed again.
@@ -160,7 +160,7 @@ async def test_new_weights_void_what_was_cached(nats_url: str, fleet: str, tmp_p
     assert [each.weight_versions[0] for each in (first, second, third, fourth)] == [0, 0, 1, 1]
 
 
-async def test_two_clients_place_at_the_same_workers(nats_url: str, fleet: str) -> None:
+async def test_surplus_requests_of_two_placing_clients_go_to_the_queue(nats_url: str, fleet: str) -> None:
     """Two clients do not know each other's placements. Workers reject surplus requests, and the queue accepts them."""
     small = SyntheticConfig.from_args({**ENGINE_ARGS, "max_num_seqs": 6})
     mine, theirs = ([group(seed) for seed in range(start, start + 20)] for start in (0, 100))

@@ -64,7 +64,9 @@ async def results_of(rb: rollbus.Client, requests: list[GenerateRequest]) -> dic
 
 @pytest.mark.proves("P3")
 @pytest.mark.parametrize("workers", [("a",), ("a", "b", "c")])
-async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
+async def test_only_requests_that_kill_engines_fail_as_poison(
+    nats_url: str, fleet: str, workers: tuple[str, ...]
+) -> None:
     """Of 60 requests, only the two that kill engines fail as poison, after at most three engines each."""
     good = [greedy(index, 20, request_id=f"good-{index}") for index in range(58)]
     bad = [greedy(BAD, 20, request_id=f"bad-{index}") for index in range(2)]
@@ -88,7 +90,7 @@ async def test_a_burst_with_bad_requests_loses_only_these(nats_url: str, fleet: 
     assert sum(map(len, deaths)) <= 6
 
 
-async def test_a_process_that_is_killed_without_a_word_counts_the_same(nats_url: str, fleet: str) -> None:
+async def test_a_request_fails_as_poison_if_the_kernel_kills_its_workers(nats_url: str, fleet: str) -> None:
     """A bad request fails as poison also if the kernel kills its worker processes without an error.
 
     Another worker with the same name follows each of them.
@@ -118,7 +120,7 @@ async def test_a_process_that_is_killed_without_a_word_counts_the_same(nats_url:
     assert num_deaths == 2
 
 
-async def test_requests_with_a_token_are_not_blamed(nats_url: str, fleet: str) -> None:
+async def test_requests_with_a_token_never_fail_as_poison(nats_url: str, fleet: str) -> None:
     """A request with a token from each dead engine never fails as poison: another request is the cause."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         completing = [tasks.create_task(rb.complete(request(6))) for _ in range(2)]
@@ -169,7 +171,7 @@ async def test_suspects_are_published_one_at_a_time(nats_url: str, fleet: str) -
     assert [list(task.result().token_ids) for task in completing] == [[1, 2, 3]] * 3 + [[7, 8, 9]]
 
 
-async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats_url: str, fleet: str) -> None:
+async def test_a_waiting_suspect_can_be_cancelled_aborted_or_timed_out(nats_url: str, fleet: str) -> None:
     """A suspect that waits can be cancelled and aborted, and it can exceed its deadline.
 
     The message states why it waited.
@@ -206,7 +208,7 @@ async def test_a_suspect_that_is_held_back_can_be_left_and_runs_out_of_time(nats
     assert "one at a time" in error.message
 
 
-async def test_a_suspect_whose_weights_are_gone_holds_up_nobody(nats_url: str, fleet: str) -> None:
+async def test_a_suspect_without_its_weights_does_not_delay_the_next_suspect(nats_url: str, fleet: str) -> None:
     """A suspect whose required weights no worker has does not delay the next suspect."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         worker.weight_version = 7
@@ -228,7 +230,7 @@ async def test_a_suspect_whose_weights_are_gone_holds_up_nobody(nats_url: str, f
         waiting.cancel()
 
 
-async def test_suspects_without_a_fleet_end_together(nats_url: str, fleet: str) -> None:
+async def test_suspects_without_a_worker_fail_after_the_grace_time(nats_url: str, fleet: str) -> None:
     """If the only worker is gone, waiting suspects fail after the grace time like other requests."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, client="me", worker_grace_s=0.5) as rb,

@@ -34,7 +34,7 @@ async def failure_of_stream(rb: rollbus.Client, victim: psutil.Process) -> Reque
 
 
 @pytest.mark.proves("P2")
-async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, real_workers: RealWorkers) -> None:
+async def test_another_worker_finishes_the_request_of_a_killed_worker(nats_url: str, real_workers: RealWorkers) -> None:
     """After kill -9 of a worker, another worker completes its request with undisturbed tokens and experts.
 
     No process of the killed worker remains.
@@ -63,7 +63,7 @@ async def test_a_killed_workers_request_is_finished_by_another(nats_url: str, re
 
 
 @pytest.mark.proves("P71")
-async def test_a_killed_engine_core_is_told_to_all(nats_url: str, real_workers: RealWorkers) -> None:
+async def test_requests_of_a_killed_engine_core_fail_with_engine_dead(nats_url: str, real_workers: RealWorkers) -> None:
     """If the engine core dies, its requests fail with `engine_dead`, and the worker exits with a non-zero code."""
     (worker,) = (await real_workers.have(1)).values()
     children = worker.children(recursive=True)

@@ -24,7 +24,7 @@ CONFIG = SyntheticConfig(step_s=0.003, max_num_seqs=8, vocab_size=VOCAB_SIZE)
 
 @pytest.mark.proves("P5")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> None:
+async def test_no_request_is_repeated_if_the_server_restarts_twice(fleet: str, shape: str) -> None:
     """If the server is killed under load and restarts, links and queue continue, and no request is repeated."""
     require_binary()
     load = await Load.mixed(60, CONFIG)
@@ -49,7 +49,7 @@ async def test_a_server_killed_and_restarted_twice(fleet: str, shape: str) -> No
 
 
 @pytest.mark.proves("P5")
-async def test_a_server_away_for_three_seconds(fleet: str) -> None:
+async def test_requests_complete_if_the_server_is_away_for_three_seconds(fleet: str) -> None:
     """If the server is killed under load and restarts after 3 s, every request completes."""
     require_binary()
     load = await Load.mixed(40, CONFIG)
@@ -71,7 +71,7 @@ async def test_a_server_away_for_three_seconds(fleet: str) -> None:
 
 @pytest.mark.proves("P48")
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_server_that_lost_its_store(
+async def test_queued_requests_are_published_again_after_the_store_is_lost(
     fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str
 ) -> None:
     """If the server restarts with an empty disk, the client publishes the queued requests again as orphans."""

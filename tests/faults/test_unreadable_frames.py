@@ -46,7 +46,9 @@ async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestK
 
 @pytest.mark.proves("P58")
 @pytest.mark.parametrize("offers", [True, False])
-async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet: str, offers: bool) -> None:
+async def test_an_undecodable_frame_that_names_a_request_fails_this_request(
+    nats_url: str, fleet: str, offers: bool
+) -> None:
     """If an undecodable frame names one request, this request fails immediately and is aborted.
 
     The link continues without a resend.
@@ -70,7 +72,7 @@ async def test_a_frame_that_names_one_request_ends_that_one(nats_url: str, fleet
     assert (stats.bad_messages, stats.resends_asked) == (1, 0)
 
 
-async def test_a_frame_for_anothers_request_ends_it_not(nats_url: str, fleet: str) -> None:
+async def test_an_undecodable_frame_does_not_end_a_request_of_another_worker(nats_url: str, fleet: str) -> None:
     """If an undecodable frame names another worker's request, the request continues, and the sender gets an abort."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
@@ -114,7 +116,7 @@ async def test_requests_of_a_frame_that_never_decodes_are_resumed(nats_url: str,
     assert (stats.attempts_lost, stats.bad_messages) == (3, 3)
 
 
-async def test_a_request_that_no_two_workers_can_frame_ends(nats_url: str, fleet: str) -> None:
+async def test_a_request_with_undecodable_frames_of_two_workers_fails(nats_url: str, fleet: str) -> None:
     """A request whose chunk does not decode at two workers fails with `protocol_error`. Other requests continue."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         bad = tasks.create_task(error_of(rb.complete(request(1)), RequestFailed))
@@ -161,7 +163,7 @@ def wrong_shape(data: bytes) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [without_end, wrong_shape])
-async def test_one_worker_makes_one_frame_that_does_not_decode(
+async def test_every_request_completes_after_one_undecodable_frame(
     nats_url: str, fleet: str, one_worker: StartServed, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
 ) -> None:
     """After one undecodable frame, every request completes, also at the same worker, which opens a new link."""
@@ -194,7 +196,7 @@ async def test_one_worker_makes_one_frame_that_does_not_decode(
 
 
 @pytest.mark.slow
-async def test_junk_between_frames_that_are_lost_ends_and_breaks_nothing(nats_url: str, fleet: str) -> None:
+async def test_jetstream_answers_between_lost_frames_cause_no_lost_attempt(nats_url: str, fleet: str) -> None:
     """Thousands of JetStream answers on the subjects of frames, while frames are lost, cause no lost attempt."""
     load, junk = await Load.mixed(50, CONFIG), 2000
     noise = NatsNoise(r"\.frame\.", seed=1, drop=0.01)

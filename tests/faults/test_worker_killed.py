@@ -61,7 +61,7 @@ async def test_without_another_worker_a_request_fails_as_worker_lost(nats_url: s
 
 
 @pytest.mark.proves("P2")
-async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fleet: str) -> None:
+async def test_another_worker_finishes_the_requests_of_a_killed_worker(nats_url: str, fleet: str) -> None:
     """If one of two workers is killed under load, every request completes once and equals the undisturbed one."""
     load = await Load.mixed(80, SyntheticConfig.from_args(ENGINE_ARGS))
     async with (
@@ -85,7 +85,9 @@ async def test_what_a_killed_worker_had_is_finished_by_another(nats_url: str, fl
 
 @pytest.mark.proves("P2", "P53")
 @pytest.mark.parametrize("workers", [("a", "b"), ("p", "d1", "d2")])
-async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: tuple[str, ...]) -> None:
+async def test_another_worker_continues_the_stream_of_a_killed_worker(
+    nats_url: str, fleet: str, workers: tuple[str, ...]
+) -> None:
     """If a worker is killed during a stream, another worker continues the stream with undisturbed tokens.
 
     With a prefill worker, each attempt has two phases.
@@ -119,7 +121,7 @@ async def test_a_stream_survives_its_worker(nats_url: str, fleet: str, workers: 
 
 
 @pytest.mark.proves("P70")
-async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
+async def test_another_worker_continues_the_streams_of_a_stopped_worker(nats_url: str, fleet: str) -> None:
     """After SIGTERM the process exits with 0, and another worker continues its streams with the next token."""
     wanted = greedy(5, 200, request_id="r")
     async with (
@@ -142,7 +144,7 @@ async def test_a_stopped_worker_hands_over(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.proves("P1", "P71")
-async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None:
+async def test_a_dead_engine_ends_the_worker_process(nats_url: str, fleet: str) -> None:
     """If the engine dies, open requests fail with `engine_dead`, and the process exits with a non-zero code."""
     async with (
         rollbus.connect(nats_url, fleet=fleet, worker_grace_s=0.1) as rb,
@@ -158,7 +160,7 @@ async def test_a_dead_engine_ends_the_process(nats_url: str, fleet: str) -> None
 
 
 @pytest.mark.proves("P3")
-async def test_a_request_that_kills_engines_is_not_passed_on_for_ever(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_killed_two_engines_reaches_no_third_worker(nats_url: str, fleet: str) -> None:
     """After two engines have died with a request, it fails as poison, and no third worker receives it."""
     async with (
         rollbus.connect(nats_url, fleet=fleet) as rb,

@@ -21,7 +21,7 @@ ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 
 
 @pytest.mark.proves("P2")
-async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
+async def test_a_frozen_worker_gets_a_new_incarnation(nats_url: str, fleet: str) -> None:
     """A worker that is frozen under load and continues later gets a new incarnation and serves again.
 
     Every result is right.
@@ -56,7 +56,7 @@ async def test_a_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) 
         await observer.check_at_rest()
 
 
-async def test_a_prefill_worker_that_stood_still_starts_anew(nats_url: str, fleet: str) -> None:
+async def test_a_frozen_prefill_worker_gets_a_new_incarnation(nats_url: str, fleet: str) -> None:
     """A frozen prefill worker gets a new incarnation.
 
     A decode worker restarts its requests alone, and later phases go to it again.

@@ -43,7 +43,7 @@ class Comings:
         await self._lives.pop(name).aclose()
 
 
-async def test_workers_join_and_leave_under_load(nats_url: str, fleet: str) -> None:
+async def test_results_stay_exact_while_workers_join_and_leave(nats_url: str, fleet: str) -> None:
     """If three workers take turns, two at a time, all serve requests, and all results are exact.
 
     Requests of a leaving worker move to another worker immediately.
@@ -69,7 +69,7 @@ async def test_workers_join_and_leave_under_load(nats_url: str, fleet: str) -> N
         await observer.check_at_rest()
 
 
-async def test_workers_of_both_roles_join_and_leave_under_load(nats_url: str, fleet: str) -> None:
+async def test_results_stay_exact_while_workers_of_both_roles_join_and_leave(nats_url: str, fleet: str) -> None:
     """If two workers of each role take turns, requests have two phases while both roles are present, and otherwise one.
 
     Requests at a leaving worker continue immediately, with two phases if possible.

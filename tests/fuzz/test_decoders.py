@@ -42,7 +42,7 @@ def check(decode: Callable[[bytes], object], data: bytes) -> None:
 @example(data=b"\x81\xa1a\xdd\x00\x01\x00\x00" + b"\x90" * 65_536)
 @example(data=b"[" * 200_000)
 @example(data=b'{"v":' + b"9" * 100_000)
-def test_any_bytes(name: str, data: bytes) -> None:
+def test_arbitrary_bytes_cause_a_value_or_a_documented_error(name: str, data: bytes) -> None:
     """Arbitrary bytes cause a value or a documented error."""
     check(DECODERS[name][0], data)
 
@@ -50,7 +50,7 @@ def test_any_bytes(name: str, data: bytes) -> None:
 @pytest.mark.proves("P11")
 @every_decoder
 @given(data=st.data())
-def test_harmed_messages(name: str, data: st.DataObject) -> None:
+def test_damaged_messages_cause_a_value_or_a_documented_error(name: str, data: st.DataObject) -> None:
     """Damaged messages cause a value or an error.
 
     Bits are flipped, numbers changed, lengths huge, and parts missing or duplicate.
@@ -62,7 +62,7 @@ def test_harmed_messages(name: str, data: st.DataObject) -> None:
 @every_decoder
 @settings(max_examples=20)
 @given(data=st.data())
-def test_messages_in_each_others_place(name: str, data: st.DataObject) -> None:
+def test_a_message_of_another_type_causes_a_value_or_an_error(name: str, data: st.DataObject) -> None:
     """A message of another type causes an error, or decodes as far as both types agree."""
     other = data.draw(st.sampled_from(sorted(DECODERS)))
     check(DECODERS[name][0], data.draw(DECODERS[other][1]))

@@ -46,7 +46,9 @@ def row(key: RequestKey, index: int) -> Chunk:
 
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("part", [token, row, chunk])
-async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]) -> None:
+async def test_endless_output_of_a_worker_ends_the_request(
+    nats_url: str, fleet: str, part: Callable[[RequestKey, int], Chunk]
+) -> None:
     """More tokens or rows than requested, or empty chunks, end the request, and the worker receives an abort."""
     async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(error_of(rb.complete(request()), RequestFailed))
@@ -61,7 +63,7 @@ async def test_a_worker_that_never_ends(nats_url: str, fleet: str, part: Callabl
         assert await worker.aborted() == [key]
 
 
-async def test_a_worker_that_speaks_of_anothers_request(nats_url: str, fleet: str) -> None:
+async def test_chunks_for_the_request_of_another_worker_are_ignored(nats_url: str, fleet: str) -> None:
     """If a worker sends chunks and an end of another worker's request, the client ignores them and sends an abort."""
     async with (
         hand_worker(nats_url, fleet) as (worker, rb),
@@ -95,7 +97,9 @@ async def bad_of(worker: Worker) -> tuple[int, int, int]:
 
 
 @pytest.mark.proves("P11")
-async def test_a_peer_that_speaks_nonsense_to_a_worker(nats_url: str, fleet: str, one_worker: StartServed) -> None:
+async def test_a_worker_counts_broken_messages_and_serves_other_clients(
+    nats_url: str, fleet: str, one_worker: StartServed
+) -> None:
     """A worker counts hundreds of broken requests, link messages, presences and commands, and serves other clients."""
     rng = random.Random(1)
     load = await Load.mixed(40, CONFIG)

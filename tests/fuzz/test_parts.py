@@ -27,7 +27,7 @@ SIZES = st.integers(-1, 5) | st.sampled_from([2**31, 2**62, -(2**63)])
 
 @given(texts | st.binary().map(lambda data: data.decode("latin-1")), st.tuples(SIZES, SIZES, SIZES))
 @example("AAé=", (1, 1, 2))
-def test_a_canarys_routing(routed_experts: str, shape: tuple[int, int, int]) -> None:
+def test_routed_experts_of_a_canary_are_validated(routed_experts: str, shape: tuple[int, int, int]) -> None:
     """`canary_rows` returns rows of the named shape or raises an error with a text.
 
     The rows never exceed the received bytes.
@@ -48,7 +48,7 @@ OBJECT = ObjectInfo(name="f", bucket="b", nuid="n", size=9, chunks=1, digest="SH
 
 @given(harmed(st.just(msgspec.json.encode(OBJECT))))
 @example(b'{"name":"f","bucket":"b","nuid":"n","size":9,"chunks":1,"digest":"SHA-256=\xc3\xa9"}')
-def test_a_description_of_an_object(data: bytes) -> None:
+def test_an_object_description_is_valid_or_an_error(data: bytes) -> None:
     """An object description is valid, or the error states the reason."""
     try:
         info = decode_info(data)
@@ -59,7 +59,7 @@ def test_a_description_of_an_object(data: bytes) -> None:
 
 @given(st.text())
 @example("$O.b.M.é")
-def test_a_name_in_a_subject(subject: str) -> None:
+def test_any_subject_has_a_name_or_none(subject: str) -> None:
     """`name_of` returns a name or None for any subject."""
     name = name_of(subject)
 
@@ -69,7 +69,7 @@ def test_a_name_in_a_subject(subject: str) -> None:
 @given(harmed(st.dictionaries(texts, texts | TOKEN_ID, max_size=3).map(msgspec.msgpack.encode)) | st.binary())
 @example(b"\x81\xa1\xff\xc0")
 @example(b"\x81\xa1a" + b"\x91" * 100_000)
-def test_where_kv_lies(params: bytes) -> None:
+def test_kv_transfer_parameters_are_validated(params: bytes) -> None:
     """The connector gets KV parameters as a map, or they are rejected. The synthetic engine validates them too."""
     request = GenerateRequest(prompt_token_ids=[1, 2], return_routed_experts=False)
     config = SimpleNamespace(is_kv_consumer=True)

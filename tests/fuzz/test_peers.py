@@ -42,7 +42,7 @@ said = st.builds(
 @pytest.mark.proves("P11")
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["alice", "bob"]), said | harmed(said.map(encode))), max_size=12))
-def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes]]) -> None:
+def test_messages_about_any_link_do_not_affect_other_clients(messages: list[tuple[str, LinkMessage | bytes]]) -> None:
     """After any messages about any link, requests of other clients continue, and buffered bytes stay limited."""
     links = make_links()
     alice, carol = Ear(links), Ear(links, client="carol", incarnation="c1")
@@ -64,7 +64,7 @@ def test_what_clients_say_of_links(messages: list[tuple[str, LinkMessage | bytes
     assert len(list(links.outbound.links())) <= 4
 
 
-def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unacknowledged_rejections_break_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends invalid requests and acknowledges nothing loses its link with all buffered data."""
     monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 10_000)
     links = make_links()
@@ -81,7 +81,7 @@ def test_refusals_that_nobody_reads_break_the_link(monkeypatch: pytest.MonkeyPat
     assert links.outbound.held_bytes < 21_000
 
 
-def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_ignores_new_workers_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a limit, the client ignores new workers.
 
     Known workers stay until their leases end, which have a maximum.
@@ -97,7 +97,7 @@ def test_made_up_workers_are_not_followed_without_end(monkeypatch: pytest.Monkey
     assert len(view.expire(MAX_LEASE_S + 2)) == FEW
 
 
-def test_offers_that_nobody_wants_are_told_so_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_aborts_for_endless_offers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client stores a limited number of aborts for each worker that sends endless offers."""
     monkeypatch.setattr(client_links, "MAX_ABORTS", FEW)
     links = ClientLinks(

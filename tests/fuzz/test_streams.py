@@ -51,7 +51,7 @@ ENDLESS: dict[str, Callable[[int], Chunk]] = {
 
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_endless_parts_are_refused(kind: str) -> None:
+def test_endless_chunks_are_refused(kind: str) -> None:
     """Valid chunks without an end cause an error as soon as they exceed the request."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     for index in range(len(PROMPT) + MAX_TOKENS + 1):
@@ -63,7 +63,7 @@ def test_endless_parts_are_refused(kind: str) -> None:
     pytest.fail("all were taken")
 
 
-def test_one_part_larger_than_the_request_is_refused() -> None:
+def test_a_chunk_larger_than_the_request_is_refused() -> None:
     """A single chunk that exceeds the request is rejected, and none of its data is added."""
     stream = ResponseStream(REQUEST, child=0, attempt=0, keep=True)
     with pytest.raises(RemoteProtocolError, match="received 5 tokens and 0 rows; allowed: 4 and 7"):
@@ -80,7 +80,9 @@ def frames_of(scenario: Scenario, segment_bytes: int) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @given(scenarios(), st.sampled_from([200, 2**20]), st.data())
-def test_harmed_frames(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
+def test_damaged_frames_deliver_no_more_chunks_than_the_request_allows(
+    scenario: Scenario, segment_bytes: int, data: st.DataObject
+) -> None:
     """Damaged frames cause an error, or deliver no more chunks than the request allows."""
     stream, receiver = scenario.stream(), LinkReceiver("c")
     delivered = 0

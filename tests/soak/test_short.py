@@ -15,7 +15,7 @@ SETTINGS = Settings(seconds=50.0, warm_up_s=15.0, look_every_s=1.0, seconds_betw
 
 @pytest.mark.proves("P10")
 @pytest.mark.slow
-async def test_a_minute_of_faults_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_no_process_grows_during_a_minute_of_faults(tmp_path: Path) -> None:
     """Under faults, each result equals the undisturbed one, and no process that survives the run grows."""
     require_binary()
     said: list[str] = []
@@ -47,7 +47,7 @@ class Growing:
 
 
 @pytest.mark.parametrize(("rss_mib", "num_fds"), [(0, 0), (BOUNDS["worker"].rss_mib + 1, 0), (0, 3)])
-def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
+def test_growth_above_the_beginning_is_detected(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds: int) -> None:
     """Memory or file descriptors above those of the beginning are growth. A peak in the middle is not."""
     monkeypatch.setattr(psutil, "Process", lambda _pid: Growing(rss_mib, num_fds))
     meter = Meter({"worker w1": 1})
@@ -59,7 +59,7 @@ def test_growth_is_seen(monkeypatch: pytest.MonkeyPatch, rss_mib: float, num_fds
     assert [*trend.rss_mib, *trend.num_fds] == [50, 50 + rss_mib, 10, 10 + num_fds]
 
 
-def test_too_few_looks_say_nothing() -> None:
+def test_too_few_measurements_are_an_error() -> None:
     """A run with too few measurements raises an error and does not count as flat."""
     meter = Meter({"client": psutil.Process().pid})
     for _ in range(8):
