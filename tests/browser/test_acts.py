@@ -47,7 +47,9 @@ async def send(page: Page, act: str) -> None:
     await page.click("[data-testid=act-close]")
 
 
-async def test_pause_and_resume(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_dialog_shows_the_size_of_a_pause_and_the_page_the_acks(
+    browser: Chrome, nats_url: str, fleet: str
+) -> None:
     """The dialog shows the numbers of workers and requests before the command is sent.
 
     The ledger then lists each worker that applied it.
@@ -95,7 +97,7 @@ async def test_a_filter_chooses_the_workers(browser: Chrome, nats_url: str, flee
         await until_state(http.rb, lambda state: {one.worker: one.state for one in state.workers} == drained)
 
 
-async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_commands_require_the_admin_token(browser: Chrome, nats_url: str, fleet: str) -> None:
     """Without the admin token, the page is read-only.
 
     It reports a wrong token, and the right token leaves no trace in the page.
@@ -122,7 +124,7 @@ async def test_acts_need_the_token_of_admins(browser: Chrome, nats_url: str, fle
         await check_leaves_no_trace(page, ADMIN)
 
 
-async def test_a_filter_that_shows_no_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_a_filter_that_shows_no_worker_selects_no_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
     """If the filter shows no worker, the dialog offers no worker instead of all workers."""
     async with two_workers(nats_url, fleet) as http, opened(browser, f"{http.url}/") as page:
         await page.until(DISABLED, [False, False])

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 CONFIG = SyntheticConfig(num_layers=3, num_experts=8, top_k=2)
 
 
-async def test_each_cell_is_what_the_rows_say(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_each_cell_equals_the_count_of_the_rows(browser: Chrome, nats_url: str, fleet: str) -> None:
     """Each cell equals the count of the rows: apart for prompts and generated tokens, and for two workers or one."""
     async with (
         synthetic_worker(nats_url, fleet, config=CONFIG, worker_id="w0"),
@@ -48,7 +48,7 @@ async def test_each_cell_is_what_the_rows_say(browser: Chrome, nats_url: str, fl
         await until_counts(page, "prompt", alone["prompt"])
 
 
-async def test_a_collapsed_router_is_seen(
+async def test_the_page_shows_a_collapsed_router(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page compares versions: it shows that new weights send every token to the same experts."""

@@ -41,7 +41,9 @@ def many_workers(_: int) -> list[WorkerPresence]:
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_it_fits_on_the_screen(browser: Chrome, nats_url: str, fleet: str, size: Size, theme: Theme) -> None:
+async def test_the_page_fits_on_the_screen(
+    browser: Chrome, nats_url: str, fleet: str, size: Size, theme: Theme
+) -> None:
     """In light and dark mode, on desktop and phone, the page shows the workers and needs no horizontal scrolling."""
     config = SyntheticConfig(max_num_seqs=SLOTS)
     async with (
@@ -58,7 +60,7 @@ async def test_it_fits_on_the_screen(browser: Chrome, nats_url: str, fleet: str,
         assert (red + green + blue < 3 * 128) == (theme == "dark")
 
 
-async def test_rows_say_what_workers_announce(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_rows_show_the_presence_of_the_workers(browser: Chrome, nats_url: str, fleet: str) -> None:
     """A row shows state, version, slots, KV use and error of the worker's presence.
 
     A missing value is not shown as 0.

@@ -17,7 +17,7 @@ IMAGE = "<img src=x onerror='window.taken = true'>"
 QUOTES = "\"'><svg onload=window.taken=true>&amp;"
 
 
-async def test_nothing_of_it_is_carried_out(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_markup_in_texts_of_workers_is_shown_as_text(browser: Chrome, nats_url: str, fleet: str) -> None:
     """The page shows markup in names, errors and stages as text, and creates no element from it."""
     said = presence(
         worker="w0",

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 VIEWERS = 50
 
 
-async def test_fifty_streams_beside_the_page(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_fifty_streams_and_the_page_receive_a_new_worker(browser: Chrome, nats_url: str, fleet: str) -> None:
     """Each of fifty event streams and the page receive the presence of a worker that starts while all are open."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),

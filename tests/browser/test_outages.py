@@ -48,7 +48,7 @@ SHORT_WAIT = (
 )
 
 
-async def test_a_hidden_page_rests(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_a_hidden_page_closes_its_connection(browser: Chrome, nats_url: str, fleet: str) -> None:
     """A page that is hidden for a long time closes its connection. It connects again as soon as it is visible."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
@@ -66,7 +66,7 @@ async def test_a_hidden_page_rests(browser: Chrome, nats_url: str, fleet: str) -
         await page.until_text(SERVING, "1 of 1")
 
 
-async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_page_recovers_after_the_service_restarts(browser: Chrome, nats_url: str, fleet: str) -> None:
     """While the service is down, a banner shows the time of the last data.
 
     After the restart, the page shows the current state.
@@ -88,7 +88,7 @@ async def test_the_service_comes_back(browser: Chrome, nats_url: str, fleet: str
                 assert not await page.run("return document.body.classList.contains('stale')")
 
 
-async def test_the_nats_server_comes_back(browser: Chrome, fleet: str) -> None:
+async def test_the_page_stays_connected_while_the_nats_server_is_down(browser: Chrome, fleet: str) -> None:
     """While the NATS server is down, the service keeps the page connected, and the page names the missing server."""
     require_binary()
     async with (

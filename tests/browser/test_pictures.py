@@ -30,7 +30,9 @@ SCREENS: dict[str, tuple[Size, Theme]] = {
 
 
 @pytest.mark.parametrize("name", SCREENS)
-async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, name: str) -> None:
+async def test_the_fleet_view_has_enough_contrast_and_names(
+    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, name: str
+) -> None:
     """In each size and theme, all text of the fleet view has enough contrast and each element has a name."""
     size, theme = SCREENS[name]
     async with (
@@ -51,7 +53,7 @@ async def test_the_fleet(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
                 assert await nameless(page) == []
 
 
-async def test_throughput(
+async def test_the_throughput_view_shows_an_hour_and_the_current_points(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The throughput view shows an hour of history and the current points."""
@@ -70,7 +72,9 @@ async def test_throughput(
         assert await nameless(page) == []
 
 
-async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_request_view_shows_a_pause_and_other_weights(
+    browser: Chrome, nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """The request view shows a request that a pause held and that continued with other weights."""
     async with (
         busy_fleet(nats_url, fleet, tmp_path, 1) as (_, two),
@@ -89,7 +93,7 @@ async def test_a_request(browser: Chrome, nats_url: str, fleet: str, tmp_path: P
             assert await nameless(page) == []
 
 
-async def test_experts(
+async def test_the_experts_view_shows_a_collapsed_router(
     browser: Chrome, nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The experts view shows layer by layer that new weights send most tokens to a few experts."""

@@ -17,7 +17,7 @@ EVENTS = each("[data-testid=attempt] tr[data-event]", "one.dataset.event")
 NOTE = "[data-testid=request-note]"
 
 
-async def test_a_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_page_shows_the_timeline_of_a_request(browser: Chrome, nats_url: str, fleet: str) -> None:
     """The page shows the timeline of the entered request id from the queue to the end, and reports an unknown id."""
     async with (
         synthetic_worker(nats_url, fleet, worker_id="w0"),
@@ -47,7 +47,7 @@ async def test_a_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
         assert await page.run(EVENTS) == []
 
 
-async def test_a_token_that_may_not(browser: Chrome, nats_url: str, fleet: str) -> None:
+async def test_the_data_token_shows_no_timeline(browser: Chrome, nats_url: str, fleet: str) -> None:
     """The token for requests shows the fleet, but not the timeline of a request."""
     settings = Settings(token="data-token-7319", admin_token="admin-token-2846")
     async with (

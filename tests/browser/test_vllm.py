@@ -31,7 +31,9 @@ def workers(nats_url: str, tiny_moe_float32: Path) -> Iterator[RealWorkers]:
         workers.stop()
 
 
-async def test_two_synthetic_workers_and_one_on_vllm(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
+async def test_the_page_shows_synthetic_workers_and_a_vllm_worker(
+    browser: Chrome, nats_url: str, workers: RealWorkers
+) -> None:
     """The page shows state, version and slots of each worker as the worker announces them."""
     await workers.have(1)
     async with (
@@ -56,7 +58,7 @@ async def test_two_synthetic_workers_and_one_on_vllm(browser: Chrome, nats_url: 
 
 
 @pytest.mark.routing
-async def test_the_heat_map_is_what_the_rows_say(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
+async def test_the_heat_map_equals_the_counts_of_the_rows(browser: Chrome, nats_url: str, workers: RealWorkers) -> None:
     """Without prefix cache hits, each cell equals the number of choices in the rows from position 0 on."""
     await workers.have(1)
     async with (

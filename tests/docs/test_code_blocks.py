@@ -92,7 +92,7 @@ def test_blocks_run_as_pasted(page: Path, fleets: Shared[Fleet]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_blocks_say_how_they_run(page: Path) -> None:
+def test_blocks_have_a_known_language_and_known_attributes(page: Path) -> None:
     """Each block has a known language and known attributes, and the first command of a page runs on any machine."""
     blocks = read_blocks(page)
     faults = [fault for block in blocks for fault in block.faults]

@@ -120,7 +120,7 @@ def test_grpo_raises_the_reward(place: Place) -> None:
     assert sum(rewards[-3:]) > sum(rewards[:3])
 
 
-def test_the_agent_calls_its_tool_and_makes_one_sample_of_each_conversation(place: Place) -> None:
+def test_the_agent_calls_its_tool_and_has_a_sample_for_each_conversation(place: Place) -> None:
     """Each conversation has two tool calls, an answer, cached prompt tokens from turn 2 on, and all its rows."""
     said = place.run("multi_turn_agent", "--nats", place.nats, "--steps", "2")
 
@@ -139,7 +139,7 @@ def test_the_agent_calls_its_tool_and_makes_one_sample_of_each_conversation(plac
         assert prompts < int(positions) < prompts + int(trained)
 
 
-def test_an_evaluation_that_was_killed_goes_on(place: Place) -> None:
+def test_a_killed_evaluation_is_continued(place: Place) -> None:
     """After SIGKILL and a partial last line in the file, the next run evaluates each of the remaining tasks once."""
     tasks = [{"id": f"t{i}", "prompt": f"Task {i}: write an e.", "expected": "e"} for i in range(80)]
     (place.folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -166,7 +166,7 @@ def test_an_evaluation_that_was_killed_goes_on(place: Place) -> None:
     assert scores[0] == pytest.approx(sum(result["num_passed"] / 8 for result in found) / 80, abs=1e-3)
 
 
-def test_an_evaluation_makes_its_tasks(place: Place) -> None:
+def test_an_evaluation_without_a_task_file_creates_the_file(place: Place) -> None:
     """Without a task file, the evaluation creates one."""
     said = place.run(
         "evaluate", "--nats", place.nats, "--tasks", "made.jsonl", "--results", "of-made.jsonl", "--steps", "2"
@@ -176,7 +176,7 @@ def test_an_evaluation_makes_its_tasks(place: Place) -> None:
     assert "pass@8 of 2 tasks: " in said
 
 
-def test_http_brings_tokens_and_experts(place: Place) -> None:
+def test_the_http_example_returns_tokens_and_experts(place: Place) -> None:
     """The HTTP example runs a chat and two turns in token ids with contiguous rows."""
     said = place.run("http_openai", "--http", place.http, "--steps", "2")
 

@@ -26,7 +26,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_import_our_modules_by_their_full_names(path: Path) -> None:
+def test_examples_import_rollbus_modules_by_their_full_names(path: Path) -> None:
     """An example imports only full names of rollbus and no other example.
 
     Users copy an example alone, possibly beside files with the names of rollbus folders.
@@ -44,7 +44,7 @@ def test_examples_import_our_modules_by_their_full_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [each for each in EXAMPLES if each.name not in OTHERS], ids=lambda path: path.name)
-def test_examples_are_short_and_say_how_to_run_them(path: Path) -> None:
+def test_examples_are_short_and_have_the_commands_to_run_them(path: Path) -> None:
     """An example is short, and its docstring has the commands that start the fleet and run it; it accepts `--steps`."""
     text = path.read_text()
 

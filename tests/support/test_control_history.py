@@ -56,7 +56,7 @@ class Fleet:
         return self.history.problems
 
 
-def test_tokens_of_a_paused_worker_are_seen() -> None:
+def test_tokens_of_a_paused_worker_are_a_violation() -> None:
     """A token in a new frame after the applied pause is a violation; earlier and empty frames are not."""
     fleet = Fleet()
     fleet.frame(0)
@@ -87,7 +87,7 @@ def test_a_resume_ends_a_pause(how: str) -> None:
     assert len(fleet.problems) == 1
 
 
-def test_a_pause_that_was_overtaken_before_its_answer_binds_nothing() -> None:
+def test_a_pause_with_a_resume_before_its_ack_does_not_bind_the_worker() -> None:
     """A pause does not bind a worker if a resume was recorded before its ack: the worker may have resumed."""
     fleet = Fleet()
     fleet.records(PAUSE)
@@ -101,7 +101,7 @@ def test_a_pause_that_was_overtaken_before_its_answer_binds_nothing() -> None:
     assert len(fleet.problems) == 1
 
 
-def test_tokens_of_older_weights_are_seen() -> None:
+def test_tokens_of_older_weights_are_a_violation() -> None:
     """After an applied update each token has the new version, until another update is published."""
     fleet = Fleet()
     fleet.ack(UPDATE, AckStatus.APPLIED, weight_version=2, frames={"me/life": 1})
@@ -115,7 +115,7 @@ def test_tokens_of_older_weights_are_seen() -> None:
     assert len(fleet.problems) == 1
 
 
-def test_a_failed_command_binds_nothing() -> None:
+def test_a_failed_command_does_not_bind_the_worker() -> None:
     """A failed or stale command does not bind a worker."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.FAILED)
@@ -124,7 +124,7 @@ def test_a_failed_command_binds_nothing() -> None:
     assert fleet.problems == []
 
 
-def test_a_spoilt_desired_state_binds_nothing() -> None:
+def test_after_the_desired_state_is_deleted_no_command_binds_a_worker() -> None:
     """After the desired state is deleted, no earlier command binds a worker."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.APPLIED)
@@ -133,7 +133,7 @@ def test_a_spoilt_desired_state_binds_nothing() -> None:
     assert fleet.problems == []
 
 
-def test_a_second_final_word_is_seen() -> None:
+def test_a_different_second_final_ack_is_a_violation() -> None:
     """An incarnation may repeat its final ack. A different final ack or a later progress ack is a violation."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.ACCEPTED)
@@ -148,7 +148,7 @@ def test_a_second_final_word_is_seen() -> None:
     assert len(fleet.problems) == 3
 
 
-def test_what_nobody_answers_is_seen() -> None:
+def test_a_command_without_a_final_ack_is_unanswered() -> None:
     """An accepted command is unanswered until its final ack, as long as that incarnation exists."""
     fleet = Fleet()
     fleet.ack(PAUSE, AckStatus.ACCEPTED)
@@ -158,7 +158,7 @@ def test_what_nobody_answers_is_seen() -> None:
     assert fleet.history.unanswered({"i"}) == []
 
 
-def test_garbage_says_nothing() -> None:
+def test_messages_that_cannot_be_decoded_are_ignored() -> None:
     """The history ignores messages that it cannot decode."""
     fleet = Fleet()
     for subject in (

@@ -10,7 +10,7 @@ from tests.support.waits import until
 
 
 @pytest.mark.slow
-async def test_it_is_broken_and_mended() -> None:
+async def test_a_cluster_survives_a_lost_leader_and_an_isolated_server() -> None:
     """A stream of three replicas survives its leader's loss, and an isolated server receives all messages later."""
     require_binary()
 

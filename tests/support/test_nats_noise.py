@@ -11,7 +11,7 @@ from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 
 
-async def test_messages_are_lost_doubled_and_delayed(nats_url: str, fleet: str) -> None:
+async def test_messages_are_dropped_duplicated_and_delayed(nats_url: str, fleet: str) -> None:
     """The filter drops, duplicates and delays messages on its subjects; other messages arrive once and in order."""
     noise = NatsNoise(r"\.noisy$", drop=0.1, double=0.1, delay=0.1)
     received: dict[str, list[int]] = {"noisy": [], "quiet": []}

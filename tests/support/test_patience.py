@@ -27,7 +27,7 @@ def test_limits_scale_with_the_environment(monkeypatch: pytest.MonkeyPatch, fact
     assert scaled["patient"](4.0) == scale * 4.0
 
 
-def test_no_test_has_a_limit_of_its_own() -> None:
+def test_each_limit_comes_from_the_patience_module() -> None:
     """Each limit that a busy machine could exceed comes from `tests/support/patience.py`."""
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"

@@ -25,7 +25,7 @@ def part() -> Iterator[Part]:
     assert made.is_sound
 
 
-def test_what_is_sound_stays_and_what_is_broken_is_replaced() -> None:
+def test_a_sound_resource_stays_and_a_broken_resource_is_replaced() -> None:
     """Each resource is ended, and an error at the end of a broken resource does not fail the next test."""
     with Shared(part, is_sound=lambda it: it.is_sound) as shared:
         first = shared.get()
@@ -37,7 +37,7 @@ def test_what_is_sound_stays_and_what_is_broken_is_replaced() -> None:
     assert second.is_ended
 
 
-def test_the_last_one_must_end_in_order() -> None:
+def test_an_error_at_the_end_of_the_last_resource_is_raised() -> None:
     """An error at the end of the last resource is raised."""
     shared = Shared(part, is_sound=lambda it: it.is_sound)
     with pytest.raises(AssertionError), shared:

@@ -59,7 +59,7 @@ async def test_bytes_pass_both_ways() -> None:
     assert await count_tasks() == 0
 
 
-async def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
+async def test_a_cut_closes_connections_and_refuses_new_connections() -> None:
     """A cut closes all connections and refuses new ones; after the repair, connections work on the same port."""
     async with echo_behind_proxy() as proxy:
         async with connected(proxy) as (reader, writer):
@@ -81,7 +81,7 @@ async def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
 
 
 @pytest.mark.parametrize("direction", [Direction.TO_SERVER, Direction.TO_CLIENT, Direction.BOTH])
-async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> None:
+async def test_a_partition_holds_bytes_and_closes_no_connection(direction: Direction) -> None:
     """While a direction is frozen, no bytes arrive and no connection closes.
 
     After the thaw all bytes arrive, also those of new connections.
@@ -102,7 +102,7 @@ async def test_a_partition_holds_bytes_without_a_word(direction: Direction) -> N
         assert await reader.readexactly(9) == b"meanwhile"
 
 
-async def test_a_narrow_line_slows_the_sender_down() -> None:
+async def test_a_byte_limit_slows_the_sender_down() -> None:
     """With a limit towards the client, bytes arrive slowly and the sender's buffer fills up, but no byte is lost."""
     payload = bytes(24_000_000)
     async with echo_behind_proxy() as proxy, connected(proxy) as (reader, writer):

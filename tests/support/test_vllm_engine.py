@@ -92,7 +92,7 @@ async def leave_paused(running: RunningEngine) -> None:
 
 
 @pytest.mark.parametrize("leaves", [leave_running, leave_paused])
-def test_what_a_failed_test_has_left_is_ended(engines: Engines, leaves: Damage) -> None:
+def test_requests_and_pauses_of_a_failed_test_are_ended(engines: Engines, leaves: Damage) -> None:
     """The requests of a failed test are aborted and its pause ends.
 
     The engine stays, and the next steps belong to the next test.
