@@ -19,7 +19,7 @@ NOBODY = "nats://127.0.0.1:1"
 MEGABYTE = bytes(1024 * 1024)
 
 
-async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) -> None:
+async def test_messages_arrive_in_order_and_no_task_remains(nats_url: str, fleet: str) -> None:
     """Messages arrive at the handler in order. After closing, no task remains, and a second close does nothing."""
     received: asyncio.Queue[bytes] = asyncio.Queue(10)
 
@@ -38,12 +38,12 @@ async def test_carries_messages_and_leaves_nothing(nats_url: str, fleet: str) ->
     assert await count_tasks() == 0
 
 
-def test_works_on_uvloop(nats_url: str, fleet: str) -> None:
+def test_the_connection_runs_on_uvloop(nats_url: str, fleet: str) -> None:
     """The connection also runs on uvloop."""
-    uvloop.run(test_carries_messages_and_leaves_nothing(nats_url, fleet))
+    uvloop.run(test_messages_arrive_in_order_and_no_task_remains(nats_url, fleet))
 
 
-async def test_what_was_published_is_sent_before_closing(nats_url: str, fleet: str) -> None:
+async def test_closing_sends_all_published_messages(nats_url: str, fleet: str) -> None:
     """Closing immediately after publishing loses no message."""
     received: asyncio.Queue[int] = asyncio.Queue(10)
 
@@ -98,13 +98,13 @@ async def test_a_malformed_url_is_refused(url: str, problem: str) -> None:
     assert repr(url) in str(caught.value)
 
 
-async def test_a_url_may_leave_out_what_is_usual(nats_url: str) -> None:
+async def test_scheme_and_trailing_slash_of_a_url_are_optional(nats_url: str) -> None:
     """The scheme and a trailing slash of a URL are optional."""
     async with opened(nats_url.removeprefix("nats://") + "/") as connection:
         assert connection.is_connected
 
 
-async def test_nobody_there(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_server_is_an_error_with_address_and_reason(caplog: pytest.LogCaptureFixture) -> None:
     """If no server answers, the error names the address and the reason but no password; no log line or task remains."""
     with pytest.raises(BusBroken, match=r"no NATS server at nats://\*\*\*@127\.0\.0\.1:1 within 0\.1 s: .*Errno"):
         await open_connection("nats://user:secret@127.0.0.1:1", name="test", timeout_s=0.1)
@@ -113,7 +113,7 @@ async def test_nobody_there(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-async def test_a_server_that_says_nothing_is_given_up() -> None:
+async def test_connecting_to_a_silent_server_fails_at_the_timeout() -> None:
     """Connecting to a server that accepts connections but sends nothing fails after `timeout_s`."""
     accepted: list[asyncio.StreamWriter] = []
     listener = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
@@ -129,7 +129,7 @@ async def test_a_server_that_says_nothing_is_given_up() -> None:
 
 
 @pytest.mark.slow
-async def test_a_late_server_is_waited_for() -> None:
+async def test_the_first_connection_is_retried_until_the_server_runs() -> None:
     """The first connection is retried until the server runs."""
     require_binary()
     async with EmbeddedServer() as server:
@@ -162,7 +162,7 @@ async def test_a_wrong_password_is_refused_at_once(tmp_path: Path, caplog: pytes
     assert "correct" not in shown
 
 
-async def test_cancelling_an_attempt_leaves_nothing() -> None:
+async def test_a_cancelled_attempt_to_connect_leaves_no_task() -> None:
     """A cancelled attempt to connect leaves no task."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -171,7 +171,7 @@ async def test_cancelling_an_attempt_leaves_nothing() -> None:
     assert await count_tasks() == 0
 
 
-async def test_errors_of_publishing_are_ours(nats_url: str, fleet: str) -> None:
+async def test_errors_of_publishing_are_rollbus_errors(nats_url: str, fleet: str) -> None:
     """Publishing a message that is too large is a local error. A closed connection raises `BusClosed`."""
     async with opened(nats_url) as connection:
         with pytest.raises(LocalProtocolError, match=f"over the server's max_payload of {connection.max_payload}"):
@@ -203,7 +203,7 @@ async def test_headers_count_towards_the_largest_message(nats_url: str, fleet: s
         assert connection.counters().disconnects == 0
 
 
-async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str, fleet: str) -> None:
+async def test_the_owner_receives_the_error_if_the_server_closes_the_connection(nats_url: str, fleet: str) -> None:
     """If the server closes a connection for good, its owner receives the error, and publishing raises it again."""
     heard: asyncio.Queue[Exception] = asyncio.Queue(10)
     async with opened(nats_url, on_error=heard.put_nowait) as connection:
@@ -219,7 +219,7 @@ async def test_the_owner_hears_when_the_server_ends_the_connection(nats_url: str
 
 @pytest.mark.proves("P39")
 @pytest.mark.parametrize(("limits", "kept"), [((3, 1000), 3), ((1000, 35), 3)])
-async def test_dropped_messages_are_counted_and_told(
+async def test_dropped_messages_are_counted_and_reported(
     nats_url: str, fleet: str, limits: tuple[int, int], kept: int
 ) -> None:
     """Messages beyond a limit of a subscription are dropped, and each of them is counted and reported."""
@@ -248,7 +248,7 @@ async def test_dropped_messages_are_counted_and_told(
     assert all(isinstance(error, nats_errors.SlowConsumerError) for error in heard)
 
 
-async def test_a_failing_handler_is_counted_and_told(
+async def test_a_failing_handler_is_counted_and_reported(
     nats_url: str, fleet: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An exception in a handler is counted, logged with its traceback and reported, and the next message is handled."""

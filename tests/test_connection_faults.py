@@ -52,7 +52,7 @@ async def stalled(
 
 
 @pytest.mark.slow
-async def test_an_outage_is_survived_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_outage_is_survived_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     """After an outage both callbacks have run, and subscriptions and buffered messages remain."""
     require_binary()
     gone, back = asyncio.Event(), asyncio.Event()
@@ -133,7 +133,7 @@ async def test_a_cancelled_flush_does_no_harm(nats_url: str, fleet: str) -> None
     assert flush.cancelled()
 
 
-async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_confirm_covers_all_earlier_messages(nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`confirm` covers all earlier publications, including unsent ones."""
     received: list[bytes] = []
 
@@ -154,7 +154,7 @@ async def test_what_is_confirmed_has_arrived(nats_url: str, fleet: str, monkeypa
         assert received == [b"waits"]
 
 
-async def test_a_server_that_is_away_confirms_nothing() -> None:
+async def test_confirm_returns_false_if_the_server_hangs_or_is_disconnected() -> None:
     """`confirm` returns False while the server hangs and while there is no connection."""
     gone = asyncio.Event()
     async with (
@@ -172,7 +172,7 @@ async def test_a_server_that_is_away_confirms_nothing() -> None:
         assert not await connection.confirm(timeout_s=SOON_S)
 
 
-async def test_what_is_lost_with_the_connection_is_not_waited_for() -> None:
+async def test_a_confirm_or_request_ends_when_the_connection_is_lost() -> None:
     """A `confirm` or request that waits for an answer ends when the connection is lost, not at its timeout.
 
     A request sent during the outage is answered after the reconnect.
@@ -216,7 +216,7 @@ async def test_a_waiting_publish_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("what", ["request", "flush"])
-async def test_a_cancel_that_meets_the_answer_is_not_lost(nats_url: str, fleet: str, what: str) -> None:
+async def test_a_cancel_at_the_moment_of_the_answer_is_not_lost(nats_url: str, fleet: str, what: str) -> None:
     """A request or flush that is cancelled at the moment of its answer ends as cancelled."""
     waits: list[asyncio.Future[object]] = []
 
@@ -249,7 +249,7 @@ async def test_closing_does_not_wait_for_a_server_that_does_not_read() -> None:
     assert await count_tasks() == 0
 
 
-async def test_cancelling_a_close_leaves_nothing() -> None:
+async def test_a_cancelled_close_leaves_no_task() -> None:
     """A close that is cancelled while it waits for the server leaves no task."""
     async with stalled() as (_, connection, task):
         task.cancel()
@@ -260,7 +260,7 @@ async def test_cancelling_a_close_leaves_nothing() -> None:
     assert await count_tasks() == 0
 
 
-def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_a_connection_that_was_just_lost_is_no_error(nats_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """If the connection is lost during the last write, a close still runs its callback and leaves no task."""
     told: list[str] = []
 
@@ -283,7 +283,7 @@ def test_closing_what_was_just_cut_off_is_no_error(nats_url: str, caplog: pytest
 
 
 @pytest.mark.parametrize("what", ["publish", "subscribe", "ping"])
-def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet: str, what: str) -> None:
+def test_a_write_to_a_lost_connection_starts_the_reconnect(nats_url: str, fleet: str, what: str) -> None:
     """The first write after an unnoticed loss raises no error, and published messages arrive after the reconnect."""
 
     async def scenario() -> None:
@@ -318,7 +318,7 @@ def test_writing_into_a_lost_connection_brings_the_next_one(nats_url: str, fleet
     uvloop.run(scenario())
 
 
-async def test_what_is_lost_is_not_written(nats_url: str) -> None:
+async def test_a_lost_transport_rejects_writes(nats_url: str) -> None:
     """On each event loop, a lost transport rejects writes, so that no caller assumes that the bytes were sent."""
     async with opened(nats_url) as connection:
         connection._wire.abort()

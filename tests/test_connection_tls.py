@@ -50,7 +50,7 @@ async def gives_up(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_a_handshake_that_never_ends_is_given_up(tmp_path: Path, loop: str) -> None:
+def test_a_handshake_that_never_ends_fails_at_the_timeout(tmp_path: Path, loop: str) -> None:
     """Connecting fails at the timeout if the handshake never ends."""
     with TlsServer(tmp_path, shakes_hands=False).running() as server:
         run_on(loop, gives_up(server))
@@ -69,7 +69,7 @@ async def closes_in_a_handshake(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_closing_in_the_middle_of_a_handshake(tmp_path: Path, loop: str) -> None:
+def test_closing_during_a_handshake_ends_soon(tmp_path: Path, loop: str) -> None:
     """Closing during a handshake ends soon."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, closes_in_a_handshake(server))
@@ -83,7 +83,7 @@ async def closes_unanswered(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_a_server_that_says_no_goodbye_is_not_waited_for(tmp_path: Path, loop: str) -> None:
+def test_closing_does_not_wait_for_a_server_without_close_message(tmp_path: Path, loop: str) -> None:
     """Closing does not wait half a minute, as TLS would, for a server that sends no close message."""
     with TlsServer(tmp_path, answers=False).running() as server:
         run_on(loop, closes_unanswered(server))

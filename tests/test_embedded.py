@@ -55,7 +55,7 @@ async def echo(url: str) -> int:
     return connection.max_payload
 
 
-async def test_serves_clients_and_leaves_nothing(temporary: Path) -> None:
+async def test_a_server_serves_clients_and_leaves_no_process_or_folder(temporary: Path) -> None:
     """A started server accepts connections and 8 MiB messages; after its end, process and folder are gone."""
     async with EmbeddedServer() as server:
         pid = server.pid
@@ -65,7 +65,7 @@ async def test_serves_clients_and_leaves_nothing(temporary: Path) -> None:
     assert contents(temporary) == []
 
 
-def test_works_on_uvloop_in_a_thread(temporary: Path) -> None:
+def test_a_server_runs_on_uvloop_in_a_thread(temporary: Path) -> None:
     """A server also runs on uvloop and outside the main thread."""
     answers: list[int] = []
 
@@ -97,7 +97,7 @@ async def test_two_servers_run_side_by_side() -> None:
     assert streams == [1, 0]
 
 
-async def test_max_payload_is_the_servers() -> None:
+async def test_clients_receive_the_max_payload_of_the_server() -> None:
     """Clients receive `max_payload_bytes` as the server's limit."""
     async with EmbeddedServer(max_payload_bytes=64 * 1024) as server:
         assert await echo(server.url) == 64 * 1024
@@ -172,7 +172,7 @@ async def test_a_file_that_is_no_program_is_named(tmp_path: Path) -> None:
         await EmbeddedServer(binary=binary).__aenter__()
 
 
-async def test_cancelling_a_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+async def test_a_cancelled_start_leaves_no_process_or_folder(tmp_path: Path, temporary: Path) -> None:
     """A cancelled start leaves neither process nor folder."""
     pid_file = tmp_path / "pid"
     binary = tmp_path / "mute"
@@ -189,7 +189,7 @@ async def test_cancelling_a_start_leaves_nothing(tmp_path: Path, temporary: Path
     assert contents(temporary) == ["mute", "pid"]
 
 
-async def test_cancelling_a_stop_leaves_nothing(temporary: Path) -> None:
+async def test_a_cancelled_stop_kills_the_server(temporary: Path) -> None:
     """A cancelled stop kills the server."""
     async with EmbeddedServer() as server:
         pid = server.pid
@@ -203,7 +203,7 @@ async def test_cancelling_a_stop_leaves_nothing(temporary: Path) -> None:
     assert contents(temporary) == []
 
 
-async def test_ends_can_be_repeated() -> None:
+async def test_stopping_and_killing_can_be_repeated() -> None:
     """Stopping or killing a stopped server does nothing, and a closed server cannot be restarted."""
     async with EmbeddedServer() as server:
         await server.stop()
@@ -217,7 +217,7 @@ async def test_ends_can_be_repeated() -> None:
         await server.restart()
 
 
-async def test_a_death_is_noticed() -> None:
+async def test_wait_returns_when_the_server_dies() -> None:
     """`wait` returns when the server dies."""
     async with EmbeddedServer() as server:
         os.kill(server.pid, signal.SIGKILL)
@@ -228,7 +228,7 @@ async def test_a_death_is_noticed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["raise SystemExit", "os._exit(1)"])
-def test_nothing_survives_the_end_of_python(ending: str, tmp_path: Path) -> None:
+def test_server_and_folder_are_removed_when_python_exits(ending: str, tmp_path: Path) -> None:
     """When the Python process exits in any way, its server and temporary folder are removed."""
     with python_program(EMBED.format(body=ending), tmp_path) as program:
         pid, folder = read_line(program).split()
@@ -239,7 +239,7 @@ def test_nothing_survives_the_end_of_python(ending: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_nothing_survives_the_killing_of_python(tmp_path: Path) -> None:
+def test_server_and_folder_are_removed_when_python_is_killed(tmp_path: Path) -> None:
     """When the Python process is killed, its server and temporary folder are removed."""
     with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid, folder = read_line(program).split()
@@ -269,7 +269,7 @@ def test_a_forked_child_does_not_keep_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent was killed")
-def test_nothing_survives_the_killing_of_the_guard(tmp_path: Path) -> None:
+def test_the_server_ends_when_python_and_the_guard_are_killed(tmp_path: Path) -> None:
     """When the Python process and the guard process are killed, as `pkill python` does, the server ends."""
     with python_program(EMBED.format(body="await asyncio.Event().wait()"), tmp_path) as program:
         pid = int(read_line(program).split()[0])
@@ -329,7 +329,7 @@ def test_the_binary_is_found_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
         find_binary(places[3])
 
 
-def test_tests_use_the_server_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_use_the_server_of_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests use `$ROLLBUS_TEST_NATS` instead of any server that they could start."""
     monkeypatch.setenv("ROLLBUS_TEST_NATS", "nats://elsewhere:1")
     with running_server() as url:
@@ -337,7 +337,7 @@ def test_tests_use_the_server_they_are_given(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
-def test_tests_without_a_server_say_why(
+def test_tests_without_a_server_are_skipped_with_the_reason(
     ci: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a server, tests are skipped with the reason, and on CI they fail."""

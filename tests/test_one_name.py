@@ -81,7 +81,7 @@ def said_in_python(file: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_what_bus_has_is_public() -> None:
+def test_rollbus_has_the_names_of_rollbus_bus() -> None:
     """`rollbus` has the names of `rollbus.bus` and its version; it imports the client only on first use."""
     code = "import rollbus, rollbus.schemas.limits, sys; print('rollbus.bus' in sys.modules, 'nats' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -100,7 +100,7 @@ def test_tests_import_nothing_under_a_second_name() -> None:
 
 
 @pytest.mark.slow
-def test_programs_import_us_as_rollbus_and_we_ourselves_relatively() -> None:
+def test_programs_import_rollbus_and_packages_import_relatively() -> None:
     """Files in the packages import each other relatively; other files import only names below `rollbus`."""
     wrong = []
     for file in tracked("*.py"):
@@ -114,7 +114,7 @@ def test_programs_import_us_as_rollbus_and_we_ourselves_relatively() -> None:
     assert wrong == []
 
 
-def test_nothing_looks_for_files_beside_itself() -> None:
+def test_packages_find_data_files_with_importlib_resources() -> None:
     """Packages find their data files with importlib.resources.
 
     A path that is resolved in a checkout would leave the package.
@@ -149,7 +149,7 @@ async def test_a_worker_imports_nothing_under_a_second_name(nats_url: str, fleet
 
 
 @pytest.mark.slow
-def test_every_string_that_names_a_module_of_ours_names_one_that_is_there() -> None:
+def test_every_module_name_in_a_string_is_an_existing_module() -> None:
     """Each module name in programs, in commands with `-m`, and in entry points is an existing module."""
     programs = [file for file in tracked("*.py") if file != Path(__file__)]
     said = [(file, name) for file in programs for name in said_in_python(file)]

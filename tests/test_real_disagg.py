@@ -167,7 +167,7 @@ def check_legs(generation: Generation, request: GenerateRequest) -> None:
 
 
 @pytest.mark.proves("P24")
-async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
+async def test_prompts_of_all_lengths_give_the_results_of_a_single_worker(pair: Pair, real_fleet: str) -> None:
     """Tokens, logprobs and routed experts equal those of a single worker, for any `routed_experts_prompt_start`."""
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
         for length in LENGTHS:
@@ -184,7 +184,7 @@ async def test_prompts_of_all_lengths(pair: Pair, real_fleet: str) -> None:
     assert pair.legs() == []
 
 
-async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
+async def test_32_parallel_prompts_equal_each_prompt_alone(pair: Pair, real_fleet: str) -> None:
     """32 parallel prompts of 500 tokens, which the engine computes in slices, equal each prompt alone."""
     requests = [
         greedy(500, NUM_TOKENS, seed=i, request_id=f"r{i}", routed_experts_prompt_start=16 * i) for i in range(32)
@@ -202,7 +202,7 @@ async def test_32_at_a_time(pair: Pair, real_fleet: str) -> None:
     assert pair.legs() == []
 
 
-async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) -> None:
+async def test_requests_without_a_prefill_phase_get_fresh_rows(pair: Pair, real_fleet: str) -> None:
     """A request without a prefill phase gets fresh rows, even if the decode worker has the prompt's transferred KV."""
     request = greedy(100, NUM_TOKENS, seed=77)
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
@@ -213,7 +213,7 @@ async def test_whole_requests_find_no_stale_rows(pair: Pair, real_fleet: str) ->
         assert_same(generation, await single.complete(request))
 
 
-async def test_over_http(pair: Pair, real_fleet: str) -> None:
+async def test_the_http_service_returns_the_results_of_a_single_worker(pair: Pair, real_fleet: str) -> None:
     """The HTTP service returns the same tokens and routed experts from two workers as from one."""
     body = {
         "token_ids": [int(token) for token in greedy(100, 1, seed=5).prompt_token_ids],
@@ -237,7 +237,7 @@ async def test_over_http(pair: Pair, real_fleet: str) -> None:
     np.testing.assert_array_equal(answers[0][1], answers[1][1])
 
 
-async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
+async def test_a_request_whose_kv_is_lost_needs_a_second_attempt(pair: Pair, real_fleet: str) -> None:
     """If the KV is lost before it is loaded, the request needs a second attempt and returns the same result."""
     # The salt prevents the decode worker from using its own cache instead of loading the KV.
     request = greedy(100, NUM_TOKENS, seed=13, cache_salt="lost")
@@ -254,7 +254,7 @@ async def test_a_load_that_fails(pair: Pair, real_fleet: str) -> None:
         check_legs(await rb.complete(again), again)
 
 
-async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
+async def test_old_kv_that_no_worker_loads_is_deleted(pair: Pair) -> None:
     """Old KV that no worker loads is deleted, even if no engine has requests."""
     leg = pair.folder / uuid.uuid4().hex
     leg.mkdir()
@@ -267,7 +267,9 @@ async def test_what_was_abandoned_is_swept(pair: Pair) -> None:
 
 
 @pytest.mark.proves("P24")
-async def test_new_weights_between_legs(pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]) -> None:
+async def test_an_update_between_the_phases_never_mixes_weights(
+    pair: Pair, real_fleet: str, tiny_moes: tuple[Path, Path]
+) -> None:
     """An update between the phases never mixes weights: KV of old weights is used only with the old weights."""
     request = greedy(100, 200, seed=21, cache_salt="between")
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:

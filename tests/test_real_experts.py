@@ -51,7 +51,7 @@ def check(version: VersionLoad, results: list[Generation]) -> None:
         assert plane.computed == plane.seen == wanted[name][0].sum() // TOP_K
 
 
-async def test_a_real_worker_counts_what_its_engine_computed(
+async def test_a_real_worker_counts_the_tokens_that_its_engine_computed(
     nats_url: str, own_worker: RealWorkers, tiny_moe_float32: Path
 ) -> None:
     """New prompts count completely, repeated prompts without their cached tokens, and collapsed weights are visible."""

@@ -20,7 +20,7 @@ def request(key: str) -> GenerateRequest:
     return greedy(40, LENGTHS[key], seed=[*LENGTHS].index(key), routed_experts_prompt_start=7)
 
 
-async def test_carried_groups_equal_undisturbed_ones(nats_url: str, real_fleet: str) -> None:
+async def test_carried_groups_equal_uninterrupted_requests(nats_url: str, real_fleet: str) -> None:
     """Carried groups have the same tokens, logprobs, routed experts and versions as uninterrupted requests."""
     prompts = [GroupPrompt(request(key), key=key) for key in LENGTHS]
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:

@@ -66,7 +66,7 @@ async def test_replay_with_the_workers_weights_changes_nothing(
     torch.testing.assert_close(replayed[mask], batch.sampler_logprobs[mask], atol=TOLERANCE, rtol=0)
 
 
-async def test_other_experts_than_the_workers_are_used_too(
+async def test_replay_uses_other_experts_than_those_of_the_worker(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
     """Replay also uses other experts than the worker's: shifted expert ids compute and change the logprobs."""

@@ -54,7 +54,7 @@ def hugging_face(model_path: Path, sequence: list[int]) -> tuple[np.ndarray, np.
     return torch.stack(chosen, 1).numpy(), logprobs.numpy()
 
 
-async def test_64_at_once_equal_each_alone(nats_url: str, real_fleet: str) -> None:
+async def test_64_parallel_requests_equal_each_request_alone(nats_url: str, real_fleet: str) -> None:
     """64 parallel requests of mixed lengths have all rows, and each equals the same request alone."""
     requests = [
         greedy(5 + 7 * i % 200, 1 + 5 * i % 60, seed=i, request_id=f"r{i}", routed_experts_prompt_start=i % 6)
@@ -88,7 +88,7 @@ async def test_rows_come_with_their_tokens(nats_url: str, real_fleet: str) -> No
 
 
 @pytest.mark.proves("P36")
-async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
+async def test_samples_of_a_prompt_equal_requests_with_consecutive_seeds(nats_url: str, real_fleet: str) -> None:
     """n=3 returns three samples with routed experts, and child request i equals a request with seed + i."""
     sampling = SamplingParams(max_tokens=20, seed=3, n=3, ignore_eos=True)
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
@@ -104,7 +104,7 @@ async def test_samples_of_one_prompt(nats_url: str, real_fleet: str) -> None:
     assert not np.array_equal(first.token_ids, alone.token_ids)
 
 
-async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
+async def test_a_prompt_of_5000_tokens_has_all_its_rows(nats_url: str, real_fleet: str) -> None:
     """A prompt of 5000 tokens has all its rows."""
     request = greedy(5000, 3)
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
@@ -112,7 +112,7 @@ async def test_a_prompt_of_5000_tokens(nats_url: str, real_fleet: str) -> None:
 
 
 @pytest.mark.proves("P27")
-async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) -> None:
+async def test_refused_requests_do_not_affect_parallel_requests(nats_url: str, real_fleet: str) -> None:
     """A request that the model cannot serve fails with the allowed values, while parallel requests complete."""
     too_long = greedy(8192, 1, request_id="long")
     no_token = GenerateRequest(prompt_token_ids=[600], request_id="vocabulary")
@@ -131,7 +131,7 @@ async def test_refused_requests_harm_no_other(nats_url: str, real_fleet: str) ->
         check_generation(results[request.request_id], request)
 
 
-async def test_the_load_of_the_engine_is_announced(nats_url: str, real_fleet: str) -> None:
+async def test_clients_can_read_the_load_of_the_engine(nats_url: str, real_fleet: str) -> None:
     """Clients can read the counters of vLLM's scheduler: prefix cache hits, an idle cache and two rates."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         first = await rb.complete(greedy(1000, 4, seed=77))

@@ -17,7 +17,7 @@ RL_LOOP = Path(__file__).resolve().parents[1] / "examples" / "rl_loop.py"
 NUM_STEPS = 20
 
 
-async def test_it_learns_and_replay_brings_sampler_and_trainer_closer(tmp_path: Path) -> None:
+async def test_rewards_rise_and_replay_lowers_the_kl(tmp_path: Path) -> None:
     """With one seed the rewards rise by half, the KL is lower with replay, and no trained token is too old."""
     shortened = ["--seeds", "1", "--steps", str(NUM_STEPS), "--workers", "1", "--output", str(tmp_path)]
     process = await asyncio.create_subprocess_exec(
@@ -58,7 +58,7 @@ def judged(rl_loop: dict[str, Any], rewards: list[float], *, kl: tuple[float, fl
 
 
 @pytest.mark.parametrize("rewards", [[0.1], [0.1] * 10, [0.2, 0.1, 0.0], [0.1] * 19, [0.0]])
-def test_few_steps_promise_no_higher_rewards(rl_loop: dict[str, Any], rewards: list[float]) -> None:
+def test_a_run_with_few_steps_need_not_raise_the_rewards(rl_loop: dict[str, Any], rewards: list[float]) -> None:
     """A run with few steps need not raise the rewards."""
     assert judged(rl_loop, rewards) == []
 
@@ -76,9 +76,7 @@ def test_rewards_of_enough_steps_must_rise_by_half(rl_loop: dict[str, Any], num_
 
 
 @pytest.mark.parametrize("num_steps", [1, 30])
-def test_replay_must_bring_both_closer_where_there_is_anything_to_compare(
-    rl_loop: dict[str, Any], num_steps: int
-) -> None:
+def test_replay_must_lower_the_kl_unless_there_is_no_kl(rl_loop: dict[str, Any], num_steps: int) -> None:
     """At any number of steps replay must lower the KL, unless there is no KL to compare."""
     rewards = [0.1 * 1.1**step for step in range(num_steps)]
 

@@ -33,7 +33,7 @@ DEAD = "nats://127.0.0.1:1"
         ("nats://u:p,w@a,b", ["nats://u:p,w@a:4222", "nats://b:4222"]),
     ],
 )
-def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
+def test_a_list_of_urls_is_split_at_its_commas(text: str, urls: list[str]) -> None:
     """A comma before an `@` belongs to a password, and a repeated server counts once."""
     assert list(parse_urls(text)) == urls
     assert "p,w" not in redact(text)
@@ -51,7 +51,7 @@ def test_a_list_is_cut_at_its_commas(text: str, urls: list[str]) -> None:
         ([f"h{i}" for i in range(65)], "65 URLs of NATS servers were named; allowed: 64"),
     ],
 )
-def test_a_wrong_list_is_refused_at_the_edge(urls: str | list[str], problem: str) -> None:
+def test_an_invalid_list_is_rejected_before_any_connection(urls: str | list[str], problem: str) -> None:
     """An invalid list is rejected with the invalid URL before any connection."""
     with pytest.raises(BusBroken, match=problem):
         rollbus.connect(urls)
@@ -64,7 +64,7 @@ async def test_a_dead_url_does_not_stop_a_connect(nats_url: str) -> None:
             assert (await rb.fleet.state()).workers == ()
 
 
-async def test_where_all_are_dead_each_is_named() -> None:
+async def test_if_all_servers_are_dead_the_error_names_each_url() -> None:
     """If all servers are dead, the error names each URL and the reason of the last attempt."""
     with pytest.raises(
         BusBroken, match=r"no NATS server at nats://127.0.0.1:1,nats://\*\*\*@127.0.0.1:2 within .*Errno"
@@ -86,7 +86,7 @@ async def meets_refusals(good: TlsServer, bad: TlsServer, worse: TlsServer) -> N
 
 @pytest.mark.slow
 @on_both_loops
-def test_a_server_that_is_refused_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
+def test_an_untrusted_server_does_not_stop_a_connect(tmp_path: Path, loop: str) -> None:
     """Connecting fails because of untrusted servers only if no URL has a trusted server."""
     with (
         TlsServer(tmp_path).running() as good,
@@ -115,7 +115,7 @@ async def goes_to_the_learned(first: TlsServer, second: TlsServer, learned: Fake
 @pytest.mark.slow
 @on_both_loops
 @pytest.mark.parametrize(("name", "is_trusted"), [("127.0.0.1", True), ("localhost", True), ("other.example", False)])
-def test_a_learned_server_has_to_prove_one_of_the_names(tmp_path: Path, loop: str, name: str, is_trusted: bool) -> None:
+def test_a_learned_server_must_prove_a_name_of_the_urls(tmp_path: Path, loop: str, name: str, is_trusted: bool) -> None:
     """A learned server must prove one of the names in the URLs; only then it receives the user of the URL."""
     with TlsServer(tmp_path, names=(name,)).running() as learned:
         known = (learned.address,)
@@ -128,7 +128,7 @@ def test_a_learned_server_has_to_prove_one_of_the_names(tmp_path: Path, loop: st
 
 
 @pytest.mark.slow
-async def test_reconnects_go_round_the_servers() -> None:
+async def test_a_connection_moves_from_a_killed_server_to_a_learned_server() -> None:
     """A connection with one URL moves from each killed server to a running server that it has learned."""
     require_binary()
     async with nats_cluster() as cluster, opened(cluster.urls[0]) as connection:

@@ -113,7 +113,7 @@ def test_import_contracts_hold() -> None:
         ("bus/protocol", {"msgspec", "numpy", "zstandard", "rollbus.bus.protocol", "rollbus.schemas"}),
     ],
 )
-def test_pure_packages_import_only_their_own_kind(folder: str, allowed: set[str]) -> None:
+def test_pure_packages_import_only_pure_packages_and_no_io_modules(folder: str, allowed: set[str]) -> None:
     """The packages schemas and bus.protocol import only these packages and the standard library without I/O modules."""
     allowed = allowed | (sys.stdlib_module_names - {"asyncio", "socket", "ssl", "subprocess", "threading"})
     strangers = {
@@ -142,7 +142,7 @@ def test_files_and_functions_stay_short() -> None:
     assert too_long == []
 
 
-def test_blind_handlers_stand_at_named_boundaries() -> None:
+def test_handlers_of_all_exceptions_name_their_boundary() -> None:
     """Each handler of all exceptions begins with a comment that names its boundary, and there are at most twelve."""
     handlers = {
         f"{path.relative_to(ROOT)}:{number}": after.strip()
@@ -173,7 +173,7 @@ def test_lock_is_exact_and_for_a_cpu() -> None:
     assert locked["torch"].endswith("+cpu")
 
 
-def test_lock_covers_what_pyproject_asks_for() -> None:
+def test_lock_contains_each_dependency() -> None:
     """The lock contains each dependency of this environment; otherwise `make lock` is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -184,6 +184,6 @@ def test_lock_covers_what_pyproject_asks_for() -> None:
     assert {re.split(r"[<>=!~\[]", item)[0] for item in wanted} - locked == set()
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_has_a_py_typed_file() -> None:
     """The package has a py.typed file, so that type checkers read its annotations."""
     assert (ROOT / "src" / "rollbus" / "py.typed").is_file()

@@ -30,7 +30,7 @@ def run(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
+def test_nothing_is_installed_if_no_program_is_missing(tmp_path: Path) -> None:
     """On a machine with all programs, the script installs nothing and prints nothing."""
     has = dict.fromkeys(("chromium", "chromedriver", "promtool"), "exit 0")
     done = run(tmp_path, **has, **{"apt-get": f": > {tmp_path}/asked"}, id="echo 0")
@@ -43,7 +43,7 @@ def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
     ("programs", "reason"),
     [({"id": "echo 0"}, "there is no apt-get"), ({"id": "echo 1000", "apt-get": "exit 1"}, "only root may install")],
 )
-def test_what_cannot_be_installed_is_said(tmp_path: Path, programs: dict[str, str], reason: str) -> None:
+def test_programs_that_cannot_be_installed_are_named(tmp_path: Path, programs: dict[str, str], reason: str) -> None:
     """The message names the missing programs and the command that installs them, and the exit code is 0."""
     done = run(tmp_path, chromium="exit 0", **programs)
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, programs: dict[str, st
     assert "apt-get install chromium-driver prometheus\n" in done.stderr
 
 
-def test_a_package_that_fails_keeps_no_other_away(tmp_path: Path) -> None:
+def test_a_failed_package_does_not_stop_the_other_packages(tmp_path: Path) -> None:
     """Each package is installed separately without starting services, and the failed package is named."""
     done = run(tmp_path, chromium="exit 0", id="echo 0", **{"apt-get": INSTALLS.format(folder=tmp_path)})
 

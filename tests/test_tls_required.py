@@ -164,7 +164,7 @@ async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -
 
 @on_both_loops
 @pytest.mark.parametrize(("names", "is_trusted"), [(("localhost",), False), (("localhost", "127.0.0.1"), True)])
-def test_a_learned_server_has_to_prove_the_name_of_the_url(
+def test_a_learned_server_must_prove_the_name_of_the_url(
     tmp_path: Path, loop: str, names: tuple[str, ...], is_trusted: bool
 ) -> None:
     """A learned server's certificate must have the name in the URL: any server could advertise an address."""
@@ -189,7 +189,7 @@ async def learns_nothing(server: TlsServer) -> None:
 
 
 @on_both_loops
-def test_what_comes_before_tls_is_not_believed(tmp_path: Path, loop: str) -> None:
+def test_messages_and_addresses_before_tls_are_ignored(tmp_path: Path, loop: str) -> None:
     """Messages and addresses before the TLS handshake are ignored: an attacker could have sent them."""
     server = TlsServer(tmp_path, connect_urls=["198.51.100.1:4222"])
     server.before_handshake = b"MSG x 1 5\r\nhello\r\n+OK\r\nPONG\r\n"
@@ -231,7 +231,7 @@ class BadServer(PlainServer):
 
 @on_both_loops
 @pytest.mark.parametrize("what", BAD_INFOS)
-def test_an_info_that_is_none_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
+def test_an_invalid_info_does_not_end_reconnecting(tmp_path: Path, loop: str, what: str) -> None:
     """An invalid INFO counts as a failed attempt, and the client continues to reconnect."""
     with TlsServer(tmp_path).running() as server:
         run_on(loop, survives(server, BadServer(BAD_INFOS[what])))
@@ -249,7 +249,9 @@ async def real_server(
         yield urlsplit(server.url).netloc, Tls(ca=str(cert))
 
 
-async def test_a_server_that_only_offers_tls_is_used_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_optional_tls_of_the_server_is_used_if_the_client_requires_tls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """If TLS is optional on the server, the client uses it if its settings require TLS."""
     async with (
         real_server(monkeypatch, tmp_path, outside={"allow_non_tls": True}) as (address, tls),
@@ -260,7 +262,9 @@ async def test_a_server_that_only_offers_tls_is_used_with_it(monkeypatch: pytest
         assert (asks._wire.is_secure, does_not._wire.is_secure) == (True, False)
 
 
-async def test_a_server_that_wants_the_handshake_first_gets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_server_that_requires_the_handshake_first_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """If a server sends nothing before the handshake, the second attempt and the next connection begin with TLS."""
     async with (
         real_server(monkeypatch, tmp_path, handshake_first=True) as (address, tls),
@@ -272,7 +276,7 @@ async def test_a_server_that_wants_the_handshake_first_gets_it(monkeypatch: pyte
         await until_true(lambda: connection.counters().reconnects)
 
 
-async def test_who_takes_tls_out_of_the_info_ends_the_connection(
+async def test_an_info_from_which_tls_was_removed_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If an attacker removes TLS from the INFO, the client raises an error and sends no CONNECT."""
@@ -295,7 +299,7 @@ async def test_who_takes_tls_out_of_the_info_ends_the_connection(
         (("127.0.0.1",), -1, True, "expired; renew the server's certificate"),
     ],
 )
-async def test_a_certificate_that_is_refused_says_why(
+async def test_an_untrusted_certificate_is_an_error_with_the_next_step(
     tmp_path: Path, names: tuple[str, ...], days: float, is_named: bool, words: str
 ) -> None:
     """An untrusted certificate raises an immediate error with the next step, and the server receives no CONNECT."""
@@ -308,7 +312,7 @@ async def test_a_certificate_that_is_refused_says_why(
 
 
 @pytest.mark.parametrize("newest", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_a_server_that_asks_for_a_certificate(tmp_path: Path, newest: ssl.TLSVersion) -> None:
+async def test_a_server_can_require_a_client_certificate(tmp_path: Path, newest: ssl.TLSVersion) -> None:
     """Without a client certificate the error names the options, in both TLS versions; with it, connecting succeeds."""
     cert, key = certificate(tmp_path, file="client")
     server = TlsServer(tmp_path)
@@ -321,7 +325,9 @@ async def test_a_server_that_asks_for_a_certificate(tmp_path: Path, newest: ssl.
             assert await connection.confirm(timeout_s=10)
 
 
-async def test_nats_server_asks_for_a_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_real_nats_server_can_require_a_client_certificate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A real nats-server that requires a client certificate behaves in the same way."""
     cert, key = certificate(tmp_path, file="client")
     async with real_server(monkeypatch, tmp_path, verify=True, ca_file=str(cert)) as (address, tls):
@@ -331,7 +337,7 @@ async def test_nats_server_asks_for_a_certificate(monkeypatch: pytest.MonkeyPatc
             assert await connection.confirm(timeout_s=10)
 
 
-async def test_without_asking_tls_is_used_where_a_server_demands_it(
+async def test_without_settings_tls_is_used_if_the_server_requires_tls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without settings for TLS, the client uses TLS if the server requires it, and still verifies the certificate."""
@@ -340,7 +346,7 @@ async def test_without_asking_tls_is_used_where_a_server_demands_it(
             await open_connection(f"nats://{address}", name="test", timeout_s=60)
 
 
-def test_what_asks_for_tls() -> None:
+def test_a_tls_scheme_a_ca_or_a_certificate_requires_tls() -> None:
     """The scheme in any case, a CA or a certificate requires TLS, and a key without a certificate is an error."""
     assert Server("TLS://h").requires_tls
     assert Server("h", tls=Tls(ca="x")).requires_tls

@@ -72,7 +72,7 @@ def test_archives_hold_files_and_no_links(archives: Archives) -> None:
     assert links == []
 
 
-def test_the_wheel_of_the_source_archive_is_that_of_the_checkout(archives: Archives) -> None:
+def test_the_source_archive_and_the_checkout_give_the_same_wheel(archives: Archives) -> None:
     """The wheels from the checkout and from the source archive have the same files and bytes."""
     checkout, source = (contents(path) for path in (archives.wheel, archives.wheel_from_source))
 
@@ -165,7 +165,7 @@ def up(place: Place) -> Iterator[str]:
 
 
 @pytest.mark.vllm
-async def test_it_runs_beside_files_of_the_same_names(place: Place) -> None:
+async def test_rollbus_runs_beside_files_with_the_names_of_its_folders(place: Place) -> None:
     """The README example, a worker and `up` run beside user files such as `bus.py`, `schemas.py` and `trainer/`."""
     [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (place.folder / "train.py").write_text(lines)

@@ -74,7 +74,7 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
 
 
 @on_both_loops
-def test_all_sizes_arrive(nats_url: str, fleet: str, loop: str) -> None:
+def test_messages_of_all_sizes_arrive_unchanged(nats_url: str, fleet: str, loop: str) -> None:
     """Messages of all sizes arrive unchanged on both event loops."""
     run_on(loop, carry_all_sizes(nats_url, fleet))
 
@@ -103,19 +103,19 @@ async def flood_is_held_up() -> None:
 
 
 @on_both_loops
-def test_a_flood_is_held_up(loop: str) -> None:
+def test_a_client_that_does_not_read_slows_the_server_down(loop: str) -> None:
     """A client that does not read slows a fast server down and loses no message."""
     run_on(loop, flood_is_held_up())
 
 
-async def test_a_flood_of_nothing_is_held_up() -> None:
+async def test_empty_messages_count_towards_the_limit() -> None:
     """Empty messages count towards the limit, because they also use memory."""
     async with connected(sending(b"MSG a 1 0\r\n\r\n" * 500_000, stays=True)) as wire:
         await asyncio.sleep(0.3)
         assert len(list(await wire.operations())) < 100_000
 
 
-async def test_what_came_before_the_end_is_handed_on() -> None:
+async def test_messages_before_the_end_of_the_connection_are_returned_first() -> None:
     """Messages that arrived before the end of the connection are returned first, then the end is raised."""
     async with connected(sending(b"PING\r\nMSG a 1 3\r\nabc\r\nMSG a 1 30000\r\nabc", stays=False)) as wire:
         taken = list(await wire.operations())
@@ -127,7 +127,7 @@ async def test_what_came_before_the_end_is_handed_on() -> None:
             await wire.drain()
 
 
-async def test_lines_of_the_start_are_read_one_by_one() -> None:
+async def test_the_first_lines_are_read_separately() -> None:
     """The first lines are read one by one, and at the end of the connection a line is empty."""
     async with connected(sending(b"INFO {}\r\nPONG\r\nINFO {1}\r\n", stays=False)) as wire:
         assert await wire.readline() == b"INFO {}\r\n"
@@ -136,7 +136,7 @@ async def test_lines_of_the_start_are_read_one_by_one() -> None:
         assert await wire.readline() == b""
 
 
-async def test_what_is_no_nats_ends_the_connection() -> None:
+async def test_invalid_nats_data_ends_the_connection() -> None:
     """Invalid NATS data ends the connection."""
     async with connected(sending(b"+OK\r\nMSG a 1 2\r\nabcdef", stays=True)) as wire:
         taken = list(await wire.operations())
@@ -147,7 +147,7 @@ async def test_what_is_no_nats_ends_the_connection() -> None:
             wire.write(b"PING\r\n")
 
 
-async def test_without_a_connection_there_is_an_error() -> None:
+async def test_without_a_connection_reads_and_writes_raise_an_error() -> None:
     """Reads and writes without a connection raise an error instead of waiting."""
     wire = NatsTransport()
     wire.abort()

@@ -63,7 +63,7 @@ def trust(monkeypatch: pytest.MonkeyPatch, cert: Path) -> None:
     monkeypatch.setenv("ROLLBUS_TLS_CA", str(cert))
 
 
-async def test_a_server_without_tls_is_a_failure_where_it_is_required(
+async def test_a_server_without_tls_is_a_failure_if_tls_is_required(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """If the server offers no TLS, `doctor` reports that and sends neither user nor password."""

@@ -72,7 +72,7 @@ def test_a_crash_loses_only_the_array_being_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "r.npz"]
 
 
-def test_a_crash_while_arrays_move_loses_none(tmp_path: Path) -> None:
+def test_a_crash_while_arrays_move_loses_no_array(tmp_path: Path) -> None:
     """The archive is replaced atomically. Until then, the old archive and the new files both exist."""
     path = tmp_path / "r.npz"
     with RowsFile(path) as file:

@@ -74,7 +74,7 @@ async def test_an_empty_fleet_is_503(nats_url: str, fleet: str) -> None:
         assert not (await http.rb.fleet.state()).desired
 
 
-async def test_a_command_that_some_workers_apply_is_207_and_none_is_502(
+async def test_a_command_is_207_if_a_worker_applies_and_502_if_all_fail(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """If one of two engines fails, the status is 207 and the ledger has the reason. If both fail, it is 502."""
