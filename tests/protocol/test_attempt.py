@@ -123,7 +123,7 @@ def test_a_request_whose_workers_are_lost_has_a_bounded_number_of_attempts() -> 
     assert request.workers == [f"w{number}" for number in range(MAX_ATTEMPTS)]
 
 
-def test_a_worker_that_lost_it_is_told_to_stop_unless_it_said_so_itself() -> None:
+def test_the_client_aborts_the_attempt_at_a_worker_whose_lease_expired() -> None:
     """If the lease of a worker expires, the client aborts the attempt there, because the worker may only be slow."""
     request = running()
     key = request.key
@@ -134,7 +134,7 @@ def test_a_worker_that_lost_it_is_told_to_stop_unless_it_said_so_itself() -> Non
     assert request.handle(on.Offered("w0", "one"), 5.0) == (on.AbortAttempt("w0", request.key),)
 
 
-def test_a_first_request_is_published_though_no_worker_serves() -> None:
+def test_the_first_attempt_is_published_although_no_worker_serves() -> None:
     """The first attempt is published without a present worker, and the queue reports missing workers.
 
     Later attempts wait for a worker.
@@ -147,7 +147,7 @@ def test_a_first_request_is_published_though_no_worker_serves() -> None:
     assert kinds(request.handle(possible(), 4.0)) == [on.Publish]
 
 
-def test_a_queue_that_is_missing_is_asked_again() -> None:
+def test_the_client_publishes_again_if_the_queue_is_missing() -> None:
     """If the queue is missing although workers exist, the client publishes again under the next number.
 
     It does so because a worker creates the queue.
@@ -162,7 +162,7 @@ def test_a_queue_that_is_missing_is_asked_again() -> None:
     assert (request.stream.attempt, request.stream.num_attempts) == (1, 1)
 
 
-def test_a_message_that_is_too_large_goes_without_its_kv() -> None:
+def test_an_oversized_message_is_published_without_its_kv_parameters() -> None:
     """An oversized message is published without its KV transfer parameters.
 
     A decode worker can compute the prompt itself. An oversized message without them fails the request.
@@ -198,7 +198,7 @@ def test_two_workers_with_unreadable_frames_end_the_request() -> None:
     assert kinds(request.handle(on.Lost(error, unreadable_at="w1"), 7.0)) == [on.Retract, on.AbortAttempt, on.Fail]
 
 
-def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
+def test_a_late_answer_to_an_earlier_attempt_is_ignored() -> None:
     """A late answer of the queue or the connection to an earlier attempt does not change the current attempt."""
     request = machine()
     request.handle(possible(), 1.0)
@@ -212,7 +212,7 @@ def test_an_answer_to_an_earlier_attempt_means_nothing() -> None:
 
 
 @pytest.mark.proves("P51")
-def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
+def test_a_second_worker_that_offers_an_attempt_gets_an_abort() -> None:
     """The first worker that offers an attempt keeps it, and a second worker gets an abort.
 
     A second incarnation of the first worker gets none, because the abort would reach both.
@@ -224,7 +224,7 @@ def test_a_second_worker_that_offers_an_attempt_is_told_to_stop() -> None:
     assert (request.worker, request.incarnation) == ("w0", "one")
 
 
-def test_a_request_that_has_ended_refuses_offers_and_does_no_more() -> None:
+def test_an_ended_request_answers_each_offer_with_an_abort() -> None:
     """An ended request answers each offer with an abort, also an offer of its former worker.
 
     It ignores all other events.

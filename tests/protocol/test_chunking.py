@@ -32,7 +32,7 @@ def nothing(reason: FinishReason | None = None, error: str | None = None) -> Req
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int, gather: int) -> None:
+def test_a_chunk_is_no_larger_than_segment_bytes(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """The arrays of a chunk take at most `segment_bytes`, unless a single token or row is larger.
 
     The size estimate bounds the encoded chunk.
@@ -45,7 +45,9 @@ def test_a_part_is_no_larger_than_allowed(scenario: Scenario, segment_bytes: int
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int, gather: int) -> None:
+def test_sent_rows_belong_to_sent_tokens_and_no_chunk_mixes_versions(
+    scenario: Scenario, segment_bytes: int, gather: int
+) -> None:
     """After a chunk with tokens, the sent rows belong to the sent tokens. No chunk mixes weight versions."""
     tokens = rows = 0
     lp, start = scenario.request.prompt_len, scenario.request.routed_experts_prompt_start
@@ -60,7 +62,9 @@ def test_no_chunk_is_ahead_of_its_tokens(scenario: Scenario, segment_bytes: int,
 
 
 @given(scenarios(), st.integers(1, 200), st.data())
-def test_the_next_size_is_known(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
+def test_next_bytes_is_the_size_bound_of_the_next_chunk(
+    scenario: Scenario, segment_bytes: int, data: st.DataObject
+) -> None:
     """`next_bytes` is the size bound of the next chunk and 0 exactly if there is none.
 
     A smaller limit returns no chunk.
@@ -82,7 +86,7 @@ def test_the_next_size_is_known(scenario: Scenario, segment_bytes: int, data: st
 
 
 @given(scenarios(), st.integers(1, 200), st.data())
-def test_a_failure_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
+def test_a_failure_discards_unsent_data(scenario: Scenario, segment_bytes: int, data: st.DataObject) -> None:
     """At any point, the chunk after a failure is terminal, and its totals are those of the sent chunks."""
     writer = scenario.writer(segment_bytes)
     assembly = ChunkVerifier(scenario.request)
@@ -106,7 +110,7 @@ def test_a_failure_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, 
 
 
 @given(scenarios(), st.integers(1, 200), st.integers(0, 20))
-def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, leave: int) -> None:
+def test_an_abort_discards_unsent_data(scenario: Scenario, segment_bytes: int, leave: int) -> None:
     """The chunk after an abort is terminal, and its totals are those of the sent chunks."""
     writer = scenario.writer(segment_bytes)
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
@@ -127,7 +131,7 @@ def test_a_stop_drops_what_is_unsent(scenario: Scenario, segment_bytes: int, lea
 
 
 @pytest.mark.proves("P16")
-def test_what_waits_is_merged() -> None:
+def test_steps_that_wait_for_credit_leave_as_one_chunk() -> None:
     """Steps of one weight version that wait for credit leave as one chunk. The next version starts another chunk."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 5, 6, 7], routing=WIDE)
     writer = scenario.writer()
@@ -141,7 +145,7 @@ def test_what_waits_is_merged() -> None:
 
 
 @given(scenarios(uses_lora=True), st.integers(1, 200), st.integers(1, 5))
-def test_every_token_knows_its_adapter(scenario: Scenario, segment_bytes: int, gather: int) -> None:
+def test_no_chunk_mixes_versions_of_an_adapter(scenario: Scenario, segment_bytes: int, gather: int) -> None:
     """No chunk mixes versions of an adapter, however steps are merged and split.
 
     The result has the version of each token.
@@ -157,7 +161,7 @@ def test_every_token_knows_its_adapter(scenario: Scenario, segment_bytes: int, g
     assert_complete(scenario, chunks)
 
 
-def test_a_swapped_adapter_begins_another_chunk() -> None:
+def test_a_changed_adapter_starts_another_chunk() -> None:
     """Buffered tokens leave as separate chunks if the adapter changed, appeared or disappeared between them."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=3, cuts=[1, 2, 3, 4], routing=WIDE)
     writer = scenario.writer()
@@ -167,7 +171,7 @@ def test_a_swapped_adapter_begins_another_chunk() -> None:
     assert [(chunk.lora_version, chunk.num_tokens) for chunk in drain(writer)] == [(4, 1), (5, 2), (None, 1)]
 
 
-def test_the_end_bears_the_adapter_of_the_last_step() -> None:
+def test_the_terminal_chunk_has_the_adapter_version_of_the_last_step() -> None:
     """The terminal chunk of an aborted request has the adapter version of its last step."""
     scenario = simple()
     writer = scenario.writer()
@@ -176,7 +180,7 @@ def test_the_end_bears_the_adapter_of_the_last_step() -> None:
     assert writer.abort(2).lora_version == 6
 
 
-def test_the_first_chunk_bears_the_trace() -> None:
+def test_only_the_first_chunk_has_the_traceparent() -> None:
     """Only the first chunk carries the traceparent, whether it has tokens or only the end. Its size includes it."""
     for is_ended in (False, True):
         writer = ChunkWriter(
@@ -192,7 +196,7 @@ def test_the_first_chunk_bears_the_trace() -> None:
         assert (writer.abort(1).traceparent is not None) is is_ended
 
 
-def test_a_prompts_rows_go_ahead_in_parts() -> None:
+def test_rows_of_a_long_prompt_leave_in_several_chunks() -> None:
     """Rows of a long prompt leave in several chunks before the first token. The chunk of that token has the rest."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=25, cuts=[1], routing=WIDE)
     chunks = scenario.chunks(segment_bytes=1000)
@@ -211,7 +215,7 @@ def test_merged_tokens_keep_their_rows() -> None:
     assert [(chunk.num_tokens, num_rows(chunk)) for chunk in drain(writer)] == [(10, 10)] * 3
 
 
-def test_rows_that_come_last_follow_the_tokens() -> None:
+def test_rows_that_an_engine_returns_at_the_end_follow_the_tokens() -> None:
     """If an engine returns all rows at the end, the tokens leave before them.
 
     The terminal chunk leaves after the rows.
@@ -226,7 +230,7 @@ def test_rows_that_come_last_follow_the_tokens() -> None:
     assert_complete(scenario, chunks)
 
 
-def test_the_end_waits_for_rows_without_tokens() -> None:
+def test_the_last_chunk_of_rows_without_tokens_is_terminal() -> None:
     """If the last step has only rows, in several chunks, the last of these chunks is terminal."""
     scenario = make_scenario(np.random.default_rng(0), prompt_len=20, cuts=[2, 2], routing=WIDE)
     first, last = scenario.steps
@@ -238,7 +242,7 @@ def test_the_end_waits_for_rows_without_tokens() -> None:
     assert_complete(scenario, chunks)
 
 
-def test_what_an_engine_does_to_its_arrays_later_changes_nothing() -> None:
+def test_later_changes_of_the_engines_arrays_do_not_change_chunks() -> None:
     """The writer copies the arrays of a step, because an engine may reuse their memory while a client is slow."""
     scenario = simple()
     writer = scenario.writer()
@@ -261,7 +265,7 @@ def test_engine_rows_that_skip_a_position_are_refused() -> None:
         scenario.chunks()
 
 
-def test_engine_rows_of_positions_to_come_are_refused() -> None:
+def test_engine_rows_of_future_positions_are_refused() -> None:
     """Rows of more positions than prompt and tokens are an error of the engine and are never sent."""
     scenario = simple()
     scenario.steps[0].routed_experts = np.zeros((4, 1, 1), np.uint8)
@@ -280,7 +284,7 @@ def test_engine_rows_that_are_missing_at_the_end_are_refused() -> None:
         scenario.chunks()
 
 
-def test_an_engine_error_before_its_rows_is_told_as_such() -> None:
+def test_a_request_that_fails_before_all_rows_ends_with_the_engine_error() -> None:
     """A request that the engine fails before all rows ends with the engine's error, not with an error about rows."""
     scenario = simple()
     writer = scenario.writer()
@@ -309,7 +313,7 @@ def test_an_abort_before_the_first_token_has_no_rows() -> None:
     assert len(stream.arrays()["token_ids"]) == 0
 
 
-def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
+def test_a_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
     """With `start` equal to the prompt length and one token, there are zero rows.
 
     The terminal chunk repeats the applied start.
@@ -323,7 +327,7 @@ def test_the_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
     assert chunk.end.routed_experts_start == 2
 
 
-def test_a_step_without_anything_is_no_chunk() -> None:
+def test_a_step_without_content_makes_no_chunk() -> None:
     """A step without content makes no chunk and uses no chunk number."""
     writer = simple().writer()
     writer.add_step(nothing(), 1)
@@ -348,7 +352,7 @@ def broken_steps() -> dict[str, RequestStep]:
 
 
 @pytest.mark.parametrize("name", broken_steps())
-def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
+def test_after_an_invalid_step_the_next_chunk_is_the_error_with_correct_totals(name: str) -> None:
     """A rejected step has no effect: the next chunk is the error, with correct totals."""
     scenario = simple()
     writer = scenario.writer()
@@ -366,7 +370,7 @@ def test_a_step_that_makes_no_sense_ends_the_stream_in_order(name: str) -> None:
     assert assembly.end.error.message == name
 
 
-def test_a_step_after_the_last_is_refused() -> None:
+def test_a_step_after_the_last_step_is_refused() -> None:
     """A step after the last step of a request raises an error, also while the terminal chunk waits for credit."""
     scenario = simple()
     writer = scenario.writer()
@@ -378,7 +382,7 @@ def test_a_step_after_the_last_is_refused() -> None:
     assert len(drain(writer)) == 1
 
 
-def test_a_request_without_routing_ignores_rows() -> None:
+def test_a_request_without_routed_experts_ignores_rows() -> None:
     """Without requested routed experts, no rows are sent, even if the engine returns some."""
     scenario = simple()
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1000)

@@ -37,7 +37,7 @@ def test_a_stall_lasts_until_there_is_credit() -> None:
     assert (once, twice, sender.credit_stalls) == (1, 2, 2)
 
 
-def test_what_needs_no_credit_is_no_stall() -> None:
+def test_data_that_needs_no_credit_causes_no_stall() -> None:
     """Used up credit is a stall only if tokens wait for it. Offers and terminal chunks need no credit."""
     sender = make_sender()
     first, second, third = make_keys(3)

@@ -59,7 +59,7 @@ def test_a_command_is_stored_as_it_was_recorded() -> None:
 
 
 @pytest.mark.proves("P73")
-def test_a_command_that_comes_again_changes_nothing() -> None:
+def test_a_command_with_a_known_id_does_not_change_the_state() -> None:
     """A command with a known id leaves the state unchanged and returns its first epoch, also after other commands."""
     state = recorded(Pause(id="p"), Resume(id="r"))
 
@@ -83,7 +83,7 @@ def test_pause_resume_and_drain_share_a_register() -> None:
     assert {name: r.command.command for name, r in state.registers.items()} == {"pause": "resume", "sleep": "wake"}
 
 
-def test_events_and_others_models_are_refused() -> None:
+def test_one_off_commands_and_commands_for_another_model_are_refused() -> None:
     """A command without a register and a command for another model cannot be recorded."""
     for command in (State(), Pause(model="n")):
         with pytest.raises(ControlError) as caught:
@@ -91,7 +91,7 @@ def test_events_and_others_models_are_refused() -> None:
         assert caught.value.code is ControlCode.INVALID_COMMAND
 
 
-def test_a_command_for_some_workers_counts_for_them_alone() -> None:
+def test_a_command_for_some_workers_counts_only_for_these_workers() -> None:
     """For each register, the later command counts: that for all workers or that for the worker.
 
     Other workers only have the commands for all.
@@ -105,7 +105,7 @@ def test_a_command_for_some_workers_counts_for_them_alone() -> None:
     assert effective(state, "c")["pause"].command.command == "resume"
 
 
-def test_a_command_for_all_removes_those_for_single_workers() -> None:
+def test_a_command_for_all_workers_removes_commands_for_single_workers() -> None:
     """A command for all workers removes commands for single workers in its register. Their other registers stay."""
     state = recorded(Pause(workers=("a", "b")), FlushCache(workers=("a",)), Resume())
 
@@ -113,7 +113,7 @@ def test_a_command_for_all_removes_those_for_single_workers() -> None:
     assert {worker: set(own) for worker, own in state.workers.items()} == {"a": {"flush"}}
 
 
-def test_workers_with_commands_of_their_own_are_bounded() -> None:
+def test_the_number_of_workers_with_their_own_commands_is_bounded() -> None:
     """A command for one more worker than the limit is rejected, and the error names the way out.
 
     Workers within the limit may get further commands.
@@ -136,7 +136,9 @@ def test_workers_with_commands_of_their_own_are_bounded() -> None:
         (FinishWeightUpdate(version=2), "version 2 is recorded already, from /ckpt/2"),
     ],
 )
-def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights | FinishWeightUpdate, message: str) -> None:
+def test_older_weights_are_refused_without_allow_rollback(
+    command: UpdateWeights | FinishWeightUpdate, message: str
+) -> None:
     """Without `allow_rollback`, a version cannot decrease and cannot have a second source."""
     state = recorded(UpdateWeights(version=2, source=TWO))
 
@@ -146,14 +148,14 @@ def test_older_weights_are_refused_unless_asked_for(command: UpdateWeights | Fin
     assert target_version(recorded(replace(command, allow_rollback=True), state=state), "a") == command.version
 
 
-def test_the_same_weights_may_be_asked_for_again() -> None:
+def test_the_same_weights_may_be_recorded_again() -> None:
     """The same version from the same source may be recorded again, so that failed workers retry."""
     again = UpdateWeights(version=2, source=TWO)
 
     assert recorded(UpdateWeights(version=2, source=TWO), again).epoch == 2
 
 
-def test_one_workers_newer_weights_count_in_a_command_for_all() -> None:
+def test_a_command_for_all_workers_is_refused_if_one_worker_has_newer_weights() -> None:
     """A command for all workers with a version below that of a single worker is rejected as older."""
     state = recorded(UpdateWeights(version=5, source=TWO, workers=("a",)))
 
@@ -171,7 +173,7 @@ def test_weights_by_transfer_are_another_source() -> None:
         record(state, UpdateWeights(version=3, source=ONE))
 
 
-def test_the_target_is_that_of_the_worker() -> None:
+def test_the_target_version_of_a_worker_is_that_of_its_recorded_weights() -> None:
     """A worker's target version is that of its weights in the state, or None without recorded weights."""
     assert target_version(None, "a") is None
     assert target_version(recorded(Pause()), "a") is None
@@ -203,7 +205,7 @@ def test_an_adapter_that_was_unloaded_gets_a_new_version() -> None:
     assert versions == sorted(set(versions))
 
 
-def test_adapters_are_bounded() -> None:
+def test_the_number_of_adapters_is_bounded() -> None:
     """Loading one more adapter than the limit is rejected. Of unloaded adapters, the oldest are removed."""
     loads = [LoadLora(name=f"x{i}", source=ONE) for i in range(limits.MAX_LORAS)]
     state = recorded(*loads)
@@ -216,7 +218,7 @@ def test_adapters_are_bounded() -> None:
     assert "lora:x0" in state.registers
 
 
-def test_set_back_restores_what_was_before() -> None:
+def test_undoing_a_command_restores_the_earlier_register() -> None:
     """Undoing a command restores or removes its register in a new epoch.
 
     Workers then notice the change and treat the command as superseded.
@@ -233,7 +235,7 @@ def test_set_back_restores_what_was_before() -> None:
     assert set_back(first, EMPTY, "weights", 1).epoch == 2
 
 
-def test_set_back_restores_commands_for_single_workers() -> None:
+def test_undoing_a_command_restores_commands_for_single_workers() -> None:
     """Undoing a command for all workers restores the commands for single workers.
 
     Undoing a command for one worker affects only that worker.
@@ -248,7 +250,7 @@ def test_set_back_restores_commands_for_single_workers() -> None:
         assert {worker for worker, own in back.workers.items() if own["sleep"].epoch == back.epoch} == undone
 
 
-def test_set_back_leaves_what_came_later() -> None:
+def test_undoing_a_command_leaves_registers_of_later_commands() -> None:
     """Undoing a command leaves a register that a later command has set, also for a single worker."""
     before = recorded(Wake())
     after, epoch = record(before, Sleep(id="s"))
@@ -261,7 +263,7 @@ def test_set_back_leaves_what_came_later() -> None:
     assert back.workers == own.workers
 
 
-def test_what_was_overtaken_may_come_back_and_what_was_undone_may_not() -> None:
+def test_a_superseded_command_may_return_and_an_undone_command_may_not() -> None:
     """A superseded command may return when the later command is undone.
 
     An undone or cleared command, or one that was never recorded, may not return.
@@ -277,7 +279,7 @@ def test_what_was_overtaken_may_come_back_and_what_was_undone_may_not() -> None:
     assert not may_come_back(cleared(second), one)
 
 
-def test_a_cleared_state_goes_on_counting() -> None:
+def test_clearing_increments_the_epoch_and_keeps_the_known_command_ids() -> None:
     """Clearing removes all registers, increments the epoch and keeps the known command ids."""
     state = recorded(Pause(id="p"), Resume(workers=("a",)))
     empty = cleared(state)
@@ -316,7 +318,9 @@ def test_the_last_command_on_a_register_counts(commands: list[AnyCommand]) -> No
 
 
 @given(st.lists(COMMANDS, max_size=8), COMMANDS)
-def test_set_back_is_as_if_nothing_had_been(commands: list[AnyCommand], command: AnyCommand) -> None:
+def test_a_command_and_its_undo_leave_the_commands_of_each_worker_unchanged(
+    commands: list[AnyCommand], command: AnyCommand
+) -> None:
     """After a command and its undo, each worker's commands are the same as before."""
     before = recorded(*commands)
     after, epoch = record(before, command)
@@ -330,7 +334,7 @@ def _meaning(state: DesiredState, worker: str) -> dict[str, str]:
     return {name: recorded.command.id for name, recorded in effective(state, worker).items()}
 
 
-def test_a_state_of_the_largest_kind_can_be_stored() -> None:
+def test_the_largest_state_can_be_stored() -> None:
     """A state with the maximum number of commands for single workers stays far below the largest value."""
     names = tuple(f"worker-{i:04}-{'x' * 20}" for i in range(limits.MAX_WORKER_OVERRIDES))
     state = recorded(UpdateWeights(version=1, source=ONE, workers=names))
@@ -338,7 +342,7 @@ def test_a_state_of_the_largest_kind_can_be_stored() -> None:
     assert len(msgspec.json.encode(state)) < 512 * 1024
 
 
-def test_adapters_that_anyone_should_have_are_wanted() -> None:
+def test_desired_adapters_are_those_of_all_or_of_single_workers() -> None:
     """Desired adapters are those of all or of single workers, without adapters that are unloaded everywhere."""
     a, b, c = (LoadLora(name=name, source=ONE, version=1) for name in "abc")
     state = recorded(a, replace(b, workers=("w",)), c, UnloadLora(name="c"), UnloadLora(name="a", workers=("v",)))

@@ -19,7 +19,7 @@ def new_watch() -> DuplicateWatch:
     return DuplicateWatch(LEASE_S, LEASE_S, 0.0)
 
 
-def test_a_new_worker_listens_for_a_lease_and_is_silent_at_first() -> None:
+def test_a_new_worker_announces_after_a_heartbeat_and_serves_after_a_lease() -> None:
     """A new worker publishes presence after a heartbeat without another worker, and serves after a lease."""
     watch = new_watch()
 
@@ -28,7 +28,7 @@ def test_a_new_worker_listens_for_a_lease_and_is_silent_at_first() -> None:
     assert watch.serves_in_s(LEASE_S) <= 0
 
 
-def test_a_worker_whose_id_is_unique_listens_not() -> None:
+def test_a_worker_with_a_unique_id_serves_immediately() -> None:
     """A worker with a unique id publishes presence and serves immediately."""
     watch = DuplicateWatch(LEASE_S, 0.0, 0.0)
 
@@ -36,7 +36,7 @@ def test_a_worker_whose_id_is_unique_listens_not() -> None:
     assert watch.serves_in_s(0.0) <= 0
 
 
-def test_a_worker_gives_way_to_one_that_holds_the_id() -> None:
+def test_a_new_worker_stops_if_another_worker_has_the_id() -> None:
     """A new worker that receives another worker's presence for three seconds stops.
 
     It publishes no presence meanwhile.
@@ -49,7 +49,7 @@ def test_a_worker_gives_way_to_one_that_holds_the_id() -> None:
 
 
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
-def test_a_worker_that_ends_keeps_no_other_out(state: WorkerState) -> None:
+def test_a_worker_that_ends_frees_its_id(state: WorkerState) -> None:
     """The last presence of a worker that ends frees the id."""
     watch = new_watch()
     watch.receive(OLDER, OWN, 0.5)
@@ -59,7 +59,7 @@ def test_a_worker_that_ends_keeps_no_other_out(state: WorkerState) -> None:
     assert watch.serves_in_s(LEASE_S) <= 0
 
 
-def test_a_worker_that_was_killed_keeps_no_other_out() -> None:
+def test_a_killed_worker_frees_its_id_after_half_a_lease() -> None:
     """A killed worker frees the id half a lease after its last presence."""
     watch = new_watch()
     watch.receive(OLDER, OWN, 2.4)
@@ -68,7 +68,7 @@ def test_a_worker_that_was_killed_keeps_no_other_out() -> None:
     assert not watch.receive(OLDER, OWN, 2.4 + MAX_PROOF_S)
 
 
-def test_what_a_worker_hears_of_itself_counts_not() -> None:
+def test_a_worker_ignores_its_own_presences() -> None:
     """A worker ignores the presences of its current incarnation and of its incarnation before the last fence."""
     watch = new_watch()
     own = OwnIncarnation(("before", "me"), held_s=0.0)
@@ -80,7 +80,7 @@ def test_what_a_worker_hears_of_itself_counts_not() -> None:
     assert watch.serves_in_s(LEASE_S) <= 0
 
 
-def test_a_worker_that_lost_its_lease_gives_way() -> None:
+def test_a_worker_that_lost_its_lease_stops_for_a_worker_that_served_meanwhile() -> None:
     """A worker that lost its lease stops in favour of a worker that served meanwhile.
 
     Its uptime does not count any more.
@@ -95,7 +95,7 @@ def test_a_worker_that_lost_its_lease_gives_way() -> None:
     assert not other.is_behind(replace(fenced, held_s=None))
 
 
-def test_of_an_earlier_release_the_uptime_counts() -> None:
+def test_the_uptime_counts_for_a_worker_of_an_earlier_release() -> None:
     """For a worker of an earlier release, the uptime counts, because it announces no `held_s`."""
     assert OWN.is_behind(presence(incarnation="x", uptime_s=100.0))
     assert not OwnIncarnation(("me",), held_s=200.0).is_behind(presence(incarnation="x", uptime_s=100.0))
@@ -108,7 +108,7 @@ def test_of_an_earlier_release_the_uptime_counts() -> None:
     st.floats(0, 3),
     st.sampled_from([("a", "b"), ("b", "a")]),
 )
-def test_never_do_both_give_way(
+def test_at_most_one_of_two_workers_with_one_id_stops(
     held_s: float, ahead_s: float, delay_s: float, back_s: float, names: tuple[str, str]
 ) -> None:
     """For any times and delays, at most one of two workers stops. Without delays, exactly one stops."""

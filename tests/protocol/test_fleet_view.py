@@ -12,7 +12,7 @@ HERE = presence(worker="a", lease_s=5.0)
 
 
 @pytest.mark.proves("P64")
-def test_a_lease_has_a_margin() -> None:
+def test_a_worker_is_lost_after_its_lease_and_the_margin() -> None:
     """A worker is lost after its lease and the margin. By then it has fenced itself."""
     view = PresenceTable()
     view.update(HERE, 100.0)
@@ -25,7 +25,7 @@ def test_a_lease_has_a_margin() -> None:
 
 
 @pytest.mark.proves("P65")
-def test_leases_start_anew_when_nobody_could_be_heard() -> None:
+def test_leases_restart_after_an_outage_of_the_client() -> None:
     """After an outage of the client, each worker has a whole lease to publish presence again."""
     view = PresenceTable()
     view.update(HERE, 100.0)
@@ -36,7 +36,7 @@ def test_leases_start_anew_when_nobody_could_be_heard() -> None:
 
 
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
-def test_a_worker_that_says_goodbye_is_gone(state: WorkerState) -> None:
+def test_a_final_presence_ends_a_worker(state: WorkerState) -> None:
     """A final presence ends a worker, whatever its incarnation."""
     view = PresenceTable()
     view.update(HERE, 0.0)
@@ -47,7 +47,7 @@ def test_a_worker_that_says_goodbye_is_gone(state: WorkerState) -> None:
     assert view.workers() == ()
 
 
-def test_a_new_incarnation_ends_the_old_one() -> None:
+def test_a_new_incarnation_ends_the_earlier_incarnation() -> None:
     """A new incarnation keeps the worker, and the requests of its earlier incarnation are lost."""
     view = PresenceTable()
     assert view.update(HERE, 0.0) is None
@@ -59,7 +59,7 @@ def test_a_new_incarnation_ends_the_old_one() -> None:
     assert view.update(replace(HERE, incarnation="2"), 3.0) is None
 
 
-def test_a_fenced_worker_has_given_up_what_it_had() -> None:
+def test_a_fence_ends_the_incarnation_and_keeps_the_worker() -> None:
     """`fenced` ends the incarnation and keeps the worker, which does not serve until it is serving again."""
     view = PresenceTable()
     view.update(HERE, 0.0)
@@ -71,7 +71,7 @@ def test_a_fenced_worker_has_given_up_what_it_had() -> None:
     assert len(view.workers()) == 1
 
 
-def test_an_engine_that_died_is_told_from_a_worker_that_went() -> None:
+def test_silence_failure_and_restart_are_deaths_but_a_stop_and_a_fence_are_not() -> None:
     """Silence, `failed` and a restart under the same name count as deaths. A stop and a fence do not."""
     later = replace(HERE, incarnation="2")
     cases = [
@@ -105,7 +105,7 @@ def test_a_restart_after_a_fence_is_no_second_death() -> None:
 
 
 @pytest.mark.parametrize(("uptime_s", "has_survived"), [(101.0, True), (90.0, False)])
-def test_a_process_that_is_older_than_its_silence_has_survived(uptime_s: float, has_survived: bool) -> None:
+def test_a_process_that_started_before_its_silence_has_survived(uptime_s: float, has_survived: bool) -> None:
     """A worker whose lease expired has survived if its process started before its last presence."""
     view = PresenceTable()
     view.update(HERE, 5.0)
@@ -132,7 +132,7 @@ def test_requests_wait_for_a_worker_that_starts() -> None:
     assert view.is_awaited("m")
 
 
-def test_a_snapshot_stays_the_same_until_something_matters() -> None:
+def test_only_new_lost_or_changed_workers_make_a_new_snapshot() -> None:
     """A heartbeat makes no new snapshot. A new, lost or changed worker does."""
     view = PresenceTable()
     empty = view.snapshot
@@ -149,7 +149,7 @@ def test_a_snapshot_stays_the_same_until_something_matters() -> None:
     assert (first.is_served("m"), second.is_served("m")) == (True, False)
 
 
-def test_a_model_is_found() -> None:
+def test_a_request_needs_a_model_name_only_if_there_are_several_models() -> None:
     """A request needs a model name only if there are several models.
 
     The error for a wrong name lists the valid names.
@@ -165,7 +165,7 @@ def test_a_model_is_found() -> None:
         view.snapshot.resolve_model("x")
 
 
-def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
+def test_the_error_for_an_unserved_model_lists_its_workers_and_their_states() -> None:
     """The error for a model without a serving worker names the workers and their states."""
     view = PresenceTable()
     view.update(replace(HERE, state=WorkerState.STARTING), 0.0)
@@ -176,7 +176,7 @@ def test_a_model_that_nobody_serves_now_says_what_its_workers_do() -> None:
 
 
 @pytest.mark.parametrize("state", [WorkerState.PAUSED, WorkerState.UPDATING])
-def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -> None:
+def test_requests_wait_for_a_paused_or_updating_worker(state: WorkerState) -> None:
     """Requests may wait for a paused or updating worker, which does not count as serving."""
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
@@ -186,7 +186,7 @@ def test_a_paused_or_updating_worker_is_there_for_requests(state: WorkerState) -
 
 
 @pytest.mark.parametrize("state", [s for s in WorkerState if s.value not in {"serving", "paused", "updating"}])
-def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
+def test_requests_do_not_wait_for_workers_in_other_states(state: WorkerState) -> None:
     """Requests do not wait for a worker that is draining, asleep, outdated, poisoned or in another such state."""
     view = PresenceTable()
     view.update(replace(HERE, state=state), 0.0)
@@ -194,7 +194,7 @@ def test_any_other_worker_is_not_there_for_requests(state: WorkerState) -> None:
     assert not view.snapshot.is_served("m")
 
 
-def test_the_newest_target_counts() -> None:
+def test_the_target_version_of_a_model_is_the_newest_announced_version() -> None:
     """The target version of a model is the newest that any of its workers announces."""
     view = PresenceTable()
     assert view.target_version("m") is None
@@ -242,7 +242,7 @@ def test_prefill_workers_serve_no_model_by_themselves() -> None:
         ({"d": "decode", "e": "decode:y", "p": "prefill:y", "q": "prefill"}, {"m": ("p", "q")}),
     ],
 )
-def test_prefill_workers_are_those_whose_kv_can_be_read(
+def test_prefill_workers_need_a_decode_worker_with_the_same_connector(
     roles: dict[str, str], prefillers: dict[str, tuple[str, ...]]
 ) -> None:
     """Prefill workers need a serving decode worker with the same connector.
@@ -252,7 +252,7 @@ def test_prefill_workers_are_those_whose_kv_can_be_read(
     assert of_roles(**roles).snapshot.prefillers == prefillers
 
 
-def test_a_paused_prefill_worker_gets_nothing() -> None:
+def test_a_paused_prefill_worker_gets_no_request() -> None:
     """A paused prefill worker gets no request, and no prefill worker does while all decode workers are paused."""
     for worker, left in (("p", {"m": ()}), ("d", {})):
         view = of_roles(p="prefill", d="decode")
@@ -266,7 +266,7 @@ OLD = presence(worker="a", incarnation="1", uptime_s=100.0, lease_s=5.0)
 NEW = presence(worker="a", incarnation="2", uptime_s=3.0, lease_s=5.0)
 
 
-def test_of_two_workers_of_one_id_the_older_is_kept_to() -> None:
+def test_of_two_workers_with_one_id_the_older_stays_in_the_table() -> None:
     """If two workers have one id, the table stops changing after both have announced again, and no worker is lost."""
     view = PresenceTable()
     gone = [view.update(worker, now) for now, worker in enumerate([OLD, NEW, OLD, NEW, OLD, NEW])]
@@ -284,7 +284,9 @@ def test_of_two_workers_of_one_id_the_older_is_kept_to() -> None:
 
 @pytest.mark.parametrize(("ends", "stays"), [(OLD, NEW), (NEW, OLD)])
 @pytest.mark.parametrize("how", ["stopped", "silent"])
-def test_when_one_of_them_ends_the_other_stays(ends: WorkerPresence, stays: WorkerPresence, how: str) -> None:
+def test_when_one_of_two_workers_with_one_id_ends_the_other_stays(
+    ends: WorkerPresence, stays: WorkerPresence, how: str
+) -> None:
     """If one of two workers with one id ends, only its incarnation is lost."""
     view = PresenceTable()
     for worker in (OLD, NEW, OLD, NEW):
@@ -301,7 +303,7 @@ def test_when_one_of_them_ends_the_other_stays(ends: WorkerPresence, stays: Work
     assert view.incarnations_of("a") == {stays.incarnation}
 
 
-def test_a_worker_that_starts_again_replaces_its_last_life() -> None:
+def test_a_restarted_worker_replaces_its_earlier_incarnation() -> None:
     """A restarted worker replaces its earlier incarnation.
 
     A late `stopped` of the earlier incarnation does not end the new one.
@@ -316,7 +318,7 @@ def test_a_worker_that_starts_again_replaces_its_last_life() -> None:
     assert [worker.incarnation for worker in view.workers()] == ["2"]
 
 
-def test_more_workers_of_one_id_are_not_followed_without_end() -> None:
+def test_the_number_of_incarnations_with_one_id_is_bounded() -> None:
     """The number of incarnations with one id is bounded, and further ones are ignored."""
     view = PresenceTable()
     for _ in range(3):

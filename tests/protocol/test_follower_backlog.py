@@ -51,7 +51,7 @@ def popped(made: FollowerBacklog[str], waiting: tuple[Lane, ...] | None, now: fl
     return None if begun is None else begun.key
 
 
-def test_nothing_follows_without_a_leader_that_had_its_turn() -> None:
+def test_a_follower_needs_a_leader_that_had_its_turn() -> None:
     """A follower needs a leader that had its turn, so that no client bypasses the queue.
 
     A group belongs to one client and one lane.
@@ -63,7 +63,7 @@ def test_nothing_follows_without_a_leader_that_had_its_turn() -> None:
     assert admits(made)
 
 
-def test_a_leader_has_so_many_followers() -> None:
+def test_the_number_of_followers_per_leader_is_limited() -> None:
     """The number of followers per leader is limited. More followers need a leader that has another turn."""
     made = backlog("g", "g")
     assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
@@ -71,21 +71,21 @@ def test_a_leader_has_so_many_followers() -> None:
     assert admits(made, capacity=1)
 
 
-def test_a_full_backlog_takes_none() -> None:
+def test_a_follower_that_a_full_backlog_rejects_may_return() -> None:
     """A follower rejected by a full backlog does not count towards its leader's limit and may return."""
     made = backlog("g")
     assert not admits(made, capacity=0)
     assert sum(admits(made) for _ in range(100)) == MAX_FOLLOWERS
 
 
-def test_a_leader_has_followers_for_a_while() -> None:
+def test_followers_of_a_leader_must_arrive_within_a_time_limit() -> None:
     """A leader's followers must arrive within a time limit, so that a client cannot save up turns."""
     made = backlog("g")
     assert admits(made, now=FOLLOW_S - 0.01)
     assert not admits(made, now=FOLLOW_S)
 
 
-def test_followers_of_placed_requests_come_only_while_no_request_waits_in_the_queue() -> None:
+def test_followers_of_placed_requests_are_accepted_only_while_the_queue_is_empty() -> None:
     """Followers of placed requests are accepted only while no request waits in the queue.
 
     Waiting ones use the turns of placed requests.
@@ -103,7 +103,7 @@ def test_followers_of_placed_requests_come_only_while_no_request_waits_in_the_qu
     assert made.pop(NORMAL, 1, 0.0) == Begun("placed", "c", "placed")
 
 
-def test_leaders_are_forgotten_in_order() -> None:
+def test_the_backlog_removes_the_oldest_groups_first() -> None:
     """The backlog remembers a limited number of groups and removes the oldest."""
     made = backlog(*(f"g{i}" for i in range(MAX_GROUPS + 1)))
     assert not admits(made, group="g0")
@@ -124,7 +124,7 @@ def test_followers_begin_in_order_but_behind_more_urgent_requests_of_the_queue()
     assert popped(made, EMPTY) is None
 
 
-def test_followers_wait_while_others_of_them_begin() -> None:
+def test_followers_wait_while_other_followers_begin() -> None:
     """Followers wait as long as others begin, because this shows that slots become free.
 
     Without progress, the oldest are released.
@@ -140,7 +140,7 @@ def test_followers_wait_while_others_of_them_begin() -> None:
     assert made.pop_all() == []
 
 
-def test_followers_of_one_lane_do_not_hold_places_while_those_of_another_begin() -> None:
+def test_blocked_followers_are_released_although_those_of_another_lane_begin() -> None:
     """Followers that requests of a higher lane hold back are released, even if followers of another lane begin."""
     made = backlog("g")
     made.add("low", "c", "low", "queued", 0.0)
@@ -149,7 +149,7 @@ def test_followers_of_one_lane_do_not_hold_places_while_those_of_another_begin()
     assert made.pop_stalled(STALLED_S) == ["low"]
 
 
-def test_the_mean_of_followers_is_that_of_late() -> None:
+def test_the_mean_number_of_followers_tracks_recent_leaders() -> None:
     """The mean number of followers tracks recent leaders: about seven for groups of eight, and zero without groups."""
     made = backlog()
     for _ in range(100):
@@ -163,7 +163,7 @@ def test_the_mean_of_followers_is_that_of_late() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "pop", "stall"]), st.integers(0, 9)), max_size=60))
-def test_each_follower_leaves_once(steps: list[tuple[str, int]]) -> None:
+def test_each_waiting_follower_leaves_exactly_once(steps: list[tuple[str, int]]) -> None:
     """Each waiting follower leaves exactly once: it begins, is released, or is removed."""
     made = backlog("g")
     waiting: list[str] = []

@@ -47,7 +47,7 @@ def check(run: RequestStep | None, key: str, steps: list[int], start: int | None
     st.lists(st.tuples(st.sets(st.integers(0, 99), min_size=1), st.sets(st.integers(0, 99), max_size=3)), max_size=40),
     st.booleans(),
 )
-def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
+def test_each_run_equals_a_plain_list_of_its_tokens(script: list[tuple[set[int], set[int]]], has_rows: bool) -> None:
     """Each run equals a plain list of its tokens, whichever requests share steps and are popped."""
     gathering, expected = TokenBatcher(), dict[str, list[int]]()
     made = dict.fromkeys(NAMES, 10)
@@ -70,7 +70,7 @@ def test_whatever_comes_and_goes_each_run_is_whole(script: list[tuple[set[int], 
         check(gathering.pop(key), key, steps, made[key] - len(steps) if has_rows else None)
 
 
-def test_a_run_has_a_bound() -> None:
+def test_a_request_is_reported_when_its_run_is_full() -> None:
     """A request is reported when its run has no room for another token. The run is still a small chunk."""
     gathering = TokenBatcher()
     full: list[str] = []
@@ -97,7 +97,7 @@ def test_a_run_has_a_bound() -> None:
     assert run.routed_experts.nbytes + run.token_ids.nbytes <= MAX_RUN_BYTES
 
 
-def test_what_differs_does_not_share() -> None:
+def test_tokens_with_other_weights_rows_or_logprobs_are_not_batched_together() -> None:
     """Tokens with other weights, routed experts or logprobs are not batched together.
 
     The batched tokens must leave first.
@@ -115,7 +115,7 @@ def test_what_differs_does_not_share() -> None:
     assert gathering.weight_version == 4
 
 
-def test_rows_that_do_not_follow_are_refused() -> None:
+def test_a_row_of_a_wrong_position_rejects_the_whole_batch() -> None:
     """A row of a wrong position or an array of a wrong length rejects the whole batch."""
     gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0, {"r1": 5}), 0)
@@ -130,7 +130,7 @@ def test_rows_that_do_not_follow_are_refused() -> None:
     check(gathering.pop("r1"), "r1", [0], 5)
 
 
-def test_runs_are_copies() -> None:
+def test_later_tokens_do_not_change_a_run_that_has_left() -> None:
     """Later tokens do not change a run that has left."""
     gathering = TokenBatcher()
     gathering.add(batch_of(["r1"], 0), 0)

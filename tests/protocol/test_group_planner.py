@@ -128,7 +128,7 @@ class Steps(RuleBasedStateMachine):
 TestSteps = Steps.TestCase
 
 
-def test_a_step_takes_what_completed_first_and_keeps_the_rest() -> None:
+def test_a_completed_group_beyond_the_need_of_a_step_is_first_in_the_next_step() -> None:
     """If three groups complete and a step needs two, the third group is the first of the next step."""
     planner = GroupPlanner(need=2, limit=5, max_lag=None)
     planner.begin_step({})
@@ -150,7 +150,7 @@ def test_a_step_takes_what_completed_first_and_keeps_the_rest() -> None:
     assert planner.pop_step() == (4, 0)
 
 
-def test_a_step_without_prompts_takes_what_is_left() -> None:
+def test_without_further_prompts_a_step_waits_for_all_running_groups() -> None:
     """Without further prompts, a step waits for all running groups, and the next step is empty."""
     planner = GroupPlanner(need=3, limit=4, max_lag=None)
     planner.begin_step({})
@@ -166,7 +166,7 @@ def test_a_step_without_prompts_takes_what_is_left() -> None:
     assert planner.is_over
 
 
-def test_a_step_of_failures_ends() -> None:
+def test_as_many_failures_as_concurrent_groups_end_a_step() -> None:
     """As many failures as groups may run at once end a step, so that prompts that always fail cannot block it."""
     planner = GroupPlanner(need=1, limit=2, max_lag=None)
     planner.begin_step({})
@@ -179,7 +179,7 @@ def test_a_step_of_failures_ends() -> None:
     assert planner.num_to_start == 2
 
 
-def test_what_the_table_does_not_name_cannot_happen() -> None:
+def test_a_complete_group_cannot_be_continued_failed_or_interrupted() -> None:
     """A complete group cannot be continued, failed or interrupted."""
     for event in (GroupEvent.CONTINUED, GroupEvent.FAILED, GroupEvent.INTERRUPTED):
         with pytest.raises(LocalProtocolError):

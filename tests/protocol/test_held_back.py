@@ -86,7 +86,7 @@ EVENTS: st.SearchStrategy[Callable[[World], None]] = st.one_of(
 
 @pytest.mark.proves("P44")
 @given(st.lists(EVENTS, max_size=60))
-def test_what_is_kept_back_is_stored_in_order_and_once(events: list[Callable[[World], None]]) -> None:
+def test_held_requests_are_stored_once_and_in_order_of_publication(events: list[Callable[[World], None]]) -> None:
     """After any events, each request that was not discarded is finally stored once, in the order of publication."""
     world = World()
     for event in events:
@@ -104,7 +104,7 @@ def test_what_is_kept_back_is_stored_in_order_and_once(events: list[Callable[[Wo
         assert of_subject == sorted(of_subject)
 
 
-def test_a_full_share_is_followed_by_one_request_for_each_that_leaves() -> None:
+def test_each_request_that_leaves_the_queue_releases_one_held_request() -> None:
     """While no request leaves the queue, the client publishes a held request only as a probe.
 
     Each request that leaves releases one held request.

@@ -25,7 +25,7 @@ def placed(shares: IntakeShares, client: str = "a", now: float = 0.0, *, num_fre
 
 @pytest.mark.proves("P49")
 @given(st.lists(st.just(None) | asks))
-def test_while_requests_wait_the_queue_has_every_second_slot(
+def test_while_queued_requests_wait_they_get_every_second_slot(
     events: list[tuple[str, Lane, tuple[Lane, ...]] | None],
 ) -> None:
     """At any time, at most one more placed request than queued requests was accepted, in any order of arrival."""
@@ -61,7 +61,7 @@ def test_a_flood_of_placed_requests_gets_half_of_the_slots(num_slots: int) -> No
 
 
 @given(st.lists(st.tuples(st.sampled_from(CLIENTS), LANES), max_size=50))
-def test_with_an_empty_queue_placed_requests_take_everything(requests: list[tuple[str, Lane]]) -> None:
+def test_with_an_empty_queue_placed_requests_get_every_free_slot(requests: list[tuple[str, Lane]]) -> None:
     """If the queue is empty, placed requests get every free slot, whatever was accepted before."""
     shares = IntakeShares()
     placed(shares)
@@ -81,7 +81,7 @@ def test_while_the_queue_is_unknown_half_of_the_free_slots_stay_free(num_slots: 
     assert free == max(num_slots - num_asked, num_slots // 2)
 
 
-def test_a_slot_after_another_is_left_for_the_queue_until_it_is_known() -> None:
+def test_while_the_queue_is_unknown_every_second_single_slot_is_for_the_queue() -> None:
     """While the queue is unknown and one slot is free at a time, every second slot is for the queue.
 
     The worker then pulls and learns the queue's state.
@@ -97,7 +97,7 @@ def test_a_slot_after_another_is_left_for_the_queue_until_it_is_known() -> None:
 
 
 @given(st.lists(st.sampled_from(["queued", *CLIENTS, *["a"] * 5]), max_size=300))
-def test_no_client_gets_more_than_its_share_of_the_placed_ones(events: list[str]) -> None:
+def test_no_client_gets_more_than_its_share_of_placed_requests(events: list[str]) -> None:
     """No client gets more than one placed request more than another, however often it asks."""
     shares = IntakeShares()
     for client in CLIENTS:
@@ -112,7 +112,7 @@ def test_no_client_gets_more_than_its_share_of_the_placed_ones(events: list[str]
             assert max(counts) - min(counts) <= 1
 
 
-def test_a_client_that_asks_no_more_holds_up_nobody() -> None:
+def test_a_client_without_requests_keeps_no_share_from_other_clients() -> None:
     """A client keeps its share only while it asks. After that, the other clients get all placed requests."""
     shares = IntakeShares()
     assert placed(shares, "flood")
@@ -125,7 +125,7 @@ def test_a_client_that_asks_no_more_holds_up_nobody() -> None:
     assert placed(shares, "flood", ASKED_S)
 
 
-def test_a_client_that_comes_later_has_no_claim_on_what_was_given_before() -> None:
+def test_a_new_client_does_not_catch_up_on_earlier_requests() -> None:
     """A new client gets the same share as the others from now on, and does not catch up on earlier requests."""
     shares = IntakeShares()
     for _ in range(20):
@@ -140,7 +140,7 @@ def test_a_client_that_comes_later_has_no_claim_on_what_was_given_before() -> No
     assert abs(got["new"] - got["first"]) <= 1
 
 
-def test_the_clients_that_are_told_apart_are_bounded() -> None:
+def test_the_number_of_known_clients_is_bounded() -> None:
     """The number of known clients is bounded. Removing the oldest costs no client its share."""
     shares = IntakeShares()
     for number in range(3 * MAX_CLIENTS):
@@ -162,7 +162,9 @@ def test_the_clients_that_are_told_apart_are_bounded() -> None:
         ("high", ("normal", "low"), True),
     ],
 )
-def test_more_urgent_requests_of_the_queue_go_first(lane: Lane, waiting: tuple[Lane, ...], is_admitted: bool) -> None:
+def test_queued_requests_of_lane_high_go_before_all_placed_requests(
+    lane: Lane, waiting: tuple[Lane, ...], is_admitted: bool
+) -> None:
     """Queued requests of lane high go before all placed requests.
 
     A placed request waits for queued requests of a higher lane.

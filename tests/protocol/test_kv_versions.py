@@ -52,7 +52,7 @@ def by_hand(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[i
 
 @pytest.mark.proves("P17")
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=8))
-def test_spans_and_mask_are_those_of_an_engine_played_by_hand(steps: list[tuple[int, bool, int]]) -> None:
+def test_spans_and_mask_equal_a_simulation_token_by_token(steps: list[tuple[int, bool, int]]) -> None:
     """Spans and mask equal a simulation token by token, for any updates and preemptions."""
     chunks = [chunk([version] * count, recomputed=is_anew) for version, is_anew, count in steps]
     versions = [version for version, _, count in steps for _ in range(count)]
@@ -72,7 +72,7 @@ def test_spans_and_mask_are_those_of_an_engine_played_by_hand(steps: list[tuple[
     assert arrays["kv_lora_version_spans"] is None
 
 
-def test_an_update_leaves_the_kv_before_the_last_token_old() -> None:
+def test_after_an_update_the_kv_of_the_last_old_token_has_the_new_version() -> None:
     """The KV of the last old token is computed when the first new token is sampled, so it has the new version."""
     arrays = kv_arrays([chunk([1, 1, 1]), chunk([2, 2])], PROMPT_LEN)
 
@@ -80,7 +80,7 @@ def test_an_update_leaves_the_kv_before_the_last_token_old() -> None:
     assert arrays["kv_mixed"].tolist() == [False, False, False, True, True]
 
 
-def test_adapters_have_spans_of_their_own() -> None:
+def test_adapters_have_their_own_spans() -> None:
     """A new version of the adapter has its own span and mixes KV as new weights do."""
     arrays = kv_arrays([chunk([1, 1], lora=3), chunk([1], lora=4)], PROMPT_LEN)
 
@@ -89,7 +89,7 @@ def test_adapters_have_spans_of_their_own() -> None:
     assert arrays["kv_mixed"].tolist() == [False, False, True]
 
 
-def test_what_a_worker_does_not_say_is_not_guessed() -> None:
+def test_spans_are_unknown_if_a_worker_does_not_report_recomputations() -> None:
     """Without the field, as from an earlier release, the spans are unknown until all KV is recomputed."""
     silent = kv_arrays([chunk([1, 1]), chunk([2], recomputed=None), chunk([2])], PROMPT_LEN)
     later = kv_arrays([chunk([1, 1], recomputed=None), chunk([2], recomputed=True)], PROMPT_LEN)
@@ -101,7 +101,7 @@ def test_what_a_worker_does_not_say_is_not_guessed() -> None:
     assert empty["kv_mixed"].tolist() == []
 
 
-def test_a_chunk_begins_where_kv_was_computed_anew() -> None:
+def test_a_chunk_starts_at_each_step_that_recomputed_kv() -> None:
     """A chunk starts at each step that recomputed KV, and only this chunk reports the recomputation."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=20)
     writer.reports_kv = True
@@ -115,7 +115,7 @@ def test_a_chunk_begins_where_kv_was_computed_anew() -> None:
     assert [one.kv_recomputed for one in chunks if one] == [False, True, False]
 
 
-def test_an_engine_that_does_not_report_says_nothing() -> None:
+def test_the_field_is_absent_if_the_engine_does_not_report_recomputations() -> None:
     """If the engine does not report recomputations, the field is absent."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=2, routing=None, start=0, segment_bytes=1 << 20)
     writer.add_step(RequestStep(key="r", token_ids=np.zeros(1, np.int32), finish_reason=FinishReason.LENGTH), 1)
@@ -125,7 +125,7 @@ def test_an_engine_that_does_not_report_says_nothing() -> None:
     assert end.kv_recomputed is None
 
 
-def test_another_attempt_has_computed_all_kv() -> None:
+def test_the_first_chunk_of_a_later_attempt_reports_recomputed_kv() -> None:
     """The first chunk of a later attempt reports recomputed KV, if its worker reports recomputations."""
     request = GenerateRequest(
         prompt_token_ids=[1] * PROMPT_LEN,

@@ -20,7 +20,7 @@ def closed(incarnation: str = "a") -> ClientPresence:
 
 
 @pytest.mark.proves("P64")
-def test_ones_own_lease_ends_a_margin_early() -> None:
+def test_the_own_lease_of_a_worker_ends_a_margin_early() -> None:
     """A worker's own lease ends a margin before others mark it lost. It counts from the publication of the presence."""
     own = WorkerLease(5.0, 1.0, now=100.0)
     first = [own.is_held(104.0), own.is_held(104.1)]
@@ -31,7 +31,7 @@ def test_ones_own_lease_ends_a_margin_early() -> None:
     assert own.expires_at == 107.0
 
 
-def test_an_older_confirmation_takes_nothing_back() -> None:
+def test_an_older_confirmation_does_not_shorten_the_lease() -> None:
     """If confirmations arrive out of order, the latest presence counts."""
     own = WorkerLease(5.0, 1.0, now=0.0)
     own.confirm(10.0)
@@ -40,7 +40,7 @@ def test_an_older_confirmation_takes_nothing_back() -> None:
     assert own.expires_at == 14.0
 
 
-def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
+def test_the_next_confirmed_presence_restarts_an_expired_lease() -> None:
     """After an outage, the next confirmed presence starts the lease again."""
     own = WorkerLease(5.0, 1.0, now=0.0)
     over = own.is_held(50.0)
@@ -50,13 +50,13 @@ def test_a_lease_that_is_over_is_held_again_when_confirmed() -> None:
 
 
 @pytest.mark.parametrize("margin_s", [-1.0, 5.0, 6.0])
-def test_a_margin_fits_its_lease(margin_s: float) -> None:
+def test_a_margin_must_be_shorter_than_its_lease(margin_s: float) -> None:
     """The margin must be shorter than the lease, or the worker has no time to act."""
     with pytest.raises(ValueError, match="less than the lease"):
         WorkerLease(5.0, margin_s, now=0.0)
 
 
-def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
+def test_a_client_expires_after_its_lease_and_the_margin() -> None:
     """An expired client is reported once and not as closed. Each presence restarts the lease."""
     leases = ClientLeases(margin_s=1.0)
     assert leases.renew(presence(), 0.0) == []
@@ -67,7 +67,7 @@ def test_a_client_ends_when_lease_and_margin_have_passed() -> None:
     assert leases.is_dead("c", "a")
 
 
-def test_an_expired_client_that_is_heard_again_is_alive() -> None:
+def test_an_expired_client_that_publishes_again_is_alive() -> None:
     """An expired client that publishes again is alive, and its next requests are accepted."""
     leases = ClientLeases(margin_s=1.0)
     for sign in (lambda: leases.renew_lease("c", "a", 100.0), lambda: leases.renew(presence(), 100.0)):
@@ -80,7 +80,7 @@ def test_an_expired_client_that_is_heard_again_is_alive() -> None:
         leases.renew_lease("c", "a", 0.0)
 
 
-def test_a_closed_client_ends_at_once_and_for_good() -> None:
+def test_a_closed_client_ends_immediately_and_is_not_revived() -> None:
     """A closed client ends immediately, and later messages do not revive it."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
@@ -102,7 +102,7 @@ def test_an_expired_client_can_still_be_closed() -> None:
     assert leases.renew(closed(), 60.0) == [EndedIncarnation("c", "a", "it was closed", is_closed=True)]
 
 
-def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
+def test_closing_an_unknown_client_ends_no_request() -> None:
     """If an unknown client closes, no request ends. Its requests in the queue are known to have no client."""
     leases = ClientLeases(margin_s=1.0)
 
@@ -110,7 +110,7 @@ def test_a_client_never_heard_of_is_closed_without_a_word() -> None:
     assert leases.is_dead("c", "a")
 
 
-def test_a_later_life_ends_the_one_before() -> None:
+def test_a_new_incarnation_ends_the_earlier_incarnations() -> None:
     """The first presence of a new incarnation ends the older incarnations for good. Other clients are not affected."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("a"), 0.0)
@@ -125,7 +125,7 @@ def test_a_later_life_ends_the_one_before() -> None:
     assert [leases.is_dead(*life) for life in (("c", "a"), ("c", "b"), ("d", "a"))] == [True, False, False]
 
 
-def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
+def test_a_message_of_an_unknown_incarnation_ends_no_other_incarnation() -> None:
     """A message of an unknown incarnation ends no other one, because only a presence shows which one is later."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("b"), 0.0)
@@ -137,7 +137,7 @@ def test_what_is_heard_of_an_unknown_life_ends_no_other() -> None:
     assert [end.incarnation for end in ended] == ["a"]
 
 
-def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
+def test_an_expired_incarnation_stays_dead_after_a_later_incarnation() -> None:
     """A frozen process that runs again after its successor's presence stays dead."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence("a"), 0.0)
@@ -150,7 +150,7 @@ def test_an_expired_life_does_not_come_back_beside_a_later_one() -> None:
     assert not leases.is_dead("c", "b")
 
 
-def test_messages_renew_the_announced_lease() -> None:
+def test_each_message_of_a_client_renews_its_lease() -> None:
     """Each message of a client, for example a frame ack, renews its lease, also if a presence is late."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=10.0), 0.0)
@@ -160,7 +160,7 @@ def test_messages_renew_the_announced_lease() -> None:
     assert len(leases.expire(19.0)) == 1
 
 
-def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
+def test_a_request_from_the_queue_does_not_renew_a_lease() -> None:
     """A request from the queue does not renew a lease, because a dead client may have left it there."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
@@ -175,7 +175,7 @@ def test_a_request_from_the_queue_is_no_sign_of_life() -> None:
 
 
 @pytest.mark.proves("P65")
-def test_ones_own_outage_ends_nobody() -> None:
+def test_an_outage_of_the_worker_ends_no_client() -> None:
     """After an outage of the worker's connection, each lease restarts, because no message could arrive meanwhile."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(), 0.0)
@@ -185,7 +185,7 @@ def test_ones_own_outage_ends_nobody() -> None:
     assert len(leases.expire(106.0)) == 1
 
 
-def test_no_lease_is_endless() -> None:
+def test_each_lease_ends_within_a_maximum_time() -> None:
     """The lease of a client ends within a maximum time, whatever lease it announces."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=1e300), 0.0)
@@ -193,7 +193,7 @@ def test_no_lease_is_endless() -> None:
     assert len(leases.expire(MAX_LEASE_S + 1.0)) == 1
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_known_clients_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit, new clients are not followed, and the oldest dead clients are removed."""
     monkeypatch.setattr(lease, "MAX_CLIENTS", 3)
     leases = ClientLeases(margin_s=1.0)

@@ -41,7 +41,7 @@ def roll(*workers: str) -> AckTracker:
     return AckTracker("pause", ID, [presence(worker) for worker in workers], 100.0)
 
 
-def test_all_have_applied() -> None:
+def test_a_command_is_complete_after_each_required_worker_has_applied_the_command() -> None:
     """A command is complete when each required worker has applied it. The result has its duration."""
     asked = roll("a", "b")
     for worker in ("a", "b"):
@@ -58,7 +58,7 @@ def test_all_have_applied() -> None:
     ("status", "column"),
     [(AckStatus.FAILED, "failed"), (AckStatus.UNSUPPORTED, "unsupported"), (AckStatus.STALE, "stale")],
 )
-def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus, column: str) -> None:
+def test_a_worker_that_did_not_apply_the_command_makes_the_result_incomplete(status: AckStatus, column: str) -> None:
     """Each other final answer has its own column and makes the result incomplete."""
     asked = roll("a", "b")
     asked.add_ack(ack("a", AckStatus.APPLIED))
@@ -70,12 +70,12 @@ def test_one_that_did_not_apply_it_makes_the_ledger_incomplete(status: AckStatus
     assert set(getattr(ledger, column)) == {"b"}
 
 
-def test_nobody_is_not_everybody() -> None:
+def test_a_result_without_workers_is_not_complete() -> None:
     """A result without workers is not complete."""
     assert not roll().result(101.0).is_complete
 
 
-def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -> None:
+def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() -> None:
     """A worker without a final answer is late, with its last ack, and a worker without an ack is missing.
 
     Both get the command again.
@@ -90,7 +90,7 @@ def test_one_that_did_not_finish_is_late_and_one_that_never_spoke_is_missing() -
     assert ledger.missing == {"b": "it did not answer within 60.0 s"}
 
 
-def test_repeats_are_no_news() -> None:
+def test_a_repeated_ack_changes_nothing() -> None:
     """A repeated ack changes nothing, and no answer changes a final answer."""
     asked = roll("a", "b")
     assert asked.add_ack(ack("a", AckStatus.ACCEPTED))
@@ -106,7 +106,7 @@ def test_repeats_are_no_news() -> None:
     assert set(asked.result(101.0).applied) == {"a"}
 
 
-def test_a_newer_workers_status_is_not_final() -> None:
+def test_an_unknown_status_of_a_later_release_is_not_final() -> None:
     """An unknown status of a later release is not final."""
     asked = roll("a")
     asked.add_ack(ack("a", AckStatus.UNKNOWN))
@@ -115,7 +115,7 @@ def test_a_newer_workers_status_is_not_final() -> None:
     assert set(asked.result(101.0).late) == {"a"}
 
 
-def test_others_answers_do_not_count() -> None:
+def test_answers_of_other_workers_and_to_other_commands_are_ignored() -> None:
     """An answer of another worker and an answer to another command are ignored."""
     asked = roll("a")
 
@@ -125,7 +125,7 @@ def test_others_answers_do_not_count() -> None:
     assert set(asked.result(101.0).missing) == {"a"}
 
 
-def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
+def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
     """An answer to another command under the same id counts as a failure.
 
     The worker knows the id from that command and did not run this one.
@@ -141,7 +141,7 @@ def test_an_answer_to_another_command_under_our_id_is_a_failure() -> None:
     assert error.message == "the id belongs to another command, resume; allowed: a new id for each command"
 
 
-def test_one_that_dies_owing_is_missing_at_once() -> None:
+def test_a_lost_worker_that_owes_an_answer_is_missing_immediately() -> None:
     """A lost worker that owes an answer is missing immediately, with the reason, and gets no repetition."""
     asked = roll("a", "b")
     asked.add_ack(ack("a", AckStatus.ACCEPTED))
@@ -154,7 +154,7 @@ def test_one_that_dies_owing_is_missing_at_once() -> None:
     assert (ledger.missing, set(ledger.applied), ledger.late) == ({"a": "its lease expired"}, {"b"}, {})
 
 
-def test_one_that_comes_back_as_another_is_missing() -> None:
+def test_a_worker_with_a_new_incarnation_is_missing() -> None:
     """A worker with a new incarnation is missing, whether its presence or its ack shows the change first."""
     asked = roll("a", "b")
     asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
@@ -163,7 +163,7 @@ def test_one_that_comes_back_as_another_is_missing() -> None:
     assert asked.result(101.0).missing == dict.fromkeys("ab", "it came back as a new incarnation")
 
 
-def test_the_end_of_an_earlier_life_does_not_matter() -> None:
+def test_the_end_of_an_earlier_incarnation_does_not_matter() -> None:
     """The end of an earlier incarnation does not affect the incarnation that owes an answer."""
     asked = AckTracker("pause", ID, [presence("a", "2")], 100.0)
 
@@ -171,7 +171,7 @@ def test_the_end_of_an_earlier_life_does_not_matter() -> None:
     assert asked.owing == ("a",)
 
 
-def test_a_last_word_counts_more_than_a_lost_lease() -> None:
+def test_a_worker_that_was_marked_lost_can_still_answer() -> None:
     """A worker that was marked lost and then answers in the same incarnation has answered."""
     asked = roll("a")
     asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
@@ -181,7 +181,7 @@ def test_a_last_word_counts_more_than_a_lost_lease() -> None:
     assert asked.lost == {}
 
 
-def test_the_error_says_who_and_why() -> None:
+def test_the_error_lists_each_failed_worker_with_its_reason() -> None:
     """The error lists each worker that did not apply the command with its reason, in one line."""
     asked = roll("a", "b", "c", "d", "e")
     error = AckError(code=ControlCode.BAD_SOURCE, message="model.safetensors is truncated")
@@ -228,7 +228,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bool, str]]) -> None:
+def test_each_required_worker_is_in_exactly_one_column(events: Sequence[tuple[str, AckStatus | bool, str]]) -> None:
     """After any events, each required worker is in exactly one column, and no worker leaves a final column."""
     asked = roll("a", "b")
     final: dict[str, AckStatus] = {}
@@ -247,7 +247,7 @@ def test_each_worker_is_in_one_column(events: Sequence[tuple[str, AckStatus | bo
     assert ledger.is_complete == (len(ledger.applied) == 2)
 
 
-def test_a_quorum_of_a_number_is_met_by_those_that_applied() -> None:
+def test_a_quorum_is_met_by_any_workers_that_applied_the_command() -> None:
     """A quorum of a number is met by any workers that applied the command. Failures do not count."""
     asked = AckTracker("pause", ID, [presence(name) for name in "abc"], 100.0, Quorum(count=2))
     asked.add_ack(ack("a", AckStatus.APPLIED))
@@ -259,7 +259,7 @@ def test_a_quorum_of_a_number_is_met_by_those_that_applied() -> None:
     assert asked.is_settled
 
 
-def test_workers_that_are_not_waited_for_do_not_make_a_command_partial() -> None:
+def test_workers_outside_the_quorum_do_not_make_a_command_partial() -> None:
     """Workers outside the quorum are listed with their answers.
 
     Only a failure of a worker in the quorum makes the result incomplete.
@@ -278,7 +278,7 @@ def test_workers_that_are_not_waited_for_do_not_make_a_command_partial() -> None
     assert not replace(result, not_awaited=("c",)).is_complete
 
 
-def test_the_pause_of_a_fleet_is_from_the_first_stop_to_the_last_resume() -> None:
+def test_the_pause_of_a_fleet_lasts_from_the_first_pause_to_the_last_resume() -> None:
     """The pause of a fleet lasts from the first pause to the last resume, computed from the arrival of the acks.
 
     A worker answers when its engine resumes.

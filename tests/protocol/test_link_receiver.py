@@ -29,7 +29,7 @@ def receive(receiver: LinkReceiver, *frames: Frame, now: float = 0.0) -> list[Fr
 
 
 @pytest.mark.proves("P57")
-def test_frames_are_taken_once_and_in_order() -> None:
+def test_frames_are_accepted_once_and_in_order() -> None:
     """A duplicate frame is reported. A frame behind a gap is not accepted until the gap is filled."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0), frame(0), frame(2), frame(1), frame(1), frame(2), frame(3))
@@ -47,7 +47,7 @@ def test_frames_are_taken_once_and_in_order() -> None:
 
 
 @pytest.mark.proves("P56")
-def test_credit_counts_what_was_taken_and_never_falls() -> None:
+def test_credit_counts_accepted_frames_and_never_decreases() -> None:
     """The granted offset is the size of the accepted frames plus the window. A smaller window does not lower it."""
     receiver = LinkReceiver("c")
     receive(receiver, frame(0), frame(0), frame(2))
@@ -60,14 +60,14 @@ def test_credit_counts_what_was_taken_and_never_falls() -> None:
     assert [message.acked for message in (first, second, third)] == [1, 1, 3]
 
 
-def test_before_the_first_frame_only_aborts_are_said() -> None:
+def test_before_the_first_frame_a_message_contains_only_aborts() -> None:
     """Before the first frame, a message contains aborts and no incarnation of the worker, because no link exists."""
     message = LinkReceiver("c").message(window=WINDOW, now=0, abort=OFFER)
 
     assert (message.client_incarnation, message.incarnation, message.abort) == ("c", "", OFFER)
 
 
-def test_a_gap_is_asked_for_at_once_and_then_at_intervals() -> None:
+def test_missing_frames_are_requested_immediately_and_then_at_intervals() -> None:
     """The first frame behind a gap makes a message due.
 
     The client repeats the request at intervals until frames arrive.
@@ -89,7 +89,7 @@ def test_a_gap_is_asked_for_at_once_and_then_at_intervals() -> None:
     assert asked == [True, False, True]
 
 
-def test_a_resend_under_way_is_not_asked_for_again() -> None:
+def test_a_resend_that_is_arriving_is_not_requested_again() -> None:
     """Each missing frame that arrives restarts the resend interval.
 
     Frames dropped behind the gap are requested as well.
@@ -122,7 +122,7 @@ def test_a_heartbeat_reveals_a_lost_last_frame() -> None:
     assert receiver.message(window=WINDOW, now=0).resend
 
 
-def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
+def test_a_frame_number_far_ahead_is_an_ordinary_gap() -> None:
     """A frame number far ahead is an ordinary gap. A heartbeat with the next number ends it."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0), frame(2**53))
@@ -136,7 +136,7 @@ def test_a_number_far_ahead_is_a_gap_like_any_other() -> None:
     assert receiver.is_ack_due(WINDOW)
 
 
-def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames() -> None:
+def test_an_ack_is_due_after_a_quarter_of_the_window_or_64_frames() -> None:
     """An ack is due after a quarter of the window or 64 frames. Sending a message resets both counts."""
     receiver = LinkReceiver("c")
     receive(receiver, *map(frame, range(MAX_UNACKED_FRAMES - 1)))
@@ -152,7 +152,7 @@ def test_an_acknowledgement_is_due_after_a_quarter_of_the_window_or_many_frames(
     assert unacked == [True, False]
 
 
-def test_a_later_link_replaces_the_one_before() -> None:
+def test_a_later_link_replaces_the_earlier_link() -> None:
     """A later link starts at frame 0. Frames of an earlier link or of another incarnation are stale."""
     receiver = LinkReceiver("c")
     news = [receiver.is_new_link(frame(0))]
@@ -170,7 +170,7 @@ def test_a_later_link_replaces_the_one_before() -> None:
     assert (message.incarnation, message.link, message.acked, message.credit) == ("w", 2, 1, 1100)
 
 
-def test_frames_for_another_life_of_the_client_are_stale() -> None:
+def test_frames_for_an_earlier_incarnation_of_the_client_are_stale() -> None:
     """Frames for an earlier incarnation of this client are stale and open no link."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(0, client="b"), frame(0, client=""), frame(0))
@@ -181,7 +181,7 @@ def test_frames_for_another_life_of_the_client_are_stale() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 5])
-def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
+def test_frames_are_accepted_from_number_zero_whichever_arrives_first(number: int) -> None:
     """Frames are accepted from number 0, whichever number arrives first. The client requests the missing frames."""
     receiver = LinkReceiver("c")
     verdicts = receive(receiver, frame(number))
@@ -192,7 +192,7 @@ def test_a_link_is_followed_from_its_first_frame(number: int) -> None:
 
 @pytest.mark.proves("P57")
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_any_order_of_arrival_is_made_good(order: list[int]) -> None:
+def test_each_frame_is_delivered_once_and_in_order_after_any_order_of_arrival(order: list[int]) -> None:
     """After any order of arrival, one request for missing frames delivers each frame exactly once and in order."""
     sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
     sealed = []

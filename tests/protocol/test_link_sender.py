@@ -96,7 +96,7 @@ def test_no_frame_is_larger_than_allowed() -> None:
         assert_complete(scenario, [c for frame in frames for c in frame.chunks if c.request_id == key.request_id])
 
 
-def test_little_is_one_frame_and_nothing_is_none() -> None:
+def test_one_small_step_is_one_frame_and_without_data_there_is_no_frame() -> None:
     """One step of few requests is one frame with their offers. Without data there is no frame."""
     sender = make_sender()
     scenario = simple()
@@ -115,7 +115,7 @@ def test_little_is_one_frame_and_nothing_is_none() -> None:
     assert not sender.keys
 
 
-def test_without_credit_steps_gather_and_are_merged() -> None:
+def test_steps_without_credit_are_buffered_and_merged() -> None:
     """Without credit no data is sent. After new credit, the buffered steps leave as one chunk."""
     sender = make_sender()
     num_frames = use_up_credit(sender)
@@ -155,7 +155,7 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
 
 
 @pytest.mark.proves("P56")
-def test_what_needs_no_credit_is_sent_without() -> None:
+def test_offers_errors_and_empty_terminal_chunks_are_sent_without_credit() -> None:
     """Offers, errors, rejections and terminal chunks without data are sent without credit."""
     sender = make_sender()
     use_up_credit(sender)
@@ -180,7 +180,7 @@ def test_what_needs_no_credit_is_sent_without() -> None:
 
 
 @pytest.mark.parametrize("error", [ERROR, None])
-def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> None:
+def test_a_failure_or_an_abort_discards_unsent_data(error: ChunkError | None) -> None:
     """The unsent data of a failed or aborted request is discarded. Its next chunk is the terminal chunk."""
     sender = make_sender()
     num_frames = use_up_credit(sender)
@@ -202,7 +202,7 @@ def test_a_failure_or_a_stop_drops_what_is_unsent(error: ChunkError | None) -> N
     assert sender.held_bytes == 0
 
 
-def test_a_failed_request_does_not_keep_its_turn() -> None:
+def test_a_failed_request_does_not_delay_other_requests() -> None:
     """A request that fails before its large segment was sent does not delay other requests."""
     sender = make_sender()
     first, second = RequestKey("first"), RequestKey("second")
@@ -220,7 +220,7 @@ def test_a_failed_request_does_not_keep_its_turn() -> None:
     assert not sender.keys
 
 
-def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
+def test_the_chunk_about_absent_prompt_logprobs_precedes_the_terminal_chunk() -> None:
     """A prompt of one token has no prompt logprobs. A chunk of its own reports that before the terminal chunk."""
     sender = make_sender()
     key = RequestKey("r")
@@ -237,7 +237,7 @@ def test_an_end_does_not_overtake_what_says_that_there_is_nothing() -> None:
     ]
 
 
-def test_large_parts_take_turns_behind_everything_small() -> None:
+def test_requests_with_large_segments_take_turns_after_all_small_chunks() -> None:
     """Each frame has all small chunks and one large segment. Requests with large segments take turns."""
     sender = make_sender()
     tell(sender, credit=2**30)
@@ -292,7 +292,7 @@ def test_a_heartbeat_names_the_next_frame() -> None:
     assert tell(sender, acked=1, resend=True).resend == []
 
 
-def test_acknowledging_what_was_never_sent_is_refused() -> None:
+def test_an_ack_beyond_the_last_frame_is_refused() -> None:
     """An ack beyond the last frame is a protocol error, and the whole message is ignored."""
     sender = make_sender()
     sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
@@ -320,7 +320,7 @@ def test_outdated_messages_change_nothing() -> None:
     assert len(seal_all(sender)) > 1
 
 
-def test_a_client_that_lost_its_place_is_noticed() -> None:
+def test_a_client_that_requests_acknowledged_frames_needs_a_new_link() -> None:
     """If a client requests frames that it has acknowledged, the worker must start a new link."""
     sender = make_sender()
     use_up_credit(sender)
@@ -330,7 +330,7 @@ def test_a_client_that_lost_its_place_is_noticed() -> None:
     assert not tell(sender, acked=3, resend=True).needs_new_link
 
 
-def test_requests_are_open_once() -> None:
+def test_a_key_can_be_opened_again_only_after_its_terminal_chunk() -> None:
     """A key can be opened again only after its terminal chunk has left. Steps and failures need an open key."""
     sender = make_sender()
     key = RequestKey("r")
@@ -349,7 +349,7 @@ def test_requests_are_open_once() -> None:
     assert list(sender.keys) == [key]
 
 
-def test_a_broken_step_takes_nothing_along() -> None:
+def test_an_invalid_step_does_not_change_the_buffer() -> None:
     """An invalid step is rejected and does not change the sender's buffer."""
     sender = make_sender()
     key, scenario = RequestKey("r"), simple()
@@ -362,7 +362,7 @@ def test_a_broken_step_takes_nothing_along() -> None:
     assert sender.held_bytes == held
 
 
-def test_a_plain_request_is_numbered_by_itself() -> None:
+def test_frames_for_a_program_without_a_link_are_numbered_from_zero() -> None:
     """A program without a link gets frames from 0. The first has the offer, and no frame exceeds the limit."""
     scenario = long_prompt(100)
     key = RequestKey("r")
@@ -383,7 +383,7 @@ def test_a_plain_request_is_numbered_by_itself() -> None:
     assert sender.frames() == []
 
 
-def test_a_plain_request_that_fails_first_is_rejected() -> None:
+def test_a_plain_request_that_fails_before_its_first_frame_is_rejected() -> None:
     """An error before the first frame rejects a plain request without an offer. A later error ends the request."""
     writer = ChunkWriter(RequestKey("r"), prompt_len=1, routing=None, start=0, segment_bytes=SEGMENT_BYTES)
     sender = PlainSender(RequestKey("r"), writer, incarnation="w", max_frame_bytes=MAX_FRAME_BYTES)

@@ -95,7 +95,7 @@ def test_a_mask_that_contradicts_itself_is_refused(counts: list[int], ids: list[
         SamplingMask(i4(*counts), i4(*ids))
 
 
-def test_a_mask_of_other_tokens_is_refused() -> None:
+def test_a_mask_for_another_number_of_tokens_is_refused() -> None:
     """A mask for another number of tokens and invalid bytes are rejected, also in a received frame."""
     with pytest.raises(ValueError, match="1 token ids but 2 sampling masks"):
         chunk(0, SamplingMask(i4(1, 1), i4(5, 5)))
@@ -107,7 +107,7 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, True])
-def test_an_attempt_with_masks_has_them_all(asked: bool | None) -> None:
+def test_a_token_without_a_mask_after_tokens_with_masks_is_refused(asked: bool | None) -> None:
     """A token without a mask after tokens with masks is rejected, because the result would look complete."""
     verifier = ChunkVerifier(wanting(asked))
     verifier.add(chunk(0, SamplingMask(i4(1), i4(5))))
@@ -115,7 +115,7 @@ def test_an_attempt_with_masks_has_them_all(asked: bool | None) -> None:
         verifier.add(chunk(1, None))
 
 
-def test_masks_come_as_asked() -> None:
+def test_declined_masks_and_missing_required_masks_are_refused() -> None:
     """Masks that the request declined are rejected, and so are missing masks that it requires."""
     with pytest.raises(RemoteProtocolError, match="came with sampling masks"):
         ChunkVerifier(wanting(False)).add(chunk(0, SamplingMask(i4(1), i4(5))))

@@ -52,7 +52,7 @@ LINES = st.sampled_from([b"PING\r\n", b"PONG\r\n", b"+OK\r\n", b"-ERR 'no'\r\n",
 
 
 @given(drawn=st.lists(DELIVERIES | LINES, max_size=12), sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5))
-def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int]) -> None:
+def test_operations_are_read_in_order_wherever_the_stream_is_split(drawn: list[Drawn], sizes: list[int]) -> None:
     """All operations are read in order, wherever the stream is split."""
     operations = [
         one if isinstance(one, bytes) else SubscriptionMessage(*one[:4], one[5] * (one[4] // len(one[5])))
@@ -61,7 +61,7 @@ def test_operations_come_out_as_they_went_in(drawn: list[Drawn], sizes: list[int
     assert read(b"".join(map(written, operations)), sizes) == operations
 
 
-def test_byte_by_byte() -> None:
+def test_operations_are_read_if_each_byte_arrives_alone() -> None:
     """Operations are read correctly if each byte arrives alone."""
     operations: list[SubscriptionMessage | bytes] = [
         b"PING\r\n",
@@ -88,7 +88,7 @@ def test_a_large_message_is_received_in_place() -> None:
     assert len(reader.buffer()) == BUFFER_BYTES
 
 
-def test_what_is_whole_is_counted() -> None:
+def test_complete_operations_count_as_unread_until_the_caller_pops_them() -> None:
     """Complete operations count as unread until the caller pops them, because the caller may be delayed."""
     reader = OperationReader()
     stream = written(SubscriptionMessage(1, b"a", b"", None, b"x" * 100)) + b"PING\r\nPON"
@@ -115,7 +115,7 @@ def test_what_is_whole_is_counted() -> None:
         (b"x" * BUFFER_BYTES, "line of more than"),
     ],
 )
-def test_what_is_no_nats_is_refused(stream: bytes, words: str) -> None:
+def test_invalid_bytes_raise_an_error_that_describes_the_fault(stream: bytes, words: str) -> None:
     """Invalid bytes raise an error that describes the fault."""
     with pytest.raises(RemoteProtocolError, match=words):
         read(stream, [1000])

@@ -122,7 +122,7 @@ attempts = st.lists(
 @pytest.mark.proves("P53")
 @given(requests(continuable=True), attempts, st.sampled_from([WIDE, NARROW]), st.sampled_from([30, 64, 4096]))
 @settings(max_examples=300)
-def test_legs_and_losses_leave_no_trace(
+def test_a_result_after_phases_and_losses_equals_that_of_one_worker(
     request: GenerateRequest, plans: list[Attempt], num_experts: int, segment_bytes: int
 ) -> None:
     """Tokens, logprobs, rows, prompt logprobs and the end equal those of one worker.
@@ -144,7 +144,7 @@ def test_legs_and_losses_leave_no_trace(
     assert stream.num_attempts <= 1 + num_lost
 
 
-async def test_two_legs_are_one_attempt() -> None:
+async def test_two_phases_are_one_attempt() -> None:
     """Two phases are one attempt: the first token arrives without the end of the prefill phase.
 
     Transferred tokens count as cached.
@@ -160,7 +160,7 @@ async def test_two_legs_are_one_attempt() -> None:
     assert stream.end.cached_tokens == 32
 
 
-async def test_a_prefill_leg_may_be_all() -> None:
+async def test_a_stop_token_as_the_first_token_ends_the_request_in_its_prefill_phase() -> None:
     """A stop token as the first token ends the request in its prefill phase. The caller receives no KV parameters."""
     first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
@@ -174,7 +174,7 @@ async def test_a_prefill_leg_may_be_all() -> None:
     assert delivered[-1].end == stream.end
 
 
-async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None:
+async def test_a_stop_token_before_min_tokens_ends_only_the_prefill_phase() -> None:
     """A stop token before `min_tokens` ends only the prefill phase, and the decode phase continues."""
     first, _ = await serve(sized(40, 1), [])
     token = int(first.arrays()["token_ids"][0])
@@ -187,7 +187,7 @@ async def test_a_prefill_leg_that_ends_before_the_whole_may_is_not_all() -> None
     assert_same(stream, expected)
 
 
-async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
+async def test_kv_parameters_that_do_not_fit_beside_other_data_have_their_own_chunk() -> None:
     """KV parameters that do not fit beside other data have their own chunk, which the caller does not receive."""
     engine = SyntheticEngine(config(WIDE, "prefill"))
     chunks = [chunk async for chunk in leg_chunks(sized(40, 1), 0, engine, KvTransfer(), 30)]
@@ -201,7 +201,7 @@ async def test_kv_parameters_that_fit_no_chunk_beside_others_go_alone() -> None:
     assert all(chunk.num_tokens or chunk.routed_experts is not None for chunk in delivered)
 
 
-async def test_a_withdrawn_leg_leaves_the_whole() -> None:
+async def test_a_prefill_phase_that_no_worker_accepts_is_replaced_by_the_whole_request() -> None:
     """If no worker accepts the prefill phase, the next number has the whole request.
 
     This does not count as an attempt.
@@ -230,7 +230,7 @@ async def test_kv_of_other_weights_gives_other_tokens() -> None:
     assert tokens[0] != tokens[1]
 
 
-async def test_kv_of_another_prompt_is_no_kv() -> None:
+async def test_the_engine_rejects_kv_of_another_prompt() -> None:
     """The engine rejects KV of another prompt and fails only that request."""
     decode = SyntheticEngine(SyntheticConfig(role="decode"))
     for params in (b"\xc1", b"\x83\xaanum_tokens\x02\xa7context\x03\xa7weights\x04"):
@@ -239,7 +239,7 @@ async def test_kv_of_another_prompt_is_no_kv() -> None:
         assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, ErrorCode.KV_TRANSFER_FAILED)
 
 
-async def test_stale_rows_would_show() -> None:
+async def test_rows_of_positions_with_transferred_kv_are_not_valid() -> None:
     """Rows of positions with transferred KV are not valid.
 
     Only rows from the end of the transferred positions are correct.

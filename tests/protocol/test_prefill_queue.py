@@ -37,7 +37,7 @@ def line_of(*keys: str, until: float = 2.0) -> PrefillQueue[str]:
     return line
 
 
-def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
+def test_prefill_workers_fill_in_proportion_to_their_slots() -> None:
     """Prefill workers fill in proportion to their slots and never beyond them."""
     line = line_of(*(f"r{i}" for i in range(10)))
     decisions = line.decide([seat("a", 2), seat("b", 4)], 0)
@@ -47,7 +47,7 @@ def test_the_one_with_the_fewest_legs_for_its_size_is_chosen() -> None:
     assert len(line) == 4
 
 
-def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
+def test_free_slots_go_to_requests_in_order_of_priority_then_of_arrival() -> None:
     """Free slots go to requests in order of priority, then of arrival."""
     line = PrefillQueue[str]()
     for key, priority in (("x", 0), ("low", 1), ("y", 0), ("high", -1)):
@@ -61,7 +61,7 @@ def test_room_goes_to_who_came_first_and_is_more_urgent() -> None:
     assert order == ["high", "x", "y", "low"]
 
 
-def test_legs_go_to_the_preferred_worker_while_that_has_room() -> None:
+def test_requests_go_to_their_preferred_worker_until_that_worker_is_full() -> None:
     """Requests go to their preferred worker until it is full, and then to another worker."""
     line = PrefillQueue[int]()
     for turn in range(5):
@@ -71,7 +71,7 @@ def test_legs_go_to_the_preferred_worker_while_that_has_room() -> None:
     assert workers == ["b"] * 4 + ["a"]
 
 
-def test_what_waited_for_long_enough_goes_alone() -> None:
+def test_after_its_waiting_time_a_request_is_served_without_a_prefill_worker() -> None:
     """A request whose waiting time is over is served without a prefill worker. Later requests still wait."""
     line = line_of("a", "b")
     line.decide([seat("w", 1)], 0)
@@ -83,7 +83,7 @@ def test_what_waited_for_long_enough_goes_alone() -> None:
     assert line.next_decision_at() == 3.0
 
 
-def test_without_a_worker_nobody_waits() -> None:
+def test_if_the_last_prefill_worker_is_lost_all_requests_continue_immediately() -> None:
     """If the last prefill worker is lost, all waiting requests continue without one immediately."""
     line = line_of("a", "b")
     line.decide([seat("w", 1)], 0)
@@ -98,7 +98,9 @@ def test_without_a_worker_nobody_waits() -> None:
         ({"lora": "style"}, {"loras": ("style",)}),
     ],
 )
-def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitting: dict[str, Any]) -> None:
+def test_a_request_goes_to_a_worker_with_its_weights_or_adapter(
+    needed: dict[str, Any], fitting: dict[str, Any]
+) -> None:
     """A request goes to a worker with its weights or adapter.
 
     If there is none, it continues without a prefill worker immediately.
@@ -113,7 +115,7 @@ def test_only_a_worker_with_what_is_needed_gets_it(needed: dict[str, Any], fitti
 
 
 @pytest.mark.parametrize(("prompt_len", "worker"), [(998, "a"), (999, None)])
-def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: int, worker: str | None) -> None:
+def test_a_prompt_with_room_for_only_one_token_gets_no_prefill_worker(prompt_len: int, worker: str | None) -> None:
     """A prompt with room for only one token is served without a prefill worker.
 
     The prefill phase could not tell the end of the request from its own end.
@@ -124,7 +126,7 @@ def test_a_prompt_that_leaves_no_room_for_a_second_token_goes_alone(prompt_len: 
     assert line.decide([seat("a")], 0)[0].worker == worker
 
 
-def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
+def test_a_worker_that_rejected_a_request_is_skipped_for_a_while() -> None:
     """After a rejection, the queue skips a full worker for a moment, and a silent worker for a lease.
 
     The request keeps its deadline.
@@ -140,7 +142,7 @@ def test_a_worker_that_refused_is_passed_over_for_a_while() -> None:
         assert line.decide([seat("a")], pause_s) == [Decision("r", "a", None)]
 
 
-def test_another_worker_takes_what_one_refused() -> None:
+def test_after_a_rejection_another_worker_gets_the_request_immediately() -> None:
     """After a rejection, another worker gets the request immediately."""
     line = line_of("r")
     [first] = line.decide([seat("a"), seat("b")], 0)
@@ -226,7 +228,7 @@ TestLines = Lines.TestCase
 
 
 @given(st.integers(1, 40), st.integers(1, 5))
-def test_all_are_served_in_the_end(count: int, num_slots: int) -> None:
+def test_each_request_is_served_once_and_in_order(count: int, num_slots: int) -> None:
     """As prefill phases end, each request is served once and in order."""
     line = line_of(*(f"r{i}" for i in range(count)), until=1e9)
     served: list[str] = []

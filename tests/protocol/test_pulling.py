@@ -146,13 +146,13 @@ def play(world: World, events: list[Callable[[World], None]]) -> None:
 @pytest.mark.slow
 @settings(max_examples=400)
 @given(st.lists(EVENTS, min_size=20, max_size=40))
-def test_pulls_never_claim_more_than_there_is_room_for_and_three(events: list[Callable[[World], None]]) -> None:
+def test_a_pull_claims_at_most_three_more_requests_than_the_room(events: list[Callable[[World], None]]) -> None:
     """After each pull, at most three more requests than the room may arrive, whatever happened before."""
     play(World(), events)  # World.pull asserts the rule
 
 
 @given(st.lists(EVENTS, max_size=40))
-def test_every_lane_is_asked_in_the_end(events: list[Callable[[World], None]]) -> None:
+def test_a_worker_with_room_finally_pulls_every_lane(events: list[Callable[[World], None]]) -> None:
     """A worker with room finally receives all waiting requests, and then has a pull on each lane."""
     world = World()
     play(world, events)
@@ -170,7 +170,7 @@ def test_every_lane_is_asked_in_the_end(events: list[Callable[[World], None]]) -
     st.lists(st.integers(0, 5), min_size=50, max_size=50),
     st.data(),
 )
-def test_what_waits_is_taken_lane_by_lane(published: list[Lane], rooms: list[int], data: st.DataObject) -> None:
+def test_waiting_requests_are_pulled_lane_by_lane(published: list[Lane], rooms: list[int], data: st.DataObject) -> None:
     """No waiting request is pulled before those of all earlier lanes, however the room changes."""
     world = World(room=0)
     for lane in published:
@@ -188,7 +188,7 @@ def test_what_waits_is_taken_lane_by_lane(published: list[Lane], rooms: list[int
     assert world.taken == sorted(published, key=LANES.index)
 
 
-def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
+def test_an_idle_worker_has_one_waiting_pull_on_each_lane() -> None:
     """If all lanes are empty, one pull waits on each lane, so that the next request arrives immediately."""
     world = World(room=100)
     world.settle()
@@ -203,7 +203,7 @@ def test_an_idle_worker_stands_on_every_lane_with_one_request_each() -> None:
     assert pull == Pull("normal", pull.number, 1, None, True)
 
 
-def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_for() -> None:
+def test_if_more_requests_wait_the_next_pull_requests_as_many_as_the_room_allows() -> None:
     """If more requests wait behind the first, the next pull requests the rest, up to the room and the largest batch."""
     world = World(room=4)
     world.settle()
@@ -220,7 +220,7 @@ def test_a_request_that_was_not_alone_is_followed_by_as_many_as_there_is_room_fo
     assert pull.num_pulls == MAX_BATCH
 
 
-def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_may_stand() -> None:
+def test_without_room_the_state_of_the_queue_is_unknown_after_a_second() -> None:
     """A worker without room does not pull. A second later, the state of the queue is unknown to it."""
     world = World(room=1)
     assert world.plan.lanes_waiting(world.now) is None
@@ -233,7 +233,7 @@ def test_a_queue_is_known_to_be_empty_for_as_long_as_the_pulls_on_all_its_lanes_
     assert world.plan.lanes_waiting(world.now) is None
 
 
-def test_a_worker_whose_room_is_taken_at_once_knows_from_its_first_pulls_that_the_queue_is_empty() -> None:
+def test_a_worker_filled_before_its_last_lane_answers_learns_that_the_queue_is_empty() -> None:
     """If placed requests fill a worker before its last lane answers, it still learns that the queue is empty."""
     world = World(room=4)
     while world.plan.lanes_waiting(world.now) is None:
@@ -246,7 +246,7 @@ def test_a_worker_whose_room_is_taken_at_once_knows_from_its_first_pulls_that_th
     assert not any(lane == "low" for lane, _ in world.standing.values())
 
 
-def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
+def test_a_lane_with_more_messages_counts_as_waiting_until_a_pull_finds_no_message() -> None:
     """A lane that had more messages counts as waiting until a pull finds it empty."""
     world = World(room=10)
     world.settle()
@@ -258,7 +258,7 @@ def test_lanes_that_had_more_requests_wait_until_they_are_found_empty() -> None:
     assert world.plan.lanes_waiting(world.now) == ()
 
 
-def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
+def test_a_pull_on_an_unknown_lane_requests_one_message() -> None:
     """A pull on an unknown lane requests one message, because an empty pull costs the server as much as a message."""
     (pull,) = World(room=10_000).pull()
 
@@ -266,7 +266,7 @@ def test_a_lane_of_which_nothing_is_known_is_asked_for_one() -> None:
 
 
 @pytest.mark.parametrize("room", [0, -1, -1000])
-def test_nothing_is_pulled_without_room(room: int) -> None:
+def test_a_worker_without_room_does_not_pull(room: int) -> None:
     """Without room, a worker does not pull until an event changes the room."""
     world = World(room=room)
 
@@ -274,7 +274,7 @@ def test_nothing_is_pulled_without_room(room: int) -> None:
     assert world.plan.next_at(world.now) is None
 
 
-def test_nothing_is_pulled_while_more_is_on_its_way_than_there_is_room_for() -> None:
+def test_a_worker_with_more_messages_on_their_way_than_room_does_not_pull() -> None:
     """A worker with more messages on their way than room does not pull, not even the first lane."""
     world = World(room=6)
     world.settle()
@@ -290,7 +290,7 @@ def test_nothing_is_pulled_while_more_is_on_its_way_than_there_is_room_for() -> 
     assert world.plan.claimed == 10
 
 
-def test_a_lane_found_empty_is_asked_anew_when_there_is_room_again() -> None:
+def test_a_lane_that_was_empty_is_pulled_again_when_there_is_room() -> None:
     """An empty lane counts as empty only for the next pull, because later it may have more urgent requests."""
     world = World()
     world.pull()
@@ -304,7 +304,7 @@ def test_a_lane_found_empty_is_asked_anew_when_there_is_room_again() -> None:
     assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", False)]
 
 
-def test_a_refused_lane_waits_and_the_others_do_not() -> None:
+def test_after_a_refusal_a_lane_is_pulled_later_and_the_other_lanes_meanwhile() -> None:
     """After a refusal, a lane is pulled again a little later. The lanes behind it are pulled meanwhile."""
     world = World()
     (refused,) = world.pull()
@@ -320,7 +320,7 @@ def test_a_refused_lane_waits_and_the_others_do_not() -> None:
     assert world.pull()[0].lane == "resume"
 
 
-def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
+def test_a_lane_counts_as_empty_only_after_the_last_answer_to_a_pull() -> None:
     """A lane counts as empty only after the last message or status of a pull."""
     world = World(room=3)
     world.pull()
@@ -337,7 +337,7 @@ def test_a_probe_ends_when_each_of_its_pulls_has_ended() -> None:
     assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", True), ("high", False)]
 
 
-def test_no_more_is_on_its_way_than_a_connection_bears() -> None:
+def test_if_requests_may_be_large_a_pull_limits_their_size_or_number() -> None:
     """If requests may be large, a pull requests many small messages or few of any size."""
     world = World(PullPlan(LANES, PULLED_BYTES // 4), room=1000)
     world.pull()
@@ -395,6 +395,6 @@ def test_a_lost_pull_is_repeated() -> None:
         ("", "", PullStatus.REFUSED),
     ],
 )
-def test_statuses_are_told_apart(code: str, description: str, answer: PullStatus) -> None:
+def test_each_status_of_the_server_has_its_own_meaning(code: str, description: str, answer: PullStatus) -> None:
     """Each status of the server means an empty lane, a complete pull, a missing queue, or a retry."""
     assert decode_status(code, description) is answer

@@ -39,7 +39,9 @@ def state(epoch: int, bucket: str = "a", command: str = "c") -> DesiredState:
         ([state(3), state(2, command="d")], [CURRENT, LOST]),
     ],
 )
-def test_each_read_is_judged_by_the_one_before(reads: list[DesiredState | None], verdicts: list[ReadVerdict]) -> None:
+def test_each_state_is_stale_lost_or_current_compared_with_the_previous_read(
+    reads: list[DesiredState | None], verdicts: list[ReadVerdict]
+) -> None:
     """An older state is stale, a state of another bucket or history is lost, and all other states are current."""
     order = ReadOrder()
 
@@ -47,7 +49,7 @@ def test_each_read_is_judged_by_the_one_before(reads: list[DesiredState | None],
 
 
 @pytest.mark.parametrize("older", [state(1), None])
-def test_what_stays_older_is_what_stands_there(older: DesiredState | None) -> None:
+def test_a_state_that_stays_older_for_too_long_is_the_stored_state(older: DesiredState | None) -> None:
     """A state that stays older for too long is the stored state, because no leader is deposed for so long.
 
     A current read in between restarts the time.

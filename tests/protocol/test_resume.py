@@ -132,7 +132,7 @@ def assert_same(stream: ResponseStream, expected: ResponseStream) -> None:
 
 @given(requests(continuable=True), losses, gathers)
 @settings(max_examples=300)
-def test_a_greedy_request_ends_as_if_nothing_had_happened(
+def test_after_losses_a_greedy_request_has_the_result_of_an_undisturbed_run(
     request: GenerateRequest, losses: list[int], gather: int
 ) -> None:
     """After losses, a greedy request has the same result as an undisturbed run.
@@ -151,7 +151,9 @@ def test_a_greedy_request_ends_as_if_nothing_had_happened(
 
 @given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
-def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, losses: list[int], gather: int) -> None:
+def test_a_seeded_request_without_delivered_chunks_starts_again(
+    request: GenerateRequest, losses: list[int], gather: int
+) -> None:
     """A seeded request whose chunks the caller has not received starts again, and equals the undisturbed run."""
     expected, _ = asyncio.run(run(request, [], keep=True))
     stream, _ = asyncio.run(run(request, losses, keep=True, gather=gather))
@@ -162,7 +164,7 @@ def test_a_seeded_request_starts_over_where_it_can(request: GenerateRequest, los
 
 @given(requests(continuable=False), losses, gathers)
 @settings(max_examples=150)
-def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
+def test_a_resumed_stream_keeps_delivered_chunks_and_is_marked_as_not_exact(
     request: GenerateRequest, losses: list[int], gather: int
 ) -> None:
     """Delivered chunks stay valid, and the resumed request is marked as not exact.
@@ -187,7 +189,7 @@ def test_an_open_stream_goes_on_and_says_that_it_is_not_exact(
     assert stream.is_exact or resumed_midway
 
 
-def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
+def test_the_client_creates_the_terminal_chunk_if_only_that_chunk_is_lost() -> None:
     """If only the terminal chunk is lost, the client creates it and starts no further attempt."""
     request = GenerateRequest(prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1, temperature=0))
     stream = ResponseStream(request, child=0, attempt=0, keep=True)
@@ -210,7 +212,7 @@ def test_a_terminal_chunk_that_was_lost_alone_is_made_here() -> None:
 
 
 @pytest.mark.parametrize("lost_after", [0, 1, 2, 3, 4])
-async def test_rows_that_came_ahead_of_their_tokens_are_not_delivered_without_them(lost_after: int) -> None:
+async def test_prompt_rows_of_a_lost_attempt_are_not_delivered_without_their_tokens(lost_after: int) -> None:
     """If an attempt is lost between several chunks of prompt rows, it leaves no rows behind."""
     request = GenerateRequest(prompt_token_ids=range(20), sampling=SamplingParams(max_tokens=2, temperature=0))
     stream, delivered = await run(request, [lost_after], keep=False, segment_bytes=50)

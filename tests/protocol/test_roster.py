@@ -30,21 +30,21 @@ def ids(roster: Roster) -> dict[str, list[str]]:
     return {model: [worker.worker for worker in workers] for model, workers in roster.items()}
 
 
-def test_all_of_a_model_or_of_all_models() -> None:
+def test_a_command_addresses_the_workers_of_its_model_or_of_all_models() -> None:
     """A command without a model addresses the workers of all models, and a command with a model those of the model."""
     assert ids(workers_that_must_ack([B, OTHER, A], Pause())) == {"m": ["a", "b"], "n": ["c"]}
     assert ids(workers_that_must_ack([B, OTHER, A], Pause(model="m"))) == {"m": ["a", "b"]}
 
 
 @pytest.mark.parametrize("state", list(WorkerState))
-def test_who_can_speak_must_answer(state: WorkerState) -> None:
+def test_workers_in_all_states_except_starting_fenced_and_ending_must_answer(state: WorkerState) -> None:
     """Workers in all states must answer, except starting, fenced and ending workers."""
     roster = workers_that_must_ack([A, replace(B, state=state)], Pause())
 
     assert ids(roster) == {"m": ["a"] if state in SILENT else ["a", "b"]}
 
 
-def test_nobody_is_an_error() -> None:
+def test_a_command_that_no_worker_can_answer_is_an_error() -> None:
     """A command that no worker can answer is an error, which names the states of the workers."""
     with pytest.raises(NoWorkers, match="no live worker of any model can answer"):
         workers_that_must_ack([], Pause())
@@ -58,7 +58,7 @@ def test_an_unknown_model_is_an_error() -> None:
         workers_that_must_ack([A, OTHER], Pause(model="x"))
 
 
-def test_named_workers_must_all_be_there() -> None:
+def test_the_error_lists_the_named_workers_that_cannot_answer() -> None:
     """The error lists the named workers that are missing, have another model, or cannot answer."""
     assert ids(workers_that_must_ack([A, B, OTHER], Pause(workers=("b", "c")))) == {"m": ["b"], "n": ["c"]}
     with pytest.raises(InvalidRequest, match="workers names x, y, which cannot answer"):
@@ -78,7 +78,7 @@ def test_named_workers_must_all_be_there() -> None:
         FinishWeightUpdate(version=1),
     ],
 )
-def test_weights_are_of_one_model(command: AnyCommand) -> None:
+def test_with_several_models_a_command_for_weights_must_name_a_model(command: AnyCommand) -> None:
     """With several models, a command for weights must name a model or workers of one model."""
     with pytest.raises(InvalidRequest, match="model is missing; allowed: one of m, n"):
         workers_that_must_ack([A, OTHER], command)
@@ -91,7 +91,7 @@ def test_weights_are_of_one_model(command: AnyCommand) -> None:
     "command",
     [UpdateWeights(model="m", source=SOURCE, version=2, label="step-2"), FinishWeightUpdate(version=2, label="step-2")],
 )
-def test_a_label_waits_for_every_worker_of_the_model(command: UpdateWeights | FinishWeightUpdate) -> None:
+def test_a_label_needs_support_by_all_workers_of_the_model(command: UpdateWeights | FinishWeightUpdate) -> None:
     """A label needs support by all workers of the model, because each of them reads the state.
 
     This includes unnamed and fenced workers.

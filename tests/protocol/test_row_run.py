@@ -22,7 +22,7 @@ def rows_of(count: int, first: int = 0) -> Rows:
     sizes=st.lists(st.sampled_from([1, 2, 3, NUM_LARGE - 1, NUM_LARGE, NUM_LARGE + 5]), max_size=8),
     takes=st.lists(st.integers(0, 3 * NUM_LARGE * ROW_BYTES), max_size=12),
 )
-def test_bytes_come_out_in_order(sizes: list[int], takes: list[int]) -> None:
+def test_bytes_keep_their_order_for_any_sizes_of_steps_and_chunks(sizes: list[int], takes: list[int]) -> None:
     """The bytes keep their order for any sizes of steps and chunks."""
     run, expected = RowBuffer(), b""
     for i, size in enumerate(sizes):
@@ -51,7 +51,7 @@ def test_a_small_part_of_a_large_array_is_copied() -> None:
     assert not np.shares_memory(np.frombuffer(run.pop(100), "u1"), rows)
 
 
-def test_what_is_dropped_is_gone() -> None:
+def test_after_clear_only_later_rows_remain() -> None:
     """After `clear`, only later rows remain."""
     run = RowBuffer()
     run.add(rows_of(3))

@@ -75,7 +75,7 @@ class OneWorker:
 
 @pytest.mark.proves("P49")
 @given(st.booleans(), st.sampled_from(["one", "each", "none"]))
-def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool, groups: str) -> None:
+def test_while_queued_requests_wait_placed_requests_get_every_second_slot(has_led: bool, groups: str) -> None:
     """A flood of placed requests gets one slot for each slot of the queue, whatever its groups.
 
     Followers that have waited since the queue was empty use the same turns.
@@ -100,7 +100,7 @@ def test_placed_requests_have_every_second_slot_while_others_wait(has_led: bool,
     assert got["m"] >= got["quiet"] - 1
 
 
-def test_turns_of_the_queue_cannot_be_saved() -> None:
+def test_a_client_cannot_save_up_unused_slots_of_followers() -> None:
     """A client that led many groups without followers cannot use their follower slots later."""
     worker = OneWorker(*[("m", f"g{number}") for number in range(500)])
     while worker.queue:
@@ -114,7 +114,7 @@ def test_turns_of_the_queue_cannot_be_saved() -> None:
 
 @pytest.mark.parametrize("refills", [True, False], ids=["keeps-its-share", "sends-once"])
 @pytest.mark.parametrize("num_groups", [10_000, 1])
-def test_a_client_with_its_full_share_of_the_queue_has_little_more_by_followers(num_groups: int, refills: bool) -> None:
+def test_followers_extend_the_full_share_of_a_client_only_a_few_times(num_groups: int, refills: bool) -> None:
     """A request behind another client's full share waits for a few times that share, not for 32 times.
 
     The followers of a group may be any requests: the worker counts them and does not compare their prompts.
@@ -138,7 +138,7 @@ def test_a_client_with_its_full_share_of_the_queue_has_little_more_by_followers(
 
 
 @given(st.integers(1, 31), st.integers(1, 6))
-def test_clients_that_count_followers_against_their_share_have_all_of_them(
+def test_all_followers_of_a_client_that_counts_followers_in_its_share_are_accepted(
     num_followers: int, num_clients: int
 ) -> None:
     """A client that counts its followers in its share, as this library does, gets all of them accepted.
@@ -159,7 +159,7 @@ def test_clients_that_count_followers_against_their_share_have_all_of_them(
     }
 
 
-def test_one_clients_followers_are_not_counted_for_another() -> None:
+def test_rejected_followers_of_a_client_do_not_reduce_those_of_another_client() -> None:
     """A client whose followers are rejected does not reduce the followers of another client."""
     worker = OneWorker(*[("m", f"m{number}") for number in range(SHARE)])
     while len(worker.queue) > SHARE // 2:
@@ -175,7 +175,7 @@ def test_one_clients_followers_are_not_counted_for_another() -> None:
     assert worker.got[-7:] == [("other", "follower")] * 7
 
 
-def test_the_clients_that_are_told_apart_are_bounded() -> None:
+def test_the_number_of_known_clients_is_bounded() -> None:
     """The number of known clients is bounded, and the client without a slot for the longest time is removed first."""
     shares = FollowerShares()
     for number in range(3 * MAX_CLIENTS):
@@ -183,7 +183,7 @@ def test_the_clients_that_are_told_apart_are_bounded() -> None:
     assert f"clients={MAX_CLIENTS} " in repr(shares)
 
 
-def test_slots_of_long_ago_count_little() -> None:
+def test_a_client_that_had_many_slots_long_ago_may_have_followers_again() -> None:
     """After enough messages of other clients, a client that had many slots may have followers again."""
     shares = FollowerShares()
     for _ in range(MESSAGES_SEEN):

@@ -44,7 +44,9 @@ def test_every_state_is_reachable(machine: AnyMachine, states: set[enum.StrEnum]
 
 @pytest.mark.proves("P1")
 @each_table
-def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+def test_every_state_has_an_event_that_leads_to_a_final_state(
+    machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]
+) -> None:
     """Each state has an event that leads to a final state, so nothing waits forever."""
     for state in states - machine.final:
         assert any(machine.transitions.get((state, event)) in machine.final for event in events)
@@ -52,14 +54,16 @@ def test_every_state_can_end(machine: AnyMachine, states: set[enum.StrEnum], eve
 
 @pytest.mark.proves("P1")
 @each_table
-def test_nothing_leaves_an_end(machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]) -> None:
+def test_a_final_state_has_no_transitions(
+    machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]
+) -> None:
     """A final state accepts no event."""
     assert machine.final
     assert not {state for state, _ in machine.transitions} & machine.final
 
 
 @each_table
-def test_what_the_table_does_not_name_raises(
+def test_a_state_and_event_without_a_transition_raise_an_error(
     machine: AnyMachine, states: set[enum.StrEnum], events: set[enum.StrEnum]
 ) -> None:
     """A pair of state and event has the transition of the table, or raises an error that names the pair."""

@@ -15,12 +15,14 @@ from tests.support.scenarios import Scenario, assert_complete, drain, make_scena
 
 @pytest.mark.proves("P33")
 @given(scenarios(), st.integers(1, 200), st.integers(1, 5))
-def test_what_is_assembled_is_what_the_engine_made(scenario: Scenario, segment_bytes: int, gather: int) -> None:
+def test_the_client_restores_all_arrays_and_versions_of_the_engine(
+    scenario: Scenario, segment_bytes: int, gather: int
+) -> None:
     """All arrays and versions are restored in order and completely, for any steps, merging and segments."""
     assert_complete(scenario, scenario.chunks(segment_bytes, gather))
 
 
-def test_results_are_the_callers_own() -> None:
+def test_the_arrays_of_a_result_are_writable() -> None:
     """The arrays of a result are writable, and the end has the number of cached tokens."""
     scenario = simple()
     stream = scenario.stream()
@@ -56,7 +58,7 @@ def test_a_stream_with_a_fault_is_refused(scenario: Scenario, data: st.DataObjec
 
 
 @pytest.mark.proves("P13")
-def test_missing_logprobs_are_loud() -> None:
+def test_tokens_without_the_requested_logprobs_are_refused() -> None:
     """Tokens without the requested log probabilities are rejected and never filled in."""
     scenario = simple()
     scenario.steps[0].logprobs = None
@@ -80,7 +82,7 @@ def test_prompt_logprobs_are_split_and_joined(prompt_len: int) -> None:
     assert_complete(scenario, chunks)
 
 
-def test_missing_prompt_logprobs_are_loud() -> None:
+def test_a_result_without_the_requested_prompt_logprobs_is_refused() -> None:
     """A result without the requested prompt logprobs is rejected."""
     scenario = with_prompt_logprobs(5)
     scenario.steps[0].prompt_logprobs = None
@@ -89,7 +91,7 @@ def test_missing_prompt_logprobs_are_loud() -> None:
 
 
 @pytest.mark.proves("P13")
-def test_changed_routing_is_refused() -> None:
+def test_changed_routed_experts_info_is_refused() -> None:
     """A stream whose layers, top-k, dtype or position change is rejected."""
     scenario = simple()
     chunks = scenario.chunks()

@@ -50,7 +50,7 @@ def test_an_aborted_stream_ends_with_what_was_delivered() -> None:
     assert len(stream.arrays()["routed_experts"]) == 2
 
 
-def test_a_stream_can_be_aborted_before_anything_came() -> None:
+def test_a_stream_can_be_aborted_before_its_first_chunk() -> None:
     """A stream that is aborted before its first chunk has only a terminal chunk."""
     stream = ResponseStream(request(), child=0, attempt=3, keep=False)
     last = stream.abort()
@@ -60,7 +60,7 @@ def test_a_stream_can_be_aborted_before_anything_came() -> None:
 
 
 @pytest.mark.proves("P50")
-def test_an_attempt_that_nobody_took_does_not_count() -> None:
+def test_a_withdrawn_attempt_does_not_count() -> None:
     """A withdrawn attempt changes only the number on the wire. It does not count as an attempt."""
     stream = ResponseStream(request(), child=0, attempt=0, keep=True)
     stream.withdraw()
@@ -71,7 +71,7 @@ def test_an_attempt_that_nobody_took_does_not_count() -> None:
     assert stream.num_attempts == 1
 
 
-def test_losses_count_beside_withdrawn_attempts() -> None:
+def test_lost_attempts_count_beside_withdrawn_attempts() -> None:
     """A lost attempt counts, before and after a withdrawn attempt."""
     stream = ResponseStream(request(), child=0, attempt=4, keep=True)
     stream.next_attempt()

@@ -41,7 +41,7 @@ def test_suspects_are_tried_one_at_a_time() -> None:
     assert suspects.next(M) is None
 
 
-def test_models_do_not_wait_for_each_other() -> None:
+def test_each_model_has_its_own_suspect_on_trial() -> None:
     """Each model has its own suspect on trial."""
     suspects: Suspects[str] = Suspects()
     suspects.record_death(engine(0), "m1", ["a", "b"], was_alone=False)
@@ -52,7 +52,7 @@ def test_models_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.proves("P54")
-def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
+def test_a_request_that_was_alone_in_two_deaths_is_poison() -> None:
     """A request that was alone in two deaths is poison, because no other request of the client can be the cause.
 
     One death is no proof.
@@ -65,7 +65,7 @@ def test_the_second_death_of_a_request_that_was_alone_makes_it_poison() -> None:
 
 
 @pytest.mark.proves("P54")
-def test_in_company_the_third_death_makes_it_poison() -> None:
+def test_a_request_that_was_beside_others_is_poison_after_three_deaths() -> None:
     """A request that was beside others without a token is poison after three deaths in a row."""
     suspects: Suspects[str] = Suspects()
     assert died(suspects, 0, "a", "x") == {}
@@ -79,7 +79,7 @@ def test_in_company_the_third_death_makes_it_poison() -> None:
     assert suspects.next(M) == "z"
 
 
-def test_a_death_that_is_told_in_two_frames_had_company() -> None:
+def test_the_first_frame_about_a_death_decides_whether_a_request_was_alone() -> None:
     """The first frame about a death decides whether a request was alone, not the requests left at the last frame."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b")
@@ -90,7 +90,7 @@ def test_a_death_that_is_told_in_two_frames_had_company() -> None:
     assert died(suspects, 1, "b") == {}
 
 
-def test_a_token_ends_all_suspicion() -> None:
+def test_a_token_of_a_request_resets_its_count_of_deaths() -> None:
     """A token of a request resets its count of deaths."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a")
@@ -99,7 +99,7 @@ def test_a_token_ends_all_suspicion() -> None:
     assert died(suspects, 1, "a") == {}
 
 
-def test_one_that_no_worker_can_take_holds_up_nobody() -> None:
+def test_a_suspect_that_no_worker_can_accept_does_not_delay_the_next_suspect() -> None:
     """A suspect that no worker can accept stays a suspect, and the next suspect is tried meanwhile."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b", "c")
@@ -111,7 +111,7 @@ def test_one_that_no_worker_can_take_holds_up_nobody() -> None:
     assert "b" in suspects
 
 
-def test_a_worker_that_was_only_silent_killed_nothing() -> None:
+def test_requests_that_are_held_only_because_of_a_silent_worker_are_released() -> None:
     """If a worker was only silent, requests held only because of it are released. Suspects of other deaths remain."""
     suspects: Suspects[str] = Suspects()
     died(suspects, 0, "a", "b")
@@ -165,7 +165,7 @@ class World:
     slots=st.integers(1, 40),
     picks=st.lists(st.integers(0, 40), max_size=20),
 )
-def test_of_a_burst_only_what_kills_engines_is_refused(
+def test_in_a_burst_only_requests_that_kill_engines_fail_as_poison(
     count: int, bad: frozenset[int], slots: int, picks: list[int]
 ) -> None:
     """Innocent requests finish, bad requests fail as poison, and each bad request kills at most three engines."""

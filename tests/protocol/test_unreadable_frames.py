@@ -76,7 +76,7 @@ def test_a_resend_that_decodes_repairs_the_link() -> None:
     assert receiver.message(window=WINDOW, now=0).acked == 5
 
 
-def test_a_frame_that_names_one_request_is_passed_over() -> None:
+def test_an_undecodable_frame_of_a_single_request_is_skipped() -> None:
     """An undecodable next frame of a single request is skipped with its number and credit. The link continues."""
     receiver = LinkReceiver("c")
     verdicts = [
@@ -91,7 +91,7 @@ def test_a_frame_that_names_one_request_is_passed_over() -> None:
     assert (message.acked, message.credit) == (2, 1200)
 
 
-def test_headers_of_other_links_count_for_nothing() -> None:
+def test_undecodable_frames_of_other_links_are_stale() -> None:
     """An undecodable frame for another client or of an earlier link is stale, however often it arrives."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(0, link=1), 100, 0)
@@ -105,7 +105,7 @@ def test_headers_of_other_links_count_for_nothing() -> None:
     assert verdicts == {FrameVerdict.STALE}
 
 
-def test_bytes_without_a_header_break_a_link_whose_gap_stays() -> None:
+def test_bytes_without_a_header_break_a_link_with_an_old_gap() -> None:
     """Bytes without a header break a link if its gap is two seconds old and two resends did not decode."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(0), 100, 0)
@@ -118,7 +118,7 @@ def test_bytes_without_a_header_break_a_link_whose_gap_stays() -> None:
     assert verdicts == [FrameVerdict.UNREADABLE, FrameVerdict.UNREADABLE, FrameVerdict.BROKEN]
 
 
-def test_bytes_without_a_header_do_not_break_a_link_whose_gap_is_young() -> None:
+def test_bytes_without_a_header_do_not_break_a_link_with_a_recent_gap() -> None:
     """Bytes without a header do not break a link with a recent gap, however many an attacker sends."""
     receiver = LinkReceiver("c")
     receiver.receive(frame(1), 100, 0)
@@ -132,7 +132,7 @@ def test_bytes_without_a_header_do_not_break_a_link_whose_gap_is_young() -> None
     assert receiver.receive(frame(0), 100, now) is FrameVerdict.ACCEPTED
 
 
-def test_of_a_broken_link_nothing_is_taken_until_the_next_one() -> None:
+def test_frames_of_a_broken_link_are_stale_until_the_next_link() -> None:
     """Frames of a broken link are stale, and a later link starts again."""
     receiver = LinkReceiver("c")
     for _ in range(MAX_FAILED_RESENDS + 1):
@@ -149,7 +149,7 @@ def test_of_a_broken_link_nothing_is_taken_until_the_next_one() -> None:
 
 
 @given(st.integers(1, 8), st.data())
-def test_whichever_frame_does_not_decode_the_link_ends(count: int, data: st.DataObject) -> None:
+def test_all_frames_before_an_undecodable_frame_are_accepted(count: int, data: st.DataObject) -> None:
     """All frames before an undecodable one are accepted.
 
     After the resends, the worker learns that it must start a new link.
@@ -183,7 +183,7 @@ def test_whichever_frame_does_not_decode_the_link_ends(count: int, data: st.Data
 
 
 @given(st.lists(st.sampled_from(["junk", "lose", "harm", "next"]), max_size=60))
-def test_junk_changes_nothing(events: list[str]) -> None:
+def test_lost_and_damaged_frames_are_finally_accepted_despite_an_attacker(events: list[str]) -> None:
     """An attacker's bytes do not prevent that lost and damaged frames are finally accepted once."""
     sender = LinkSender(incarnation="w", link=0, client_incarnation="c", max_frame_bytes=2**20)
     receiver, taken, num_sealed, now = LinkReceiver("c"), [], 0, 0.0

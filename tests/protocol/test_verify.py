@@ -25,14 +25,14 @@ def differing(found: dict[str, Ack], dtype: str = "float32") -> list[str]:
     return sorted(dissenters(found, dict.fromkeys(found, dtype)))
 
 
-def test_equal_weights_agree() -> None:
+def test_workers_with_equal_canaries_agree() -> None:
     """Workers with equal or nearly equal canaries agree. A single worker never differs."""
     assert differing(acks(a=GOOD, b=CLOSE, c=GOOD)) == []
     assert differing(acks(a=BAD)) == []
     assert differing({}) == []
 
 
-def test_the_minority_is_named_with_the_reason() -> None:
+def test_the_worker_in_the_minority_is_named_with_the_reason() -> None:
     """The worker in the minority differs, and the reason describes the difference."""
     found = acks(a=GOOD, b=BAD, c=CLOSE)
 
@@ -41,21 +41,21 @@ def test_the_minority_is_named_with_the_reason() -> None:
     assert why.startswith("its canary differs from the majority's: the tokens differ from number 1 on")
 
 
-def test_a_tie_fails_all() -> None:
+def test_without_a_majority_all_workers_differ() -> None:
     """Without a majority all workers differ, because no result is known to be correct."""
     assert differing(acks(a=GOOD, b=BAD)) == ["a", "b"]
     assert differing(acks(a=GOOD, b=BAD, c=WORSE)) == ["a", "b", "c"]
     assert differing(acks(a=GOOD, b=GOOD, c=BAD, d=BAD)) == ["a", "b", "c", "d"]
 
 
-def test_only_workers_of_one_kind_are_compared() -> None:
+def test_only_workers_with_the_same_device_and_dtype_are_compared() -> None:
     """Only workers with the same device and dtype are compared, because others compute different values."""
     assert differing(acks("cpu", a=GOOD, b=GOOD) | acks("gpu", c=BAD)) == []
     mixed = acks(a=GOOD, b=BAD)
     assert dissenters(mixed, {"a": "float32", "b": "bfloat16"}) == {}
 
 
-def test_workers_without_a_canary_are_passed_over() -> None:
+def test_workers_without_a_canary_are_skipped() -> None:
     """Workers without a canary neither differ nor count."""
     assert differing(acks(a=None, b=GOOD, c=None)) == []
 
@@ -69,7 +69,7 @@ def test_a_narrower_dtype_is_compared_with_a_tolerance() -> None:
     assert differing(acks(a=GOOD, b=WORSE, c=GOOD), "bfloat16") == ["b"]
 
 
-def test_a_large_fleet_of_strangers_is_compared_in_bounded_time() -> None:
+def test_a_large_fleet_of_differing_workers_is_compared_in_bounded_time() -> None:
     """If all workers of a large fleet differ, the comparison takes bounded time and does not compare each pair."""
     found: dict[str, Ack] = {}
     for i in range(300):

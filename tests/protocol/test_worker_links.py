@@ -9,7 +9,7 @@ def frame(incarnation: str, *, link: int = 0, client: str = "c") -> Frame:
     return Frame(WIRE_VERSION, incarnation, 0, [RequestKey("r")], [], link, client)
 
 
-def test_a_new_incarnation_ends_the_one_before() -> None:
+def test_a_new_incarnation_ends_the_earlier_link() -> None:
     """A new incarnation ends the earlier link.
 
     Late frames of the earlier incarnation are stale, also if it announced last.
@@ -25,7 +25,7 @@ def test_a_new_incarnation_ends_the_one_before() -> None:
     assert list(links.receivers) == [second]
 
 
-def test_two_workers_of_one_id_are_both_followed() -> None:
+def test_the_links_of_two_workers_with_one_id_are_both_followed() -> None:
     """While two workers with one id publish presence, the links of both are followed."""
     links, live = FollowedLinks("c"), {"a", "b"}
     first, _ = links.receiver_of(frame("a"), {"a"})
@@ -36,7 +36,7 @@ def test_two_workers_of_one_id_are_both_followed() -> None:
     assert links.receiver_of(frame("b"), live) == (second, [])
 
 
-def test_a_worker_that_turns_out_to_live_is_followed_again() -> None:
+def test_a_worker_that_proves_to_be_alive_is_followed_again() -> None:
     """A worker that proves to be alive is followed from the first frame of its link.
 
     Until then its frames are stale.
@@ -50,7 +50,7 @@ def test_a_worker_that_turns_out_to_live_is_followed_again() -> None:
     assert again not in (None, first)
 
 
-def test_of_two_workers_the_one_that_ended_is_given_up() -> None:
+def test_of_two_workers_with_one_id_only_frames_of_the_ended_worker_are_stale() -> None:
     """The frames of the worker that ended are stale."""
     links = FollowedLinks("c")
     links.receiver_of(frame("a"), {"a", "b"})

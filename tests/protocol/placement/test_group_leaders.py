@@ -27,14 +27,14 @@ def test_a_leader_returns_its_followers_in_order_once() -> None:
     assert (len(leaders), "b" in leaders, leaders.add(1, "b", "normal", 8)) == (0, False, True)
 
 
-def test_a_follower_that_ends_is_forgotten() -> None:
+def test_a_follower_that_ends_is_removed() -> None:
     """A follower that ends is removed, and the other followers stay."""
     leaders = led("b", "c")
     assert leaders.remove("b") == []
     assert leaders.remove("a") == ["c"]
 
 
-def test_a_leader_with_enough_followers_takes_no_more() -> None:
+def test_the_request_after_the_last_follower_of_a_leader_is_the_next_leader() -> None:
     """If a leader has its maximum of followers, the next request leads later requests.
 
     Each leader keeps its own followers.
@@ -47,12 +47,12 @@ def test_a_leader_with_enough_followers_takes_no_more() -> None:
     assert leaders.remove("d") == ["e", "f"]
 
 
-def test_other_groups_do_not_follow() -> None:
+def test_each_group_has_its_own_leader() -> None:
     """Each group has its own leader."""
     assert led().add(2, "x", "normal", 8)
 
 
-def test_followers_count_for_what_may_stand_in_the_queue() -> None:
+def test_followers_count_towards_the_limit_of_requests_ahead_in_a_lane() -> None:
     """Followers count towards the limit of requests ahead in a lane.
 
     Groups beyond the limit wait in order until requests are removed. Other lanes are not affected.
@@ -76,7 +76,9 @@ Steps = st.lists(
 
 
 @given(Steps, st.integers(1, 6))
-def test_everybody_leads_follows_or_waits_and_nobody_is_left(steps: list[tuple[str, int, int]], most: int) -> None:
+def test_every_request_leads_follows_or_waits_and_is_returned_exactly_once(
+    steps: list[tuple[str, int, int]], most: int
+) -> None:
     """After any steps, a lane has at most `most` leaders. Finally every request is returned exactly once."""
     leaders: GroupLeaders[int] = GroupLeaders(most)
     leading: set[int] = set()

@@ -29,7 +29,7 @@ def shares(placements: list[Placement]) -> list[int]:
     return sorted(Counter(each.worker for each in placements if each.worker is not None).values(), reverse=True)
 
 
-def test_a_group_goes_together_where_there_is_room_for_all() -> None:
+def test_a_group_goes_to_one_worker_with_room_for_all_samples() -> None:
     """If a worker has room for all samples, they go to it: the first computes the prompt, and the others find it."""
     placements = place([4, 8, 7], 8)
 
@@ -67,7 +67,7 @@ def test_a_single_free_slot_is_used_where_the_prompt_is_cached() -> None:
     assert placements == [("w2", PlacementReason.PLACED_PREFIX, 2048), QUEUED, QUEUED, QUEUED]
 
 
-def test_a_group_goes_to_the_worker_that_has_its_prompt() -> None:
+def test_a_group_goes_to_the_worker_with_the_cached_prompt() -> None:
     """Of the workers with room for all samples, the worker with the cached prompt gets the group."""
     assert place([9, 9, 9], 8, held_by=(2,)) == [Placement("w2", PlacementReason.PLACED_PREFIX, 2048)] * 8
     assert {each.worker for each in place([9, 9, 7], 8, held_by=(2,))} <= {"w0", "w1"}
@@ -79,7 +79,7 @@ def test_a_group_whose_prompt_most_workers_have_is_queued() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, PIECE_TOKENS - 1])
-def test_short_prompts_are_not_forced_together(num_tokens: int) -> None:
+def test_groups_with_a_short_prompt_are_queued_or_spread_evenly(num_tokens: int) -> None:
     """Sharing a prompt below one piece saves nothing.
 
     The samples are queued, or spread evenly if not all workers are able to serve them.
@@ -112,7 +112,7 @@ def test_a_large_group_is_spread_by_load() -> None:
     assert shares(place([256, 0, 0], 2 * limit)) == [2 * limit]
 
 
-def test_a_group_does_not_fit_anywhere() -> None:
+def test_samples_beyond_the_free_slots_are_queued() -> None:
     """As many samples of a group are placed as there are free slots, and the others are queued."""
     placements = place([64, 64], 256)
 
@@ -120,7 +120,7 @@ def test_a_group_does_not_fit_anywhere() -> None:
     assert placements[128:] == [QUEUED] * 128
 
 
-def test_a_group_of_one_is_a_request() -> None:
+def test_a_group_of_one_sample_is_placed_like_a_request() -> None:
     """A group of one sample is placed like a request: it is queued if its prompt is unknown."""
     assert place([8, 8], 1) == [QUEUED]
     assert place([8, 8], 1, held_by=(1,)) == [Placement("w1", PlacementReason.PLACED_PREFIX, 2048)]
@@ -131,7 +131,9 @@ rooms_of_workers = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 
 
 @given(rooms_of_workers, st.integers(1, 30), st.integers(1, 8), st.sets(st.integers(0, 5), max_size=3))
-def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces: int, holders: set[int]) -> None:
+def test_no_worker_gets_more_samples_than_slots_and_shares_are_even(
+    rooms: list[int], count: int, pieces: int, holders: set[int]
+) -> None:
     """No worker gets more samples than it has slots, and the fewest possible workers compute an unknown prompt.
 
     The shares are even.
@@ -168,7 +170,7 @@ def test_rooms_are_kept_and_shares_are_even(rooms: list[int], count: int, pieces
 
 
 @pytest.mark.parametrize(("size", "num_tokens"), [(4, 256), (8, 512), (8, 2048), (16, 1024), (32, 2048)])
-def test_separate_requests_of_a_group_go_together(size: int, num_tokens: int) -> None:
+def test_separate_requests_of_a_group_go_to_one_worker(size: int, num_tokens: int) -> None:
     """A group computes its prompt once, even if its requests are placed one by one before any answer."""
     workers = [f"w{i}" for i in range(4)]
     policy = fleet(*(presence(worker, free_slots=64) for worker in workers))
@@ -186,7 +188,7 @@ def test_separate_requests_of_a_group_go_together(size: int, num_tokens: int) ->
     assert [policy.loads.free_slots(worker, 99) for worker in workers] == [0] * 4
 
 
-def test_separate_requests_of_a_group_overflow() -> None:
+def test_separate_requests_of_a_group_go_to_another_worker_if_the_first_is_full() -> None:
     """If the first worker is full, the next requests of a group go to another worker.
 
     If only single slots are free, they go to the queue.

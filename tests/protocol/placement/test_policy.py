@@ -37,7 +37,7 @@ def test_an_unknown_prompt_is_queued() -> None:
     assert policy.place(wanted(prompt(2)), able, 1) == QUEUED
 
 
-def test_a_prompt_that_goes_on_goes_where_it_is_cached() -> None:
+def test_the_next_turn_goes_to_the_worker_of_the_last_turn() -> None:
     """The next turn goes to the worker of the last turn. All tokens that this worker computed count as cached."""
     policy, able = idle_fleet("a", "b")
     first = prompt(1, 1000)
@@ -50,7 +50,7 @@ def test_a_prompt_that_goes_on_goes_where_it_is_cached() -> None:
     assert placement == ("b", PlacementReason.PLACED_PREFIX, 1600 // PIECE_TOKENS * PIECE_TOKENS)
 
 
-def test_a_hint_is_gone_with_its_cache() -> None:
+def test_known_prefixes_are_invalid_after_the_cache_of_the_worker_is_lost() -> None:
     """A new cache epoch, a lost worker and the next version of an adapter invalidate known prefixes."""
     policy, able = idle_fleet("a", "b")
     lora = wanted(prompt(1), scope=PrefixScope("x", 1))
@@ -66,7 +66,7 @@ def test_a_hint_is_gone_with_its_cache() -> None:
     assert policy.place(lora, loads(policy, "a"), 5) == QUEUED
 
 
-def test_what_an_earlier_epoch_began_is_not_recorded_for_the_next() -> None:
+def test_a_request_of_an_earlier_epoch_is_not_recorded_for_the_next_epoch() -> None:
     """A request accepted before a weight update leaves nothing in the cache of the next epoch."""
     policy, able = idle_fleet("a", "b")
     cache = policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
@@ -77,7 +77,7 @@ def test_what_an_earlier_epoch_began_is_not_recorded_for_the_next() -> None:
     assert policy.place(wanted(prompt(1)), able, 4) == QUEUED
 
 
-def test_a_full_worker_gets_nothing() -> None:
+def test_a_full_worker_gets_no_request() -> None:
     """If the worker with the prefix is full, the request goes to the queue immediately and does not wait."""
     policy, able = idle_fleet("a", "b", free_slots=1)
     policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
@@ -91,7 +91,7 @@ def test_a_full_worker_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 64])
-def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
+def test_requests_with_a_hot_prefix_spread_to_other_workers_by_load(num_workers: int) -> None:
     """The worker that first has a hot prefix gets little more load than its saving is worth."""
     names = [f"w{i}" for i in range(num_workers)]
     policy, able = idle_fleet(*names, free_slots=10_000)
@@ -111,7 +111,7 @@ def test_a_hot_prefix_spills_by_load(num_workers: int) -> None:
     assert len(running) == num_workers
 
 
-def test_a_prefix_that_most_workers_hold_is_left_to_the_queue() -> None:
+def test_requests_with_a_prefix_that_most_workers_have_are_queued() -> None:
     """A prefix that all workers have causes no placement, because it would save nothing. A longer prefix still does."""
     policy, able = idle_fleet(*WORKERS)
     shared = prompt(1, 4096)
@@ -124,7 +124,7 @@ def test_a_prefix_that_most_workers_hold_is_left_to_the_queue() -> None:
     assert policy.place(turn, able, 60) == ("c", PlacementReason.PLACED_PREFIX, 5120)
 
 
-def test_work_ahead_is_weighed_against_what_is_saved() -> None:
+def test_waiting_prompts_of_a_worker_are_weighed_against_the_saved_tokens() -> None:
     """Prompts that wait at the worker with the prefix cost half of their tokens until they are computed."""
     policy, able = idle_fleet("a", "b", free_slots=100)
     policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
@@ -135,7 +135,7 @@ def test_work_ahead_is_weighed_against_what_is_saved() -> None:
     assert policy.place(wanted(prompt(1, 2048)), able, 2).worker == "a"
 
 
-def test_running_requests_are_weighed_against_what_is_saved() -> None:
+def test_running_requests_of_a_worker_are_weighed_against_the_saved_tokens() -> None:
     """Each additional running request at the worker with the prefix costs as much as some tokens of the prompt."""
     policy, able = idle_fleet("a", "b", free_slots=100)
     policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
@@ -147,7 +147,7 @@ def test_running_requests_are_weighed_against_what_is_saved() -> None:
     assert policy.place(wanted(prompt(1, 2048)), able, 9) == QUEUED
 
 
-def test_one_busy_worker_makes_the_others_no_better() -> None:
+def test_load_is_compared_with_most_workers_and_not_with_the_busiest_worker() -> None:
     """A cached prefix must outweigh the worker's load relative to most workers, not relative to the busiest worker."""
     policy, able = idle_fleet(*WORKERS, free_slots=1000)
     policy.admitted(wanted(prompt(1, 1024)), "a", 0, was_placed=False)
@@ -160,7 +160,7 @@ def test_one_busy_worker_makes_the_others_no_better() -> None:
     assert policy.place(wanted(prompt(1, 1024)), able, 9).worker == "a"
 
 
-def test_a_slow_worker_does_not_keep_its_prefixes() -> None:
+def test_another_worker_recomputes_the_prefixes_of_a_slow_worker() -> None:
     """Another worker recomputes a prefix that a worker with half the announced prefill rate has cached."""
     stats = {w: EngineStats(prefill_tokens_per_s=2e4 if w != "d" else 1e4) for w in WORKERS}
     policy = fleet(*(presence(worker, engine_stats=each) for worker, each in stats.items()))
@@ -195,7 +195,7 @@ def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
     assert policy.place(request, able, 60) == QUEUED
 
 
-def test_clients_agree_on_a_session_that_they_do_not_know() -> None:
+def test_all_clients_place_an_unknown_session_on_the_same_worker() -> None:
     """All clients place an unknown session on the same worker, and sessions are spread over all workers."""
     policies = [idle_fleet(*WORKERS), idle_fleet(*reversed(WORKERS))]
     chosen = [
@@ -206,7 +206,7 @@ def test_clients_agree_on_a_session_that_they_do_not_know() -> None:
     assert {placement.worker for each in chosen for placement in each} == set(WORKERS)
 
 
-def test_a_session_whose_worker_is_not_able_goes_to_another_one() -> None:
+def test_a_session_whose_worker_cannot_serve_the_request_goes_to_another_worker() -> None:
     """A session whose worker cannot serve the request goes to a worker that can."""
     policy, _ = idle_fleet(*WORKERS)
     policy.admitted(wanted(prompt(1), session="x"), "c", 1, was_placed=False)
@@ -215,7 +215,7 @@ def test_a_session_whose_worker_is_not_able_goes_to_another_one() -> None:
     assert placement.worker in {"a", "b"}
 
 
-def test_a_request_that_not_all_workers_can_serve_passes_the_queue() -> None:
+def test_a_request_that_only_some_workers_can_serve_is_placed() -> None:
     """While only some workers can serve a request, the least loaded of these that has room gets it."""
     policy = fleet(presence("a", in_flight=5), presence("b", in_flight=3), presence("old"))
     request = wanted(prompt(1, 40), is_for_able_only=True)
@@ -229,7 +229,7 @@ def test_a_request_that_not_all_workers_can_serve_passes_the_queue() -> None:
     assert policy.place(request, [], 2) == QUEUED
 
 
-def test_collisions_only_make_placements_worse() -> None:
+def test_hash_collisions_do_not_prevent_placement_or_queueing() -> None:
     """If all pieces have the same hash, requests are still placed or queued."""
     policy, able = idle_fleet(*WORKERS)
     policy.admitted(PlacementNeeds(1024, (7, 7, 7, 7)), "a", 1, was_placed=False)
@@ -238,7 +238,7 @@ def test_collisions_only_make_placements_worse() -> None:
     assert placement == ("a", PlacementReason.PLACED_PREFIX, 512)
 
 
-def test_two_clients_do_not_choose_the_same_workers_for_all() -> None:
+def test_groups_with_different_prompts_start_on_different_workers() -> None:
     """Among equal workers, groups with different prompts start on different workers."""
     policy, able = idle_fleet(*WORKERS)
     first = {policy.place(wanted(prompt(i), group=f"g{i}"), able, 1).worker for i in range(40)}
@@ -257,7 +257,7 @@ requests = st.tuples(st.integers(0, 3), st.integers(0, 8), st.none() | st.just("
     st.booleans(),
     st.sets(st.integers(0, 5)),
 )
-def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
+def test_a_chosen_worker_can_serve_the_request_and_has_room(
     announced: list[tuple[int, int, float | None]],
     admitted: list[tuple[int, int, int]],
     wanted_ones: list[tuple[int, int, str | None, str | None]],
@@ -298,7 +298,7 @@ def test_only_able_workers_with_room_are_chosen_and_a_prefix_is_worth_it(
                 assert sum(work <= other + 8 * PIECE_TOKENS for other in others) >= len(others) // 2
 
 
-def test_refusals_and_silence_end_what_a_group_follows() -> None:
+def test_a_group_leaves_a_worker_that_refuses_or_is_silent() -> None:
     """After a refusal, the next request of a group goes to another worker.
 
     A silent worker gets no request for ten seconds.
@@ -317,7 +317,7 @@ def test_refusals_and_silence_end_what_a_group_follows() -> None:
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_the_next_request_of_a_group_that_no_worker_has_is_the_first(is_silent: bool) -> None:
+def test_after_a_refused_first_request_the_next_request_computes_the_prompt(is_silent: bool) -> None:
     """If a worker did not accept the first request of a group, the next request there must compute the prompt."""
     policy, able = idle_fleet("a")
     request = wanted(prompt(1), group="g")
@@ -329,7 +329,7 @@ def test_the_next_request_of_a_group_that_no_worker_has_is_the_first(is_silent: 
         (policy.silent if is_silent else policy.refused)(request, "a", now)
 
 
-def test_an_admission_ends_a_series_of_refusals() -> None:
+def test_an_accepted_request_ends_a_series_of_refusals() -> None:
     """If a worker accepts a placed request, its next refusal closes it only for the shortest time."""
     policy, able = idle_fleet("a")
     request = wanted(prompt(1), group="g")
@@ -342,7 +342,7 @@ def test_an_admission_ends_a_series_of_refusals() -> None:
     assert able[0].room(11.5) == 8
 
 
-def test_a_cache_that_is_not_known_is_no_error() -> None:
+def test_a_worker_with_an_unknown_cache_may_accept_a_request() -> None:
     """A worker may accept a request before its first presence, or after it was marked lost."""
     policy, able = idle_fleet("a")
     policy.placed(wanted(prompt(1), group="g"), Placement("new", PlacementReason.PLACED_GROUP), 1)
@@ -356,7 +356,7 @@ def test_a_cache_that_is_not_known_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"in_flight": 10**400}, {"free_slots": 10**400}, {"cache_epoch": 10**400}])
-def test_no_announced_number_keeps_requests_from_being_placed(fields: dict[str, int]) -> None:
+def test_an_announced_number_of_any_size_does_not_prevent_placement(fields: dict[str, int]) -> None:
     """A worker that announces a number too large for a float does not prevent placement on other workers."""
     policy = fleet(presence("a"), presence("b"), presence("liar", **fields))
     able = loads(policy, "a", "b", "liar")

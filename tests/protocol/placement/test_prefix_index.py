@@ -44,7 +44,7 @@ def index_of(*workers: str, **bounds: int) -> PrefixIndex:
 
 
 @given(st.integers(0, 4 * PIECE_TOKENS), st.integers(0, 4 * PIECE_TOKENS))
-def test_prompts_share_the_pieces_of_their_common_beginning(common: int, length: int) -> None:
+def test_prompts_share_the_hashes_of_the_pieces_before_their_first_difference(common: int, length: int) -> None:
     """Two prompts have equal hashes for the whole pieces before their first different token."""
     first = prompt(1, length)
     second = np.concatenate([first[:common], prompt(2, max(length - common, 0)) + 1000])
@@ -56,7 +56,7 @@ def test_prompts_share_the_pieces_of_their_common_beginning(common: int, length:
     assert set(pieces[shared:]).isdisjoint(others[shared:])
 
 
-def test_hashes_are_of_values_not_of_memory() -> None:
+def test_hashes_depend_on_token_ids_and_not_on_the_memory_layout() -> None:
     """Equal token ids have equal hashes, whatever the array's layout or integer type."""
     token_ids = prompt(1)
 
@@ -64,7 +64,7 @@ def test_hashes_are_of_values_not_of_memory() -> None:
     assert piece_hashes(token_ids.astype(np.int64), PrefixScope()) == piece_hashes(token_ids, PrefixScope())
 
 
-def test_nothing_is_shared_between_scopes() -> None:
+def test_adapters_versions_and_salts_share_no_hashes() -> None:
     """Each adapter, adapter version and salt has its own hashes of prompts and hints."""
     pieces = [piece for scope in SCOPES for piece in piece_hashes(prompt(1), scope)]
     hints = [hint_hash(kind, name, scope) for scope in SCOPES for kind in ("session", "group") for name in ("x", "y")]
@@ -72,7 +72,7 @@ def test_nothing_is_shared_between_scopes() -> None:
     assert len({*pieces, *hints}) == len(pieces) + len(hints)
 
 
-def test_the_longest_beginning_counts() -> None:
+def test_the_longest_known_prefix_of_each_worker_counts() -> None:
     """Each worker with a prefix of the prompt is found with the number of tokens up to its deepest piece."""
     index = index_of("a", "b", "c")
     index.record(CacheId("a", "1", 0), chain([1, 2, 3, 4]), 1)
@@ -83,7 +83,7 @@ def test_the_longest_beginning_counts() -> None:
 
 
 @pytest.mark.parametrize("new", [CacheId("a", "1", 1), CacheId("a", "2", 0)])
-def test_another_cache_is_empty(new: CacheId) -> None:
+def test_a_new_epoch_or_incarnation_invalidates_the_recorded_pieces(new: CacheId) -> None:
     """A new epoch or incarnation invalidates the recorded pieces. Later records for the old cache have no effect."""
     index = index_of("a", "b")
     old, pieces = CacheId("a", "1", 0), chain([1, 2])
@@ -99,7 +99,7 @@ def test_another_cache_is_empty(new: CacheId) -> None:
     assert index.last_holder(pieces[-1], 4) == "a"
 
 
-def test_what_was_used_before_the_oldest_prefix_is_gone() -> None:
+def test_an_announced_age_invalidates_pieces_that_were_last_used_earlier() -> None:
     """An announced age invalidates pieces that were last used earlier. A larger age later does not restore them."""
     index = index_of("a")
     cache = CacheId("a", "1", 0)
@@ -113,7 +113,7 @@ def test_what_was_used_before_the_oldest_prefix_is_gone() -> None:
     assert index.longest(chain([2]), 21 + MAX_AGE_S) == {}
 
 
-def test_a_worker_that_comes_back_under_its_number_holds_nothing() -> None:
+def test_a_removed_worker_has_no_pieces_after_its_return() -> None:
     """The pieces of a removed worker belong neither to it after its return nor to a new worker."""
     index = index_of("a")
     index.record(CacheId("a", "1", 0), chain([1, 2]), 1)
@@ -125,7 +125,7 @@ def test_a_worker_that_comes_back_under_its_number_holds_nothing() -> None:
     assert index.longest(chain([1, 2]), 4) == {}
 
 
-def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+def test_the_last_piece_of_the_least_recently_used_prompt_is_removed_first() -> None:
     """At the limit, the last piece of the least recently used prompt is removed first."""
     index = index_of("a", max_pieces=4)
     cache = CacheId("a", "1", 0)
@@ -139,7 +139,7 @@ def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None
     assert len(index) == 4
 
 
-def test_the_caches_are_bounded() -> None:
+def test_the_number_of_known_workers_is_bounded() -> None:
     """A worker beyond the limit is not known until another worker is removed."""
     index = index_of(*map(str, range(MAX_WORKERS + 1)))
 

@@ -32,7 +32,7 @@ def rates(prefill: float | None = None, decode: float | None = None, running: in
     return EngineStats(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, running=running)
 
 
-def test_what_was_placed_is_subtracted_until_the_next_announcement() -> None:
+def test_placed_and_ended_requests_count_until_the_next_presence() -> None:
     """A client counts the requests that it has placed and that have ended since the last presence."""
     table = table_of("a")
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_worker_has_no_more_free_slots_than_slots() -> None:
     assert table.free_slots("a", 1) == 8
 
 
-def test_the_counts_of_one_client_are_never_below_nothing() -> None:
+def test_estimated_free_slots_and_running_requests_are_never_negative() -> None:
     """The estimated free slots and running requests are never negative."""
     table = table_of("a", free_slots=1)
     table.placed("a", 0, 0)
@@ -72,7 +72,7 @@ def test_the_counts_of_one_client_are_never_below_nothing() -> None:
     assert table.free_slots("nobody", 0) == 0
 
 
-def test_a_refusal_closes_a_worker_until_it_announces_room_after_a_while() -> None:
+def test_a_refusal_closes_a_worker_until_a_later_presence_announces_room() -> None:
     """A presence shortly after a refusal does not open the worker again, because both may have crossed."""
     table = table_of("a")
     table.placed("a", 0, 0.5)
@@ -85,7 +85,7 @@ def test_a_refusal_closes_a_worker_until_it_announces_room_after_a_while() -> No
     assert table.free_slots("a", 0.96 + 2 * FULL_S) == 8
 
 
-def test_a_worker_that_always_says_that_it_is_free_is_asked_less_and_less() -> None:
+def test_a_worker_that_announces_slots_and_refuses_gets_ever_fewer_requests() -> None:
     """A worker that announces free slots ten times a second and refuses each request gets ever fewer requests."""
     table = table_of("a")
     refusals = 0
@@ -113,7 +113,7 @@ def test_requests_that_are_refused_together_count_once() -> None:
     assert table.free_slots("a", 1 + FULL_S) == 8
 
 
-def test_an_admission_makes_refusals_forgotten() -> None:
+def test_an_accepted_request_resets_the_count_of_refusals() -> None:
     """After a worker has accepted a placed request, its next refusal closes it only for the shortest time."""
     table = table_of("a")
     for now in (1, 2, 3, 4):
@@ -125,7 +125,7 @@ def test_an_admission_makes_refusals_forgotten() -> None:
     assert table.free_slots("a", 5 + FULL_S) == 8
 
 
-def test_a_silent_worker_gets_nothing_for_ten_seconds() -> None:
+def test_a_silent_worker_gets_no_request_for_ten_seconds() -> None:
     """A silent worker gets no request for ten seconds, whatever it announces, also as another incarnation."""
     table = table_of("a")
     table.placed("a", 0, 1)
@@ -138,7 +138,7 @@ def test_a_silent_worker_gets_nothing_for_ten_seconds() -> None:
     assert table.free_slots("a", 12) == 8
 
 
-def test_a_worker_without_kv_cache_has_no_room() -> None:
+def test_a_worker_with_a_full_kv_cache_has_no_room() -> None:
     """A worker with a full KV cache has no room, because a new request would take KV cache from a running request."""
     table = LoadTable()
     table.update(presence("a", engine_stats=EngineStats(kv_cache_use=FULL_KV)), 0)
@@ -147,7 +147,7 @@ def test_a_worker_without_kv_cache_has_no_room() -> None:
     assert (table.free_slots("a", 0), table.free_slots("b", 0)) == (0, 8)
 
 
-def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
+def test_placed_prompts_count_as_backlog_that_falls_at_the_announced_rate() -> None:
     """A placed prompt counts as backlog until the worker has had time to compute it, also if its rate changes."""
     table = LoadTable()
     table.update(presence("a", engine_stats=rates(prefill=1000)), 0)
@@ -161,7 +161,7 @@ def test_prompts_that_wait_are_computed_at_the_announced_rate() -> None:
     assert load_of(table).backlog(9) == 0
 
 
-def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
+def test_a_worker_without_a_rate_counts_with_the_median_rate() -> None:
     """A worker without a rate has just started and counts with the median rate.
 
     If no worker has a rate, all count with a constant.
@@ -193,7 +193,7 @@ def test_a_worker_without_a_rate_counts_as_the_typical_one() -> None:
         (rates(prefill=1000, decode=50), 1),
     ],
 )
-def test_a_slow_worker_is_slow_at_prompts_and_at_tokens(rates_of_c: EngineStats, slowness: float) -> None:
+def test_slowness_follows_from_the_rates_of_prefill_and_decode(rates_of_c: EngineStats, slowness: float) -> None:
     """A worker with half of each announced rate counts as about twice as slow. The other workers count as equal."""
     table = LoadTable()
     stats = {"a": rates(prefill=1000, decode=100), "b": rates(prefill=1200, decode=110), "c": rates_of_c}
@@ -205,7 +205,7 @@ def test_a_slow_worker_is_slow_at_prompts_and_at_tokens(rates_of_c: EngineStats,
     assert load_of(table, "c").slowness == pytest.approx(slowness, abs=0.25)
 
 
-def test_short_ends_of_cached_prompts_do_not_make_a_worker_slow() -> None:
+def test_short_remainders_of_cached_prompts_do_not_make_a_worker_slow() -> None:
     """If a rate falls because little is left to compute, the earlier rate counts for some time."""
     table = LoadTable()
     for now in range(30):
@@ -230,7 +230,9 @@ any_rate = st.none() | st.floats(min_value=0, allow_infinity=False, allow_nan=Fa
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), any_rate, any_rate, st.integers(0, 2**62)), max_size=20))
-def test_no_announced_rate_breaks_the_arithmetic(announced: list[tuple[str, float | None, float | None, int]]) -> None:
+def test_slowness_and_backlog_are_finite_for_any_announced_rates(
+    announced: list[tuple[str, float | None, float | None, int]],
+) -> None:
     """Whatever workers announce, slowness is between 1 and its limit and each backlog is finite."""
     table = LoadTable()
     for now, (worker, prefill, decode, running) in enumerate(announced):
@@ -243,7 +245,7 @@ def test_no_announced_rate_breaks_the_arithmetic(announced: list[tuple[str, floa
         assert load.backlog(now + 10**7 * len(announced)) == 0
 
 
-def test_the_workers_are_bounded() -> None:
+def test_the_number_of_known_workers_is_bounded() -> None:
     """A worker beyond the limit is not known until another worker is removed."""
     table = LoadTable()
     for i in range(MAX_WORKERS):

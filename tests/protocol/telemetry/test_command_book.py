@@ -22,7 +22,7 @@ def ack(worker: str, status: AckStatus, command_id: str = "c", **fields: object)
 UPDATE = UpdateWeights(id="c", version=3, source=WeightSource(path="/x"), epoch=7)
 
 
-def test_a_ledger_grows() -> None:
+def test_a_worker_is_first_awaited_then_at_a_stage_then_final() -> None:
     """Each worker is first awaited, then at a stage, then final. A final answer does not change any more."""
     book = CommandBook()
     book.add_command(UPDATE, "boss", ["a", "b"], 100.0)
@@ -46,7 +46,7 @@ def test_a_ledger_grows() -> None:
     assert len(line.workers["b"].error or "") == 200
 
 
-def test_strangers_change_nothing() -> None:
+def test_acks_of_workers_that_the_command_does_not_address_are_only_counted() -> None:
     """An ack of a worker that the command does not address is only counted."""
     book = CommandBook()
     book.add_command(UPDATE, "boss", ["a"], 100.0)
@@ -56,7 +56,7 @@ def test_strangers_change_nothing() -> None:
     assert (book.lines(300.0), book.strangers) == (before, 1)
 
 
-def test_one_that_was_not_heard_is_known_by_its_acks() -> None:
+def test_a_command_that_the_observer_did_not_receive_is_known_by_its_acks() -> None:
     """A command that the observer did not receive is known by its acks and their workers.
 
     Commands that one worker invents take at most half of the entries.
@@ -77,7 +77,7 @@ def test_one_that_was_not_heard_is_known_by_its_acks() -> None:
     assert book.lines(105.0)[0].done
 
 
-def test_one_is_done_when_its_time_is_up() -> None:
+def test_a_command_is_done_after_its_timeout() -> None:
     """A command is done after its timeout, even if some workers have not answered."""
     book = CommandBook()
     book.add_command(Pause(id="p", timeout_s=5.0), "boss", ["a"], 100.0)
@@ -86,7 +86,7 @@ def test_one_is_done_when_its_time_is_up() -> None:
     assert book.lines(116.0)[0].counts == {"awaited": 1}
 
 
-def test_it_is_bounded() -> None:
+def test_the_book_keeps_a_limited_number_of_commands_and_workers() -> None:
     """The book keeps the newest commands with a limited number of workers.
 
     Older commands keep only workers that have not applied them.
@@ -103,7 +103,7 @@ def test_it_is_bounded() -> None:
     assert all("w0" not in line.workers for line in lines[2:])
 
 
-def test_a_command_that_is_heard_after_its_first_ack() -> None:
+def test_a_command_that_arrives_after_its_first_ack_counts_that_ack() -> None:
     """If a command arrives after its first ack, the ack counts and the other workers are awaited.
 
     Workers that it does not address are removed.
@@ -118,7 +118,7 @@ def test_a_command_that_is_heard_after_its_first_ack() -> None:
     assert book.lines(103.0)[0].done
 
 
-def test_what_several_workers_answer_stays() -> None:
+def test_a_command_that_several_workers_answered_is_not_displaced() -> None:
     """A worker that is the first to answer many commands displaces no command that other workers have answered too."""
     book = CommandBook()
     book.add_ack(ack("fast", AckStatus.PROGRESS, "update"), "boss", 100.0)

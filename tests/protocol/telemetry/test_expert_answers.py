@@ -25,7 +25,7 @@ def ack(name: str, status: AckStatus = AckStatus.APPLIED, **fields: object) -> A
     return Ack(id="c", command="read_experts", worker=name, incarnation="1", model="m", status=status, **fields)  # type: ignore[arg-type]
 
 
-def test_a_sample_stays_the_same_while_its_workers_live() -> None:
+def test_a_sample_of_workers_changes_only_when_a_worker_ends() -> None:
     """A reader queries a fixed sample of 64 workers. Other workers replace those that end, and the rest stays."""
     fleet = [worker(f"w{number}") for number in range(1000)]
     asked, unable = choose_workers(fleet, None)
@@ -38,7 +38,7 @@ def test_a_sample_stays_the_same_while_its_workers_live() -> None:
     assert set(asked) - ended < set(again)
 
 
-def test_those_that_cannot_answer_are_named() -> None:
+def test_workers_that_cannot_answer_are_listed_with_their_reason() -> None:
     """Workers that cannot answer are listed with their reason and take no place in the sample."""
     fleet = [
         worker("good"),
@@ -61,7 +61,7 @@ def test_those_that_cannot_answer_are_named() -> None:
         choose_workers([worker(f"w{number}") for number in range(65)], [f"w{number}" for number in range(65)])
 
 
-def test_every_worker_is_in_the_sum_or_named() -> None:
+def test_every_worker_is_in_the_sum_or_listed_with_a_reason() -> None:
     """Each worker is part of the sum or listed with a reason, whatever its status and answer."""
     error = AckError(code=ControlCode.UNSUPPORTED, message="too many experts")
     bad = ExpertCounts(weight_version=1, prompt=b"?")

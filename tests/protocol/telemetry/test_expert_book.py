@@ -108,7 +108,7 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
         assert (computed, seen) == (len(rows) + sum(unseen for _, unseen in wanted[key]), len(rows))
 
 
-def test_versions_are_kept_beyond_their_intervals() -> None:
+def test_the_book_keeps_the_last_eight_versions_newest_first() -> None:
     """The book keeps the last 8 used versions, the newest first.
 
     An interval's counts are available after it has ended.
@@ -127,7 +127,7 @@ def test_versions_are_kept_beyond_their_intervals() -> None:
     assert late.seconds == 1105.0
 
 
-def test_an_answer_is_made_once_for_an_interval() -> None:
+def test_an_answer_is_computed_once_per_interval() -> None:
     """An answer is computed once per interval, so a flood of reads costs no compression."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     book.add_rows("prompt", rows_of(0, 10), 1, 1.0)
@@ -138,7 +138,7 @@ def test_an_answer_is_made_once_for_an_interval() -> None:
     assert book.load(0, "recent", 10.0).counts[0].prompt_tokens.seen == 10
 
 
-def test_odd_rows_count_nothing_and_harm_nothing() -> None:
+def test_rows_that_do_not_fit_the_model_are_not_counted() -> None:
     """Rows with another model's shape are ignored. A row with an expert that the model lacks counts as not seen."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     bad = rows_of(0, 4)
@@ -154,7 +154,7 @@ def test_odd_rows_count_nothing_and_harm_nothing() -> None:
     assert (window.prompt.counts == by_hand(bad[[0, 1, 3]], 6)).all()
 
 
-def test_wide_models_are_counted_too() -> None:
+def test_models_whose_cells_need_wide_numbers_are_counted() -> None:
     """Models whose cells (layer and expert) need two- or four-byte numbers are counted up to the limit.
 
     A model above the limit is not.
@@ -172,7 +172,7 @@ def test_wide_models_are_counted_too() -> None:
     assert not is_countable(RoutedExpertsInfo(num_layers=5, top_k=1, num_experts=65_536, dtype="<u2"))
 
 
-def test_rows_with_experts_that_are_none() -> None:
+def test_rows_with_invalid_expert_ids_do_not_affect_later_rows() -> None:
     """Rows with invalid expert ids are not counted and do not affect later rows, also if no other rows are buffered."""
     book = ExpertBook(ROUTING, 0.0, UNIX)
     bad = np.full((1, ROUTING.num_layers, ROUTING.top_k), 255, np.uint8)

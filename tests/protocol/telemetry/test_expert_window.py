@@ -43,7 +43,7 @@ ONES = np.ones((2, 4), np.int64)
 
 
 @given(tables)
-def test_counts_survive_the_wire(table: np.ndarray) -> None:
+def test_encoded_counts_decode_to_equal_counts(table: np.ndarray) -> None:
     """Encoded counts decode to equal counts, and counts of only zeros have no bytes."""
     data = encode_counts(table)
 
@@ -53,7 +53,7 @@ def test_counts_survive_the_wire(table: np.ndarray) -> None:
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(zlib.compress), st.integers(1, 8), st.integers(1, 8))
-def test_any_bytes_are_counts_or_an_error(data: bytes, num_layers: int, num_experts: int) -> None:
+def test_any_bytes_decode_to_valid_counts_or_raise_an_error(data: bytes, num_layers: int, num_experts: int) -> None:
     """Any bytes decode to valid counts or raise `RemoteProtocolError`."""
     try:
         counts = decode_counts(data, num_layers, num_experts)
@@ -75,13 +75,15 @@ def test_any_bytes_are_counts_or_an_error(data: bytes, num_layers: int, num_expe
         (b"", (1024, 65_536), "= 67108864 cells; allowed: up to 262144"),
     ],
 )
-def test_bad_counts_are_refused_by_name(data: bytes, shape: tuple[int, int], problem: str) -> None:
+def test_invalid_counts_are_refused_and_the_error_names_the_problem(
+    data: bytes, shape: tuple[int, int], problem: str
+) -> None:
     """A decompression bomb is not decompressed, and the error names the allowed size."""
     with pytest.raises(RemoteProtocolError, match=problem):
         decode_counts(data, *shape)
 
 
-def test_workers_are_added_by_version() -> None:
+def test_counts_of_workers_are_added_by_version() -> None:
     """Counts and tallies of workers are added by version, the highest version first.
 
     Planes are the sums of the versions.
@@ -102,7 +104,7 @@ def test_workers_are_added_by_version() -> None:
     assert window.prompt.share_seen is None
 
 
-def test_a_bad_worker_is_left_out_by_name() -> None:
+def test_a_worker_with_invalid_counts_is_left_out_with_a_reason() -> None:
     """A worker with invalid bytes, another model's shape or a shape above the limits is left out with a reason.
 
     The other workers count.
@@ -138,7 +140,7 @@ def test_versions_are_bounded_over_all_workers() -> None:
     assert [version.weight_version for version in window.versions] == list(range(119, 119 - MAX_EXPERT_VERSIONS, -1))
 
 
-def test_windows_are_added_over_time() -> None:
+def test_windows_are_added_until_the_shape_of_the_model_changes() -> None:
     """Windows are added until the model's shape changes. After a change, only windows of the last shape count."""
     first, _ = merge_loads({"a": load_of((1, ONES))})
     second, _ = merge_loads({"b": load_of((2, ONES), (1, ONES))})
@@ -159,7 +161,7 @@ def test_windows_are_added_over_time() -> None:
 
 
 @given(tables)
-def test_the_imbalance_is_that_of_each_layer(table: np.ndarray) -> None:
+def test_the_imbalance_is_computed_for_each_layer(table: np.ndarray) -> None:
     """The imbalance equals the values computed layer by layer for a model with top 1."""
     found = imbalance(table, 1)
     num_experts = table.shape[1]
@@ -175,7 +177,7 @@ def test_the_imbalance_is_that_of_each_layer(table: np.ndarray) -> None:
         assert found.unused[layer] == (counts.count(0) if total else 0)
 
 
-def test_dense_layers_do_not_look_collapsed() -> None:
+def test_a_layer_without_experts_does_not_count_as_collapsed() -> None:
     """A layer without experts is not a collapsed layer.
 
     An engine reports expert 0 for each choice of the former, and a collapsed layer uses `top_k` experts.
@@ -191,7 +193,7 @@ def test_dense_layers_do_not_look_collapsed() -> None:
     assert imbalance(np.zeros((3, 4), np.int64), 2).summary() == (1.0, 1.0, 1.0, 0)
 
 
-def test_made_up_versions_do_not_hide_that_workers_are_missing() -> None:
+def test_workers_displaced_by_invented_versions_are_listed_as_left_out() -> None:
     """If one worker names eight versions above those of all others, the other workers are listed as left out."""
     loads = {f"w{number}": load_of((7, ONES)) for number in range(3)}
     loads["liar"] = load_of(*((2**31 - 1 - number, ONES) for number in range(MAX_EXPERT_VERSIONS)))
@@ -201,7 +203,7 @@ def test_made_up_versions_do_not_hide_that_workers_are_missing() -> None:
     assert left_out.keys() == {"w0", "w1", "w2"}
 
 
-def test_the_imbalance_of_the_largest_counts() -> None:
+def test_the_imbalance_is_correct_for_the_largest_counts() -> None:
     """The imbalance is correct if sums and products of the counts exceed 64-bit integers."""
     counts = np.zeros((1, 4096), np.int64)
     counts[0, :2] = 2**53

@@ -56,7 +56,7 @@ def counting(rates: FleetRates, worker: str, per_s: tuple[int, ...], seconds: in
         rates.observe(announced(worker, tuple(now * count for count in per_s), **fields), float(now))
 
 
-def test_a_worker_that_counts_evenly() -> None:
+def test_rates_of_a_worker_are_its_counts_per_second() -> None:
     """A worker's rates are its counts per second, and its means are those of the same time."""
     rates = FleetRates()
     counting(rates, "a", (500, 4, 2, 300, 400, 8_000, 1_000, 250), 30)
@@ -68,7 +68,7 @@ def test_a_worker_that_counts_evenly() -> None:
     assert found.prefix_hit == 0.25
 
 
-def test_nothing_is_said_before_the_second_announcement_and_of_idle_workers() -> None:
+def test_before_the_second_presence_and_for_idle_workers_there_are_no_means() -> None:
     """Before the second presence and for idle workers, rates are 0 and means are None."""
     rates = FleetRates()
     rates.observe(announced("a", (500,) * 8), 0.0)
@@ -80,7 +80,7 @@ def test_nothing_is_said_before_the_second_announcement_and_of_idle_workers() ->
     assert (found.first_token_s, found.between_tokens_s, found.prefix_hit) == (None, None, None)
 
 
-def test_a_burst_is_over_after_the_window() -> None:
+def test_a_burst_counts_only_within_the_window() -> None:
     """Rates are means of the last ten seconds only."""
     rates = FleetRates()
     for now in range(22):
@@ -89,7 +89,7 @@ def test_a_burst_is_over_after_the_window() -> None:
         assert rates.of("a").tokens_per_s == (100 / min(now, WINDOW_S) if inside else 0)
 
 
-def test_after_an_outage_the_rate_is_that_of_the_whole_time() -> None:
+def test_after_an_outage_the_rate_is_the_mean_of_the_whole_outage() -> None:
     """After an outage, the rate is the mean of the whole outage, so a minute's tokens do not count as one second's."""
     rates = FleetRates()
     rates.observe(announced("a", (0,) * 8), 0.0)
@@ -102,7 +102,7 @@ def test_after_an_outage_the_rate_is_that_of_the_whole_time() -> None:
 
 
 @pytest.mark.parametrize("change", [{"incarnation": "2"}, {"model": "n"}])
-def test_another_incarnation_begins_anew(change: dict[str, str]) -> None:
+def test_counters_of_another_incarnation_are_not_compared_with_earlier_counters(change: dict[str, str]) -> None:
     """The counters of another incarnation or model are not compared with the earlier ones, even if higher."""
     rates = FleetRates()
     counting(rates, "a", (10,) * 8, 3)
@@ -112,7 +112,7 @@ def test_another_incarnation_begins_anew(change: dict[str, str]) -> None:
     assert rates.of("a").tokens_per_s == 5
 
 
-def test_counts_that_fall_begin_anew() -> None:
+def test_rates_restart_if_counters_fall() -> None:
     """If counters fall, the rates restart, because a restarted engine counts from 0."""
     rates = FleetRates()
     counting(rates, "a", (10,) * 8, 3)
@@ -122,7 +122,7 @@ def test_counts_that_fall_begin_anew() -> None:
     assert (rates.of("a").tokens_per_s, rates.of("a").prefix_hit) == (5, 0.75)
 
 
-def test_models_and_the_fleet_weigh_workers_by_what_they_did() -> None:
+def test_models_and_the_fleet_weigh_means_by_requests() -> None:
     """Models and the fleet weigh means by requests: two of 100 ms and one of 400 ms have a mean of 200 ms.
 
     A removed worker does not count.
@@ -143,7 +143,7 @@ def test_models_and_the_fleet_weigh_workers_by_what_they_did() -> None:
     assert rates.of_fleet() == rates.of("b")
 
 
-def test_workers_that_do_not_count_have_no_rates() -> None:
+def test_workers_without_counters_have_no_rates() -> None:
     """Workers of earlier releases have no counters, so they have no rates and take no entry."""
     rates = FleetRates()
     for now in range(3):
@@ -167,7 +167,7 @@ def test_the_number_of_workers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @given(st.lists(ANNOUNCEMENTS, max_size=60))
-def test_whatever_is_announced_rates_are_finite_and_not_negative(announcements: list[tuple[object, ...]]) -> None:
+def test_rates_are_finite_and_not_negative_for_any_presences(announcements: list[tuple[object, ...]]) -> None:
     """For any presences, rates are finite and not negative, and sums equal those of the workers.
 
     The stored history is bounded.
@@ -213,7 +213,7 @@ def test_rates_are_the_growth_over_the_window(growth: list[tuple[tuple[int, ...]
 
 
 @given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=300))
-def test_announcements_that_follow_fast_count_as_one(gaps: list[float]) -> None:
+def test_frequent_presences_do_not_change_the_rates(gaps: list[float]) -> None:
     """Frequent presences do not change a worker's rates, and the stored history stays bounded."""
     rates, now = FleetRates(), 0.0
     for later in gaps:

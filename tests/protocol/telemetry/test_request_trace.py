@@ -54,7 +54,7 @@ def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
     )
 
 
-def test_timelines_stand_in_the_order_of_attempts() -> None:
+def test_timelines_are_sorted_by_client_sample_and_attempt() -> None:
     """Timelines are sorted by client, sample and attempt, in whatever order the workers answered."""
     trace = merge_timelines(
         "r",
@@ -73,7 +73,7 @@ def test_timelines_stand_in_the_order_of_attempts() -> None:
     assert (trace.workers_asked, trace.workers_answered, trace.silent, trace.left_out) == (2, 2, {}, 4)
 
 
-def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() -> None:
+def test_the_timeline_of_the_prefill_worker_comes_before_that_of_the_decode_worker() -> None:
     """The prefill worker's timeline comes before the decode worker's, because the prefill worker offered first."""
     trace = merge_timelines(
         "r",
@@ -85,7 +85,7 @@ def test_the_two_phases_of_an_attempt_stand_in_the_order_in_which_they_came() ->
     assert [one.worker for one in trace.timelines] == ["p", "d"]
 
 
-def test_workers_that_tell_too_much_are_cut() -> None:
+def test_timelines_beyond_the_maximum_of_a_request_are_only_counted() -> None:
     """Of more timelines than a request can have, the first are kept and the others are counted."""
     told = [timeline(client=f"c{number:03}") for number in range(256)]
 
@@ -94,7 +94,7 @@ def test_workers_that_tell_too_much_are_cut() -> None:
     assert (len(trace.timelines), trace.left_out) == (4096, 20 * 256 - 4096)
 
 
-def test_the_silent_are_named() -> None:
+def test_workers_without_an_answer_are_listed_with_the_reason() -> None:
     """A worker that failed to answer, that is lost or that does not support the command is listed with the reason."""
     trace = merge_timelines("r", result(ack("a"), ack("b", error="too many reads"), missing={"c": "it is gone"}))
 
@@ -112,7 +112,7 @@ def test_all_fields_of_a_timeline_are_in_its_json() -> None:
     }  # fmt: skip
 
 
-def test_where_the_time_went() -> None:
+def test_phases_are_queue_slot_prefill_and_decode_without_pauses() -> None:
     """The phases are queue, slot, prefill and decode, and none of them contains a pause."""
     told = timeline(
         (10, "published"), (12, "offered"), (13, "started"), (17, "prefilled"), (17, "first_token"), (20, "held"),
@@ -125,7 +125,7 @@ def test_where_the_time_went() -> None:
     assert phases.pauses == (RequestPause(20, 5, None),)
 
 
-def test_what_has_not_happened_has_no_duration() -> None:
+def test_pauses_and_phases_that_have_not_ended_have_no_duration() -> None:
     """A pause that has not ended has no duration, and neither have phases that have not ended."""
     phases = phases_of(timeline((12, "offered"), (13, "started"), (14, "held")))
 
@@ -150,7 +150,7 @@ def test_a_pause_ends_with_its_request() -> None:
         ((1.0, 1.1), (1.0, 5.0), {}),
     ],
 )
-def test_clocks_that_differ_are_seen(
+def test_a_worker_with_an_impossible_offer_time_has_a_skewed_clock(
     first: tuple[float, float], second: tuple[float, float], expected: dict[str, float]
 ) -> None:
     """A worker's clock is skewed if it offers a request before its publication or after that of the next attempt."""

@@ -20,7 +20,7 @@ def point(value: float) -> Point:
     return Point(*[value] * len(FIELDS))
 
 
-def test_points_come_back_in_order() -> None:
+def test_points_after_a_number_are_returned_in_order() -> None:
     """Points after a number are returned in order, unknown values are None, and only the last hour is kept."""
     history = History()
     assert history.fleet() == {field: [] for field in FIELDS}
@@ -36,7 +36,7 @@ def test_points_come_back_in_order() -> None:
     assert history.worker("x") is None
 
 
-def test_a_number_of_another_life_gets_all() -> None:
+def test_a_viewer_with_the_number_of_an_earlier_incarnation_gets_all_points() -> None:
     """A viewer with the number of an earlier incarnation of the service receives all points."""
     history = History()
     history.add(1, point(5), {}, {})
@@ -44,7 +44,7 @@ def test_a_number_of_another_life_gets_all() -> None:
 
 
 @pytest.mark.parametrize("skipped", [1, NUM_POINTS - 1, NUM_POINTS, 10 * NUM_POINTS])
-def test_steps_without_a_point_are_unknown(skipped: int) -> None:
+def test_steps_without_a_point_are_none(skipped: int) -> None:
     """Steps without a point are None. If more than an hour is missing, no older point is returned as new."""
     history = History()
     for number in range(1, NUM_POINTS + 1):
@@ -57,7 +57,7 @@ def test_steps_without_a_point_are_unknown(skipped: int) -> None:
     assert len(history.fleet()["waiting"]) == NUM_POINTS
 
 
-def test_a_worker_that_is_gone_is_forgotten_after_an_hour() -> None:
+def test_points_of_a_lost_worker_are_removed_after_an_hour() -> None:
     """The points of a lost worker are kept for an hour.
 
     Then they are removed, and another worker can use the memory.
@@ -74,7 +74,7 @@ def test_a_worker_that_is_gone_is_forgotten_after_an_hour() -> None:
     assert history.num_bytes == before - SERIES_BYTES
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded_for_any_names() -> None:
     """Memory is bounded for any names: models and workers beyond the limits have no points."""
     history = History()
     for number in range(1, 4):

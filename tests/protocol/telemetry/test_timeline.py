@@ -50,7 +50,7 @@ def names(timeline: RequestTimeline) -> list[str]:
     return [event.event for event in timeline.events]
 
 
-def test_a_request_from_the_queue_to_its_end(book: TimelineBook, clock: Clock) -> None:
+def test_a_timeline_contains_all_events_of_a_request_in_order(book: TimelineBook, clock: Clock) -> None:
     """A timeline contains all events of a request in order, while the request runs and after it has ended."""
     timeline = offered(book, "r")
     clock.now += 1
@@ -127,7 +127,7 @@ def test_the_middle_of_too_many_events_is_left_out(book: TimelineBook) -> None:
     assert told.events[-3].reason == str(MAX_TIMELINE_EVENTS - 1)
 
 
-def test_the_last_thousand_ended_are_kept(book: TimelineBook) -> None:
+def test_the_last_thousand_ended_timelines_are_kept(book: TimelineBook) -> None:
     """The 1,001st end removes the first ended timeline. Requests in flight stay, however old they are."""
     running = offered(book, "running")
     for number in range(MAX_ENDED + 1):
@@ -138,7 +138,7 @@ def test_the_last_thousand_ended_are_kept(book: TimelineBook) -> None:
     assert book.find("running")[0] == [running.export()]
 
 
-def test_a_request_that_is_refused_again_and_again_is_one_timeline(book: TimelineBook) -> None:
+def test_a_request_that_is_returned_repeatedly_has_one_timeline(book: TimelineBook) -> None:
     """A request that the worker returns to the queue repeatedly has one timeline.
 
     A thousand such requests displace neither served requests nor each other.
@@ -157,7 +157,7 @@ def test_a_request_that_is_refused_again_and_again_is_one_timeline(book: Timelin
     assert book.find("r0") == ([], 0)
 
 
-def test_attempts_samples_and_clients_are_told_apart(book: TimelineBook) -> None:
+def test_attempts_samples_and_clients_have_separate_timelines(book: TimelineBook) -> None:
     """The timelines of one request id are returned in their order of arrival, also those of other clients."""
     for attempt, child in ((0, 1), (0, 0), (1, 1)):
         offered(book, "r", attempt=attempt, child=child)
@@ -170,7 +170,7 @@ def test_attempts_samples_and_clients_are_told_apart(book: TimelineBook) -> None
     ]  # fmt: skip
 
 
-def test_more_timelines_than_an_answer_holds_are_cut(book: TimelineBook) -> None:
+def test_timelines_beyond_the_limit_of_an_answer_are_left_out(book: TimelineBook) -> None:
     """An answer contains the latest timelines and the number of those left out."""
     for child in range(MAX_TIMELINES + 2):
         book.end(offered(book, "r", child=child), "stop", 1)
@@ -181,7 +181,7 @@ def test_more_timelines_than_an_answer_holds_are_cut(book: TimelineBook) -> None
     assert found[-1].child == MAX_TIMELINES + 1
 
 
-def test_who_listens_hears_of_each_end_once(book: TimelineBook) -> None:
+def test_the_callback_is_called_once_for_each_end(book: TimelineBook) -> None:
     """The callback is called once for each end, also for rejected requests. A second end of a request has no effect."""
     heard: list[tuple[str, str | None]] = []
     book.on_ended = lambda timeline: heard.append((timeline.request_id, timeline.events[-1].reason))
@@ -194,7 +194,7 @@ def test_who_listens_hears_of_each_end_once(book: TimelineBook) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "r", "x" * 128, "../..", "<script>", "r'; --", "*", "\u202e"])
-def test_an_id_is_only_compared(book: TimelineBook, name: str) -> None:
+def test_a_request_id_finds_only_its_own_timelines(book: TimelineBook, name: str) -> None:
     """A request id finds only its own timelines, whatever characters it contains."""
     offered(book, name)
     offered(book, "other")

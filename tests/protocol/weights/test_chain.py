@@ -53,7 +53,7 @@ def manifest(links: tuple[Link, ...], adapter: str | None = None) -> Manifest:
     )
 
 
-def test_a_lease_is_taken_renewed_and_given_back() -> None:
+def test_a_lease_is_acquired_renewed_and_released() -> None:
     """A publisher acquires a free lease immediately, and each lease has its own epoch."""
     first = chain.lease_taken(ChainRecord(model="m"), ALICE, math.inf)
     assert (first.holder, first.epoch) == (ALICE, 1)
@@ -66,7 +66,7 @@ def test_a_lease_is_taken_renewed_and_given_back() -> None:
         assert raised.value.code is ControlCode.PUBLISHER_BUSY
 
 
-def test_a_lease_that_the_server_has_lost_is_taken_anew() -> None:
+def test_epochs_of_a_lease_increase_although_the_server_lost_its_store() -> None:
     """Epochs also increase if the server loses its store.
 
     A publication that began before the loss cannot be committed.
@@ -87,7 +87,7 @@ def test_a_lease_that_the_server_has_lost_is_taken_anew() -> None:
 
 
 @pytest.mark.parametrize("holder", [BOB, replace(ALICE, incarnation="3")])
-def test_a_held_lease_is_refused_until_it_has_run_out(holder: Holder) -> None:
+def test_a_held_lease_is_refused_until_its_expiry(holder: Holder) -> None:
     """A lease that another publisher holds is refused with its holder and age.
 
     After lease and margin, the epoch increases.
@@ -113,7 +113,7 @@ def reason(
     )
 
 
-def test_what_needs_an_anchor() -> None:
+def test_a_version_without_a_usable_chain_needs_an_anchor() -> None:
     """A version needs an anchor if it is the first, has no base or no readers of deltas, or follows a long chain."""
     start = (anchor(1), link(2))
     assert reason() is AnchorReason.FIRST
@@ -131,7 +131,7 @@ def test_what_needs_an_anchor() -> None:
     assert reason(link(2)) is AnchorReason.FIRST
 
 
-def test_what_a_version_is_published_as() -> None:
+def test_a_version_with_a_base_has_a_delta_beside_its_anchor() -> None:
     """A version with a base has a delta beside its anchor.
 
     Without room for an anchor, deltas continue up to the hard limit.
@@ -159,7 +159,7 @@ def test_what_a_version_is_published_as() -> None:
 
 
 @pytest.mark.parametrize("delta", [0, 1, 2 * 10**8])
-def test_a_bucket_of_the_size_that_doctor_calls_enough_is_enough(delta: int) -> None:
+def test_a_bucket_of_the_size_that_doctor_recommends_has_enough_room(delta: int) -> None:
     """A bucket of the size that `doctor` recommends has room for the longest chain, an anchor and a delta.
 
     A smaller bucket has room for the anchor only.
@@ -180,7 +180,7 @@ def test_a_bucket_of_the_size_that_doctor_calls_enough_is_enough(delta: int) -> 
     assert chain.contents(why, links, anchor_bytes=size, used=used, limit=tight) == alone
 
 
-def test_published_folders_are_told_from_other_sources() -> None:
+def test_only_folders_of_the_publishers_bucket_count_as_published() -> None:
     """Only folders of the publishers' bucket count as published."""
     assert chain.is_published("b/versions/7-1-0123abcd", "b")
     assert chain.is_published("b/adapters/x/7-1-0123abcd", "b")
@@ -224,7 +224,7 @@ def test_a_history_is_bounded_without_losing_what_is_recorded() -> None:
     assert record.links[2].version > 4
 
 
-def test_noted_folders_are_the_last_two_of_each_home() -> None:
+def test_the_record_keeps_the_last_two_folders_of_weights_and_each_adapter() -> None:
     """The record keeps the last two folders of the weights and of each adapter. A repeated folder changes nothing."""
     noted: tuple[str, ...] = ()
     for objects in ("b/versions/1", "b/adapters/a/1", "b/versions/2", "b/versions/2", "b/versions/3", "b/adapters/b/1"):
@@ -233,7 +233,7 @@ def test_noted_folders_are_the_last_two_of_each_home() -> None:
     assert noted.index("b/versions/2") < noted.index("b/versions/3")
 
 
-def test_adapters_that_are_no_longer_recorded_are_forgotten() -> None:
+def test_the_record_removes_adapters_that_the_state_no_longer_records() -> None:
     """The record removes adapters that the desired state no longer records. The last two folders of weights stay."""
     record = ChainRecord(model="m", noted=("b/versions/1", "b/adapters/a/1", "b/adapters/c/1", "b/versions/2"))
     trimmed = chain.trimmed(record, {"b/adapters/c/2"}, set(record.noted))
@@ -253,13 +253,15 @@ def test_adapters_that_are_no_longer_recorded_are_forgotten() -> None:
         ("m/weights/7-0123abcd/x", None),
     ],
 )
-def test_folders_of_versions_are_told_from_other_uploads(name: str, folder: tuple[str, str] | None) -> None:
+def test_only_versions_adapters_and_lists_of_ranks_are_folders_of_the_chain(
+    name: str, folder: tuple[str, str] | None
+) -> None:
     """A folder that is no version, adapter or list of ranks belongs to others and is never deleted."""
     assert chain.folder_of(name) == folder
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model":"m","links":[1]}', '{"model":1}', "\ud800"])
-def test_a_record_that_is_none_is_an_error(text: str) -> None:
+def test_an_invalid_record_is_an_error(text: str) -> None:
     """An invalid record raises `RemoteProtocolError`."""
     with pytest.raises(RemoteProtocolError, match="does not decode"):
         decode_chain(text)
@@ -276,7 +278,7 @@ STEP = st.tuples(
 @pytest.mark.proves("P86")
 @settings(max_examples=300)
 @given(st.lists(STEP, min_size=1, max_size=60), st.data())
-def test_nothing_is_deleted_that_a_recorded_version_needs(
+def test_cleaning_keeps_all_objects_that_a_recorded_version_needs(
     steps: list[tuple[str, bool, bool, float]], data: st.DataObject
 ) -> None:
     """Each fetch plan of the last two recorded versions and of the last published version works after cleaning.

@@ -20,7 +20,7 @@ def digests(*numbers: int) -> set[str]:
 CHAIN = [link(0, delta=None, anchor=100), link(1), link(2, anchor=100), link(3)]
 
 
-def test_the_ways_are_in_the_order_of_their_bytes() -> None:
+def test_plans_are_in_the_order_of_their_bytes() -> None:
     """Plans start from a cached folder, then the newer anchor, then the older one in case the newer is damaged."""
     assert fetch_plans(CHAIN, digests(1)) == [
         FetchPlan(digests(1).pop(), None, (CHAIN[2], CHAIN[3])),
@@ -29,27 +29,27 @@ def test_the_ways_are_in_the_order_of_their_bytes() -> None:
     ]
 
 
-def test_the_newest_version_at_hand_needs_nothing() -> None:
+def test_if_the_newest_version_is_cached_the_first_plan_fetches_nothing() -> None:
     """If the newest version is cached, the first plan fetches nothing."""
     first = fetch_plans(CHAIN, digests(0, 3))[0]
 
     assert (first.base, first.deltas, first.fetched_bytes) == (digests(3).pop(), (), 0)
 
 
-def test_an_anchor_is_taken_before_deltas_that_are_larger() -> None:
+def test_an_anchor_is_fetched_before_deltas_that_are_larger() -> None:
     """An anchor is fetched before deltas that are larger, as deltas after large training steps may be."""
     chain = [link(0, delta=None, anchor=100), link(1, delta=80), link(2, delta=80, anchor=100)]
 
     assert fetch_plans(chain, digests(0))[0] == FetchPlan(None, chain[2], ())
 
 
-def test_a_chain_may_lead_nowhere() -> None:
+def test_a_chain_without_an_anchor_and_a_cached_version_has_no_plan() -> None:
     """A chain without an anchor and without a cached version has no plan."""
     assert fetch_plans([link(1), link(2)], set()) == []
     assert fetch_plans([], digests(1)) == []
 
 
-def test_nothing_leads_past_a_version_without_a_delta() -> None:
+def test_no_plan_crosses_a_version_without_a_delta() -> None:
     """No plan crosses a version without a delta, because earlier versions belong to another chain."""
     chain = [link(0, delta=None, anchor=10), link(1, delta=None, anchor=100), link(2)]
 
@@ -60,7 +60,7 @@ def test_nothing_leads_past_a_version_without_a_delta() -> None:
     st.lists(st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)), max_size=6),
     st.sets(st.integers(0, 5)),
 )
-def test_every_way_leads_to_the_newest(sizes: list[tuple[int | None, int | None]], at_hand: set[int]) -> None:
+def test_every_plan_leads_to_the_newest_version(sizes: list[tuple[int | None, int | None]], at_hand: set[int]) -> None:
     """Each plan starts from a cached folder or an anchor, and applies each later delta once and in order."""
     chain = [link(number, delta=delta, anchor=anchor) for number, (delta, anchor) in enumerate(sizes)]
     plans = fetch_plans(chain, digests(*at_hand))

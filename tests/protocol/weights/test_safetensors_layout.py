@@ -47,7 +47,7 @@ def content(entries: list[TensorEntry]) -> bytes:
     return data
 
 
-def test_the_library_reads_what_is_laid_out() -> None:
+def test_the_safetensors_library_reads_each_tensor_of_a_layout() -> None:
     """The library reads each tensor with its dtype, shape and content, for any order of the tensors."""
     names = [name for name in TENSORS if name != "z.half"]
     for order in (ordered(map(entry, TENSORS)), [entry(name) for name in [*names, "z.half"]]):
@@ -59,7 +59,7 @@ def test_the_library_reads_what_is_laid_out() -> None:
             assert read[name].tobytes() == array.tobytes()
 
 
-def test_contents_are_aligned_as_the_library_does() -> None:
+def test_tensors_are_aligned_as_in_the_safetensors_library() -> None:
     """Tensors with larger elements come first, and the data starts at a multiple of 8 bytes.
 
     Each tensor is therefore aligned to its element size.

@@ -5,7 +5,7 @@ import pytest
 from rollbus.bus.protocol.weights.silence import SIGN_S, Silence
 
 
-def test_silence_begins_anew_with_each_sign() -> None:
+def test_a_new_sign_resets_the_silence() -> None:
     """A new sign resets the silence, and silence lasts as long as the observer has read the same sign."""
     silence = Silence()
     signs = ((7, 100.0), (7, 101.0), (7, 103.0), (8, 104.0), (8, 105.0))
@@ -14,7 +14,7 @@ def test_silence_begins_anew_with_each_sign() -> None:
 
 
 @pytest.mark.parametrize("outage_s", [60.0, 3600.0])
-def test_an_outage_is_no_silence(outage_s: float) -> None:
+def test_an_outage_counts_as_one_period_of_silence(outage_s: float) -> None:
     """An outage counts as one period of silence, because the observer could not read the peer's sign."""
     silence = Silence()
     silence.record(7, 0.0)

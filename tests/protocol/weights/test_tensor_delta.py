@@ -62,7 +62,9 @@ def test_undoing_is_the_inverse_of_applying(pair: tuple[np.ndarray, np.ndarray, 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 300])
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 5000])
-def test_gaps_at_the_bounds_of_bytes_and_blocks(gap: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaps_are_encoded_correctly_at_the_bounds_of_bytes_and_blocks(
+    gap: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gaps are encoded correctly around each length that needs another byte, wherever a block ends."""
     monkeypatch.setattr(tensor_delta, "BLOCK", block)
     monkeypatch.setattr(tensor_delta, "COMPARED", block)
@@ -85,7 +87,7 @@ def test_floats_are_compared_as_bits() -> None:
 
 
 @pytest.mark.parametrize("item_bytes", ITEM_BYTES)
-def test_steps_between_the_ends_of_integers(item_bytes: int) -> None:
+def test_changes_between_the_smallest_and_largest_elements_are_restored(item_bytes: int) -> None:
     """Changes between the smallest and largest elements, by one up or down, and of a float's sign are restored."""
     ends = [0, 1, (1 << (8 * item_bytes - 1)) - 1, 1 << (8 * item_bytes - 1), (1 << (8 * item_bytes)) - 1]
     pairs = np.array([*itertools.product(ends, ends), *((0, 0),) * 25], f"<u{item_bytes}")
@@ -99,7 +101,7 @@ def test_steps_between_the_ends_of_integers(item_bytes: int) -> None:
     assert content.tobytes() == old.tobytes()
 
 
-def test_neighbours_take_about_a_byte() -> None:
+def test_a_change_to_a_neighbour_uses_about_a_byte() -> None:
     """If 5 % of bfloat16 elements change to a neighbour, each change takes less than 1.1 bytes, position included."""
     rng = np.random.default_rng(0)
     old = rng.integers(0, 1 << 16, 1 << 18, np.uint16)
@@ -110,7 +112,7 @@ def test_neighbours_take_about_a_byte() -> None:
     assert len(encoded.data) < 1.1 * len(changed)
 
 
-def test_no_more_than_half_is_sparse() -> None:
+def test_a_delta_with_more_than_half_of_the_elements_is_dense() -> None:
     """A delta with more than half of the elements is dense, because gaps and values would take more bytes."""
     old = np.zeros(200, np.uint8)
     for num_changed, encoding in ((50, "sparse"), (51, "dense")):
@@ -127,7 +129,7 @@ def test_no_more_than_half_is_sparse() -> None:
     is_packed=st.booleans(),
     item_bytes=st.sampled_from(ITEM_BYTES),
 )
-def test_hostile_bytes(
+def test_any_bytes_are_applied_within_the_content_or_refused(
     encoding: tensor_delta.Encoding,
     count: int,
     body: bytes,
@@ -145,7 +147,7 @@ def test_hostile_bytes(
         assert str(error)
 
 
-def test_every_flipped_bit_and_every_cut() -> None:
+def test_a_damaged_delta_is_refused_or_gives_content_of_the_same_size() -> None:
     """A damaged delta is rejected, or gives other content of the same size, which the hash then detects."""
     old = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
     new = old.copy()
@@ -165,7 +167,7 @@ def test_every_flipped_bit_and_every_cut() -> None:
         assert len(content) == len(old)
 
 
-def test_bombs_are_refused_before_anything_is_allocated() -> None:
+def test_decompression_bombs_are_refused_before_memory_is_allocated() -> None:
     """A frame that decompresses to more than announced, has no size or has an impossible size is rejected.
 
     No memory is allocated for it.
@@ -185,7 +187,7 @@ def test_bombs_are_refused_before_anything_is_allocated() -> None:
             apply_delta(encoded, content, 2)
 
 
-def test_gaps_past_the_end() -> None:
+def test_positions_behind_the_last_element_are_refused() -> None:
     """Positions behind the last element, an incomplete gap and wrong numbers of gaps are rejected."""
     content = np.zeros(64, np.uint8)
     for gaps, values in (
