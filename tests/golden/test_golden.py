@@ -55,7 +55,7 @@ def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_the_checked_in_bytes_mean_what_they_meant(name: str) -> None:
+def test_the_checked_in_bytes_decode_to_their_messages(name: str) -> None:
     """Each golden file decodes to the message from which it was made."""
     check_means(golden_bytes(name), VECTORS[name])
 
@@ -68,7 +68,7 @@ def golden_bytes(name: str) -> bytes:
 
 @pytest.mark.proves("P31")
 @pytest.mark.parametrize("path", sorted((ROOT / "earlier").iterdir()), ids=lambda path: path.name)
-def test_what_earlier_releases_wrote_means_the_same(path: Path) -> None:
+def test_bytes_of_earlier_releases_decode_to_the_same_message(path: Path) -> None:
     """Bytes from before a field was appended decode to the same message, with the field's default."""
     check_means(path.read_bytes(), VECTORS[path.name.partition(".")[0]])
 

@@ -85,7 +85,9 @@ class Rewriting:
 
 @pytest.mark.proves("P12")
 @pytest.mark.parametrize(("release", "shape"), list(zip(RELEASES, reversed(SHAPES), strict=True)))
-async def test_a_fleet_of_two_releases(nats_url: str, fleet: str, release: str, shape: str) -> None:
+async def test_a_fleet_of_two_releases_has_the_same_results(
+    nats_url: str, fleet: str, release: str, shape: str
+) -> None:
     """With workers and a client of other releases, results are the same as without them, and commands are applied."""
     load = await Load.mixed(15, CONFIG)
     for_client, for_worker = Rewriting(RELEASES[release]), Rewriting(RELEASES[release])

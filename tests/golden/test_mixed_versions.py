@@ -23,7 +23,7 @@ every_message = pytest.mark.parametrize("name", VECTORS)
 
 @pytest.mark.proves("P12")
 @every_message
-def test_what_later_releases_add_is_ignored(name: str) -> None:
+def test_additional_values_of_later_releases_are_ignored(name: str) -> None:
     """A message with an additional value in each array and map decodes to the same message."""
     message = VECTORS[name]
     data = later(message)
@@ -34,12 +34,12 @@ def test_what_later_releases_add_is_ignored(name: str) -> None:
 
 @pytest.mark.proves("P12")
 @every_message
-def test_what_earlier_releases_did_not_know_has_its_default(name: str) -> None:
+def test_fields_that_earlier_releases_omit_have_their_default(name: str) -> None:
     """A message without the fields that have their default decodes to the same message."""
     check_same(earlier(VECTORS[name]), VECTORS[name])
 
 
-def test_earlier_releases_left_something_out() -> None:
+def test_more_than_a_third_of_the_golden_messages_omit_fields() -> None:
     """The test of earlier releases omits fields in more than a third of the golden messages."""
     shorter = [name for name, message in VECTORS.items() if len(earlier(message)) < len(golden_bytes(name).rstrip())]
 
@@ -58,7 +58,7 @@ def check_same(data: bytes, expected: Message) -> None:
 
 @pytest.mark.proves("P12")
 @every_message
-def test_another_version_is_refused_by_its_number(name: str) -> None:
+def test_another_wire_version_is_refused_by_its_number(name: str) -> None:
     """A message of another wire version is rejected, whatever else it contains. The error names both versions."""
     message = VECTORS[name]
     with pytest.raises((RemoteProtocolError, InvalidRequest)) as caught:
@@ -69,7 +69,7 @@ def test_another_version_is_refused_by_its_number(name: str) -> None:
 
 
 @pytest.mark.proves("P91")
-def test_a_command_of_a_later_release_is_refused_by_its_field() -> None:
+def test_a_command_with_an_unknown_field_is_refused_by_the_name_of_the_field() -> None:
     """A worker rejects a command with an unknown field and names the field.
 
     It does not ignore the field, because the field may change the command's meaning.

@@ -84,7 +84,7 @@ def on_the_wire() -> list[Bad]:
 
 @pytest.mark.proves("P27")
 @pytest.mark.parametrize("bad", on_the_wire(), ids=name_of)
-def test_bad_fields_are_named_on_the_wire(bad: Bad) -> None:
+def test_bad_fields_are_named_in_msgpack(bad: Bad) -> None:
     """An invalid value in msgpack raises the same error as construction."""
     with pytest.raises(InvalidRequest) as caught:
         decode_request(msgspec.msgpack.encode(fields_with(bad)))
@@ -103,7 +103,7 @@ def test_the_table_covers_every_field() -> None:
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, GenerateRequest], ids=lambda kind: kind.__name__)
-def test_none_is_accepted_exactly_where_it_has_a_meaning(kind: type[Any]) -> None:
+def test_none_is_valid_only_in_fields_that_document_a_meaning(kind: type[Any]) -> None:
     """None is valid only in fields that document it as not requested. Other fields reject None by name."""
     base = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
     for name in kind.__struct_fields__:
@@ -131,7 +131,7 @@ def test_lists_that_are_too_long_are_refused_by_their_length(name: str) -> None:
     assert len(getattr(make(**{name: np.zeros(high, "i4")}), name)) == high
 
 
-def test_fields_that_bind_each_other_are_checked_together() -> None:
+def test_min_tokens_cannot_exceed_max_tokens() -> None:
     """`min_tokens` cannot exceed `max_tokens`.
 
     The last seed, seed + n - 1, cannot exceed the largest seed, and numpy integers cannot overflow in this check.

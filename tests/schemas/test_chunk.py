@@ -47,7 +47,7 @@ def test_arrays_are_read_only_views_of_the_bytes() -> None:
         assert not array.flags.writeable
 
 
-def test_rows_travel_without_a_copy_on_the_sender() -> None:
+def test_rows_are_encoded_without_a_copy() -> None:
     """A worker's `RoutedExperts` share the engine's memory and are encoded without a copy."""
     rows = np.arange(12, dtype="<u2").reshape(2, 3, 2)
     wrapped = RoutedExperts.from_rows(rows, 5)
@@ -58,12 +58,12 @@ def test_rows_travel_without_a_copy_on_the_sender() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(wrapped)) == [5, [2, 3, 2], "<u2", rows.tobytes()]
 
 
-def test_no_rows_still_have_a_shape() -> None:
+def test_an_array_of_zero_rows_has_the_shape_of_layers_and_top_k() -> None:
     """An array of zero rows has the shape of layers and top-k."""
     assert RoutedExperts.from_rows(np.empty((0, 3, 2), "u1"), 5).numpy().shape == (0, 3, 2)
 
 
-def test_a_terminal_chunk_tells_its_end() -> None:
+def test_reason_and_error_of_a_terminal_chunk_are_those_of_its_end() -> None:
     """Reason and error of a chunk are those of its `end`. A chunk without an `end` is not terminal."""
     error = ChunkError(ErrorCode.TIMEOUT, "late")
     head = {"request_id": "r", "attempt": 0, "child": 0, "chunk_index": 0, "weight_version": 0}
@@ -77,7 +77,7 @@ def test_a_terminal_chunk_tells_its_end() -> None:
     assert (failed.is_terminal, failed.finish_reason, failed.error) == (True, FinishReason.ERROR, error)
 
 
-def test_logprobs_become_numbers_that_json_has() -> None:
+def test_minus_infinity_becomes_a_finite_logprob_in_json() -> None:
     """In JSON, -inf becomes -9999.0, and every other value stays its float32 value."""
     logprobs = np.array([-0.5, -np.inf, 0.0, -1e-30], "f4")
 
@@ -87,7 +87,7 @@ def test_logprobs_become_numbers_that_json_has() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logprobs_that_no_worker_may_send_do_not_become_json(value: float) -> None:
+def test_nan_and_plus_infinity_as_logprobs_raise_an_error_in_json(value: float) -> None:
     """NaN and +inf raise an error, because they are a fault of the engine that no number may hide."""
     with pytest.raises(LocalProtocolError, match=r"NaN or \+inf"):
         json_logprobs(np.array([-1.0, value], "f4"))

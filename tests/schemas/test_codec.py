@@ -146,7 +146,7 @@ def test_desired_state_round_trip(desired: Any) -> None:
 
 @every_decoder
 @given(data=st.data())
-def test_every_truncation_is_survived(name: str, data: st.DataObject) -> None:
+def test_every_truncated_message_decodes_or_raises_a_protocol_error(name: str, data: st.DataObject) -> None:
     """Each proper prefix of a message raises a protocol error, or decodes if the missing fields have defaults."""
     decode, encoded = DECODERS[name]
     whole = data.draw(encoded)
@@ -166,7 +166,7 @@ msgpack_values = st.recursive(
 
 @every_decoder
 @given(data=st.data())
-def test_values_in_wrong_places_are_survived(name: str, data: st.DataObject) -> None:
+def test_any_value_in_any_field_raises_only_documented_errors(name: str, data: st.DataObject) -> None:
     """A well-formed message with any value in any field raises only documented errors."""
     decode, encoded = DECODERS[name]
     codec: Any = msgspec.json if name in AS_JSON else msgspec.msgpack

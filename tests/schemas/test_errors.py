@@ -16,7 +16,7 @@ from rollbus.schemas.errors import (
 
 
 @pytest.mark.proves("P94")
-def test_every_code_has_its_facts() -> None:
+def test_every_error_code_has_a_meaning_a_responsible_party_and_a_retry_value() -> None:
     """Each error code has a meaning, a responsible party, and a value for whether a retry can succeed."""
     assert list(ERRORS) == list(ErrorCode)
     for facts in ERRORS.values():
@@ -25,7 +25,7 @@ def test_every_code_has_its_facts() -> None:
 
 
 @pytest.mark.parametrize("code", ErrorCode)
-def test_every_code_becomes_an_exception_of_its_kind(code: ErrorCode) -> None:
+def test_every_error_code_becomes_the_exception_of_its_kind(code: ErrorCode) -> None:
     """The error of a terminal chunk has the exception of its kind: rejected, failed after acceptance, or timed out."""
     error = request_error(code, "text", request_id="r", field="f", problem="is bad", allowed="good")
     special: dict[ErrorCode, type[RequestError]] = {

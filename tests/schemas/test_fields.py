@@ -23,7 +23,7 @@ class Color(enum.IntEnum):
     RED = 3
 
 
-def test_numpy_scalars_and_arrays_are_accepted_and_become_plain() -> None:
+def test_numpy_scalars_and_arrays_become_python_values_and_i4_arrays() -> None:
     """Values of numpy types become Python values. Arrays of any integer type and byte order become `<i4`."""
     make: Any = SamplingParams
     params = make(
@@ -51,7 +51,7 @@ def test_numpy_scalars_and_arrays_are_accepted_and_become_plain() -> None:
     assert (type(named.model), type(named.request_id)) == (str, str)
 
 
-def test_a_request_keeps_no_reference_to_what_it_was_made_from() -> None:
+def test_later_changes_of_the_callers_objects_do_not_change_a_request() -> None:
     """Later changes of the caller's array, list or dict do not change a request. A read-only i4 array is shared."""
     prompt, extra, words = np.array([1, 2], "<i4"), {"a": [1]}, [[1]]
     params = SamplingParams(extra=extra, bad_words_token_ids=words)
@@ -75,7 +75,7 @@ class Tensor:
         return "Tensor([1, 2, 3])"
 
 
-def test_foreign_objects_are_never_printed() -> None:
+def test_the_error_for_a_wrong_object_names_only_its_type() -> None:
     """The error for an object that cannot be a prompt has only its type, because its repr could show the prompt."""
     with pytest.raises(
         InvalidRequest, match="prompt_token_ids is a Tensor and cannot become an array; allowed: a flat list"
@@ -109,7 +109,7 @@ def test_json_refuses_unknown_fields_by_name() -> None:
         request_from_json({})
 
 
-def test_json_names_of_logit_bias_are_token_ids() -> None:
+def test_digits_in_the_json_keys_of_logit_bias_are_token_ids() -> None:
     """JSON has only string keys, so digits stand for a token id there."""
     fields = json.loads('{"prompt_token_ids": [1, 2], "sampling": {"logit_bias": {"17": -1}}}')
     assert request_from_json(fields).sampling.logit_bias == {17: -1.0}

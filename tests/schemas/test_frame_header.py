@@ -18,7 +18,7 @@ def frame(admitted: object, chunks: object) -> bytes:
     return msgspec.msgpack.encode([1, "w", 7, admitted, chunks, 3, "c"])
 
 
-def test_a_frame_with_one_wrong_chunk_names_its_requests() -> None:
+def test_the_header_of_a_frame_with_a_wrong_chunk_lists_all_requests() -> None:
     """The header has all requests of the frame, and those whose chunks do not decode."""
     header = decode_frame_header(frame([["t"]], [GOOD, BAD]))
 
@@ -29,7 +29,7 @@ def test_a_frame_with_one_wrong_chunk_names_its_requests() -> None:
 
 
 @pytest.mark.parametrize("content", [([5], [BAD]), ([], "no list"), ([], [BAD, ["r"]]), ([], [GOOD, 5])])
-def test_a_frame_that_names_an_unreadable_request_names_none(content: tuple[object, object]) -> None:
+def test_the_header_of_a_frame_with_an_unreadable_request_lists_no_requests(content: tuple[object, object]) -> None:
     """If a request of the frame is unreadable, the header has no requests. The readable part may be incomplete."""
     header = decode_frame_header(frame(*content))
 
@@ -40,13 +40,13 @@ def test_a_frame_that_names_an_unreadable_request_names_none(content: tuple[obje
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"+ACK", frame([], [BAD])[:-5], msgspec.msgpack.encode([2, "w", 7, [], []])]
 )
-def test_other_bytes_have_no_header(data: bytes) -> None:
+def test_truncated_and_other_messages_have_no_header(data: bytes) -> None:
     """A truncated frame, a frame of another wire version and an answer of JetStream have no header."""
     assert decode_frame_header(data) is None
 
 
 @given(harmed(st.just(frame([["t"]], [GOOD, BAD]))) | st.binary(max_size=64))
-def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
+def test_any_bytes_give_a_header_or_none_without_an_error(data: bytes) -> None:
     """Any bytes give a header or None without an error."""
     header = decode_frame_header(data)
 

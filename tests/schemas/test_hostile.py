@@ -85,7 +85,7 @@ def test_invalid_utf8_is_a_protocol_error() -> None:
 
 @pytest.mark.proves("P11")
 @pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
-def test_a_huge_header_takes_no_memory(header: bytes) -> None:
+def test_a_huge_header_is_refused_before_memory_is_allocated(header: bytes) -> None:
     """A header that announces four billion elements or bytes is rejected before memory is allocated for them."""
     tracemalloc.start()
     try:
@@ -131,7 +131,7 @@ def test_another_wire_version_is_refused() -> None:
 @pytest.mark.parametrize(
     "reply", [{}, {"incarnation": "i", "reply_to": "plain"}, {"incarnation": ""}, {"reply_to": None}]
 )
-def test_a_request_that_says_not_how_to_answer_is_refused(reply: dict[str, object]) -> None:
+def test_a_request_message_has_either_an_incarnation_or_a_reply_subject(reply: dict[str, object]) -> None:
     """A request message must have exactly one of the client's incarnation and a reply subject."""
     with pytest.raises(RemoteProtocolError, match="either the client's incarnation or reply_to"):
         decode_request_message(pack({"client": "c", "request": {}} | reply))
@@ -161,7 +161,7 @@ def message_with(**fields: object) -> bytes:
         ({"siblings": {"1": 2}}, "Expected `array`"),
     ],
 )
-def test_siblings_that_cannot_be_told_apart_or_served_are_refused(fields: dict[str, Any], text: str) -> None:
+def test_a_message_with_repeated_invalid_or_too_many_samples_is_refused(fields: dict[str, Any], text: str) -> None:
     """A message with repeated, invalid or too many samples is rejected as a whole."""
     with pytest.raises(RemoteProtocolError) as caught:
         decode_request_message(message_with(**fields))
@@ -179,7 +179,7 @@ def test_a_message_holds_all_samples_of_the_largest_request() -> None:
 
 
 @pytest.mark.parametrize("client", ["", "a.b", "*", ">", "a b", "ü", "a\n", "c" * 65, 5, None])
-def test_a_client_that_is_no_subject_token_is_refused(client: object) -> None:
+def test_a_client_name_that_is_no_subject_token_is_refused(client: object) -> None:
     """A client's name is part of a subject, so names with a dot or a wildcard are rejected.
 
     They would match subjects of others.
@@ -243,7 +243,7 @@ def test_chunks_that_contradict_themselves_are_refused(fields: dict[str, Any], t
 @pytest.mark.parametrize(
     "field", [("worker", "a.b"), ("worker", ""), ("model", ""), ("model", "a\x00"), ("lease_s", 0), ("free_slots", -1)]
 )
-def test_a_presence_that_cannot_be_true_is_refused(field: tuple[str, object]) -> None:
+def test_a_presence_with_invalid_names_or_numbers_is_refused(field: tuple[str, object]) -> None:
     """A worker's names and numbers are validated before any message is sent to it."""
     fields = msgspec.json.decode(encode_json(presence())) | dict([field])
     with pytest.raises(RemoteProtocolError, match="presence"):
@@ -279,7 +279,7 @@ def test_floats_that_are_no_numbers_are_refused(value: float) -> None:
             decode_request(request_with(sampling={name: value}))
 
 
-def test_errors_of_type_on_the_wire_name_the_range_too() -> None:
+def test_a_wrong_type_in_msgpack_has_the_error_message_of_construction() -> None:
     """A wrong type in msgpack has the same error message as on construction, not msgspec's message."""
     with pytest.raises(InvalidRequest) as caught:
         decode_request(request_with(sampling={"max_tokens": "5"}))
@@ -302,7 +302,7 @@ def test_a_request_that_is_no_map_is_a_protocol_error(value: object) -> None:
     assert request_id_of(pack(value)) is None
 
 
-def test_json_integers_beyond_64_bits_are_refused_where_the_wire_cannot_hold_them() -> None:
+def test_json_integers_that_msgpack_cannot_encode_are_refused_on_construction() -> None:
     """An integer that JSON can encode and msgpack cannot is rejected on construction, with its place."""
     for extra in ({"a": 2**64}, {"a": [{"b": -(2**63) - 1}]}):
         with pytest.raises(InvalidRequest, match=r"sampling\.extra\.a.* is .*; allowed: an integer from -9223"):
@@ -330,7 +330,7 @@ def test_decoded_messages_do_not_keep_the_payload_alive() -> None:
     assert np.asarray(request.prompt_token_ids).base is None
 
 
-def test_an_error_text_is_cut_and_cleaned_by_its_sender() -> None:
+def test_the_sender_truncates_and_cleans_an_error_text() -> None:
     """The sender truncates and cleans an error text, so that no text can make a frame undecodable."""
     error = ChunkError(ErrorCode.ENGINE_ERROR, "\udcff" + "é" * 5000, allowed="x" * 5000)
     chunk = Chunk(
@@ -359,7 +359,7 @@ def test_senders_refuse_contradictions_too() -> None:
             RoutedExperts.from_rows(rows, 0)
 
 
-def test_only_known_things_are_encoded() -> None:
+def test_the_encoder_rejects_objects_of_unknown_types() -> None:
     """The encoder rejects objects of unknown types."""
     with pytest.raises(TypeError, match="a object cannot be sent"):
         encode(LinkMessage(1, [object()]))  # type: ignore[list-item]

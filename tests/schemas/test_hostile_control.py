@@ -91,7 +91,7 @@ def test_a_wrong_field_is_named(fields: dict[str, object], text: str) -> None:
 
 
 @pytest.mark.parametrize("source", [{}, {"path": "/a", "objects": "b/c"}, {"path": None}])
-def test_weights_come_from_one_place(source: dict[str, object]) -> None:
+def test_a_weight_source_is_either_a_path_or_objects(source: dict[str, object]) -> None:
     """A weight source is either a path or objects."""
     error = refused(command="update_weights", id="x", version=1, source=source)
 
@@ -99,7 +99,7 @@ def test_weights_come_from_one_place(source: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("version", [-1, 2**31, None, "7", 1.5])
-def test_a_version_is_a_number_of_the_trainer(version: object) -> None:
+def test_a_version_that_no_chunk_can_contain_is_refused(version: object) -> None:
     """A version that no chunk can contain is rejected."""
     assert "version" in str(refused(command="update_weights", id="x", version=version, source={"path": "/a"}))
 
@@ -111,13 +111,13 @@ def test_at_least_one_request_and_not_too_many_can_be_aborted() -> None:
     assert "65536" in str(refused(command="abort", id="x", request_ids=many))
 
 
-def test_an_id_is_found_in_a_command_that_is_wrong_elsewhere() -> None:
+def test_the_id_of_an_otherwise_invalid_command_can_be_read() -> None:
     """The id of an otherwise invalid command can be read, so that its sender can receive the error."""
     assert command_id_of(pack(command="paus", id="x", what=[1])) == "x"
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[1]", b"null", b'"pause"', b'{"id":"\xff"}'])
-def test_bytes_that_are_no_map_are_an_error(data: bytes) -> None:
+def test_any_bytes_raise_only_documented_errors(data: bytes) -> None:
     """For any bytes, a decoder raises only documented errors."""
     with pytest.raises((InvalidRequest, RemoteProtocolError)):
         decode_command(data)
@@ -160,14 +160,14 @@ def test_deep_nesting_is_a_protocol_error() -> None:
         ("timelines", [TIMELINE | {"events": [{"at": limits.MAX_UNIX_S + 1, "event": "offered"}]}]),
     ],
 )
-def test_an_ack_that_cannot_be_true_is_refused(field: str, value: object) -> None:
+def test_an_ack_with_invalid_names_or_numbers_is_refused(field: str, value: object) -> None:
     """Names and numbers of an ack are validated before it becomes part of a command result."""
     with pytest.raises(RemoteProtocolError, match="ack"):
         decode_ack(pack(**(ACK | {field: value})))
 
 
 @pytest.mark.proves("P90")
-def test_what_newer_workers_say_is_read_as_unknown() -> None:
+def test_unknown_statuses_and_codes_of_newer_workers_are_decoded() -> None:
     """An ack with an unknown status or code is decoded, and an unknown status is not final."""
     ack = decode_ack(pack(**ACK | {"status": "pondered", "error": {"code": "moon_phase", "message": "x"}, "more": 1}))
 
@@ -177,7 +177,7 @@ def test_what_newer_workers_say_is_read_as_unknown() -> None:
     assert ack.error.code is ControlCode.UNKNOWN
 
 
-def test_a_desired_state_of_another_kind_is_refused() -> None:
+def test_an_invalid_value_in_the_bucket_is_no_desired_state() -> None:
     """An invalid value in the bucket does not decode as a desired state."""
     good = msgspec.json.decode(encode_json(DesiredState(model="m")))
     wrong: list[dict[str, object]] = [
@@ -195,7 +195,7 @@ def test_a_desired_state_of_another_kind_is_refused() -> None:
     assert decode_desired(pack(**(good | {"added": "later"}))) == DesiredState(model="m")
 
 
-def test_a_register_follows_from_the_command() -> None:
+def test_each_command_sets_its_register_and_one_off_commands_set_none() -> None:
     """Pause and resume set one register, an update another, and each adapter its own. One-off commands set none."""
     commands = [
         Pause(id="a"),

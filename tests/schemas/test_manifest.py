@@ -59,7 +59,7 @@ def with_digest(made: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def test_a_manifest_comes_back_as_it_was() -> None:
+def test_a_manifest_decodes_to_the_encoded_values() -> None:
     """A manifest decodes to the encoded values, and fields of a newer publisher are ignored."""
     made = manifest()
     decoded = decode_manifest(msgspec.json.encode(made | {"more": 1}))
@@ -70,7 +70,7 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert [entry.item_bytes for entry in decoded.tensors] == [2, 2]
 
 
-def test_the_digest_is_of_the_content_alone() -> None:
+def test_the_digest_depends_only_on_the_content() -> None:
     """The digest depends only on the content: name, order, file, shape and hash.
 
     Delta, publisher and chain do not change it.
@@ -137,7 +137,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], s
         ({"delta": {"encoding": "dense", "num_bytes": 1, "body_bytes": 1, "object": 4096}}, "object"),
     ],
 )
-def test_a_tensor_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
+def test_an_impossible_tensor_is_refused(change: dict[str, Any], said: str) -> None:
     """An impossible tensor is rejected before its size is used."""
     made = manifest()
     made["tensors"][0] |= change
@@ -145,7 +145,7 @@ def test_a_tensor_that_cannot_be_is_refused(change: dict[str, Any], said: str) -
     assert said in refused(made)
 
 
-def test_tensors_and_files_are_there_once() -> None:
+def test_tensors_and_files_have_unique_names() -> None:
     """Tensors and files have unique names, and tensors are in the order of their files."""
     assert "a tensor twice" in refused(with_digest(manifest() | {"tensors": [manifest()["tensors"][0]] * 2}))
     for files in (["b.safetensors", "a.safetensors"], ["config.json"] * 2, [MANIFEST] * 2):
@@ -157,7 +157,7 @@ def test_tensors_and_files_are_there_once() -> None:
         assert "not in the order of their files, or a file is listed twice" in refused(with_digest(made))
 
 
-def test_a_chain_is_bounded() -> None:
+def test_a_chain_with_more_links_than_allowed_is_refused() -> None:
     """A chain with more links than allowed is rejected."""
     made = manifest()
     made["links"] = [made["links"][0]] * MAX_LINKS + [made["links"][-1]]
@@ -166,7 +166,7 @@ def test_a_chain_is_bounded() -> None:
 
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(msgspec.json.encode))
-def test_any_bytes_are_a_manifest_or_refused(data: bytes) -> None:
+def test_any_bytes_decode_to_a_manifest_or_are_refused(data: bytes) -> None:
     """Any bytes that are no manifest raise the same error."""
     with pytest.raises(RemoteProtocolError):
         decode_manifest(data)

@@ -18,7 +18,7 @@ def check(prompt: list[int], **sampling: Any) -> None:
     check_model_limits(GenerateRequest(prompt_token_ids=prompt, sampling=SamplingParams(**sampling)), MODEL)
 
 
-def test_what_just_fits_is_allowed() -> None:
+def test_a_request_at_the_limits_is_allowed() -> None:
     """A request at the limits of context, token ids, logprobs and engine options is allowed."""
     check([99] * 9, max_tokens=1)
     check([0] * 4, max_tokens=6, min_tokens=6, logprobs=5, prompt_logprobs=5, extra={"known": 1})
@@ -41,7 +41,9 @@ def test_what_just_fits_is_allowed() -> None:
         ([0], {"extra": {"unknown": 1}}, "sampling.extra.unknown"),
     ],
 )
-def test_what_does_not_fit_names_its_field(prompt: list[int], sampling: dict[str, Any], field: str) -> None:
+def test_a_request_above_a_limit_is_refused_with_the_name_of_the_field(
+    prompt: list[int], sampling: dict[str, Any], field: str
+) -> None:
     """A request one above a limit is rejected with the name of the field."""
     with pytest.raises(InvalidRequest) as error:
         check(prompt, **{"max_tokens": 1, **sampling})

@@ -12,7 +12,7 @@ from rollbus.schemas.weights import PublishedVersion
     ("kind", "field"),
     [(WorkerCounters, "requests"), (PublishedVersion, "used_bytes"), (PublishedVersion, "chain_length")],
 )
-def test_a_count_that_becomes_no_float_is_refused(kind: type[msgspec.Struct], field: str) -> None:
+def test_a_count_too_large_for_a_float_is_refused(kind: type[msgspec.Struct], field: str) -> None:
     """A count too large for a float is rejected.
 
     JSON integers are unbounded, and one worker could break `/metrics` for all.

@@ -22,7 +22,7 @@ def test_the_lane_follows_the_sign_of_the_priority(priority: int, lane: str) -> 
 
 @pytest.mark.proves("P36")
 @given(wire.requests())
-def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
+def test_child_requests_differ_only_in_their_seed(request: GenerateRequest) -> None:
     """A request for n samples becomes n child requests that share one prompt array. Child i has seed + i."""
     children = expand_children(request)
 
@@ -40,7 +40,7 @@ def test_children_differ_in_their_seed_only(request: GenerateRequest) -> None:
                 assert getattr(child.sampling, name) == getattr(request.sampling, name)
 
 
-def test_a_request_for_one_sample_is_its_own_child() -> None:
+def test_a_request_for_one_sample_is_its_own_child_request() -> None:
     """A request for one sample is its own child request, without a copy."""
     request = GenerateRequest(prompt_token_ids=[1])
 
@@ -68,7 +68,9 @@ def test_a_request_for_one_sample_is_its_own_child() -> None:
         (SamplingParams(temperature=0, extra={"a": 1}), False),
     ],
 )
-def test_what_can_be_continued_has_no_state_besides_its_tokens(params: SamplingParams, continuable: bool) -> None:
+def test_only_requests_without_state_besides_their_tokens_can_be_continued(
+    params: SamplingParams, continuable: bool
+) -> None:
     """Seeded generators, penalties, bad words and engine options depend on more than the tokens so far."""
     assert params.is_continuable is continuable
 

@@ -37,14 +37,14 @@ def test_a_sequence_has_a_row_for_every_position_but_the_last(prompt_len: int, s
 
 
 @pytest.mark.parametrize(("prompt_len", "start"), [(5, 0), (5, 5), (1, 0)])
-def test_before_the_first_token_no_row_is_due(prompt_len: int, start: int) -> None:
+def test_a_request_without_a_token_has_no_rows(prompt_len: int, start: int) -> None:
     """A request without a token, for example after an abort, has no rows."""
     assert expected_rows(prompt_len, start, 0) == 0
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2"])
 @pytest.mark.parametrize("given_dtype", ["u1", "i2", "<u2", ">u2", "i4", "i8"])
-def test_rows_keep_their_values_on_the_way_to_the_wire(dtype: RowDtype, given_dtype: str) -> None:
+def test_rows_of_any_type_and_order_keep_their_ids(dtype: RowDtype, given_dtype: str) -> None:
     """Rows of any integer type, byte order and memory order keep their ids.
 
     They become C-contiguous rows of the model's dtype.
@@ -57,7 +57,7 @@ def test_rows_keep_their_values_on_the_way_to_the_wire(dtype: RowDtype, given_dt
     np.testing.assert_array_equal(rows, ids)
 
 
-def test_rows_that_fit_are_not_copied() -> None:
+def test_rows_in_the_wire_format_are_not_copied() -> None:
     """Rows in the wire format are not copied."""
     rows = np.zeros((2, 3, 4), "u1")
 
@@ -82,6 +82,6 @@ def test_rows_are_never_narrowed_silently(rows: Any, dtype: RowDtype, text: str)
 
 
 @pytest.mark.parametrize("given_dtype", ["u1", "i4"])
-def test_no_rows_have_a_shape_too(given_dtype: str) -> None:
+def test_zero_rows_keep_the_shape_of_layers_and_top_k(given_dtype: str) -> None:
     """Zero rows keep the shape of layers and top-k."""
     assert rows_as_wire(np.zeros((0, 3, 2), given_dtype), "<u2").shape == (0, 3, 2)

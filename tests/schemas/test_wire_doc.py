@@ -7,19 +7,19 @@ import pytest
 from tests.schemas.wire_tables import DOC, ENUMS, LISTS, STRUCTS, TABLE, with_tables
 
 
-def test_the_tables_are_those_of_the_code() -> None:
+def test_the_tables_of_the_document_equal_the_code() -> None:
     """Fields, codes and limits in the document equal the code. `python -m tests.schemas.wire_tables` writes them."""
     text = DOC.read_text()
 
     assert text == with_tables(text)
 
 
-def test_no_message_is_left_out() -> None:
+def test_the_document_has_a_table_for_each_struct_and_enum() -> None:
     """The document has a table for each struct and each enum of the wire format."""
     assert {match[1] for match in TABLE.finditer(DOC.read_text())} == {*STRUCTS, *ENUMS, *LISTS}
 
 
-def test_the_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_repl_session_of_the_document_has_the_documented_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each REPL session in the document, run in the repository's root, has the documented output."""
     monkeypatch.chdir(DOC.parents[1])
     results = doctest.testfile(str(DOC), module_relative=False)
