@@ -111,14 +111,14 @@ async def may(guard: Guarded, name: str, action: str, where: str) -> bool:
         return True
 
 
-def test_every_subject_is_tried() -> None:
+def test_every_subject_has_an_expected_permission() -> None:
     """Each subject of the software has an expected permission in `OWN`."""
     assert list(OWN) == [rule.subject for rule in SUBJECT_RULES]
 
 
 @pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
-async def test_each_subject_is_for_whom_it_is_meant(role: Role, tmp_path: Path) -> None:
+async def test_each_role_can_do_exactly_its_operations_under_its_own_name(role: Role, tmp_path: Path) -> None:
     """A role can do exactly its operations under its own name, and none under the name of another user."""
     async with guarded(tmp_path) as guard:
         found = {(action, where): await may(guard, USERS[role], action, where) for action, where, _ in cases(role)}
@@ -134,7 +134,7 @@ NEVER = [
 
 
 @pytest.mark.parametrize("role", list(Role))
-async def test_nobody_hears_everything(role: Role, tmp_path: Path) -> None:
+async def test_no_role_may_subscribe_to_a_wide_wildcard(role: Role, tmp_path: Path) -> None:
     """No role may subscribe to a wide wildcard or to the answers of another user."""
     async with guarded(tmp_path) as guard:
         heard = [where for where in NEVER if await may(guard, USERS[role], "subscribe", where)]
@@ -194,7 +194,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
 
 @pytest.mark.proves("P25")
 @pytest.mark.parametrize("role", list(Role))
-async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_path: Path) -> None:
+async def test_only_permitted_roles_can_access_streams_and_buckets(role: Role, tmp_path: Path) -> None:
     """Only permitted roles can read, delete or purge the requests of others, or change the desired state."""
     stream = stream_name(Subjects(FLEET), MODEL, "normal")
     async with guarded(tmp_path) as guard:
@@ -204,7 +204,7 @@ async def test_streams_and_buckets_are_for_whom_they_are_meant(role: Role, tmp_p
 
 
 @pytest.mark.proves("P25")
-async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
+async def test_a_trainer_receives_no_results_of_another_trainer(tmp_path: Path) -> None:
     """While a worker answers bob, alice receives only presence, even if she subscribes to all other subjects."""
     heard: list[str] = []
 
@@ -224,7 +224,7 @@ async def test_a_trainer_hears_nothing_of_another(tmp_path: Path) -> None:
     assert set(heard) == {"rb.v1.F.presence.w0"}
 
 
-async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> None:
+async def test_a_user_sees_no_stream_of_another_fleet(tmp_path: Path) -> None:
     """A user of one fleet sees no stream of another fleet, because each fleet is a NATS account of its own."""
     entries = ensure_users(tmp_path, [("one", A, "a"), ("two", A, "b")])
     one, two = (load_credentials(entry.path) for entry in entries)
@@ -237,14 +237,14 @@ async def test_users_of_another_fleet_are_in_another_world(tmp_path: Path) -> No
     assert info["streams"] == 0
 
 
-async def test_no_secret_is_an_error_that_says_so(tmp_path: Path) -> None:
+async def test_a_connection_without_credentials_fails_and_the_error_names_the_option(tmp_path: Path) -> None:
     """A connection without credentials fails, and the error names the option `--creds`."""
     async with guarded(tmp_path) as guard:
         with pytest.raises(BusBroken, match=r"Authorization Violation.*--creds FILE"):
             await open_connection(guard.url, name="nobody")
 
 
-async def test_what_a_stream_delivers_is_nobodys_word(tmp_path: Path) -> None:
+async def test_a_worker_drops_a_command_that_jetstream_delivers(tmp_path: Path) -> None:
     """A worker drops a command that JetStream delivers on an admin's control subject.
 
     A trainer had stored that command in the queue as its request.

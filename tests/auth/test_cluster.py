@@ -65,7 +65,7 @@ def written(folder: Path, nodes: list[str], *options: str) -> list[Path]:
     return [folder / node.file for node in parse_nodes(",".join(nodes))]
 
 
-def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nats_server_accepts_the_written_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """nats-server accepts the written files with and without TLS for clients and routes.
 
     Only the owner can read the files, and a second run never replaces a file.
@@ -85,7 +85,9 @@ def test_nats_server_takes_what_is_written(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "plain/node-x.conf").exists()
 
 
-def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auth_init_writes_a_users_file_that_all_servers_include(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a cluster's folder, `rollbus auth init` writes `users.conf`, which all servers include.
 
     It asks the user to copy the file to each server.
@@ -108,7 +110,7 @@ def test_users_of_a_cluster_need_no_server_of_their_own(tmp_path: Path, capsys: 
         (["--nodes", "a,b,c", "--max-file-store", "much"], "is not a size such as 50GB"),
     ],
 )
-def test_what_cannot_be_configured_is_a_usage_error(
+def test_invalid_options_of_nats_init_are_a_usage_error(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Invalid options of `rollbus nats init` are a usage error, and no file is written."""
@@ -123,7 +125,7 @@ def test_what_cannot_be_configured_is_a_usage_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_tls", [False, True])
-async def test_a_fleet_on_servers_from_the_files(tmp_path: Path, has_tls: bool) -> None:
+async def test_users_on_different_servers_of_a_cluster_share_one_fleet(tmp_path: Path, has_tls: bool) -> None:
     """Users on different servers of the cluster share one fleet, and a connection without credentials is rejected."""
     folder, nodes = tmp_path / "nats", free_nodes(3)
     ensure_users(folder, [("F", Role.WORKER, "w0"), ("F", Role.TRAINER, "alice")])

@@ -86,7 +86,7 @@ async def test_a_worker_cannot_command(tmp_path: Path) -> None:
                 pass
 
 
-async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> None:
+async def test_the_error_of_a_worker_without_a_queue_names_make_queue(tmp_path: Path) -> None:
     """A worker may not create streams.
 
     Its error names `rollbus make-queue`, and the worker serves as soon as an admin has created the queue.
@@ -115,7 +115,7 @@ async def test_a_worker_without_a_queue_says_who_makes_it(tmp_path: Path) -> Non
         ("w0", {}, "credentials belong to the worker w0 of fleet F; allowed: those of a client"),
     ],
 )
-async def test_names_that_are_not_the_users_are_refused_here(
+async def test_the_client_refuses_names_that_differ_from_its_credentials(
     name: str, fields: dict[str, str], problem: str, tmp_path: Path
 ) -> None:
     """The client rejects names that differ from its credentials before it connects.
@@ -129,7 +129,7 @@ async def test_names_that_are_not_the_users_are_refused_here(
     assert problem in str(caught.value)
 
 
-def test_a_worker_with_anothers_credentials_is_refused_here() -> None:
+def test_a_worker_configuration_refuses_the_credentials_of_another_user() -> None:
     """A worker's configuration rejects the credentials of another worker and of a client."""
     own = Credentials(fleet=FLEET, role=Role.WORKER, name="w0", seed=new_seed())
     client = Credentials(fleet=FLEET, role=Role.TRAINER, name="w0", seed=new_seed())
@@ -138,7 +138,7 @@ def test_a_worker_with_anothers_credentials_is_refused_here() -> None:
             WorkerConfig(nats_url="", model=MODEL, fleet=FLEET, worker_id=worker_id, credentials=credentials)
 
 
-async def test_a_worker_that_may_nothing_ends_with_the_reason(tmp_path: Path) -> None:
+async def test_a_worker_with_the_key_of_a_trainer_ends_with_permission_denied(tmp_path: Path) -> None:
     """A worker with the key of a trainer ends with `PermissionDenied` and does not wait for a lease."""
     async with guarded(tmp_path) as guard:
         forged = Credentials(fleet=FLEET, role=Role.WORKER, name="w9", seed=guard.credentials("alice").seed)
@@ -147,7 +147,7 @@ async def test_a_worker_that_may_nothing_ends_with_the_reason(tmp_path: Path) ->
             await Worker(config, SyntheticEngine()).run()
 
 
-async def test_a_key_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
+async def test_the_server_refuses_an_unknown_key(tmp_path: Path) -> None:
     """The server rejects an unknown key, for example after `rollbus auth remove`.
 
     Neither the error nor a representation contains the secret.
@@ -162,7 +162,7 @@ async def test_a_key_that_the_server_does_not_know_is_refused(tmp_path: Path) ->
         assert "pw" not in shown
 
 
-async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_log_contains_a_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No log contains a seed, even at the level DEBUG."""
     caplog.set_level(logging.DEBUG)
     async with guarded(tmp_path) as guard:
@@ -175,7 +175,7 @@ async def test_a_secret_stands_in_no_log(tmp_path: Path, caplog: pytest.LogCaptu
     assert [seed for seed in seeds if seed in log] == []
 
 
-async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
+async def test_a_server_without_users_accepts_a_client_with_credentials(tmp_path: Path) -> None:
     """On a server without users, a client with credentials can connect, and takes its name from them."""
     credentials = Credentials(fleet=FLEET, role=Role.ADMIN, name="boss", seed=new_seed())
     async with EmbeddedServer() as server:
@@ -185,7 +185,7 @@ async def test_an_open_server_asks_nobody(tmp_path: Path) -> None:
             assert "boss" in repr(rb)
 
 
-async def test_a_worker_records_nothing_for_a_controller(tmp_path: Path) -> None:
+async def test_a_worker_may_not_record_a_command(tmp_path: Path) -> None:
     """A worker may not record a command, so a command that was published without a record fails immediately."""
     subjects = Subjects(FLEET)
     acks: asyncio.Queue[Ack] = asyncio.Queue()

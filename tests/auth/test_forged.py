@@ -158,7 +158,7 @@ async def test_a_forged_state_changes_nothing(tmp_path: Path) -> None:
         assert attack.worker.stats().bad_commands > 0
 
 
-async def test_a_history_of_forged_states_leaves_a_worker_where_it_was(tmp_path: Path) -> None:
+async def test_a_history_of_forged_states_does_not_change_a_worker(tmp_path: Path) -> None:
     """Forged states can push all signed states out of the bucket.
 
     A process that has read the last signed state keeps it and writes it again.
@@ -208,7 +208,9 @@ async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
     assert heard == []
 
 
-async def test_a_command_that_was_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_is_sent_again_has_no_second_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A command that is sent again under its id has no second effect.
 
     After its signature has expired, it has no effect at all.
@@ -275,7 +277,7 @@ async def published_states(attack: Attack) -> dict[str, tuple[bytes, dict[str, s
     return found
 
 
-async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
+async def test_a_publisher_can_change_only_weights(tmp_path: Path) -> None:
     """With a publisher's key, and a connection that may store any message, only the weights of the state can change."""
     async with attacked(tmp_path) as attack:
         forged = await published_states(attack)
@@ -285,7 +287,7 @@ async def test_a_publisher_writes_nothing_but_weights(tmp_path: Path) -> None:
         await attack.assert_unmoved()
 
 
-async def test_a_publisher_takes_no_running_worker_back(tmp_path: Path) -> None:
+async def test_a_publisher_cannot_return_a_running_worker_to_an_older_state(tmp_path: Path) -> None:
     """A publisher cannot return a running worker to an older state, even if the history contains only its states.
 
     It tries an admin's older base and a state as of a lost bucket.
@@ -303,7 +305,7 @@ async def test_a_publisher_takes_no_running_worker_back(tmp_path: Path) -> None:
         await attack.assert_unmoved()
 
 
-async def test_a_publisher_gives_no_other_commands(tmp_path: Path) -> None:
+async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: Path) -> None:
     """The client of a publisher rejects every other command immediately.
 
     A worker that receives such a command answers `not_allowed`.

@@ -83,7 +83,7 @@ async def put_back(_guard: Guarded, nats: Connection) -> None:
 
 
 @pytest.mark.parametrize("attack", [change, unsign, leave_out, borrow, sign_as_publisher, put_back])
-async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, tmp_path: Path) -> None:
+async def test_a_folder_that_differs_from_the_signed_folder_is_refused(attack: Attack, tmp_path: Path) -> None:
     """A worker rejects a folder that differs from the signed one with `bad_source`, and stores nothing."""
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
         await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
@@ -97,7 +97,7 @@ async def test_a_folder_that_is_not_as_it_was_signed_is_refused(attack: Attack, 
     assert not (tmp_path / "cache").exists()
 
 
-async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
+async def test_a_worker_ignores_an_unsigned_file_in_a_signed_folder(tmp_path: Path) -> None:
     """A worker ignores an unsigned file that was added to a signed folder."""
     async with guarded(tmp_path / "auth") as guard, guard.connected("boss") as boss:
         await ensure_bucket(boss, BUCKET, max_bytes=64 * MEGABYTE)
@@ -110,7 +110,7 @@ async def test_a_file_that_nobody_signed_is_not_seen(tmp_path: Path) -> None:
     assert files_in(fetched) == files_in(tmp_path / "one")
 
 
-async def test_a_folder_that_was_put_without_a_signature_can_be_signed(tmp_path: Path) -> None:
+async def test_a_folder_that_was_stored_without_a_signature_can_be_signed(tmp_path: Path) -> None:
     """An admin can sign a folder that was stored without a signature, for example by NATS's own tools.
 
     A worker cannot sign it.

@@ -57,7 +57,7 @@ def written(folder: Path, *options: str, port: int = 7422) -> tuple[Path, Path]:
     return folder / "leaf-leaf.conf", folder / "leafs.conf"
 
 
-def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
+def test_nats_server_accepts_the_written_files(tmp_path: Path) -> None:
     """nats-server accepts the files with and without TLS on the link.
 
     Only the owner can read the seeds, and a second run replaces the users.
@@ -93,7 +93,7 @@ def test_nats_server_takes_what_is_written(tmp_path: Path) -> None:
         (["--hub", "nats://a", "--user", "trainer-alice"], "is not a list of hosts"),
     ],
 )
-def test_what_cannot_be_a_leaf_is_a_usage_error(
+def test_invalid_options_of_nats_leaf_are_a_usage_error(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Invalid options of `rollbus nats leaf` are a usage error, and no file is written."""
@@ -178,7 +178,7 @@ async def site(folder: Path, *, is_honest: bool = True) -> AsyncIterator[Site]:
 
 
 @pytest.mark.slow
-async def test_a_leaf_is_as_the_hub(tmp_path: Path) -> None:
+async def test_workers_of_leaf_and_hub_serve_trainers_on_both_sides(tmp_path: Path) -> None:
     """Workers on both sides serve trainers on both sides.
 
     An admin's commands reach all workers, and a trainer's commands are denied.
@@ -207,7 +207,7 @@ async def test_a_leaf_is_as_the_hub(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_honest", [True, False])
-async def test_a_leaf_may_no_more_than_its_users(tmp_path: Path, is_honest: bool) -> None:
+async def test_the_hub_denies_a_leaf_the_subjects_of_other_users(tmp_path: Path, is_honest: bool) -> None:
     """The hub denies a leaf the subjects of other users, also as reply subjects.
 
     It does so even if the leaf permits everything.
@@ -250,7 +250,7 @@ async def test_a_leaf_may_no_more_than_its_users(tmp_path: Path, is_honest: bool
 
 
 @pytest.mark.slow
-async def test_a_cut_link_loses_nothing(tmp_path: Path) -> None:
+async def test_a_trainer_loses_no_request_while_the_link_of_its_leaf_is_cut(tmp_path: Path) -> None:
     """While a leaf's link is cut, its trainer loses no request.
 
     This holds for requests that run at the hub and for new requests.

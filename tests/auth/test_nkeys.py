@@ -17,7 +17,7 @@ def test_a_seed_gives_the_public_key_that_nats_documents() -> None:
     assert public_key(SEED) == PUBLIC
 
 
-def test_a_new_seed_has_the_same_form_and_is_new() -> None:
+def test_each_new_seed_is_unique_and_has_the_format_of_nats() -> None:
     """Each new seed is unique, has the format of NATS and has a public key."""
     seeds = {new_seed() for _ in range(8)}
 
@@ -27,7 +27,7 @@ def test_a_new_seed_has_the_same_form_and_is_new() -> None:
     assert {public_key(seed)[0] for seed in seeds} == {"U"}
 
 
-def test_what_is_signed_can_be_verified_with_the_public_key() -> None:
+def test_a_server_verifies_the_signature_of_its_nonce_with_the_public_key() -> None:
     """A server that knows only the public key can verify the signature of its nonce."""
     key = base64.b32decode(PUBLIC)[1:33]
 
@@ -35,7 +35,7 @@ def test_what_is_signed_can_be_verified_with_the_public_key() -> None:
 
 
 @pytest.mark.parametrize("seed", ["", "SU", PUBLIC, SEED[:-1] + "A", SEED.lower(), "SA" + SEED[2:], "SU1" + SEED[3:]])
-def test_what_is_no_seed_of_a_user_is_refused_and_not_quoted(seed: str) -> None:
+def test_an_invalid_seed_is_refused_and_not_quoted(seed: str) -> None:
     """A seed of another kind, a seed with a typing error and a public key are rejected.
 
     The error does not quote them.

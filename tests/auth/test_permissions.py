@@ -20,13 +20,13 @@ def user(role: Role, name: str) -> User:
     return User(fleet="F", role=role, name=name, public_key="U", models=("m",) if role is Role.PUBLISHER else ())
 
 
-def test_every_subject_of_the_software_has_a_decision() -> None:
+def test_every_subject_has_a_rule() -> None:
     """Each subject of bus/subjects.py has a rule."""
     assert [rule.subject for rule in SUBJECT_RULES] == ROW.findall(rollbus.bus.subjects.__doc__ or "")
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_what_two_users_of_a_role_share_names_neither(role: Role) -> None:
+def test_permissions_of_two_users_of_a_role_differ_only_in_the_name(role: Role) -> None:
     """The permissions of two users of a role differ only in the user's name."""
     one, other = permissions(user(role, "one")), permissions(user(role, "other"))
 
@@ -36,7 +36,7 @@ def test_what_two_users_of_a_role_share_names_neither(role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", CLIENTS)
-def test_a_client_names_itself_wherever_a_client_stands(role: Role) -> None:
+def test_only_observers_of_acks_have_a_wildcard_in_place_of_a_client(role: Role) -> None:
     """A client's permissions have a wildcard in place of a client only where an admin or a frontend observes acks.
 
     Presence of workers names no client.
@@ -52,7 +52,7 @@ def test_a_client_names_itself_wherever_a_client_stands(role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
+def test_only_an_admin_may_change_a_stream(role: Role) -> None:
     """Only an admin may change a stream, because a stream's configuration could copy every subject into it.
 
     A publisher may purge its own bucket.
@@ -71,7 +71,7 @@ def test_nobody_but_an_admin_may_change_a_stream(role: Role) -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
+def test_no_role_may_read_a_queue_by_sequence_or_with_its_own_consumer(role: Role) -> None:
     """No role may read a queue by sequence number, directly or with a consumer of its own.
 
     Only the worker that pulls a request receives it.
@@ -85,7 +85,7 @@ def test_nobody_may_read_a_queue_but_by_taking_from_it(role: Role) -> None:
     assert reads == []
 
 
-def test_the_documented_table_is_the_code() -> None:
+def test_the_documented_tables_equal_the_code() -> None:
     """The tables in docs/operate/secure.md equal the code. `python -m tests.auth.permissions_doc` writes them."""
     text = DOC.read_text()
 

@@ -37,7 +37,7 @@ HUGE = 2**60
 
 
 @pytest.mark.parametrize("name", ["alice", "w0", "front", "eye", "dave"])
-async def test_who_is_no_publisher_of_the_model_stores_nothing(name: str, tmp_path: Path) -> None:
+async def test_only_a_publisher_of_the_model_may_store_objects(name: str, tmp_path: Path) -> None:
     """Only a publisher of the model may store object chunks, a manifest or a chain.
 
     A publisher of another model may not.
@@ -164,7 +164,7 @@ HOSTILE: tuple[dict[str, Any], ...] = (
 """Changes to a version that a hostile publisher makes."""
 
 
-async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
+async def test_a_worker_rejects_an_invalid_version_of_its_publisher(tmp_path: Path) -> None:
     """A worker rejects an invalid version that the model's publisher signed, and loads a valid version after it."""
     async with scene(tmp_path) as it:
         for hostile in HOSTILE:
@@ -173,7 +173,7 @@ async def test_a_hostile_version_does_nothing(tmp_path: Path) -> None:
         assert folder_content(it.second) in it.contents()
 
 
-async def test_a_run_of_publications_is_loaded_by_workers_that_demand_signatures(tmp_path: Path) -> None:
+async def test_workers_that_require_signatures_load_anchor_deltas_and_adapter(tmp_path: Path) -> None:
     """Server and workers accept an anchor, deltas and an adapter from the publisher of the model.
 
     Only a user that may send `load_lora`, such as an admin, can load the adapter. A publisher may not.

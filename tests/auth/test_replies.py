@@ -167,7 +167,7 @@ async def victims(guard: Guarded, heard: list[tuple[str, str]]) -> AsyncIterator
 
 
 @pytest.mark.parametrize("role", list(ATTACKERS))
-async def test_no_reply_reaches_what_the_user_may_not_publish(role: Role, tmp_path: Path) -> None:
+async def test_no_reply_subject_reaches_a_subject_that_the_user_may_not_publish(role: Role, tmp_path: Path) -> None:
     """No permitted subject and reply subject of a role changes streams, others' requests or desired states."""
     name = ATTACKERS[role]
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))
@@ -212,7 +212,7 @@ def allowed(role: Role, name: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("role", list(ATTACKERS))
-async def test_a_fleet_serves_on_through_the_attack(role: Role, tmp_path: Path) -> None:
+async def test_a_worker_answers_all_requests_while_an_attacker_sends_reply_subjects(role: Role, tmp_path: Path) -> None:
     """While an attacker publishes with all reply subjects, a worker answers all requests of bob."""
     name = ATTACKERS[role]
     own = permissions(User(fleet=FLEET, role=role, name=name, public_key="U", models=PUBLISHED.get(name, ())))

@@ -49,7 +49,7 @@ async def serving(
         yield worker
 
 
-async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
+async def test_all_requests_of_a_trainer_finish(tmp_path: Path) -> None:
     """A trainer's requests finish through the queue, in a session, as a closed stream, and when a worker stops."""
     slow = SyntheticConfig(step_s=0.01)
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=slow):
@@ -73,7 +73,7 @@ async def test_a_trainer_generates_end_to_end(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
-async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
+async def test_two_trainers_with_the_same_request_id_receive_their_own_results(tmp_path: Path) -> None:
     """Two trainers with the same request id each receive their own result."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         async with rollbus.connect(guard.login("alice")) as alice, rollbus.connect(guard.login("bob")) as bob:
@@ -86,7 +86,7 @@ async def test_two_trainers_do_not_disturb_each_other(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
-async def test_an_admin_commands_and_uploads(tmp_path: Path) -> None:
+async def test_an_admin_can_send_commands_and_upload_weights(tmp_path: Path) -> None:
     """An admin can pause, resume, update weights by path and upload, check weights and reset, with `--creds`."""
     one, two = folders(tmp_path / "weights")
     async with guarded(tmp_path / "auth") as guard:
@@ -135,7 +135,7 @@ async def test_an_upload_of_a_publisher_leaves_room_for_the_chain_record(tmp_pat
         await uploads.put(MODEL, command, one)
 
 
-async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
+async def test_a_publisher_can_update_the_weights_of_its_models(tmp_path: Path) -> None:
     """A publisher can generate and update weights by path and by upload.
 
     An admin's pause remains in force during its updates.
@@ -167,7 +167,7 @@ async def test_a_publisher_gives_its_models_new_weights(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
-async def test_an_admin_signs_what_was_stored_before_there_were_signatures(tmp_path: Path) -> None:
+async def test_a_worker_ignores_an_unsigned_state_until_an_admin_signs_the_state(tmp_path: Path) -> None:
     """A worker ignores an unsigned state until an admin signs it with `rollbus sign`."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as nats:
         pause = Pause(id="p", epoch=1, model=MODEL)
@@ -217,7 +217,7 @@ async def test_a_frontend_serves_http(tmp_path: Path) -> None:
         assert guard.violations() == []
 
 
-async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
+async def test_a_viewer_claims_no_client_name(tmp_path: Path) -> None:
     """`rollbus status` with the credentials of a running trainer does not disturb the trainer's requests."""
     async with guarded(tmp_path) as guard, serving(guard, "w0", config=SyntheticConfig(step_s=0.005)):
         async with rollbus.connect(guard.login("alice")) as rb:
@@ -232,7 +232,9 @@ async def test_who_only_looks_takes_no_name(tmp_path: Path) -> None:
         assert chunks[-1].error is None
 
 
-async def test_the_environment_names_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_defines_fleet_client_name_and_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The credentials file in $ROLLBUS_CREDS defines the fleet, the client's name and the key."""
     async with guarded(tmp_path) as guard, serving(guard, "w0"):
         monkeypatch.setenv(CREDENTIALS_VARIABLE, str(guard.path("alice")))

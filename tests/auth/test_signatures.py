@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_signed_is_good(folder: Path) -> None:
+def test_a_signature_shows_the_user_and_the_allowed_changes(folder: Path) -> None:
     """A worker learns from a signature which user signed the message, and what that user may change."""
     reader = Signatures(credentials(folder, WORKER))
     boss = Signatures(credentials(folder, BOSS))
@@ -51,7 +51,7 @@ def test_what_is_signed_is_good(folder: Path) -> None:
     assert boss.own == signed.by
 
 
-def test_who_may_change_nothing_signs_nothing(folder: Path) -> None:
+def test_a_worker_has_no_certificate_and_signs_nothing(folder: Path) -> None:
     """A worker's credentials contain the root keys that it trusts and no certificate, so a worker signs nothing."""
     worker = Signatures(credentials(folder, WORKER))
 
@@ -74,14 +74,14 @@ def test_without_users_nothing_is_signed_or_checked() -> None:
 @pytest.mark.parametrize(
     ("subject", "data"), [("rb.v1.F.control.other", DATA), (SUBJECT, DATA + b" "), ("$KV.rollbus.F.m", DATA)]
 )
-def test_a_signature_is_for_its_subject_and_content_alone(subject: str, data: bytes, folder: Path) -> None:
+def test_a_signature_is_valid_only_for_its_subject_and_content(subject: str, data: bytes, folder: Path) -> None:
     """A signature is invalid for other content and for the subject of another controller or of a state."""
     reader = Signatures(credentials(folder, WORKER))
     with pytest.raises(BadSignature, match="is not the one that admin boss signed"):
         reader.check(subject, data, Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA))
 
 
-def test_another_fleets_root_certifies_nothing_here(folder: Path) -> None:
+def test_a_signature_of_an_admin_of_another_fleet_is_invalid(folder: Path) -> None:
     """A signature of another fleet's admin is invalid."""
     reader = Signatures(credentials(folder, WORKER))
     other = Signatures(credentials(folder, ("G", Role.ADMIN, "boss")))
@@ -89,7 +89,7 @@ def test_another_fleets_root_certifies_nothing_here(folder: Path) -> None:
         reader.check(SUBJECT, DATA, other.headers(SUBJECT, DATA))
 
 
-def test_one_root_key_of_two_fleets_does_not_mix_them(folder: Path) -> None:
+def test_certificates_of_a_copied_root_key_are_invalid_in_another_fleet(folder: Path) -> None:
     """Certificates name their fleet, so copying root.seed to another fleet does not make them valid there."""
     mine = credentials(folder, WORKER)
     boss = credentials(folder, ("G", Role.ADMIN, "boss"))
@@ -98,7 +98,7 @@ def test_one_root_key_of_two_fleets_does_not_mix_them(folder: Path) -> None:
         reader.check(SUBJECT, DATA, Signatures(boss).headers(SUBJECT, DATA))
 
 
-def test_a_certificate_of_ones_own_making_is_none(folder: Path) -> None:
+def test_a_certificate_that_a_worker_signs_itself_is_invalid(folder: Path) -> None:
     """A certificate that a worker signs itself is invalid.
 
     An admin's certificate is invalid with a signature of the worker's key.
@@ -114,7 +114,7 @@ def test_a_certificate_of_ones_own_making_is_none(folder: Path) -> None:
         reader.check(SUBJECT, DATA, Signatures(taken).headers(SUBJECT, DATA))
 
 
-def test_what_a_server_has_signed_at_login_is_no_signature(folder: Path) -> None:
+def test_a_signed_login_nonce_is_no_message_signature(folder: Path) -> None:
     """A server cannot obtain a message signature as a nonce, because a user signs nonces with another key."""
     boss = credentials(folder, BOSS)
     text = Signatures(boss).headers(SUBJECT, DATA)[SIGNED]
@@ -135,7 +135,7 @@ def test_any_other_header_is_refused(header: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["", "-1", "1" * 16, "x", "²"])
-def test_the_time_is_digits(at: str, folder: Path) -> None:
+def test_the_time_of_a_signature_consists_of_digits(at: str, folder: Path) -> None:
     """The time of a signature consists of digits, and a signature with another time is invalid."""
     certificate, _, signature = Signatures(credentials(folder, BOSS)).headers(SUBJECT, DATA)[SIGNED].rsplit(".", 2)
     with pytest.raises(BadSignature):
@@ -168,7 +168,7 @@ def test_a_folder_of_an_earlier_release_gets_root_and_certificates(folder: Path)
     assert [path.read_bytes() for path in paths] == contents
 
 
-def test_a_file_that_was_moved_away_is_renewed_there(folder: Path, tmp_path: Path) -> None:
+def test_auth_certify_renews_a_moved_credentials_file(folder: Path, tmp_path: Path) -> None:
     """`auth certify` renews a moved credentials file if its key belongs to a user of the folder."""
     path = tmp_path / "moved.creds"
     credentials_path(folder, *BOSS).rename(path)
@@ -181,7 +181,7 @@ def test_a_file_that_was_moved_away_is_renewed_there(folder: Path, tmp_path: Pat
         certify(folder, path)
 
 
-def test_a_root_key_is_replaced_while_the_old_one_still_counts(folder: Path) -> None:
+def test_readers_trust_the_old_and_the_new_root_key_during_a_replacement(folder: Path) -> None:
     """If the root key is moved to root-old.seed, a run creates a new one and readers trust both.
 
     After root-old.seed is deleted, they trust only the new one.
@@ -201,7 +201,7 @@ def test_a_root_key_is_replaced_while_the_old_one_still_counts(folder: Path) -> 
         reader.check(SUBJECT, DATA, old.headers(SUBJECT, DATA))
 
 
-def test_the_root_key_stands_in_no_other_file(folder: Path) -> None:
+def test_only_root_seed_contains_the_root_key(folder: Path) -> None:
     """Only root.seed contains the root key, and its representation does not show the key."""
     secret = (folder / "F" / "root.seed").read_text().strip()
     others = [path for path in folder.rglob("*") if path.is_file() and path.name != "root.seed"]
@@ -210,7 +210,7 @@ def test_the_root_key_stands_in_no_other_file(folder: Path) -> None:
     assert secret not in repr(ensure_roots(folder / "F"))
 
 
-def test_what_is_no_root_key_is_refused_and_kept(folder: Path) -> None:
+def test_an_invalid_root_seed_is_an_error_and_not_overwritten(folder: Path) -> None:
     """An invalid root.seed is an error. The file is not overwritten, and nothing is certified."""
     (folder / "F" / "root.seed").write_text("short\n")
     with pytest.raises(BusBroken, match=r"root\.seed is not a root key"):
@@ -219,7 +219,7 @@ def test_what_is_no_root_key_is_refused_and_kept(folder: Path) -> None:
     assert (folder / "F" / "root.seed").read_text() == "short\n"
 
 
-def test_a_publishers_models_are_told_once_and_kept(folder: Path) -> None:
+def test_a_run_without_models_keeps_the_models_of_a_publisher(folder: Path) -> None:
     """A run without models keeps a publisher's models.
 
     A run with models replaces them in certificate and permissions.
@@ -236,7 +236,7 @@ def test_a_publishers_models_are_told_once_and_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("one", "models"), [(("F", Role.PUBLISHER, "d"), ()), (("F", Role.TRAINER, "d"), ("m",))])
-def test_publishers_have_models_and_nobody_else(
+def test_models_are_required_for_a_publisher_and_refused_for_other_roles(
     one: tuple[str, Role, str], models: tuple[str, ...], folder: Path
 ) -> None:
     """Models are required for a publisher and not allowed for other roles."""
@@ -244,7 +244,7 @@ def test_publishers_have_models_and_nobody_else(
         ensure_users(folder, [one], {one: models})
 
 
-def test_credentials_with_a_broken_root_are_none(folder: Path) -> None:
+def test_a_damaged_credentials_file_is_refused_when_loaded(folder: Path) -> None:
     """A truncated or edited credentials file is rejected when it is loaded, not when the first command arrives."""
     path = credentials_path(folder, *WORKER)
     fields = msgspec.json.decode(path.read_bytes())

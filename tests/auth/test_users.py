@@ -32,7 +32,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_files_with_secrets(tmp_path: Path) -> None:
     """Files have mode 0600 and folders 0700, and the server's files contain only public keys."""
     [entry] = ensure_users(tmp_path / "auth", [ALICE])
     seed = load_credentials(entry.path).seed
@@ -57,7 +57,7 @@ def test_a_second_run_adds_and_changes_no_key(tmp_path: Path) -> None:
     assert secret
 
 
-def test_a_key_of_an_interrupted_run_is_taken(tmp_path: Path) -> None:
+def test_a_key_of_an_interrupted_run_is_kept_and_listed(tmp_path: Path) -> None:
     """If an interrupted run wrote a key and did not list it, the next run does not overwrite the key and lists it."""
     [alice] = ensure_users(tmp_path, [ALICE])
     secret = alice.path.read_bytes()
@@ -68,7 +68,7 @@ def test_a_key_of_an_interrupted_run_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"fleet": "F", "role": "trainer", "name": "alice", "seed": "SUX"}'])
-def test_what_is_no_credentials_file_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+def test_an_invalid_credentials_file_is_an_error_and_not_overwritten(text: str, tmp_path: Path) -> None:
     """An invalid file at the path of a user's credentials is an error.
 
     It is neither used nor overwritten, and the error does not quote it.
@@ -96,7 +96,7 @@ def test_two_clients_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "*", ">", "../x", "a b", "x" * 65])
-def test_a_name_that_reaches_others_subjects_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_with_a_dot_or_a_wildcard_is_refused(name: str, tmp_path: Path) -> None:
     """A name with a dot or a wildcard is rejected, because it could match subjects of others."""
     with pytest.raises((InvalidRequest, BusBroken)):
         ensure_users(tmp_path, [("F", Role.TRAINER, name)])
@@ -104,7 +104,7 @@ def test_a_name_that_reaches_others_subjects_is_refused(name: str, tmp_path: Pat
     assert not list(tmp_path.glob("F/*"))
 
 
-def test_who_is_removed_is_gone_and_gets_another_key(tmp_path: Path) -> None:
+def test_a_removed_user_gets_a_new_key_when_added_again(tmp_path: Path) -> None:
     """A removed user disappears from the server's configuration, and gets a new key if it is added again."""
     [before] = ensure_users(tmp_path, [ALICE])
     assert remove_user(tmp_path, ALICE)
@@ -159,7 +159,7 @@ def init(folder: Path, *options: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
-async def test_a_server_lets_in_whom_init_made(tmp_path: Path) -> None:
+async def test_a_server_accepts_the_users_of_auth_init(tmp_path: Path) -> None:
     """A nats-server with the files of `auth init` accepts its users.
 
     After a reload, it also accepts users that were added.
@@ -202,7 +202,7 @@ async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
     assert (seen.returncode, "no live workers" in seen.stderr) == (5, True)
 
 
-def test_files_of_tls_that_are_none_are_named() -> None:
+def test_the_error_for_a_missing_tls_file_names_the_file() -> None:
     """The error for a missing TLS file names the file."""
     with pytest.raises(BusBroken, match=r"/nonexistent\.pem is not possible"):
         Tls(ca="/nonexistent.pem").context()
@@ -219,7 +219,7 @@ def test_files_of_tls_that_are_none_are_named() -> None:
         (("--trainer", "admin"), "a name of its own"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(options: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+def test_invalid_options_of_auth_init_are_a_usage_error(options: tuple[str, ...], problem: str, tmp_path: Path) -> None:
     """Invalid options of `rollbus auth init` are a usage error, and no file is written."""
     done = rollbus("auth", "init", "--dir", str(tmp_path / "d"), *options)
 

@@ -79,7 +79,7 @@ async def test_other_roles_do_not_publish(tmp_path: Path, name: str) -> None:
         assert await read_chain(boss, FLEET, MODEL) is None
 
 
-async def test_a_record_that_no_publisher_signed_does_not_count(tmp_path: Path) -> None:
+async def test_a_publisher_ignores_an_unsigned_chain_record(tmp_path: Path) -> None:
     """A publisher ignores an unsigned chain record and acquires the lease in a higher epoch."""
     async with guarded(tmp_path) as guard, guard.connected("boss") as boss:
         forged = ChainRecord(model=MODEL, epoch=0, holder=Holder(publisher="mallory", incarnation="x"))

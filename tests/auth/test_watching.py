@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("watcher", "commander"), [("front", "boss"), ("boss", "front")])
-async def test_commanders_see_commands_of_each_other(watcher: str, commander: str, tmp_path: Path) -> None:
+async def test_an_admin_and_a_frontend_observe_commands_of_each_other(
+    watcher: str, commander: str, tmp_path: Path
+) -> None:
     """An admin and a frontend observe each other's commands and acks, which other roles cannot forge.
 
     They can also list the clients of waiting requests.
@@ -53,7 +55,7 @@ async def test_commanders_see_commands_of_each_other(watcher: str, commander: st
 
 
 @pytest.mark.parametrize("name", ["alice", "carol", "eye"])
-async def test_others_may_not(name: str, tmp_path: Path) -> None:
+async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -> None:
     """For other roles, observing commands fails with `PermissionDenied`, and the client's requests continue."""
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
