@@ -18,7 +18,7 @@ NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
 
 
 @needs_promtool
-def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration_and_rules(tmp_path: Path) -> None:
     """The configuration and rules pass promtool's check, so Prometheus starts with them.
 
     Only the path of the token's file differs from the container's.
@@ -32,7 +32,7 @@ def test_promtool_takes_configuration_and_rules(tmp_path: Path) -> None:
 
 
 @needs_promtool
-def test_promtool_finds_nothing_else_to_say_of_the_metrics(exposition: str) -> None:
+def test_promtool_reports_only_the_colon_in_the_names_of_vllm(exposition: str) -> None:
     """The check of the metrics reports only the colon in vLLM's own names, which programs read.
 
     All other names and texts follow Prometheus's advice.
@@ -60,7 +60,7 @@ def test_each_alert_has_a_unit_test() -> None:
         assert any(f'alertname="{name}"' in sample["labels"] for samples in expected for sample in samples), name
 
 
-def test_each_alert_says_what_to_do() -> None:
+def test_each_alert_has_a_summary_an_action_and_a_severity() -> None:
     """Each alert has a summary, an action, a page, a severity and a wait.
 
     The table of the page lists all alerts with severity and wait.
@@ -77,7 +77,7 @@ def test_each_alert_says_what_to_do() -> None:
     assert len({rule["annotations"]["action"] for rule in alerts}) == len(alerts)
 
 
-def test_rules_ask_for_metrics_that_there_are(exposition: str) -> None:
+def test_rules_use_existing_metrics_and_labels(exposition: str) -> None:
     """Each metric and label of a rule is in the exposition, and so are the labels in the alert's texts."""
     known = dict(catalogue(exposition))
     states: set[str] = set()

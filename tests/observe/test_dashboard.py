@@ -31,7 +31,7 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
     )
 
 
-def test_every_query_asks_for_what_there_is(exposition: str) -> None:
+def test_every_query_uses_existing_metrics_and_labels(exposition: str) -> None:
     """Queries of panels, variables and annotations use existing metrics and labels.
 
     Legends use labels of the result.
@@ -58,13 +58,13 @@ def test_every_query_asks_for_what_there_is(exposition: str) -> None:
         "rollbus_bus_up 1",
     ],
 )
-def test_a_wrong_query_is_found(exposition: str, query: str) -> None:
+def test_the_parser_rejects_wrong_queries(exposition: str, query: str) -> None:
     """The parser rejects queries that Prometheus would reject, or that would never have a result."""
     with pytest.raises(QueryError):
         read(query, catalogue(exposition))
 
 
-def test_panels_have_places_and_names_of_their_own() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     """Ids are unique, and no panel overlaps another or exceeds 24 columns. Each panel has a description and a unit."""
     found = panels()
     assert len({panel["id"] for panel in found}) == len(found)
@@ -81,7 +81,7 @@ def test_panels_have_places_and_names_of_their_own() -> None:
         assert set(units) <= UNITS, panel["title"]
 
 
-def test_every_variable_is_there_and_used() -> None:
+def test_every_variable_exists_and_is_used() -> None:
     """Each `$name` in a query is a variable of the dashboard or of Grafana, and each variable is used."""
     text = json.dumps([dashboard()["panels"], dashboard()["annotations"], [*variables().values()]])
     used = set(re.findall(r"\$\{?([a-z_]\w*)\}?", text)) - {"__all"}
@@ -99,7 +99,7 @@ def data_sources(value: Any) -> set[str]:
     return own.union(*map(data_sources, value.values()))
 
 
-def test_the_data_source_is_the_readers_choice() -> None:
+def test_the_dashboard_does_not_name_the_data_source_of_compose() -> None:
     """The dashboard does not name the data source of compose.yaml, so it can be loaded elsewhere."""
     assert data_sources(dashboard()) == {"${datasource}", "-- Grafana --"}
     assert (dashboard()["id"], dashboard()["uid"]) == (None, "rollbus-fleet")
@@ -132,7 +132,7 @@ def test_prometheus_scrapes_the_service_of_compose() -> None:
     assert COMPOSE["configs"][mounted["source"]] == {"content": token.replace(":-}", ":-none}")}
 
 
-def test_grafana_lets_nobody_change_anything() -> None:
+def test_in_grafana_every_user_can_read_and_no_user_can_log_in() -> None:
     """Every user can read and no user can log in, so no default password remains."""
     settings = COMPOSE["services"]["grafana"]["environment"]
 

@@ -36,7 +36,7 @@ def by_probe() -> str:
 
 
 @pytest.mark.parametrize("write", [by_service, by_probe])
-def test_a_name_is_one_label(write: Callable[[], str]) -> None:
+def test_special_characters_in_a_name_stay_inside_the_label(write: Callable[[], str]) -> None:
     """Quotes, backslashes and text that looks like a line of the format stay inside the label."""
     samples = [sample for family in text_string_to_metric_families(write()) for sample in family.samples]
     flying = [sample for sample in samples if sample.name == "rollbus_worker_in_flight"]
@@ -50,13 +50,13 @@ def test_a_name_is_one_label(write: Callable[[], str]) -> None:
 
 @needs_promtool
 @pytest.mark.parametrize("write", [by_service, by_probe])
-def test_prometheus_reads_it(write: Callable[[], str]) -> None:
+def test_prometheus_accepts_the_exposition_of_hostile_names(write: Callable[[], str]) -> None:
     """Prometheus's own parser accepts the text and reports only the colon in vLLM's names."""
     assert promtool_check_metrics(write()) == []
 
 
 @pytest.mark.parametrize("name", ["m\n", "m\rx", "\0", "\x85", "\x7f", "", "x" * 257])
-def test_control_characters_are_no_names(name: str) -> None:
+def test_a_model_name_with_control_characters_is_refused(name: str) -> None:
     """A presence whose model name is empty, too long or has control characters is rejected."""
     with pytest.raises(RollbusError):
         presence(model=name)

@@ -115,7 +115,7 @@ async def test_a_prometheus_answers_every_query(nats_url: str, fleet: str, tmp_p
     assert {rule.get("state") for rule in loaded.values()} <= {None, "inactive"}
 
 
-async def test_a_wrong_token_is_seen(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_with_a_wrong_token_up_is_zero(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """With a wrong token, `up` is 0, which makes RollbusServiceDown fire."""
     async with (
         http_before(nats_url, fleet, Settings(token="data")) as http,

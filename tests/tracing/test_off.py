@@ -44,7 +44,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetr
 
 
 @pytest.mark.slow
-def test_nothing_is_imported(nats_url: str, fleet: str) -> None:
+def test_opentelemetry_is_not_imported_without_tracing(nats_url: str, fleet: str) -> None:
     """A client, a worker and an HTTP service without tracing serve a traced request and do not import OpenTelemetry."""
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -64,7 +64,7 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("not_installed")
-def test_the_extra_is_named_where_it_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_missing_extra(capsys: pytest.CaptureFixture[str]) -> None:
     """If the extra is missing, the client fails before it connects, and the worker with a usage error.
 
     Without tracing there is no error.
@@ -78,7 +78,7 @@ def test_the_extra_is_named_where_it_is_missing(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "yes", object()])
-def test_what_is_no_provider_is_refused(wrong: object) -> None:
+def test_only_a_provider_of_the_sdk_is_accepted(wrong: object) -> None:
     """Only a provider of OpenTelemetry's SDK is accepted.
 
     Other providers cannot give a span the id that its request carries.
@@ -96,7 +96,7 @@ def test_what_is_no_provider_is_refused(wrong: object) -> None:
         ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "max_queue_size"),
     ],
 )
-def test_variables_that_cannot_be_followed_are_named(
+def test_an_invalid_environment_variable_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
 ) -> None:
     """An invalid environment variable is an error, because spans would otherwise be lost silently."""
@@ -106,14 +106,14 @@ def test_variables_that_cannot_be_followed_are_named(
         make_tracer(True, service_name="test")
 
 
-def test_the_standard_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otel_sdk_disabled_disables_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """`OTEL_SDK_DISABLED` disables tracing."""
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
 
     assert make_tracer(True, service_name="test") is None
 
 
-def test_only_one_file_knows_opentelemetry() -> None:
+def test_attribute_names_equal_the_names_in_the_conventions_of_opentelemetry() -> None:
     """The constants for attribute names equal the names in the installed conventions of OpenTelemetry."""
     from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes, url_attributes
     from opentelemetry.semconv.attributes import error_attributes, http_attributes

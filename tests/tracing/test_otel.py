@@ -36,7 +36,7 @@ def span(context: SpanContext, parent: SpanContext | None = None, **fields: Any)
     return Span(context=context, parent=parent, attributes={}, **{**values, **fields})
 
 
-def test_a_span_keeps_what_was_noted() -> None:
+def test_an_exported_span_has_the_values_of_the_span() -> None:
     """An exported span has the ids, times, parent, state, events and links of the span. Its error is the code."""
     tracer, kept = in_memory()
     context, link = PARENT.child(), SpanContext(1, 2, is_sampled=False)
@@ -68,7 +68,9 @@ def test_a_span_keeps_what_was_noted() -> None:
         (ParentBased(TraceIdRatioBased(0)), PARENT, True),
     ],
 )
-def test_the_provider_samples(sampler: Sampler | None, parent: SpanContext | None, expected: bool) -> None:
+def test_the_sampler_of_the_provider_decides_with_the_parent_context(
+    sampler: Sampler | None, parent: SpanContext | None, expected: bool
+) -> None:
     """The provider's sampler decides with the parent's context, and the trace state is passed on."""
     context = in_memory(sampler=sampler)[0].start("s", "client", parent)
 
@@ -78,7 +80,7 @@ def test_the_provider_samples(sampler: Sampler | None, parent: SpanContext | Non
     assert SpanContext.parse(context.traceparent, context.tracestate) == context
 
 
-def test_ids_do_not_repeat_where_generators_are_seeded() -> None:
+def test_ids_are_unique_even_with_a_seeded_generator() -> None:
     """Ids are unique even with a seeded generator, because each rank of a trainer uses the same seed."""
     import random
 
@@ -105,7 +107,9 @@ def test_the_active_span_of_the_caller_is_found() -> None:
         tracer.export([span(PARENT.child(), PARENT)])
 
 
-def test_a_flood_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_spans_beyond_the_burst_and_rate_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Spans are limited to a burst and a rate per second. Dropped spans are counted and logged once."""
     now = [100.0]
     monkeypatch.setattr("rollbus.bus.tracing.otel.time.monotonic", lambda: now[0])
@@ -124,7 +128,7 @@ def test_a_flood_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch, caplog:
     assert [record.getMessage() for record in caplog.records] == ["spans.lost dropped=1 failed=0"]
 
 
-def test_what_others_raise_harms_nobody() -> None:
+def test_failures_of_the_users_sampler_and_processor_only_lose_spans() -> None:
     """If the user's sampler fails, nothing is sampled. If the user's processor fails, spans count as dropped."""
 
     class Bad(Sampler):
@@ -162,7 +166,7 @@ def exporter_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("OtelBatch")]
 
 
-def test_closing_sends_what_waits(collected: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_tracer_exports_buffered_spans(collected: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing a tracer exports buffered spans under the service's name and ends the exporter's thread."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     before = exporter_threads()
@@ -190,7 +194,7 @@ def test_the_environment_names_the_service(collected: Collector, monkeypatch: py
     assert [each.service for each in collected.spans] == ["theirs"]
 
 
-async def test_a_collector_that_hangs_fills_the_queue_and_no_more(
+async def test_spans_beyond_the_queue_are_dropped_while_the_collector_hangs(
     collected: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the collector hangs, spans beyond the queue are dropped and counted.
@@ -213,7 +217,7 @@ async def test_a_collector_that_hangs_fills_the_queue_and_no_more(
     assert len(collected.spans) == 20
 
 
-def test_a_collector_that_refuses_is_counted(collected: Collector) -> None:
+def test_spans_that_the_collector_rejects_are_counted_as_failed(collected: Collector) -> None:
     """Spans that the collector rejects with 400 are sent once and counted as failed."""
     collected.status = 400
     tracer = exporting_tracer("mine")
@@ -225,7 +229,7 @@ def test_a_collector_that_refuses_is_counted(collected: Collector) -> None:
     assert (tracer.stats.spans_failed, tracer.stats.spans_exported, collected.spans) == (3, 0, [])
 
 
-def test_a_provider_of_the_user_is_left_alone() -> None:
+def test_closing_a_tracer_does_not_shut_down_the_provider_of_the_user() -> None:
     """Closing a tracer neither flushes nor shuts down the user's provider."""
     tracer, kept = in_memory()
 

@@ -14,7 +14,7 @@ ENGINE_ARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_
 
 @pytest.mark.slow
 @pytest.mark.vllm
-async def test_a_trace_of_a_real_engine(
+async def test_a_trace_of_a_real_engine_has_queue_worker_and_engine_below_the_call(
     nats_url: str, fleet: str, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trace has queue, worker and engine below the call, with the engine's first token and cache hits."""

@@ -31,7 +31,7 @@ def spans_of(*events: TimelineEvent, traceparent: str | None = TRACEPARENT, lane
     return exported
 
 
-def test_a_whole_timeline() -> None:
+def test_a_timeline_becomes_a_worker_span_and_an_engine_span() -> None:
     """A timeline becomes a worker span and an engine span with all weight versions.
 
     The engine span has the events after its start.
@@ -67,7 +67,7 @@ def test_a_whole_timeline() -> None:
     ("reason", "error", "returned"),
     [("abort", None, False), ("engine_dead", "engine_dead", False), ("error", "error", False), (RETURNED, None, True)],
 )
-def test_how_it_ended(reason: str, error: str | None, returned: bool) -> None:
+def test_the_span_of_a_failed_request_has_its_error_code(reason: str, error: str | None, returned: bool) -> None:
     """A failed request has the code of its error. A request that returned to the queue has no error."""
     (span,) = spans_of(event("offered", 0, weight_version=0), event("ended", 1, tokens=0, reason=reason), lane=None)
 
@@ -78,7 +78,7 @@ def test_how_it_ended(reason: str, error: str | None, returned: bool) -> None:
 
 
 @pytest.mark.parametrize("traceparent", [TRACEPARENT[:-1] + "0", TRACEPARENT, None, "garbage", "0" * 256])
-def test_whose_trace_it_is(traceparent: str | None) -> None:
+def test_the_sampled_flag_decides_whether_spans_are_exported(traceparent: str | None) -> None:
     """The sampled flag decides whether spans are exported.
 
     An invalid traceparent, as foreign programs may send, starts a new trace.
@@ -89,6 +89,6 @@ def test_whose_trace_it_is(traceparent: str | None) -> None:
     assert {span.parent is not None for span in found} <= {traceparent == TRACEPARENT}
 
 
-def test_what_was_never_offered_has_no_span() -> None:
+def test_a_request_that_was_never_offered_has_no_span() -> None:
     """A request that the worker rejected or returned immediately has no span."""
     assert spans_of(event("published", 0), event("ended", 1, reason=RETURNED)) == []

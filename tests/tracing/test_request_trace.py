@@ -148,7 +148,7 @@ async def traced(nats_url: str, fleet: str, sampler: Sampler | None = None) -> A
             worker.stop()
 
 
-async def test_samples_of_one_call(nats_url: str, fleet: str) -> None:
+async def test_a_call_with_several_samples_has_one_span(nats_url: str, fleet: str) -> None:
     """A call with n samples has one span.
 
     Each sample has a queue, a worker and an engine span with its child number.
@@ -176,7 +176,7 @@ async def test_samples_of_one_call(nats_url: str, fleet: str) -> None:
         assert found.rb.stats().spans_exported == 4
 
 
-async def test_nothing_of_a_prompt_is_in_a_span(nats_url: str, fleet: str) -> None:
+async def test_spans_contain_no_part_of_a_prompt(nats_url: str, fleet: str) -> None:
     """Spans contain no session, no salt, no token ids, and only listed attributes."""
     request = GenerateRequest(prompt_token_ids=[7], session_id="secret session", cache_salt="secret salt")
     async with traced(nats_url, fleet) as found:
@@ -189,7 +189,7 @@ async def test_nothing_of_a_prompt_is_in_a_span(nats_url: str, fleet: str) -> No
         assert {name for span in found.spans() for name in span.attributes or ()} <= known
 
 
-async def test_a_call_that_is_not_sampled_says_so(nats_url: str, fleet: str) -> None:
+async def test_a_call_that_is_not_sampled_exports_no_span(nats_url: str, fleet: str) -> None:
     """A call that is not sampled exports no span, also from workers that follow the flag.
 
     Its trace context is passed on.
@@ -207,7 +207,7 @@ async def test_a_call_that_is_not_sampled_says_so(nats_url: str, fleet: str) -> 
         assert (first.tracestate, second.tracestate) == (None, "v=1")
 
 
-async def test_a_call_is_below_the_span_that_it_is_made_in(nats_url: str, fleet: str) -> None:
+async def test_a_call_is_a_child_of_the_active_span(nats_url: str, fleet: str) -> None:
     """A call inside a span of the trainer is its child, unless the request names another trace."""
     async with traced(nats_url, fleet) as found:
         with TracerProvider().get_tracer("trainer").start_as_current_span("step") as step:
@@ -238,7 +238,7 @@ async def test_calls_that_fail_have_the_code_of_their_error(nats_url: str, fleet
 
 
 @pytest.mark.parametrize("sampler", ["always_on", "traceidratio"])
-async def test_a_stranger_decides_nothing(
+async def test_the_traceparent_of_an_untrusted_client_becomes_a_link(
     nats_url: str, fleet: str, collected: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str
 ) -> None:
     """An untrusted client's traceparent becomes a link.
@@ -275,7 +275,7 @@ async def test_a_stranger_decides_nothing(
     assert {span.tracestate for span in collected.spans} == {""}
 
 
-async def test_a_collector_that_is_not_there_harms_no_request(
+async def test_requests_are_served_without_a_collector(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a collector, requests are served, lost spans are counted, and closing the client takes bounded time."""
