@@ -20,6 +20,8 @@ DOCS = ROOT / "docs"
 SOURCE = "source"
 """Folder of the site with the pages of files outside docs/."""
 LANGUAGES = {".json": "json", ".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+"""Files at the root that are pages of the navigation."""
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 """Head of a page that the search leaves out."""
 PUBLIC = ("rollbus", "rollbus.sync", "rollbus.trainer")
@@ -48,8 +50,8 @@ def site_page(path: str) -> str | None:
     """Return the site's page for a path of the repository, or None if no file has this path."""
     if path == "docs" or path.startswith("docs/"):
         return posixpath.join(path.removeprefix("docs").removeprefix("/"), "")[:-1] or "index.md"
-    if path == "CHANGELOG.md":
-        return "changelog.md"
+    if path in ROOT_PAGES:
+        return ROOT_PAGES[path]
     found = ROOT / path
     if not found.exists() or path.startswith(".."):
         return None
@@ -107,14 +109,16 @@ def file_page(path: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the changelog, and a page for each file outside docs/ that a page links to, directly or not."""
-    changelog = rewrite((ROOT / "CHANGELOG.md").read_text(), "CHANGELOG.md", "changelog.md")
-    files.append(File.generated(config, "changelog.md", content=changelog))
-    due: set[str] = outside_links((ROOT / "CHANGELOG.md").read_text(), "CHANGELOG.md")
+    """Add the pages of the root, and a page for each file outside docs/ that a page links to, directly or not."""
+    due: set[str] = set()
+    for path, page in ROOT_PAGES.items():
+        text = (ROOT / path).read_text()
+        files.append(File.generated(config, page, content=rewrite(text, path, page)))
+        due |= outside_links(text, path)
     for file in files.documentation_pages():
         if file.abs_src_path and Path(file.abs_src_path).is_relative_to(DOCS):
             due |= outside_links(file.content_string, f"docs/{file.src_uri}")
-    done: set[str] = {"CHANGELOG.md"}
+    done = set(ROOT_PAGES)
     while due - done:
         path = (due - done).pop()
         done.add(path)
