@@ -160,8 +160,8 @@ class Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     incarnation: Incarnation
     """Incarnation of the worker. Frame numbers restart with each incarnation."""
     number: FrameNumber
-    """Number of the frame on its link, 0-based and contiguous. A heartbeat, a frame without content, has the next
-    number."""
+    """Number of the frame on its link, 0-based and contiguous. A heartbeat, a frame without content, has the number of
+    the next frame and does not use it up."""
     admitted: Annotated[list[RequestKey], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)]
     """Offers: requests that the worker has just accepted. The client rejects an offer with an abort. A request that may
     wait is named again when the engine receives it."""
