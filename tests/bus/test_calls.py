@@ -80,10 +80,10 @@ async def test_a_reader_on_another_thread_receives_every_chunk_once() -> None:
     """A reader on one thread receives every chunk of a writer on another thread once, in order, and then the end."""
     loop = asyncio.get_running_loop()
 
-    def tell(callback: Callable[[], None]) -> None:
+    def notify(callback: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(callback)
 
-    box = Inbox(tell)
+    box = Inbox(notify)
     call = new_call(box)
 
     def write() -> None:

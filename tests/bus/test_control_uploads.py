@@ -99,10 +99,10 @@ async def test_an_upload_that_may_be_desired_again_stays(nats_url: str, fleet: s
         control["a"].reply = unless(UpdateWeights, ACCEPTED)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(incomplete(control.rb.fleet.update_weights(one, version=1, upload=True)))
-            overtaken = await _heard(control["a"], UpdateWeights)
+            overtaken = await _received_command(control["a"], UpdateWeights)
             controller = control["a"].controller
             second = tasks.create_task(incomplete(you.fleet.update_weights(two, version=2, upload=True)))
-            failing = await _heard(control["a"], UpdateWeights, version=2)
+            failing = await _received_command(control["a"], UpdateWeights, version=2)
             other, control["a"].controller = control["a"].controller, controller
             await control["a"].ack(overtaken, status=AckStatus.STALE)
             assert list((await first).ledger.stale) == ["a"]
@@ -154,7 +154,7 @@ def _names_in(state: DesiredState) -> list[str]:
     return [objects.rpartition("/")[2] for objects in sources_in(state)]
 
 
-async def _heard(worker: ControlledWorker, kind: type[AnyCommand], *, version: int = 1) -> AnyCommand:
+async def _received_command(worker: ControlledWorker, kind: type[AnyCommand], *, version: int = 1) -> AnyCommand:
     """Return the next command of a type that a worker receives."""
     while True:
         command = await worker.waiting.get()

@@ -3,7 +3,7 @@
 import asyncio
 
 from rollbus.schemas.presence import WorkerState
-from tests.bus.test_placement import EMPTY, hands, long, num_tables
+from tests.bus.test_placement import EMPTY, long, num_tables, scripted_workers
 from tests.support.hand_worker import chunk
 
 
@@ -12,7 +12,7 @@ async def test_unoffered_followers_of_a_dead_worker_are_published_again(nats_url
 
     The client publishes requests again that the worker had not offered.
     """
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
         await both.frame(both.a, admitted=[first.key])
@@ -35,7 +35,7 @@ async def test_followers_that_only_waited_are_no_suspects(nats_url: str, fleet: 
 
     Samples that only waited follow immediately.
     """
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(6, max_tokens=2)))
         [first] = await both.take_queued(1)
         await both.frame(both.a, chunk(first.key, 0, 7), admitted=[first.key])

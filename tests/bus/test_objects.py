@@ -244,7 +244,7 @@ async def test_a_name_that_leads_out_of_the_folder_is_refused(nats_url: str, tmp
     assert files_in(tmp_path) == {}
 
 
-async def spoilt(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object]) -> str:
+async def error_of_damaged_object(nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object]) -> str:
     """Return the error of an object whose chunks or description were replaced, and check that nothing remains."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
         await put(nats, bucket, "p", write_folder(tmp_path / "source", a=100))
@@ -289,7 +289,7 @@ async def test_an_object_with_wrong_content_is_refused(
     nats_url: str, tmp_path: Path, parts: bytes | None, info: dict[str, object], said: str
 ) -> None:
     """The error names content that does not match its description and an invalid description, and nothing remains."""
-    assert said in await spoilt(nats_url, tmp_path, parts, info)
+    assert said in await error_of_damaged_object(nats_url, tmp_path, parts, info)
 
 
 async def test_a_bucket_size_below_the_stored_bytes_is_refused(nats_url: str, tmp_path: Path) -> None:

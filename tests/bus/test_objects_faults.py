@@ -295,12 +295,12 @@ async def test_a_put_into_a_server_that_is_killed_leaves_nothing(
     monkeypatch.setattr(sender, "ACK_TIMEOUT_S", 0.2)
     event = asyncio.Event()
 
-    async def hear(message: Msg) -> None:
+    async def set_event(message: Msg) -> None:
         event.set()
 
     async with EmbeddedServer() as server, opened(server.url) as nats, asyncio.TaskGroup() as tasks:
         await ensure_bucket(nats, "bucket", max_bytes=BUCKET_BYTES)
-        await subscribe(nats, "$O.bucket.C.>", hear)
+        await subscribe(nats, "$O.bucket.C.>", set_event)
 
         async def put() -> None:
             with pytest.raises(BusBroken):

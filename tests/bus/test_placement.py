@@ -26,7 +26,7 @@ def long(n: int = 1, *, max_tokens: int = 1, seed: int | None = None, **fields: 
     return GenerateRequest(**{"prompt_token_ids": PROMPT, "sampling": sampling, **fields})
 
 
-class Hands:
+class ScriptedWorkers:
     """The scripted workers `a` and `b`, of which only `a` pulls, and the client `me`."""
 
     def __init__(self, a: HandWorker, b: HandWorker, rb: rollbus.Client) -> None:
@@ -84,9 +84,9 @@ class Hands:
 
 
 @contextlib.asynccontextmanager
-async def hands(
+async def scripted_workers(
     nats_url: str, fleet: str, *, free_slots: int = 8, has_backlog: bool = True, **options: Any
-) -> AsyncIterator[Hands]:
+) -> AsyncIterator[ScriptedWorkers]:
     """Start two scripted workers that accept siblings, and a client with these options that knows them."""
     async with (
         worker_by_hand(nats_url, fleet, "a") as a,
@@ -96,7 +96,7 @@ async def hands(
             worker.free_slots, worker.reads_siblings, worker.has_backlog = free_slots, True, has_backlog
         async with rollbus.connect(nats_url, fleet=fleet, client="me", **options) as rb, asyncio.timeout(SOON_S):
             await rb.fleet.wait_for_workers(2)
-            both = Hands(a, b, rb)
+            both = ScriptedWorkers(a, b, rb)
             yield both
             last = rb.stats()
             both.stats = lambda: last
@@ -112,7 +112,7 @@ EMPTY = "<RequestPlacement held=0 waiting=0>"
 
 async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str) -> None:
     """With enough free slots, all samples of a request are sent to one worker in one message with the seeds of all."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(4, seed=5)))
         worker, taken = await both.take_direct()
         await both.answer(worker, taken)
@@ -129,7 +129,7 @@ async def test_samples_go_to_one_worker_in_one_message(nats_url: str, fleet: str
 
 async def test_workers_without_siblings_get_a_message_for_each_sample(nats_url: str, fleet: str) -> None:
     """Workers of an earlier release, which accept no siblings, get one message for each sample at the same worker."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         await both.announce(both.a, reads_siblings=False)
         await both.announce(both.b, reads_siblings=False)
         completing = tasks.create_task(both.rb.complete(long(3)))
@@ -145,7 +145,7 @@ async def test_workers_without_siblings_get_a_message_for_each_sample(nats_url: 
 
 async def test_the_first_of_the_rejected_samples_goes_to_the_queue(nats_url: str, fleet: str) -> None:
     """If a worker rejects some samples, the first of them goes to the queue as the leader, and the others follow it."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         worker, taken = await both.take_direct()
         one, two, three = taken.keys
@@ -168,7 +168,7 @@ async def test_a_prefix_is_placed_until_its_cache_is_emptied(nats_url: str, flee
 
     After that worker has emptied its cache, the third goes to the queue.
     """
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         turns = [PROMPT, (*PROMPT, *range(300)), (*PROMPT, *range(500))]
         requests = [long(prompt_token_ids=turn) for turn in turns]
         first = tasks.create_task(both.rb.complete(requests[0]))
@@ -191,7 +191,7 @@ async def test_a_prefix_is_placed_until_its_cache_is_emptied(nats_url: str, flee
 
 async def test_calls_of_one_group_go_to_one_worker(nats_url: str, fleet: str) -> None:
     """Separate requests of one group go to one worker, also before any of them has an answer."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(both.rb.complete(long(group_id="g"))) for _ in range(3)]
         worker, first = await both.take_direct()
         for taken in (first, await worker.take(), await worker.take()):
@@ -210,7 +210,7 @@ async def test_without_free_slots_followers_go_to_the_worker_of_the_leader(
 
     The worker that accepts it gets the others, which may wait there.
     """
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = start(tasks, both.rb, group_id)
         [first] = await both.take_queued(1)
         await until_true(lambda: "waiting=2" in num_tables(both.rb))
@@ -239,7 +239,7 @@ def start(tasks: asyncio.TaskGroup, rb: rollbus.Client, group_id: str | None) ->
 
 async def test_followers_go_to_a_worker_that_announces_slots_for_all(nats_url: str, fleet: str) -> None:
     """If another worker announces slots for all followers, and no leader waits in the queue, the followers go there."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
         await both.announce(both.b, free_slots=8)
@@ -256,7 +256,7 @@ async def test_a_worker_without_a_backlog_gets_no_more_than_its_free_slots(nats_
 
     Those go to the queue.
     """
-    async with hands(nats_url, fleet, free_slots=0, has_backlog=False) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0, has_backlog=False) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(3)))
         [first] = await both.take_queued(1)
         await both.answer(both.a, first)
@@ -272,7 +272,7 @@ async def test_rejected_followers_get_another_leader_and_then_go_to_the_queue(
     nats_url: str, fleet: str, is_offered: bool
 ) -> None:
     """Rejected followers get another leader, before or after a wait. After a second rejection, they go to the queue."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         completing = tasks.create_task(both.rb.complete(long(4)))
         [first] = await both.take_queued(1)
         await both.answer(both.a, first)
@@ -297,7 +297,7 @@ async def test_rejected_followers_get_another_leader_and_then_go_to_the_queue(
 
 async def test_followers_of_a_cancelled_leader_get_another_leader(nats_url: str, fleet: str) -> None:
     """If the caller cancels a leader before a worker accepts it, the next request of the group becomes the leader."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         first, *others = start(tasks, both.rb, "g")
         await both.take_queued(1)
         await until_true(lambda: "waiting=2" in num_tables(both.rb))
@@ -313,7 +313,7 @@ async def test_followers_of_a_cancelled_leader_get_another_leader(nats_url: str,
 @pytest.mark.parametrize("ending", ["abort", "leave", "timeout"])
 async def test_waiting_followers_that_end_are_never_published(nats_url: str, fleet: str, ending: str) -> None:
     """Waiting followers that are aborted, abandoned or timed out are never published, and the client removes them."""
-    async with hands(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, free_slots=0) as both, asyncio.TaskGroup() as tasks:
         timeout_s = 0.5 if ending == "timeout" else None
         first = tasks.create_task(both.rb.complete(long(group_id="g")))
         [led] = await both.take_queued(1)
@@ -337,7 +337,7 @@ async def test_waiting_followers_that_end_are_never_published(nats_url: str, fle
 
 async def test_a_silent_worker_gets_no_more_requests_with_its_prefix(nats_url: str, fleet: str) -> None:
     """A worker that does not answer costs one wait. After that, requests with its prefix go to the queue."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(both.rb.complete(long()))
         await both.answer(both.a, (await both.take_queued(1))[0])
         await first
@@ -356,7 +356,7 @@ async def test_a_silent_worker_gets_no_more_requests_with_its_prefix(nats_url: s
 
 async def test_without_placement_all_requests_go_through_the_queue(nats_url: str, fleet: str) -> None:
     """With placement disabled, samples, sessions and known prefixes all go through the queue."""
-    async with hands(nats_url, fleet, placement=False) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet, placement=False) as both, asyncio.TaskGroup() as tasks:
         for request, count in ((long(3), 3), (long(session_id="s"), 1), (long(session_id="s"), 1)):
             completing = tasks.create_task(both.rb.complete(request))
             for each in await both.take_queued(count):
@@ -367,7 +367,7 @@ async def test_without_placement_all_requests_go_through_the_queue(nats_url: str
 
 async def test_a_resumed_attempt_without_a_session_uses_the_queue(nats_url: str, fleet: str) -> None:
     """After a loss, only the next attempt of a session is placed. Other attempts use the queue."""
-    async with hands(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
+    async with scripted_workers(nats_url, fleet) as both, asyncio.TaskGroup() as tasks:
         for session_id in (None, "s"):
             warm = tasks.create_task(both.rb.complete(long(session_id=session_id)))
             worker, taken = await both.take()

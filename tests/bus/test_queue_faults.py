@@ -31,7 +31,7 @@ async def num_lanes(client: Publishing, fleet: str) -> int:
     return len(await queue_depths(client.nats, Subjects(fleet), (MODEL,)))
 
 
-async def work_off(worker: Pulling, done: dict[bytes, int]) -> None:
+async def ack_all_requests(worker: Pulling, done: dict[bytes, int]) -> None:
     """Ack and count all requests until cancelled."""
     while True:
         data = await worker.finish(await worker.take())
@@ -53,7 +53,7 @@ async def test_a_killed_server_keeps_waiting_and_pulled_requests(fleet: str) -> 
             await server.restart()
             worker.capacity, worker.num_held = 100, 0
             done: dict[bytes, int] = {}
-            working = tasks.create_task(work_off(worker, done))
+            working = tasks.create_task(ack_all_requests(worker, done))
             await until(lambda: counts(client, fleet), (0, 0))
             working.cancel()
 
@@ -97,7 +97,7 @@ async def test_every_request_is_acked_although_the_server_is_killed_repeatedly(f
         asyncio.TaskGroup() as tasks,
     ):
         await ensure_queue(client.nats, Subjects(fleet), MODEL, QUICK)
-        working = [tasks.create_task(work_off(worker, done)) for worker in (one, other)]
+        working = [tasks.create_task(ack_all_requests(worker, done)) for worker in (one, other)]
         tokens = []
         for i in range(num_requests):
             tokens.append(await client.send(str(i).encode(), lane=LANES[i % 4]))

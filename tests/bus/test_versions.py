@@ -93,7 +93,7 @@ async def test_exactly_one_of_two_concurrent_publishers_gets_the_lease(nats_url:
         stores = {name: fresh_store(nats_url, fleet, publisher=name) for name in ("alice", "bob", "carol")}
         errors: dict[str, ControlError] = {}
 
-        async def open_one(name: str) -> None:
+        async def open_store(name: str) -> None:
             try:
                 await stores[name].open()
             except ControlError as error:
@@ -101,7 +101,7 @@ async def test_exactly_one_of_two_concurrent_publishers_gets_the_lease(nats_url:
 
         async with asyncio.TaskGroup() as tasks:
             for name in stores:
-                tasks.create_task(open_one(name))
+                tasks.create_task(open_store(name))
         [winner] = stores.keys() - errors.keys()
         assert all(f"{winner} publishes weights" in error.message for error in errors.values())
         await publish(stores[winner], 1, publisher=winner)

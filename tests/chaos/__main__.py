@@ -34,13 +34,13 @@ def main() -> int:
     )
     with args.log.open("ab") as log:
         logging.basicConfig(filename=args.log, level="DEBUG", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_say))
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_print_line))
     for line in summary.lines():
-        _say(line)
+        _print_line(line)
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

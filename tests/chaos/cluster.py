@@ -110,7 +110,7 @@ class _Course:
             kind = self._rng.choice(["killed", "killed", "restarted", "stopped", "parted", "parted silently"])
             away_s = self._rng.choice([0.0, self._rng.uniform(0, AWAY_S)])
             second = (index + 1) % 3 if self._rng.random() < SECOND else None
-            _say(
+            _print_line(
                 f"{time.monotonic() - self._started:6.1f} s  n{index} {kind} for {away_s:.1f} s"
                 f"{'' if second is None else f', n{second} killed'}; {self.num_results} results so far"
             )
@@ -123,7 +123,7 @@ class _Course:
             if second is not None:
                 self._two_gone_at = time.monotonic()
                 await self._cluster.servers[second].restart()
-            await self._mend(index)
+            await self._repair(index)
             await self._cluster.ready()
 
     async def _strike(self, index: int, kind: str) -> None:
@@ -137,7 +137,7 @@ class _Course:
             case _:
                 self._cluster.isolate(index, silently=kind == "parted silently")
 
-    async def _mend(self, index: int) -> None:
+    async def _repair(self, index: int) -> None:
         self._cluster.go_on()
         await self._cluster.heal()
         if not self._cluster.servers[index].is_running:
@@ -207,7 +207,7 @@ async def run(seconds: float, seed: int, *, stderr: int, is_secure: bool) -> Non
                 await observer.check_at_rest()
         finally:
             for line in course.lines():
-                _say(line)
+                _print_line(line)
         await stack.aclose()
 
 
@@ -225,7 +225,7 @@ def main() -> int:
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -97,7 +97,7 @@ class Victims:
         """Process ids of the current worker processes."""
         return [worker.process.pid for worker in self._workers]
 
-    async def suffer(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """Cause the fault, and undo it after its duration."""
         if fault.kind.startswith("server"):
             async with self._server_lock:

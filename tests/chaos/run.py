@@ -181,7 +181,7 @@ class _Course:
                         await is_done.wait()
                     return
                 say(f"{time.monotonic() - self._started:6.1f} s  {fault}, {len(self._results)} results so far")
-                tasks.create_task(suffering.suffer(fault), name="chaos.fault")
+                tasks.create_task(suffering.inject(fault), name="chaos.fault")
 
     async def _complete(self, requests: Iterable[GenerateRequest], max_in_flight: int) -> None:
         async for generation in self._rb.complete_many(requests, max_in_flight=max_in_flight):

@@ -198,13 +198,13 @@ def main() -> int:
     args = parser.parse_args()
     settings = Settings(num_versions=args.versions, seed=args.seed)
     with args.log.open("ab") as log, tempfile.TemporaryDirectory(prefix="rollbus-walk-") as folder:
-        summary = asyncio.run(walk(settings, Path(folder), stderr=log.fileno(), say=_say))
+        summary = asyncio.run(walk(settings, Path(folder), stderr=log.fileno(), say=_print_line))
     for line in summary.lines():
-        _say(line)
+        _print_line(line)
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -98,7 +98,7 @@ class Trainer:
             "publisher killed before the manifest": partial(self._kill_publisher, "die"),
             "publisher killed before the record": partial(self._kill_publisher, "die-late"),
             "publisher slept": self._sleep,
-            "second publisher": self._meet_second,
+            "second publisher": self._reject_second_publisher,
             "older version": self._go_back,
             "late worker": self._join_late,
             "newer version": self._overtake,
@@ -153,17 +153,17 @@ class Trainer:
     async def _kill_worker(self, is_time: Callable[[Ack], bool]) -> None:
         met, victim = asyncio.Event(), f"w{self._victim}"
 
-        async def look(message: Msg) -> None:
+        async def check_ack(message: Msg) -> None:
             ack = decode_ack(message.data)
             if ack.worker == victim and is_time(ack):
                 met.set()
 
         async def kill() -> None:
             await met.wait()
-            await self._suffering.suffer(Fault(0.0, "worker killed", self._victim, 0.0))
+            await self._suffering.inject(Fault(0.0, "worker killed", self._victim, 0.0))
 
         async with opened(self._url) as nats, asyncio.TaskGroup() as tasks:
-            await subscribe(nats, Subjects(FLEET).acks_to("trainer"), look)
+            await subscribe(nats, Subjects(FLEET).acks_to("trainer"), check_ack)
             tasks.create_task(kill(), name="walk.kill")
             await self._publish()
             # If the worker was faster than the fault, it is killed nevertheless.
@@ -172,7 +172,7 @@ class Trainer:
     async def _strike_server(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             fault = Fault(0.0, self._kind, 0, SERVER_AWAY_S)
-            tasks.create_task(self._suffering.suffer(fault), name="walk.server")
+            tasks.create_task(self._suffering.inject(fault), name="walk.server")
             await self._publish()
 
     async def _kill_publisher(self, how: str) -> None:
@@ -196,7 +196,7 @@ class Trainer:
             os.kill(self._way.pid, signal.SIGCONT)
         await self._publish()
 
-    async def _meet_second(self) -> None:
+    async def _reject_second_publisher(self) -> None:
         async with self._publisher("other") as other:
             await self._refused(self._version + 1, way=other)
         await self._publish()
@@ -217,9 +217,9 @@ class Trainer:
     async def _join_late(self) -> None:
         await self._publish()
         with tempfile.TemporaryDirectory(prefix="rollbus-walk-") as cache:
-            await self._get_there(Path(cache))
+            await self._join_and_wait(Path(cache))
 
-    async def _get_there(self, cache: Path) -> None:
+    async def _join_and_wait(self, cache: Path) -> None:
         """Start a worker on a separate machine, and wait until it has the version."""
         async with self._start_late(cache) as process:
             await until_worker(self._rb, "late", lambda it: it.weight_version == self._version)
@@ -237,7 +237,7 @@ class Trainer:
                 assert full.weight_version != self._version
                 process.terminate()
                 assert await process.wait() == 0
-            await self._get_there(Path(cache))
+            await self._join_and_wait(Path(cache))
 
     async def _overtake(self) -> None:
         """Switch the fleet to a version while it stages an older one."""

@@ -81,7 +81,7 @@ def state_of(worker: Worker) -> WorkerState | None:
     return worker.presence().state if "_control" in worker.__dict__ else None
 
 
-class Gaps:
+class ResultGaps:
     """The longest time without a result."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ async def test_results_do_not_change_if_the_leader_of_the_queue_is_killed(fleet:
             leader = await cluster.leader(stream_name(Subjects(fleet), MODEL, "normal"))
             await cluster.servers[leader].kill()
 
-        await load.run(rb, strikes={10: kill_leader}, on_result=Gaps().add)
+        await load.run(rb, strikes={10: kill_leader}, on_result=ResultGaps().add)
         for server in cluster.servers:
             if not server.is_running:
                 await server.restart()
@@ -135,7 +135,7 @@ async def test_results_do_not_change_if_servers_restart_one_after_another(fleet:
             await cluster.replicate()
 
         strikes = {10: restart_next, 50: restart_next, 90: restart_next}
-        await load.run(rb, strikes=strikes, on_result=Gaps().add)
+        await load.run(rb, strikes=strikes, on_result=ResultGaps().add)
         await observer.check_at_rest()
 
 
@@ -153,7 +153,7 @@ async def test_requests_complete_after_two_of_three_servers_return(fleet: str, m
         await rb.fleet.wait_for_workers()
         await rb.fleet.flush_cache()
         await cluster.replicate()
-        gaps = Gaps()
+        gaps = ResultGaps()
         async with asyncio.TaskGroup() as tasks:
             loading = tasks.create_task(load.run(rb, on_result=gaps.add))
             await until_true(lambda: gaps.num_results >= 10)

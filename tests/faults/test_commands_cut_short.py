@@ -80,7 +80,7 @@ class Stage:
         await self._is_reached.wait()
 
 
-def all_in(state: WorkerState) -> Callable[[FleetState], bool]:
+def both_workers_in(state: WorkerState) -> Callable[[FleetState], bool]:
     """Return a function that is True if both workers are in this state."""
     return lambda fleet: [worker.state for worker in fleet.workers] == [state] * 2
 
@@ -122,7 +122,7 @@ async def test_all_workers_apply_a_command_during_which_the_server_is_away(
         # The observer was disconnected too. It must be connected again before it can observe the end of all promises.
         await until(observer.workers, {"a", "b"})
         if command == "pause":
-            state = await until_state(rb, all_in(WorkerState.PAUSED))
+            state = await until_state(rb, both_workers_in(WorkerState.PAUSED))
             assert [worker.pause_mode for worker in state.workers] == ["wait", "wait"]
             await rb.fleet.resume()
         results = await running
@@ -166,7 +166,7 @@ async def test_a_worker_frozen_during_an_update_loads_the_new_weights_later(
         await until_worker(rb, "b", lambda worker: worker.weight_version == 2)
         a.send_signal(signal.SIGCONT)
         await until_worker(rb, "a", lambda worker: worker.incarnation != life)
-        state = await until_state(rb, all_in(WorkerState.SERVING))
+        state = await until_state(rb, both_workers_in(WorkerState.SERVING))
         results = await running
         await observer.check_at_rest()
 
@@ -203,7 +203,7 @@ async def test_a_worker_killed_during_a_waiting_pause_is_paused_after_its_restar
         a.kill()
         ledger = (await doing).ledger
         async with start(nats_url, fleet, "a", one, *LEASE, **ENGINE_ARGS):
-            await until_state(rb, all_in(WorkerState.PAUSED))
+            await until_state(rb, both_workers_in(WorkerState.PAUSED))
             assert not running.done()
             await rb.fleet.resume()
             results = await running

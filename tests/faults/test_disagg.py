@@ -113,7 +113,7 @@ async def test_an_abort_at_the_prefill_worker_prevents_the_decode_phase(nats_url
     slow = SyntheticConfig(max_num_seqs=1, step_s=1.0)
     async with disaggregated(nats_url, fleet, prefill=slow) as both, asyncio.TaskGroup() as tasks:
         ended = [tasks.create_task(outcome(both.rb.complete(long(name)))) for name in ("at", "waiting")]
-        await until_given(both, "p", 1)
+        await until_received(both, "p", 1)
         await both.rb.abort(["at", "waiting"])
         engine = both.engines["p"]
         engine._config = replace(engine._config, step_s=0.0)
@@ -164,7 +164,7 @@ async def test_new_weights_between_the_phases_invalidate_the_kv(nats_url: str, f
         assert both.workers["d"].stats().intake.kv_unused == 1
 
 
-async def until_given(both: Disaggregated, worker: str, count: int) -> None:
+async def until_received(both: Disaggregated, worker: str, count: int) -> None:
     """Wait until an engine has received this number of requests."""
     await until_true(
         lambda: len([request for request, _ in both.given[worker] if request.request_id != "canary"]) >= count
@@ -192,7 +192,7 @@ async def test_a_phase_without_a_token_fails_when_its_weights_change(
         quick = engine._config
         engine._config = replace(quick, step_s=1.0 if worker == "p" else 0.0)
         under_way = tasks.create_task(both.rb.complete(request))
-        await until_given(both, worker, 1)
+        await until_received(both, worker, 1)
         engine._config = quick
         await both.rb.fleet.update_weights(str(two), version=1, mode="keep")
         result = await under_way

@@ -162,10 +162,10 @@ async def test_two_workers_with_one_id_and_no_check_complete_all_requests(
 ) -> None:
     """Workers of earlier releases do not check for duplicate ids. All requests of both workers complete."""
 
-    async def hear_nothing(_self: IdGuard, _message: object) -> None:
+    async def ignore_message(_self: IdGuard, _message: object) -> None:
         return
 
-    monkeypatch.setattr(IdGuard, "receive", hear_nothing)
+    monkeypatch.setattr(IdGuard, "receive", ignore_message)
     load = await Load.mixed(80, CONFIG)
     async with (
         one_worker(config=CONFIG, worker_id="same") as (rb, one, _),

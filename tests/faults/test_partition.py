@@ -86,14 +86,14 @@ async def test_a_worker_frozen_for_less_than_its_lease_keeps_its_requests(
         worker = parts.workers[cut_off]
         life = worker.presence().incarnation
 
-        async def part() -> None:
+        async def interrupt() -> None:
             await until_at(rb, cut_off)
             proxy.freeze(direction)
             # The test is about an outage of this length.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={10: part}, legs=len(parts.workers))
+        results = await load.run(rb, strikes={10: interrupt}, legs=len(parts.workers))
         assert {generation.attempts for generation in results} == {1}
         assert worker.presence().incarnation == life
         check_legs(results, shape)
@@ -153,7 +153,7 @@ async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
         worker = parts.workers[cut_off]
         life = ""
 
-        async def part() -> None:
+        async def interrupt() -> None:
             nonlocal life
             await until_at(rb, cut_off, *(request.request_id for request in lasting))
             proxy.freeze(direction)
@@ -161,7 +161,7 @@ async def test_requests_of_a_worker_frozen_beyond_its_lease_resume_elsewhere(
             quick = replace(CONFIG, step_s=0.001)
             await others.enter_async_context(role_worker(nats_url, fleet, other, quick, lease_s=30.0))
 
-        results = await load.run(rb, strikes={1: part}, legs=len(workers))
+        results = await load.run(rb, strikes={1: interrupt}, legs=len(workers))
         resumed = {generation.request_id: generation for generation in results if generation.attempts > 1}
         for request in lasting:
             assert resumed[request.request_id].worker_ids[-len(workers) :] == (*workers[:-1], other)
@@ -192,14 +192,14 @@ async def test_phases_of_a_prefill_worker_frozen_beyond_its_lease_restart(nats_u
         worker = parts.workers["p"]
         life = ""
 
-        async def part() -> None:
+        async def interrupt() -> None:
             nonlocal life
             await until_at(rb, "p")
             proxy.freeze()
             life = worker.presence().incarnation
             await others.enter_async_context(role_worker(nats_url, fleet, "p2", PREFILL))
 
-        results = await load.run(rb, strikes={10: part}, legs=2)
+        results = await load.run(rb, strikes={10: interrupt}, legs=2)
         resumed = [generation for generation in results if generation.attempts > 1]
         assert {("p", "p2", "d")} == {generation.worker_ids for generation in in_two_legs(resumed)}
         check_legs(results, "disaggregated")
@@ -226,14 +226,14 @@ async def test_a_client_frozen_for_less_than_the_leases_loses_no_request(nats_ur
     ):
         await until_paired(rb, *parts.workers)
 
-        async def part() -> None:
+        async def interrupt() -> None:
             await until_at(rb, SHAPES[shape][0])
             proxy.freeze()
             # The test is about an outage of this length.
             await asyncio.sleep(BRIEFLY_S)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={10: part}, legs=len(parts.workers))
+        results = await load.run(rb, strikes={10: interrupt}, legs=len(parts.workers))
         assert {generation.attempts for generation in results} == {1}
         check_legs(results, shape)
         await observer.check_at_rest()
@@ -257,13 +257,13 @@ async def test_a_client_frozen_beyond_its_lease_completes_all_requests(
     ):
         await until_paired(rb, *parts.workers)
 
-        async def part() -> None:
+        async def interrupt() -> None:
             await until_at(rb, SHAPES[shape][-1], *(request.request_id for request in lasting))
             proxy.freeze()
             await until_true(parts.are_idle)
             proxy.thaw()
 
-        results = await load.run(rb, strikes={1: part}, legs=len(parts.workers))
+        results = await load.run(rb, strikes={1: interrupt}, legs=len(parts.workers))
         attempts = {generation.request_id: generation.attempts for generation in results}
         assert min(attempts[request.request_id] for request in lasting) > 1
         check_legs(results, shape)

@@ -30,7 +30,7 @@ CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=300, faults=S
 
 
 @contextlib.asynccontextmanager
-async def undying_worker(nats_url: str, fleet: str, worker_id: str) -> AsyncIterator[list[EngineDead]]:
+async def restarting_worker(nats_url: str, fleet: str, worker_id: str) -> AsyncIterator[list[EngineDead]]:
     """Run a worker that restarts each time its engine dies, and yield the deaths so far."""
     deaths: list[EngineDead] = []
     worker: Worker | None = None
@@ -76,7 +76,7 @@ async def test_only_requests_that_kill_engines_fail_as_poison(
         rollbus.connect(nats_url, fleet=fleet) as rb,
         contextlib.AsyncExitStack() as stack,
     ):
-        deaths = [await stack.enter_async_context(undying_worker(nats_url, fleet, name)) for name in workers]
+        deaths = [await stack.enter_async_context(restarting_worker(nats_url, fleet, name)) for name in workers]
         await rb.fleet.wait_for_workers(len(workers))
         results = await results_of(rb, requests)
         await observer.check_at_rest()

@@ -55,7 +55,7 @@ async def test_a_slow_client_loses_nothing(
     ):
         await until_paired(rb, *parts.workers)
         proxy.bytes_per_s = 8_000_000
-        most = Most()
+        most = LargestValues()
         watching = tasks.create_task(most.watch(observer, parts.workers[SHAPES[shape][0]]))
         results = await load.run(rb, legs=len(parts.workers))
         watching.cancel()
@@ -69,7 +69,7 @@ async def test_a_slow_client_loses_nothing(
         await observer.check_at_rest()
 
 
-class Most:
+class LargestValues:
     """Largest observed values."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ CONFIG = SyntheticConfig(step_s=0.002, max_num_seqs=16, vocab_size=VOCAB_SIZE)
 JETSTREAM_ERROR = b'{"type":"io.nats.jetstream.api.v1.account_info_response","error":{"code":503}}'
 
 
-def spoilt(frame: Frame, key: RequestKey) -> bytes:
+def encode_with_bad_chunk(frame: Frame, key: RequestKey) -> bytes:
     """Return the frame with three bytes of token ids, which is no whole token, in the first chunk of `key`."""
     content = msgspec.msgpack.decode(encode(frame))
     for item in content[4]:
@@ -41,7 +41,7 @@ async def send(worker: HandWorker, number: int, *keys: RequestKey, bad: RequestK
     content = [chunk(key, 0, 7) for key in keys]
     admitted = list(keys) if offers else []
     frame = Frame(1, worker.incarnation, number, admitted, content, worker.link, worker.client_incarnation)
-    await publish(worker.nats, worker.subjects.frame(worker.client, worker.name), spoilt(frame, bad))
+    await publish(worker.nats, worker.subjects.frame(worker.client, worker.name), encode_with_bad_chunk(frame, bad))
 
 
 @pytest.mark.proves("P58")

@@ -27,13 +27,13 @@ ENGINE_ARGS = {"step_s": 0.003, "max_num_seqs": 16, "vocab_size": VOCAB_SIZE}
 SLOW = {"step_s": 0.005, "max_model_len": 10_000_000}
 
 
-async def alone(request: GenerateRequest) -> npt.NDArray[np.int32]:
+async def undisturbed_tokens(request: GenerateRequest) -> npt.NDArray[np.int32]:
     """Return the tokens of the request on a separate engine."""
     expected = await undisturbed([request], SyntheticConfig.from_args(SLOW))
     return expected[request.request_id].token_ids
 
 
-async def busy(rb: rollbus.Client) -> str:
+async def busy_worker(rb: rollbus.Client) -> str:
     """Return the worker that has a request in flight, from a fresh fleet state."""
     state = await until_state(rb, lambda state: any(worker.in_flight for worker in state.workers))
     return next(worker.worker for worker in state.workers if worker.in_flight)
@@ -107,7 +107,7 @@ async def test_another_worker_continues_the_stream_of_a_killed_worker(
         stream = rb.generate(wanted)
         # The second phase has a chunk too.
         chunks = [await anext(stream), await anext(stream)]
-        killed = await busy(rb)
+        killed = await busy_worker(rb)
         processes[killed].kill()
         chunks += [chunk async for chunk in stream]
         await observer.check_at_rest()
@@ -117,7 +117,9 @@ async def test_another_worker_continues_the_stream_of_a_killed_worker(
     served = (*before, killed, *before, other if killed == one else one)
     # In chunks, each phase has its own attempt number.
     assert list(dict.fromkeys((chunk.attempt, chunk.worker_id) for chunk in chunks)) == list(enumerate(served))
-    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
+    np.testing.assert_array_equal(
+        np.concatenate([chunk.token_ids for chunk in chunks]), await undisturbed_tokens(wanted)
+    )
 
 
 @pytest.mark.proves("P70")
@@ -132,7 +134,7 @@ async def test_another_worker_continues_the_streams_of_a_stopped_worker(nats_url
         await rb.fleet.wait_for_workers(2)
         stream = rb.generate(wanted)
         chunks = [await anext(stream)]
-        process = {"a": a, "b": b}[await busy(rb)]
+        process = {"a": a, "b": b}[await busy_worker(rb)]
         process.terminate()
         chunks += [chunk async for chunk in stream]
         async with asyncio.timeout(SOON_S):
@@ -140,7 +142,9 @@ async def test_another_worker_continues_the_streams_of_a_stopped_worker(nats_url
 
     assert [chunk.chunk_index for chunk in chunks] == list(range(200))
     assert {chunk.attempt for chunk in chunks} == {0, 1}
-    np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), await alone(wanted))
+    np.testing.assert_array_equal(
+        np.concatenate([chunk.token_ids for chunk in chunks]), await undisturbed_tokens(wanted)
+    )
 
 
 @pytest.mark.proves("P1", "P71")

@@ -18,29 +18,29 @@ PREFILL = replace(CONFIG, step_s=0.05)
 """Slow, so that a worker that leaves has requests to hand over."""
 
 
-class Comings:
+class WorkerRotation:
     """The workers of a fleet, which join and leave by name. At the end of the block, all leave."""
 
     def __init__(self, nats_url: str, fleet: str) -> None:
         self._at = nats_url, fleet
-        self._lives: dict[str, contextlib.AsyncExitStack] = {}
+        self._workers: dict[str, contextlib.AsyncExitStack] = {}
 
-    async def __aenter__(self) -> "Comings":
+    async def __aenter__(self) -> "WorkerRotation":
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        for name in list(self._lives):
+        for name in list(self._workers):
             await self.leave(name)
 
     async def join(self, name: str) -> None:
         """Start a worker with the role of its name."""
         config = PREFILL if role_of(name) == "prefill" else CONFIG
-        self._lives[name] = contextlib.AsyncExitStack()
-        await self._lives[name].enter_async_context(role_worker(*self._at, name, config))
+        self._workers[name] = contextlib.AsyncExitStack()
+        await self._workers[name].enter_async_context(role_worker(*self._at, name, config))
 
     async def leave(self, name: str) -> None:
         """Stop a worker in order."""
-        await self._lives.pop(name).aclose()
+        await self._workers.pop(name).aclose()
 
 
 async def test_results_stay_exact_while_workers_join_and_leave(nats_url: str, fleet: str) -> None:
@@ -51,7 +51,7 @@ async def test_results_stay_exact_while_workers_join_and_leave(nats_url: str, fl
     load = await Load.mixed(150, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
-        Comings(nats_url, fleet) as workers,
+        WorkerRotation(nats_url, fleet) as workers,
         rollbus.connect(nats_url, fleet=fleet) as rb,
     ):
         await workers.join("a")
@@ -77,7 +77,7 @@ async def test_results_stay_exact_while_workers_of_both_roles_join_and_leave(nat
     load = await Load.mixed(150, CONFIG)
     async with (
         observing(nats_url, fleet) as observer,
-        Comings(nats_url, fleet) as workers,
+        WorkerRotation(nats_url, fleet) as workers,
         rollbus.connect(nats_url, fleet=fleet, prefill_min_tokens=2) as rb,
     ):
         await workers.join("d1")

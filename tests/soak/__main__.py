@@ -19,13 +19,13 @@ def main() -> int:
     settings = Settings(seconds=60 * args.minutes, warm_up_s=min(60 * args.minutes / 4, 120.0), seed=args.seed)
     with args.log.open("ab") as log:
         logging.basicConfig(filename=args.log, level="WARNING")
-        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_say))
+        summary = asyncio.run(run(settings, stderr=log.fileno(), say=_print_line))
     for line in summary.lines():
-        _say(line)
+        _print_line(line)
     return 0 if all(trend.is_flat for trend in summary.trends) else 1
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -183,7 +183,7 @@ class _Course:
                 return
             await asyncio.sleep(fault.after_s)
             say(f"{time.monotonic() - self._started:6.1f} s  {fault}, {self._num_results} results so far")
-            await suffering.suffer(fault)
+            await suffering.inject(fault)
 
     async def _look(self) -> None:
         await asyncio.sleep(self._settings.warm_up_s)

@@ -35,14 +35,14 @@ def arrays(seed: int = 0) -> Arrays:
     }
 
 
-def a_draft(plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
+def make_draft(plan: DraftPlan, snapshot: Snapshot, kinds: Mapping[str, TensorKind] | None = None) -> Draft:
     """Return a draft."""
     return Draft(plan, snapshot, kinds)
 
 
 def publish(plan: DraftPlan, snapshot: Snapshot, tensors: Arrays) -> tuple[Draft, dict[str, bytes]]:
     """Pass tensors through a draft, and return the draft and its objects."""
-    draft = a_draft(plan, snapshot)
+    draft = make_draft(plan, snapshot)
     objects = draw(draft, tensors.items())
     return draft, objects
 
@@ -206,7 +206,7 @@ def test_different_ranks_never_use_the_same_object_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(packing, "SHARD_BYTES", 100)
     names: set[str] = set()
     for rank in range(3):
-        draft = a_draft(DraftPlan(has_delta=False, has_anchor=True, rank=rank, num_ranks=3), Snapshot())
+        draft = make_draft(DraftPlan(has_delta=False, has_anchor=True, rank=rank, num_ranks=3), Snapshot())
         objects = draw(draft, {f"{rank}.{i}": np.ones(20, np.float32) for i in range(3)}.items())
         assert not names & objects.keys()
         names |= objects.keys()
@@ -235,7 +235,7 @@ def test_other_tensors_than_expected_are_refused(
         draft, _ = publish(ANCHOR, snapshot, {name: np.ones(3, np.float32) for name in kinds})
         draft.commit("d" * 64)
     with pytest.raises(InvalidRequest, match=message):
-        draw(a_draft(BOTH, snapshot, None if has_snapshot else kinds), tensors)
+        draw(make_draft(BOTH, snapshot, None if has_snapshot else kinds), tensors)
 
 
 def test_a_large_position_is_found() -> None:
@@ -248,7 +248,7 @@ def test_a_large_position_is_found() -> None:
     draft, _ = publish(ANCHOR, snapshot, {"w": content})
     draft.commit("d" * 64)
     content[-1] = 1
-    draft = a_draft(DELTA, snapshot)
+    draft = make_draft(DELTA, snapshot)
     objects = draw(draft, [("w", RawTensor("U8", content.shape, content))])
     [entry] = draft.entries()
     assert entry.delta is not None
