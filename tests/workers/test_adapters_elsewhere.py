@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 FAILS = SyntheticConfig.from_args({"faults": {"load_lora": True}})
 
 
-async def test_a_worker_that_could_not_load_leaves_requests_to_those_that_have_it(
+async def test_a_worker_without_the_adapter_leaves_its_requests_to_other_workers(
     nats_url: str, fleet: str, one_worker: StartServed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one of two workers failed to load an adapter, the other worker serves all its requests.

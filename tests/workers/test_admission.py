@@ -31,7 +31,7 @@ def request(
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 10_000))
-def test_a_request_waits_exactly_for_weights_that_are_not_there(
+def test_a_request_starts_only_with_its_version_or_a_later_version(
     wanted: int, have: int, target: int, num_delivered: int
 ) -> None:
     """With the version or a later one, a request starts. Otherwise the queue delivers it again within half a minute."""
@@ -41,7 +41,7 @@ def test_a_request_waits_exactly_for_weights_that_are_not_there(
     assert wait_s <= MAX_TOO_NEW_S
 
 
-def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None:
+def test_a_request_waits_briefly_for_expected_weights_and_longer_for_others() -> None:
     """If the worker will get the weights, a request waits a quarter of a second per delivery.
 
     Otherwise it waits one second, and then twice as long each time, up to four seconds.
@@ -55,7 +55,9 @@ def test_what_is_on_its_way_is_looked_for_often_and_the_rest_ever_less() -> None
 
 @pytest.mark.proves("P81")
 @given(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.integers(0, 3))
-def test_what_waited_too_long_is_dropped(lag: int, submitted: int, target: int, attempt: int) -> None:
+def test_a_request_is_too_stale_if_the_target_version_rose_by_more_than_its_lag(
+    lag: int, submitted: int, target: int, attempt: int
+) -> None:
     """A request is too stale if the target version has risen by more than its lag since its submission."""
     waited, versions = request(max_weight_lag=lag), Versions(0, target)
     if target - submitted <= lag:
@@ -66,19 +68,19 @@ def test_what_waited_too_long_is_dropped(lag: int, submitted: int, target: int, 
     assert (e.value.code, e.value.retryable) == (ErrorCode.TOO_STALE, False)
 
 
-def test_a_lag_needs_something_to_count_from() -> None:
+def test_a_request_with_a_lag_needs_a_target_version_at_submission() -> None:
     """A message with `max_weight_lag` but without the target version at its submission is an invalid request."""
     with pytest.raises(InvalidRequest, match="max_weight_lag is 2 in a message without target_version"):
         check_lag(request(max_weight_lag=2), attempt=0, submitted_target=None, versions=Versions(0, 0))
     check_lag(request(), attempt=0, submitted_target=None, versions=Versions(0, 99))
 
 
-def test_what_has_begun_to_run_is_not_dropped() -> None:
+def test_a_later_attempt_is_never_too_stale() -> None:
     """A later attempt carries no target version of its submission, and continues with any weights."""
     check_lag(request(max_weight_lag=0), attempt=1, submitted_target=None, versions=Versions(0, 99))
 
 
-def test_an_adapter_must_be_loaded() -> None:
+def test_a_request_with_an_adapter_that_is_not_loaded_is_rejected() -> None:
     """A request with an adapter that is not loaded is rejected with the names of the loaded adapters."""
     versions = Versions(0, 0, {"b": 1, "a": 7})
     check_request(request(lora="a"), CAPABILITIES, versions)
@@ -89,7 +91,7 @@ def test_an_adapter_must_be_loaded() -> None:
         check_request(request(lora="c"), CAPABILITIES, Versions(0, 0))
 
 
-def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
+def test_a_request_with_a_desired_adapter_returns_to_the_queue() -> None:
     """If the adapter is desired in the fleet, the queue delivers the request again, with longer and longer waits.
 
     A request that was sent directly to the worker is rejected as `queue_full`.
@@ -106,7 +108,7 @@ def test_an_adapter_that_others_should_have_is_left_to_them() -> None:
     assert wait_for_weights_s(request(lora="a", min_weight_version=4), Versions(3, 4, {"a": 1}), 2) == 0.25
 
 
-def test_older_weights_are_refused_where_nobody_else_can_be_asked() -> None:
+def test_a_direct_request_to_a_worker_with_older_weights_returns_to_the_client() -> None:
     """A request that was sent directly to a worker with older weights returns to its client."""
     check_request(request(min_weight_version=3), CAPABILITIES, Versions(3, 3))
     with pytest.raises(RequestRejected, match="weight version 2 is older than min_weight_version=3") as e:

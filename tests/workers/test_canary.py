@@ -57,7 +57,7 @@ def test_a_model_without_experts_has_a_canary_too() -> None:
     assert agrees(dense, canary(), dtype="float32") is not None
 
 
-def test_float32_is_exact() -> None:
+def test_canaries_in_float32_are_compared_tightly() -> None:
     """In float32, one other token, one other expert or 2e-3 in a log probability are too much. 5e-4 is not."""
     one_off = rows().copy()
     one_off[3, 2, 1] = 250
@@ -68,7 +68,7 @@ def test_float32_is_exact() -> None:
     assert agrees(canary(), canary(logprobs=(-1.0, -2.0, -3.0, -4.0005)), dtype="float32") is None
 
 
-def test_bfloat16_forgives_rounding() -> None:
+def test_canaries_in_bfloat16_may_differ_by_rounding() -> None:
     """In bfloat16, 0.1 in a log probability and one expert in twenty count as rounding.
 
     A third of the experts does not.
@@ -82,7 +82,7 @@ def test_bfloat16_forgives_rounding() -> None:
     assert "logprobs differ" in (agrees(canary(), canary(logprobs=(-1.3, -2, -3, -4)), dtype="bfloat16") or "")
 
 
-def test_what_follows_a_tie_is_not_compared_in_bfloat16() -> None:
+def test_results_after_the_first_different_token_are_not_compared_in_bfloat16() -> None:
     """The results after the first different token are not compared. The log probability of that token must agree."""
     after_tie = rows().copy()
     after_tie[PROMPT_LEN + 1 :] = 250
@@ -115,7 +115,7 @@ def test_the_order_of_experts_in_a_row_does_not_count() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_canary_that_makes_no_sense_agrees_with_none(fields: dict[str, Any], dtype: str) -> None:
+def test_an_invalid_canary_agrees_with_no_canary(fields: dict[str, Any], dtype: str) -> None:
     """NaN, missing tokens and routing that contradicts its shape cause a reported difference, never an exception."""
     assert agrees(canary(), canary(**fields), dtype=dtype) is not None
     assert agrees(canary(**fields), canary(), dtype=dtype) is not None
@@ -139,7 +139,7 @@ def test_many_experts_are_compared_in_little_memory() -> None:
         tracemalloc.stop()
 
 
-def test_what_the_trainer_expects_must_be_an_answer_to_the_canary() -> None:
+def test_an_expected_canary_must_have_the_requested_tokens_and_valid_routing() -> None:
     """An expected canary is checked before any change.
 
     It must have the requested number of tokens, and routing of the model's shape or none.
@@ -200,7 +200,7 @@ def test_a_canary_holds_tokens_logprobs_and_sorted_rows() -> None:
 
 
 @pytest.mark.parametrize("max_model_len", [2, 10, 1000])
-def test_every_model_can_be_asked_for_a_canary(max_model_len: int) -> None:
+def test_the_canary_request_is_valid_for_every_context_length(max_model_len: int) -> None:
     """The canary request passes the worker's checks for every context length. Two requests share no cached prefix."""
     first, second = own_request(model(max_model_len)), own_request(model(max_model_len))
 
@@ -231,7 +231,7 @@ def lost_token(step: RequestStep) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lost_logprobs, not_a_number, lost_row, lost_token])
-def test_what_no_sound_model_gives_is_no_canary(spoil: Callable[[RequestStep], None]) -> None:
+def test_results_with_missing_or_impossible_parts_are_no_canary(spoil: Callable[[RequestStep], None]) -> None:
     """Results with missing or impossible parts are never a canary."""
     request = canary_request(model())
     steps = steps_of(request)
@@ -242,7 +242,7 @@ def test_what_no_sound_model_gives_is_no_canary(spoil: Callable[[RequestStep], N
     assert caught.value.code is ControlCode.NOT_VERIFIED
 
 
-def test_routing_that_is_all_zero_is_no_canary() -> None:
+def test_results_with_all_zero_routing_are_no_canary() -> None:
     """All-zero routing is no canary: an engine gives it if its kernels bypass the capture of routed experts."""
     request = canary_request(model())
     steps = steps_of(request)

@@ -14,7 +14,7 @@ LONG = 60_000
 
 
 @pytest.mark.parametrize("change", ["rewritten", "deleted"])
-async def test_files_that_change_while_they_are_loaded_poison(tmp_path: Path, change: str) -> None:
+async def test_files_that_change_during_a_load_poison_the_weights(tmp_path: Path, change: str) -> None:
     """Files that change during a load make the weights invalid, also if their size does not change.
 
     The content that the engine read is unknown. An undisturbed load makes the worker serve again.
@@ -82,7 +82,7 @@ async def test_an_adapter_that_changes_before_its_load_is_not_loaded(tmp_path: P
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-async def test_an_adapter_that_changes_while_it_is_loaded_is_gone(tmp_path: Path, keeps: bool) -> None:
+async def test_an_adapter_that_changes_during_its_load_serves_no_request(tmp_path: Path, keeps: bool) -> None:
     """If an adapter changes during its load, no request can use it, also if the engine fails to unload it.
 
     The content that the engine read is unknown.

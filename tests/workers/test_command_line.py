@@ -35,7 +35,7 @@ BAD_COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_COMMAND_LINES)
-async def test_bad_command_lines(name: str) -> None:
+async def test_a_bad_argument_ends_the_worker_with_exit_code_2(name: str) -> None:
     """A bad argument ends the process with exit code 2 and one line with the argument and the allowed values."""
     arguments, message = BAD_COMMAND_LINES[name]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "rollbus.workers", *arguments, stderr=PIPE)
@@ -53,7 +53,7 @@ def stderr_of(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
     return process.stderr
 
 
-async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str) -> None:
+async def test_without_a_server_a_worker_waits_for_the_server(nats_url: str, fleet: str) -> None:
     """Without a server, a worker logs one line and waits. It serves as soon as the server runs."""
     async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S):
         proxy.cut()
@@ -71,7 +71,7 @@ async def test_without_a_server_a_worker_waits_for_one(nats_url: str, fleet: str
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_worker_that_waits_for_a_server_stops_as_told(number: signal.Signals) -> None:
+async def test_a_signal_stops_a_worker_that_waits_for_a_server(number: signal.Signals) -> None:
     """A signal ends a waiting worker with exit code 0, as it ends a serving worker."""
     async with worker_process("nats://127.0.0.1:1", "f", stderr=PIPE) as process, asyncio.timeout(HANGS_AFTER_S):
         await stderr_of(process).readline()
@@ -79,7 +79,7 @@ async def test_a_worker_that_waits_for_a_server_stops_as_told(number: signal.Sig
         assert await process.wait() == 0
 
 
-async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
+async def test_a_worker_with_rejected_credentials_exits_without_a_wait(tmp_path: Path) -> None:
     """If the server rejects its credentials, a worker does not wait: it prints the remedy and exits with 1."""
     require_binary()
     [entry] = ensure_users(tmp_path, [("f", Role.WORKER, "w")])
@@ -95,7 +95,7 @@ async def test_a_user_that_is_refused_does_not_wait(tmp_path: Path) -> None:
     assert "it received no credentials: set --creds FILE" in line
 
 
-async def test_a_worker_goes_with_its_parent(nats_url: str, fleet: str) -> None:
+async def test_a_worker_stops_with_its_parent(nats_url: str, fleet: str) -> None:
     """A worker stops in order when the pipe of its parent closes, as it does at the parent's death."""
     read_end, write_end = os.pipe()
     async with rollbus.connect(nats_url, fleet=fleet) as rb:

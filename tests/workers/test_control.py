@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.proves("P21", "P77")
-async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartControlled) -> None:
+async def test_a_stream_kept_by_a_pause_equals_an_undisturbed_stream(controlled_worker: StartControlled) -> None:
     """After pause(keep) and resume, a stream equals that of an undisturbed run.
 
     Between them, the worker publishes no tokens (I4).
@@ -47,7 +47,7 @@ async def test_a_kept_stream_goes_on_where_it_was(controlled_worker: StartContro
 
 
 @pytest.mark.proves("P77")
-async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_worker: StartControlled) -> None:
+async def test_pause_wait_is_applied_when_no_request_is_in_flight(controlled_worker: StartControlled) -> None:
     """pause(wait) is accepted immediately and applied after the last chunk of the requests in flight."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
@@ -62,7 +62,7 @@ async def test_a_waiting_pause_is_applied_when_nothing_is_in_flight(controlled_w
 
 
 @pytest.mark.proves("P77")
-async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_worker: StartControlled) -> None:
+async def test_pause_abort_ends_each_stream_with_its_tokens_and_rows(controlled_worker: StartControlled) -> None:
     """pause(abort) ends each stream with `abort` and the rows of its tokens. No request is in flight then."""
     async with controlled_worker() as (client, boss, _, engine):
         for request_id in ("a", "b"):
@@ -80,7 +80,9 @@ async def test_an_aborting_pause_ends_streams_with_what_they_have(controlled_wor
             assert num_rows == PROMPT_LEN + len(token_ids) // 4 - 1
 
 
-async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(controlled_worker: StartControlled) -> None:
+async def test_pause_wait_fails_at_its_timeout_and_the_worker_accepts_no_requests(
+    controlled_worker: StartControlled,
+) -> None:
     """When its time is over, pause(wait) fails with the number of requests in flight.
 
     These requests continue, and the worker accepts no others.
@@ -108,7 +110,7 @@ async def test_a_pause_that_waits_too_long_fails_and_still_takes_nothing(control
         await client.until_ended("queued")
 
 
-async def test_a_resume_ends_a_pause_that_still_waits(controlled_worker: StartControlled) -> None:
+async def test_a_resume_makes_a_waiting_pause_stale(controlled_worker: StartControlled) -> None:
     """A crossing resume does not wait for the earlier pause: the pause becomes stale, and the worker serves."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -123,7 +125,7 @@ async def test_a_resume_ends_a_pause_that_still_waits(controlled_worker: StartCo
         assert not client.ended("r")
 
 
-async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: StartControlled) -> None:
+async def test_a_paused_worker_can_change_its_pause_mode(controlled_worker: StartControlled) -> None:
     """A wait after a keep finishes the paused requests. An abort after a keep aborts them."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
@@ -144,7 +146,7 @@ async def test_a_paused_worker_goes_from_one_mode_to_another(controlled_worker: 
 
 
 @pytest.mark.proves("P18", "P73")
-async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worker: StartControlled) -> None:
+async def test_a_repeated_command_is_recorded_once_and_gets_the_same_ack(controlled_worker: StartControlled) -> None:
     """A repeated command with one id is recorded once and gets the same ack each time."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -159,7 +161,7 @@ async def test_a_repeated_command_has_one_effect_and_one_answer(controlled_worke
         assert (await boss.desired()).epoch == 1
 
 
-async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControlled) -> None:
+async def test_a_cache_flush_fails_while_requests_hold_the_cache(controlled_worker: StartControlled) -> None:
     """A flush fails if requests in flight hold the cache.
 
     It succeeds with `preempt`, or if no request is in flight.
@@ -180,7 +182,7 @@ async def test_a_flush_says_what_the_engine_says(controlled_worker: StartControl
         assert not client.ended("r")
 
 
-async def test_a_pause_may_clear_the_cache(nats_url: str, fleet: str) -> None:
+async def test_a_pause_with_clear_cache_removes_the_cache_of_paused_requests(nats_url: str, fleet: str) -> None:
     """clear_cache with `keep` removes the cache of paused requests. If the engine refuses, the pause fails."""
     faulty = SLOW.__class__.from_args({"step_s": 0.002, "faults": {"reset_cache": True}})
     async with (
@@ -230,7 +232,7 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str, cont
         await client.until(lambda: len(client.chunks["t"]) > count)
 
 
-async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlled_worker: StartControlled) -> None:
+async def test_sleep_hands_over_requests_and_wake_restores_the_same_weights(controlled_worker: StartControlled) -> None:
     """`sleep` hands requests in flight to other workers. After `wake`, the worker serves the same weights."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(greedy(1, 20, request_id="before"))
@@ -255,7 +257,7 @@ async def test_a_sleeping_worker_hands_over_and_wakes_with_its_weights(controlle
         assert stream_of(client.chunks["after"]) == stream_of(client.chunks["before"])
 
 
-async def test_a_frozen_engine_is_not_dead(controlled_worker: StartControlled) -> None:
+async def test_an_engine_paused_for_long_does_not_count_as_dead(controlled_worker: StartControlled) -> None:
     """The engine's time limit does not run during pause(keep), however long it is. Heartbeats and leases continue."""
     async with controlled_worker(engine_timeout_s=1.5) as (client, boss, *_):
         await client.enqueue(greedy(1, 300, request_id="r"))
@@ -270,7 +272,7 @@ async def test_a_frozen_engine_is_not_dead(controlled_worker: StartControlled) -
         assert client.presences["w"].incarnation == life
 
 
-async def test_time_limits_and_aborts_of_clients_hold_under_a_pause(controlled_worker: StartControlled) -> None:
+async def test_deadlines_and_client_aborts_apply_during_a_pause(controlled_worker: StartControlled) -> None:
     """During a pause, a plain request ends at its deadline, and a request ends when its client aborts it."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))

@@ -14,7 +14,7 @@ from tests.workers.support import StartControlled
 pytestmark = pytest.mark.slow
 
 
-async def test_a_worker_says_how_it_is(controlled_worker: StartControlled) -> None:
+async def test_the_ack_of_state_contains_the_workers_presence(controlled_worker: StartControlled) -> None:
     """The ack of `state` contains the worker's presence."""
     async with controlled_worker(weight_version=7) as (_, boss, *_):
         ack = await boss.applied("state")
@@ -24,7 +24,9 @@ async def test_a_worker_says_how_it_is(controlled_worker: StartControlled) -> No
         assert ack.state["target_version"] == 7
 
 
-async def test_a_bad_command_is_refused_where_anyone_can_be_told(controlled_worker: StartControlled) -> None:
+async def test_an_invalid_command_with_an_id_fails_and_without_an_id_is_counted(
+    controlled_worker: StartControlled,
+) -> None:
     """A command that cannot be decoded fails as invalid_command if it has an id, and is counted otherwise.
 
     Neither changes anything.
@@ -48,7 +50,9 @@ async def test_a_bad_command_is_refused_where_anyone_can_be_told(controlled_work
         assert client.presences["w"].state is WorkerState.SERVING
 
 
-async def test_commands_for_others_are_left_to_them(controlled_worker: StartControlled) -> None:
+async def test_a_worker_does_not_answer_commands_for_other_models_or_workers(
+    controlled_worker: StartControlled,
+) -> None:
     """A worker does not answer a command for another model or for other workers."""
     async with controlled_worker() as (_, boss, *_):
         foreign = [await boss.command("pause", model="else"), await boss.command("pause", workers=["v"])]
@@ -57,7 +61,7 @@ async def test_commands_for_others_are_left_to_them(controlled_worker: StartCont
         assert [boss.acks(command_id) for command_id in foreign] == [[], []]
 
 
-async def test_a_fenced_worker_serves_nothing(controlled_worker: StartControlled) -> None:
+async def test_a_fence_command_leaves_the_worker_poisoned_despite_a_resume(controlled_worker: StartControlled) -> None:
     """`fence` ends requests in flight as retryable and leaves the worker poisoned. A resume does not change that."""
     async with controlled_worker() as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -74,7 +78,7 @@ async def test_a_fenced_worker_serves_nothing(controlled_worker: StartControlled
         assert client.presences["w"].state is WorkerState.POISONED
 
 
-async def test_a_fence_from_before_newer_weights_is_stale(controlled_worker: StartControlled) -> None:
+async def test_a_fence_is_stale_if_the_worker_has_later_weights(controlled_worker: StartControlled) -> None:
     """A fence after the comparison of an update's canaries is stale if the worker has later weights by then."""
     async with controlled_worker(weight_version=3) as (client, boss, *_):
         old = await boss.applied("update_weights", version=3, source={"path": "/any"})
@@ -87,7 +91,7 @@ async def test_a_fence_from_before_newer_weights_is_stale(controlled_worker: Sta
         assert in_time.status is AckStatus.APPLIED
 
 
-async def test_what_was_done_before_the_command_was_heard_is_answered_at_once(
+async def test_a_command_applied_before_its_message_arrives_is_acked_immediately(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker applies a recorded command before the command message arrives. It then answers without a timer."""

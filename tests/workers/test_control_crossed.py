@@ -38,7 +38,7 @@ def checkpoint(root: Path, fill: int) -> dict[str, str]:
     return {"path": str(write_checkpoint(root / str(fill), fill=fill))}
 
 
-async def test_an_update_ends_one_that_still_waits(controlled_worker: StartControlled, tmp_path: Path) -> None:
+async def test_a_later_update_makes_a_waiting_update_stale(controlled_worker: StartControlled, tmp_path: Path) -> None:
     """If requests in flight delay an update, a later update does not wait: the earlier update becomes stale at once."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -55,7 +55,9 @@ async def test_an_update_ends_one_that_still_waits(controlled_worker: StartContr
         assert not client.ended("r")
 
 
-async def test_an_update_that_loads_is_not_broken_off(controlled_worker: StartControlled, tmp_path: Path) -> None:
+async def test_a_later_update_waits_until_a_load_has_finished(
+    controlled_worker: StartControlled, tmp_path: Path
+) -> None:
     """A later update waits until a load has finished. Streams continue through both, without half-written weights."""
     async with controlled_worker(config=SLOW_LOAD, **fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -77,7 +79,9 @@ async def test_an_update_that_loads_is_not_broken_off(controlled_worker: StartCo
         assert not client.ended("r")
 
 
-async def test_who_asks_late_hears_what_is_being_done(controlled_worker: StartControlled, tmp_path: Path) -> None:
+async def test_a_late_command_message_gets_acks_with_the_progress(
+    controlled_worker: StartControlled, tmp_path: Path
+) -> None:
     """If a worker has begun to apply the desired state, a later command message gets acks with its progress."""
     async with controlled_worker(**fields_of(tmp_path)) as (client, boss, *_):
         await client.enqueue(endless("r"))
@@ -115,7 +119,7 @@ async def test_a_drain_and_a_sleep_wait_for_an_update(controlled_worker: StartCo
         assert {chunk.weight_version for chunk in client.chunks["r"]} == {3}
 
 
-async def test_a_worker_that_joins_in_a_transfer_waits_for_other_weights(
+async def test_a_worker_that_starts_during_a_transfer_cannot_apply_its_finish(
     nats_url: str, fleet: str, controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
     """A worker that starts during a transfer serves its start weights until the finish, which it cannot apply.
@@ -165,7 +169,9 @@ class StubbornEngine(SyntheticEngine):
 
 
 @pytest.mark.parametrize("refuses", ["pause", "resume"])
-async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str, fleet: str) -> None:
+async def test_an_engine_that_refuses_to_pause_or_resume_counts_as_dead(
+    refuses: str, nats_url: str, fleet: str
+) -> None:
     """If the engine refuses to pause or resume, the worker ends its requests as `engine_dead` and exits."""
     engine = StubbornEngine(SLOW)
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
@@ -184,7 +190,7 @@ async def test_an_engine_that_does_not_obey_is_dead(refuses: str, nats_url: str,
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 
-async def test_a_pause_may_be_resumed_while_its_last_frames_leave(
+async def test_a_resume_during_the_last_frames_of_a_pause_is_applied_next(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume that arrives while a pause's last frames leave is applied next."""

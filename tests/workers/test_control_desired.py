@@ -27,7 +27,7 @@ from tests.workers.support import SLOW, StartControlled, controlled_worker
 pytestmark = pytest.mark.slow
 
 
-async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, fleet: str) -> None:
+async def test_a_command_without_an_epoch_is_recorded_by_only_one_worker(nats_url: str, fleet: str) -> None:
     """If several workers receive a command without an epoch, only one records it. All ack it with the same epoch."""
     names = ("a", "b", "c", "d")
     async with (
@@ -49,7 +49,7 @@ async def test_a_raw_command_is_recorded_once_by_all_who_hear_it(nats_url: str, 
 
 
 @pytest.mark.proves("P75")
-async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> None:
+async def test_a_command_is_stale_if_its_register_was_set_again(controlled_worker: StartControlled) -> None:
     """A command whose register was set again since then is stale in every form, and changes nothing."""
     async with controlled_worker() as (client, boss, *_):
         first = await boss.record("pause", id="late")
@@ -65,7 +65,7 @@ async def test_a_late_command_is_stale(controlled_worker: StartControlled) -> No
 
 
 @pytest.mark.proves("P72")
-async def test_what_is_recorded_needs_no_command(controlled_worker: StartControlled) -> None:
+async def test_a_recorded_command_is_applied_without_its_command_message(controlled_worker: StartControlled) -> None:
     """A worker that receives a write to the desired state applies it. The later command message gets its ack."""
     async with controlled_worker() as (client, boss, *_):
         epoch = await boss.record("pause", id="p")
@@ -76,7 +76,7 @@ async def test_what_is_recorded_needs_no_command(controlled_worker: StartControl
 
 
 @pytest.mark.proves("P72")
-async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_starts_during_a_pause_pulls_no_requests(nats_url: str, fleet: str) -> None:
     """A worker that starts during a pause reads the desired state first, and pulls nothing until the resume."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("pause")
@@ -91,7 +91,7 @@ async def test_a_worker_that_starts_under_a_pause_takes_nothing(nats_url: str, f
 
 
 @pytest.mark.proves("P18", "P72")
-async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, fleet: str) -> None:
+async def test_commands_recorded_during_a_start_are_applied_before_the_worker_serves(nats_url: str, fleet: str) -> None:
     """A worker applies commands that were recorded during its start before it serves, and acks none of them."""
     engine = GatedEngine("start", config=SLOW)
     async with (
@@ -112,7 +112,7 @@ async def test_a_starting_worker_is_brought_to_all_that_was_said(nats_url: str, 
         assert (client.presences["w"].state, client.presences["w"].pause_mode) == (WorkerState.PAUSED, "wait")
 
 
-async def test_a_drained_worker_hands_its_requests_to_others(
+async def test_a_drained_worker_hands_its_requests_to_another_worker(
     nats_url: str, fleet: str, controlled_worker: StartControlled
 ) -> None:
     """`drain` ends a worker's streams as retryable immediately, and another worker serves. `resume` reverses it."""
@@ -136,7 +136,7 @@ async def test_a_drained_worker_hands_its_requests_to_others(
         assert is_idle(engine)
 
 
-async def test_a_command_for_one_worker_counts_for_it_alone(nats_url: str, fleet: str) -> None:
+async def test_a_command_for_one_worker_holds_for_that_worker_only(nats_url: str, fleet: str) -> None:
     """A command for one worker holds until all workers get the same command, also for its next incarnation."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         async with (
@@ -157,7 +157,7 @@ async def test_a_command_for_one_worker_counts_for_it_alone(nats_url: str, fleet
             await client.until_state("a", WorkerState.SERVING)
 
 
-async def test_a_worker_that_was_away_comes_back_paused(fleet: str) -> None:
+async def test_a_worker_whose_lease_expired_during_a_pause_restarts_paused(fleet: str) -> None:
     """If a lease expires during a pause, the worker discards its requests.
 
     Its next incarnation reads the pause and pulls nothing.
@@ -185,7 +185,7 @@ async def test_a_worker_that_was_away_comes_back_paused(fleet: str) -> None:
     assert not client.ended("r")
 
 
-async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: str) -> None:
+async def test_a_pause_holds_through_a_restart_of_the_server(fleet: str) -> None:
     """A server that restarts within the lease changes nothing: the pause holds, and the stream continues after it."""
     async with (
         EmbeddedServer() as server,
@@ -205,7 +205,7 @@ async def test_a_worker_survives_a_restart_of_the_server_under_a_pause(fleet: st
         assert sum(chunk.num_tokens for chunk in client.chunks["r"]) == 300
 
 
-async def test_a_raw_command_waits_for_jetstream(
+async def test_a_command_is_recorded_when_jetstream_is_back(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker retries to record a command while JetStream is away. The command fails when its time is over."""
@@ -230,7 +230,7 @@ async def test_a_raw_command_waits_for_jetstream(
         assert (applied.status, applied.epoch) == (AckStatus.APPLIED, 1)
 
 
-async def test_what_is_no_longer_desired_is_undone(controlled_worker: StartControlled) -> None:
+async def test_a_worker_undoes_commands_that_are_no_longer_desired(controlled_worker: StartControlled) -> None:
     """After a reset of the desired state, a paused and sleeping worker serves again."""
     async with controlled_worker() as (client, boss, *_):
         await boss.applied("pause")
@@ -243,7 +243,7 @@ async def test_what_is_no_longer_desired_is_undone(controlled_worker: StartContr
         assert client.error_of("r") is None
 
 
-async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
+async def test_commands_are_applied_after_a_lost_bucket_restarts_the_epochs(nats_url: str, fleet: str) -> None:
     """If epochs restart because the bucket was lost, a worker applies the commands that are recorded afterwards."""
     async with (
         EmbeddedServer() as server,
@@ -260,7 +260,7 @@ async def test_a_lost_bucket_is_noticed(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.proves("P79")
-async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(controlled_worker: StartControlled) -> None:
+async def test_an_update_from_a_forbidden_path_makes_the_worker_outdated(controlled_worker: StartControlled) -> None:
     """An update from a forbidden path keeps the version and makes the worker outdated.
 
     Its streams end as retryable.
@@ -284,7 +284,7 @@ async def test_weights_that_cannot_be_had_take_the_worker_out_of_service(control
         assert {chunk.weight_version for chunk in client.chunks["s"]} == {3}
 
 
-async def test_weights_that_could_not_be_fetched_are_tried_again(
+async def test_an_outdated_worker_loads_its_weights_when_the_object_store_is_back(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A worker that starts while the object store is away is outdated, and loads the weights when the store is back."""

@@ -37,7 +37,7 @@ async def ask(client: HandClient, request_id: str) -> None:
     await client.until_ended(request_id)
 
 
-async def test_garbage_changes_no_worker_that_serves(controlled_worker: StartControlled) -> None:
+async def test_a_serving_worker_continues_if_the_desired_state_is_garbage(controlled_worker: StartControlled) -> None:
     """If the desired state is garbage, a worker continues to serve, reports the problem and rejects commands.
 
     After a reset, commands work again.
@@ -63,7 +63,7 @@ async def test_garbage_changes_no_worker_that_serves(controlled_worker: StartCon
         assert client.presences["w"].last_error is None
 
 
-async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_starts_on_a_garbage_desired_state_waits_for_a_reset(nats_url: str, fleet: str) -> None:
     """A worker that starts on a garbage desired state reports the problem, waits, and serves after a reset."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("resume")
@@ -77,7 +77,7 @@ async def test_a_worker_that_starts_on_garbage_takes_nothing(nats_url: str, flee
             await ask(client, "r")
 
 
-async def test_a_worker_comes_back_whatever_is_answered_first(
+async def test_a_fenced_worker_may_read_the_desired_state_before_its_lease_is_confirmed(
     heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fenced worker may read the desired state before its presence is confirmed.
@@ -107,7 +107,7 @@ async def test_a_worker_comes_back_whatever_is_answered_first(
         assert reader.num_read == num_read
 
 
-async def test_a_deleted_key_undoes_what_was_desired(controlled_worker: StartControlled) -> None:
+async def test_a_paused_worker_serves_after_the_desired_state_was_deleted(controlled_worker: StartControlled) -> None:
     """If NATS's own tools delete the key, a paused worker serves. The epochs of later commands still increase."""
     async with controlled_worker() as (client, boss, *_):
         before = await boss.applied("pause")
@@ -119,7 +119,7 @@ async def test_a_deleted_key_undoes_what_was_desired(controlled_worker: StartCon
         assert (after.epoch or 0) > (before.epoch or 0)
 
 
-async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> None:
+async def test_after_a_lost_bucket_a_command_with_a_repeated_epoch_is_applied(fleet: str) -> None:
     """A command with the epoch of another command is applied if the bucket was lost between them."""
     async with (
         EmbeddedServer() as server,
@@ -134,7 +134,7 @@ async def test_a_lost_bucket_with_as_many_commands_is_noticed(fleet: str) -> Non
         assert resumed.epoch == 1
 
 
-async def test_a_command_that_was_lost_with_the_store_is_answered(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_was_lost_with_the_store_fails_soon(fleet: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that was lost with the store fails soon, so its controller does not wait for the command's timeout.
 
     That timeout may be ten minutes.
@@ -155,7 +155,9 @@ async def test_a_command_that_was_lost_with_the_store_is_answered(fleet: str, mo
     assert paused.epoch == 1
 
 
-async def test_a_worker_whose_weights_are_gone_serves_none(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_worker_is_outdated_after_its_recorded_checkpoint_was_deleted(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A worker that restarts after the recorded checkpoint was deleted is outdated and names the path.
 
     It serves after the next update. A deleted adapter alone does not keep it from serving.

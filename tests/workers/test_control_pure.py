@@ -41,7 +41,7 @@ def recorded(*commands: AnyCommand) -> dict[str, Recorded]:
     return {str(command.register): Recorded(epoch=epoch, command=command) for epoch, command in enumerate(commands, 1)}
 
 
-def test_registers_are_brought_in_the_order_of_recording() -> None:
+def test_registers_are_applied_in_the_order_of_recording() -> None:
     """The due register is the unhandled one with the lowest epoch. A handled register is not due, also if it failed."""
     effective = recorded(UPDATE, Pause(), FlushCache())
     dealt: dict[str, HandledRegister] = {}
@@ -53,7 +53,7 @@ def test_registers_are_brought_in_the_order_of_recording() -> None:
     assert order == ["weights", "pause", "flush"]
 
 
-def test_what_was_set_again_is_due_again() -> None:
+def test_a_register_that_was_set_again_is_due_again() -> None:
     """A register is due if its epoch differs from the handled one, also if the register was set back."""
     effective = recorded(Resume(), Pause())
 
@@ -66,7 +66,7 @@ def test_what_was_set_again_is_due_again() -> None:
     )
 
 
-def test_what_waits_for_its_source_holds_up_nothing_else() -> None:
+def test_a_register_in_staging_does_not_delay_other_registers() -> None:
     """A register in staging is not due, whatever its epoch is. Registers recorded later are applied meanwhile."""
     effective = recorded(UPDATE, Pause())
 
@@ -76,7 +76,7 @@ def test_what_waits_for_its_source_holds_up_nothing_else() -> None:
     assert next_due(effective, handled) == PendingRegister("weights", effective["weights"])
 
 
-def test_what_is_desired_no_longer_comes_first() -> None:
+def test_a_register_that_is_no_longer_desired_is_undone_first() -> None:
     """A handled register that is no longer desired is undone before others are applied."""
     assert next_due(recorded(Pause()), {"sleep": HandledRegister(7, RegisterOutcome())}) == PendingRegister(
         "sleep", None
@@ -101,7 +101,7 @@ def test_what_is_desired_no_longer_comes_first() -> None:
         ([FlushCache()], {"flush": BAD}, WorkerEvent.CAUGHT_UP),
     ],
 )
-def test_what_a_worker_is_follows_from_its_registers(
+def test_the_state_of_a_worker_follows_from_its_registers(
     commands: list[AnyCommand], outcomes: dict[str, RegisterOutcome], expected: WorkerEvent
 ) -> None:
     """A reason that forbids serving has priority over a command that stops serving.
@@ -127,7 +127,7 @@ def test_what_a_worker_is_follows_from_its_registers(
         ([UPDATE, Sleep()], WorkerEvent.SLEPT),
     ],
 )
-def test_a_worker_that_waits_for_weights_serves_nothing(
+def test_a_worker_that_stages_recorded_weights_never_serves(
     commands: list[AnyCommand], expected: WorkerEvent | None
 ) -> None:
     """While recorded weights are staged, a worker is paused, drained or asleep as desired, but never serves."""
@@ -149,7 +149,7 @@ def test_a_worker_that_waits_for_weights_serves_nothing(
         (ControlCode.HALF_WRITTEN, AckStatus.FAILED),
     ],
 )
-def test_an_error_is_a_final_word(code: ControlCode, status: AckStatus) -> None:
+def test_a_final_ack_is_unsupported_stale_or_failed(code: ControlCode, status: AckStatus) -> None:
     """The final ack is `unsupported`, `stale`, or `failed` for all other errors. Its message is truncated."""
     outcome = failure(ControlError(code, "x" * 2 * MAX_ERROR_CHARS))
 
@@ -172,7 +172,7 @@ def begun(log: CommandLog, command_id: str) -> ReceivedCommand:
 
 
 @pytest.mark.proves("P18")
-def test_nothing_is_said_after_the_final_word() -> None:
+def test_only_the_first_final_ack_of_a_command_is_sent() -> None:
     """Only the first final ack of a command is sent. It is kept for repeated commands."""
     finals = [status for status in AckStatus if status.is_final]
     for first, second in itertools.product(finals, AckStatus):
@@ -188,7 +188,7 @@ def test_nothing_is_said_after_the_final_word() -> None:
         assert log.under_way == []
 
 
-def test_commands_under_way_and_ended_are_bounded() -> None:
+def test_the_numbers_of_running_and_ended_commands_are_bounded() -> None:
     """The number of running commands is bounded. Of the ended commands, the oldest is removed."""
     log = CommandLog()
     heard = [begun(log, f"c{number}") for number in range(MAX_SEEN_COMMANDS)]
@@ -203,7 +203,7 @@ def test_commands_under_way_and_ended_are_bounded() -> None:
     assert log.find("last") is last
 
 
-def test_another_life_answers_nothing_of_what_was_under_way() -> None:
+def test_after_a_fence_a_worker_acks_no_earlier_commands() -> None:
     """After a fence, a worker sends no ack for earlier commands, except repeated final acks."""
     log = CommandLog()
     ended, open_one = begun(log, "ended"), begun(log, "open")

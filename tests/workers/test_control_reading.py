@@ -92,7 +92,7 @@ async def reading() -> AsyncIterator[Reading]:
         task.cancel()
 
 
-async def test_a_command_that_was_read_needs_no_other_look() -> None:
+async def test_a_command_in_an_earlier_read_needs_no_new_read() -> None:
     """A command that an earlier read contains needs no new read when its message arrives."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))
@@ -104,7 +104,7 @@ async def test_a_command_that_was_read_needs_no_other_look() -> None:
         assert (look, made.store.num_begun) == (made.reader.num_read, 2)
 
 
-async def test_a_command_is_found_in_the_read_under_way() -> None:
+async def test_the_current_read_serves_commands_that_arrive_during_the_read() -> None:
     """The current read serves commands that arrive during it, if it contains them. No other read follows."""
     async with reading() as made:
         pause, flush = made.store.record(Pause(id="p")), made.store.record(FlushCache(id="f"))
@@ -119,7 +119,7 @@ async def test_a_command_is_found_in_the_read_under_way() -> None:
         assert made.store.num_begun == 2
 
 
-async def test_a_command_that_a_read_came_too_early_for_is_read() -> None:
+async def test_a_command_recorded_after_a_read_began_causes_another_read() -> None:
     """A read that began before a command was recorded does not count for it, so another read follows."""
     async with reading() as made:
         made.reader.request_read()
@@ -134,7 +134,7 @@ async def test_a_command_that_a_read_came_too_early_for_is_read() -> None:
         assert set(made.reader.effective) == {"pause"}
 
 
-async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
+async def test_a_command_with_the_same_epoch_and_another_id_does_not_count() -> None:
     """A command with the same epoch but another id does not count, as after a lost bucket."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="before"))
@@ -150,7 +150,7 @@ async def test_another_command_of_the_same_epoch_is_not_taken_for_it() -> None:
         assert made.reader.effective["pause"].command.id == "after"
 
 
-async def test_a_look_during_a_read_is_followed_by_another() -> None:
+async def test_a_read_request_during_a_read_causes_another_read() -> None:
     """A read request without a command during a read causes another read."""
     async with reading() as made:
         made.reader.request_read()
@@ -162,7 +162,7 @@ async def test_a_look_during_a_read_is_followed_by_another() -> None:
         assert made.reader.num_read < look
 
 
-async def test_a_failed_read_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_read_after_a_failed_read_serves_the_waiting_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next read serves the commands that arrived during a failed read."""
     monkeypatch.setattr(module, "RETRY_S", 0.0)
     async with reading() as made:
@@ -179,7 +179,7 @@ async def test_a_failed_read_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         assert made.reader.problem is None
 
 
-async def test_who_was_away_reads_again() -> None:
+async def test_reads_from_before_a_fence_do_not_count() -> None:
     """After a fence, earlier reads do not count, not even for a command that they contained."""
     async with reading() as made:
         epoch = made.store.record(Pause(id="p"))

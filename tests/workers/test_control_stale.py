@@ -48,7 +48,7 @@ async def paused_after_resume(boss: HandController) -> DesiredState:
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-async def test_a_stale_answer_changes_nothing(
+async def test_a_stale_read_changes_nothing(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch, is_missing: bool
 ) -> None:
     """After a stale read, a paused worker stays paused, reports the problem, and continues with the next valid read."""
@@ -67,7 +67,9 @@ async def test_a_stale_answer_changes_nothing(
         assert client.presences["w"].last_error is None
 
 
-async def test_another_bucket_is_believed(controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_state_with_another_bucket_id_is_accepted(
+    controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state with another bucket id is accepted, also if it has fewer commands."""
     async with controlled_worker() as (client, boss, worker, _):
         before = await paused_after_resume(boss)
@@ -76,7 +78,7 @@ async def test_another_bucket_is_believed(controlled_worker: StartControlled, mo
         await client.until_serving("w")
 
 
-async def test_what_stays_older_is_believed_at_last(
+async def test_a_state_that_stays_older_for_long_is_accepted(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state that stays older for long is accepted, because no deposed leader answers for so long.

@@ -73,7 +73,7 @@ async def transferring(start: StartControlled, root: Path) -> AsyncIterator[Scen
         yield scene
 
 
-async def test_what_needs_the_engine_to_go_on_is_refused_at_once(
+async def test_commands_that_need_engine_steps_fail_during_a_transfer(
     controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
     """Resume, pause(wait), sleep and adapter commands fail with the reason, and no token is sampled.
@@ -124,7 +124,9 @@ async def test_pauses_hold_through_a_transfer(controlled_worker: StartControlled
         assert {chunk.weight_version for chunk in scene.client.chunks["s"]} == {2}
 
 
-async def test_a_drain_hands_over_what_a_transfer_holds_up(controlled_worker: StartControlled, tmp_path: Path) -> None:
+async def test_a_drain_during_a_transfer_hands_over_requests_immediately(
+    controlled_worker: StartControlled, tmp_path: Path
+) -> None:
     """A drain is applied immediately: the streams end as retryable. After the transfer, the worker is drained."""
     async with transferring(controlled_worker, tmp_path) as scene:
         await scene.boss.applied("drain", workers=["w"])
@@ -136,7 +138,9 @@ async def test_a_drain_hands_over_what_a_transfer_holds_up(controlled_worker: St
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-async def test_an_update_breaks_a_transfer_off(mode: str, controlled_worker: StartControlled, tmp_path: Path) -> None:
+async def test_an_update_ends_a_transfer_and_no_request_finishes_on_half_written_weights(
+    mode: str, controlled_worker: StartControlled, tmp_path: Path
+) -> None:
     """An update ends a transfer, and no request finishes on half-written weights.
 
     By its mode, requests end as retryable, are aborted, or are kept for the new weights.
@@ -156,7 +160,7 @@ async def test_an_update_breaks_a_transfer_off(mode: str, controlled_worker: Sta
         assert scene.client.error_of("r") == (ErrorCode.WORKER_FENCED if mode == "wait" else None)
 
 
-async def test_a_worker_that_was_fenced_in_a_transfer_does_not_finish_it(
+async def test_a_worker_fenced_during_a_transfer_cannot_finish_the_transfer(
     controlled_worker: StartControlled, tmp_path: Path
 ) -> None:
     """A worker that was fenced during a transfer may have missed a part, so the finish fails and it stays poisoned."""

@@ -40,7 +40,7 @@ def unconfirmed(store: DesiredStore, patches: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.proves("P82")
 @pytest.mark.parametrize("part", [unanswered, unconfirmed])
-async def test_who_does_not_know_what_is_desired_takes_nothing(
+async def test_a_worker_without_a_valid_desired_state_accepts_no_requests(
     controlled_worker: StartControlled,
     monkeypatch: pytest.MonkeyPatch,
     part: Callable[[DesiredStore, pytest.MonkeyPatch], str],

@@ -17,7 +17,7 @@ from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, ROW_BYTES, Ear, 
 PROMPT_LEN = 3
 
 
-def test_tokens_and_rows_are_counted_as_the_engine_makes_them() -> None:
+def test_a_worker_counts_the_tokens_and_rows_of_its_requests() -> None:
     """A worker counts the tokens and rows of its requests. Steps of other requests count as late."""
     links = make_links()
     ear = Ear(links)
@@ -51,7 +51,7 @@ def test_times_of_tokens_are_added_up() -> None:
     assert stats.first_tokens + stats.next_tokens == stats.generated_tokens - 1
 
 
-def test_stalls_of_links_that_are_gone_still_count() -> None:
+def test_stalls_of_removed_links_still_count() -> None:
     """A counter never falls: neither when a client is removed, nor when the worker has lost its lease."""
     links = make_links()
     seen = [links.outbound.credit_stalls]
@@ -77,7 +77,7 @@ def test_stalls_of_links_that_are_gone_still_count() -> None:
 
 
 @pytest.mark.slow
-async def test_a_worker_announces_what_it_has_counted(nats_url: str, fleet: str) -> None:
+async def test_a_worker_publishes_its_counters_and_counts_each_result_once(nats_url: str, fleet: str) -> None:
     """Each request is counted in one counter by its result. Another process of that name begins at 0."""
     config = SyntheticConfig(step_s=0.002)
     sampling = rollbus.SamplingParams(max_tokens=5, ignore_eos=True)

@@ -92,7 +92,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(gathers=request.param)
 
 
-def test_planes_are_prompt_and_generated(rig: Rig) -> None:
+def test_rows_of_the_prompt_and_of_generated_tokens_are_counted_separately(rig: Rig) -> None:
     """The first step has the rows of the prompt, and each later step has the row of the token before.
 
     The last token was never computed.
@@ -121,7 +121,7 @@ def test_several_tokens_in_a_step_count_each(rig: Rig) -> None:
     assert rig.seen() == {"prompt": Seen([2, 3, 4, 5], 4), "generated": Seen([6, 7, 8, 9], 4)}
 
 
-def test_requests_without_routing_are_computed_and_not_seen() -> None:
+def test_requests_without_routing_count_as_computed_and_not_as_seen() -> None:
     """Requests without routing count as computed and not as seen, which shows the share that the counts cover."""
     rig = Rig()
     declined, _ = rig.ear.offer("declined", prompt_len=PROMPT_LEN, routing=False)
@@ -131,7 +131,7 @@ def test_requests_without_routing_are_computed_and_not_seen() -> None:
     assert rig.seen() == {"prompt": Seen([], 5), "generated": Seen([], 1)}
 
 
-def test_positions_below_start_are_computed_and_not_seen() -> None:
+def test_positions_below_start_count_as_computed_and_not_as_seen() -> None:
     """The rows begin with the request's `start`, so positions below it count as computed only."""
     rig = Rig()
     message = queued()
@@ -143,7 +143,7 @@ def test_positions_below_start_are_computed_and_not_seen() -> None:
     assert rig.seen() == {"prompt": Seen([4, 5], 4), "generated": Seen([6], 1)}
 
 
-def test_a_preemption_computes_everything_anew(rig: Rig) -> None:
+def test_positions_recomputed_after_a_preemption_are_counted_again(rig: Rig) -> None:
     """After a preemption, six prompt and two generated positions count as computed again, without rows.
 
     The third generated position counts normally.
@@ -158,7 +158,7 @@ def test_a_preemption_computes_everything_anew(rig: Rig) -> None:
     assert rig.seen() == {"prompt": Seen([4, 5], 2 + 6), "generated": Seen([6, 7, 8], 2 + 2 + 1)}
 
 
-def test_a_prompt_counts_with_its_first_token(rig: Rig) -> None:
+def test_a_prompt_is_counted_with_its_first_token(rig: Rig) -> None:
     """A prompt is counted with its first token, because new weights may restart requests before it."""
     rig.add(made(rig.name, 0, 0, 3, cached=1))
     rig.links.requests.restart_unbegun(None)
@@ -196,7 +196,7 @@ def test_a_version_counts_from_its_first_step_on() -> None:
     assert not load.counts
 
 
-def test_engines_without_routing_are_said_to_have_none() -> None:
+def test_an_engine_without_routing_has_no_expert_load() -> None:
     """An engine without routing has no load.
 
     An engine that has not started, or that has too many experts, causes an error with that reason.

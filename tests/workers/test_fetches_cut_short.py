@@ -74,7 +74,7 @@ async def cut_short(sources: WeightSources, source: WeightSource, on_fetch: list
 
 
 @pytest.mark.parametrize("num_whole", range(4))
-async def test_a_version_is_fetched_on_where_it_was_cut_short(
+async def test_a_cancelled_fetch_of_a_version_continues_with_incomplete_objects(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], num_whole: int
 ) -> None:
     """After a cancelled staging, only the incomplete objects of the anchor and two deltas are fetched again."""
@@ -98,7 +98,7 @@ async def test_a_version_is_fetched_on_where_it_was_cut_short(
         assert entries(tmp_path) == [folder.name]
 
 
-async def test_an_upload_is_fetched_on_where_it_was_cut_short(
+async def test_a_cancelled_fetch_of_an_upload_continues_with_incomplete_files(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch]
 ) -> None:
     """After a cancelled staging, only the incomplete files of an uploaded folder are fetched again."""
@@ -117,7 +117,7 @@ async def test_an_upload_is_fetched_on_where_it_was_cut_short(
 
 
 @pytest.mark.parametrize(("number", "num_whole"), [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)])
-async def test_a_version_that_is_deleted_while_it_is_fetched_leaves_nothing(
+async def test_a_version_deleted_during_its_fetch_leaves_no_files(
     nats_url: str, tmp_path: Path, on_fetch: list[OnFetch], number: int, num_whole: int
 ) -> None:
     """If a version's anchor or delta is deleted during the fetch, the error says so and nothing remains.

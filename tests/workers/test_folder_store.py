@@ -116,7 +116,7 @@ async def test_a_second_builder_waits_for_the_first(tmp_path: Path) -> None:
         assert isinstance(await asyncio.wait_for(second, SOON_S), Hold)
 
 
-async def test_what_a_killed_builder_left_is_gone_on_with(tmp_path: Path) -> None:
+async def test_another_builder_continues_with_the_files_of_a_killed_builder(tmp_path: Path) -> None:
     """The lock of a killed builder is released, and another builder continues with its files.
 
     No complete folder of that name exists before.
@@ -137,7 +137,7 @@ async def test_what_a_killed_builder_left_is_gone_on_with(tmp_path: Path) -> Non
     assert not partial.path.exists()
 
 
-async def test_what_another_process_uses_stays(tmp_path: Path) -> None:
+async def test_a_folder_that_another_process_uses_stays(tmp_path: Path) -> None:
     """A folder that another process uses stays, also after many newer folders. It is removed after its last use."""
     folders = store(tmp_path)
     (await build(folders, "a")).release()
@@ -153,7 +153,7 @@ async def test_what_another_process_uses_stays(tmp_path: Path) -> None:
     assert folders.digests() == {"d", "e"}
 
 
-async def test_what_this_process_holds_stays_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_locks_the_folders_of_this_process_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without locks, a store protects only the folders of its own process."""
 
     def refuse(fd: object, operation: int) -> None:
@@ -172,7 +172,7 @@ async def test_what_this_process_holds_stays_without_locks(tmp_path: Path, monke
     held.release()
 
 
-async def test_the_files_of_an_old_generation_are_used_again(tmp_path: Path) -> None:
+async def test_a_new_folder_reuses_the_files_of_the_oldest_unused_folder(tmp_path: Path) -> None:
     """A new folder reuses the files of the oldest unused folder, which is then no complete folder any more."""
     folders = store(tmp_path)
     for digest in "ab":
@@ -189,7 +189,7 @@ async def test_the_files_of_an_old_generation_are_used_again(tmp_path: Path) -> 
     partial.leave(discard=True)
 
 
-async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
+async def test_a_folder_in_use_is_never_reused(tmp_path: Path) -> None:
     """If all old folders are in use, a new folder is made."""
     folders = store(tmp_path)
     held = await build(folders, "a")
@@ -203,7 +203,7 @@ async def test_nothing_in_use_is_used_again(tmp_path: Path) -> None:
     partial.leave(discard=True)
 
 
-async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Path) -> None:
+async def test_a_full_store_deletes_unused_folders_and_then_rejects_new_folders(tmp_path: Path) -> None:
     """A full store deletes unused folders, and else fails before the first byte with used, needed and allowed bytes."""
     folders = store(tmp_path, max_bytes=10_000)
     held = await build(folders, "a", 4000)
@@ -222,7 +222,7 @@ async def test_the_limit_deletes_what_nobody_uses_and_then_refuses(tmp_path: Pat
     held.release()
 
 
-async def test_a_partial_folder_counts_as_what_it_becomes(tmp_path: Path) -> None:
+async def test_fetched_bytes_of_a_partial_folder_are_not_counted_twice(tmp_path: Path) -> None:
     """Bytes that an earlier try has fetched are not counted twice."""
     partial = await store(tmp_path, max_bytes=1000).open("a", ignore)
     assert isinstance(partial, PartialFolder)
@@ -233,7 +233,7 @@ async def test_a_partial_folder_counts_as_what_it_becomes(tmp_path: Path) -> Non
         partial.make_room(1100)
 
 
-async def test_a_disk_without_room_is_said_before_the_first_byte(tmp_path: Path) -> None:
+async def test_a_folder_too_large_for_the_disk_is_rejected_before_its_first_byte(tmp_path: Path) -> None:
     """A folder that does not fit on the disk is rejected before its first byte."""
     partial = await store(tmp_path).open("a", ignore)
     assert isinstance(partial, PartialFolder)
@@ -259,7 +259,7 @@ async def test_a_full_disk_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> None:
+async def test_unused_partial_folders_are_removed_after_a_day(tmp_path: Path, is_held: bool) -> None:
     """An unused partial folder is removed after a day. Younger ones stay for the next try."""
     folders = store(tmp_path)
     for digest in ("old", "young"):
@@ -276,7 +276,9 @@ async def test_partial_folders_go_after_a_day(tmp_path: Path, is_held: bool) -> 
     assert folders.partial("old").exists() is is_held
 
 
-async def test_a_folder_of_an_earlier_boot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_folder_of_an_earlier_boot_is_unconfirmed_until_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder of an earlier boot is unconfirmed until its content is checked: a crash may have damaged it."""
     folders = store(tmp_path)
     (await build(folders, "a")).release()
@@ -318,7 +320,7 @@ async def test_a_damaged_folder_is_retired_once(tmp_path: Path, is_held_elsewher
         other.kill()
 
 
-async def test_a_folder_of_which_a_file_was_changed_says_so(tmp_path: Path) -> None:
+async def test_a_folder_detects_lost_new_and_changed_files(tmp_path: Path) -> None:
     """A folder detects lost, new and changed files, also of the same size, by the time of change."""
     folders = store(tmp_path)
     hold = await build(folders, "a")
@@ -337,7 +339,7 @@ async def test_a_folder_of_which_a_file_was_changed_says_so(tmp_path: Path) -> N
     hold.release()
 
 
-async def test_generations_are_counted_by_model(tmp_path: Path) -> None:
+async def test_folders_are_counted_separately_for_each_model(tmp_path: Path) -> None:
     """Folders of another model stay until they are unused for a day."""
     mine, theirs = store(tmp_path), store(tmp_path, model="other")
     for folders, digests in ((theirs, "ab"), (mine, "cde")):
@@ -352,7 +354,9 @@ async def test_generations_are_counted_by_model(tmp_path: Path) -> None:
     assert mine.digests() == {"a", "e", "f"}
 
 
-async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_for_a_stalled_builder_fails_with_its_process_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait for a stalled builder fails with its process id. The next try waits again."""
     first = await store(tmp_path).open("a", ignore)
     assert isinstance(first, PartialFolder)
@@ -365,7 +369,7 @@ async def test_a_builder_that_does_not_get_on_is_named(tmp_path: Path, monkeypat
     first.leave(discard=True)
 
 
-def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+def test_the_wait_for_a_builder_that_makes_progress_has_no_limit(tmp_path: Path) -> None:
     """A builder that makes progress is waited for without limit."""
     now = 0.0
     path = tmp_path / ".a.lock"
@@ -380,7 +384,7 @@ def test_a_builder_that_gets_on_is_waited_for(tmp_path: Path) -> None:
         watch.check()
 
 
-async def test_what_is_left_beside_a_complete_folder_goes(tmp_path: Path) -> None:
+async def test_a_partial_folder_beside_a_complete_folder_is_removed(tmp_path: Path) -> None:
     """A partial folder beside a complete one is removed, also if that is in use, but not if its lock is held."""
     folders = store(tmp_path)
     held = await build(folders, "a")

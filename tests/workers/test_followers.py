@@ -68,7 +68,7 @@ async def test_followers_are_offered_at_once_and_get_the_next_slots(heard_worker
         assert (counters.placed, counters.placements_refused) == (2, 0)
 
 
-async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHeard) -> None:
+async def test_followers_need_a_leader_and_their_number_is_limited(heard_worker: StartHeard) -> None:
     """The number of waiting followers is limited per leader.
 
     A request of a group without a leader on this worker is rejected like any placed request.
@@ -86,7 +86,7 @@ async def test_only_so_many_wait_and_only_behind_a_leader(heard_worker: StartHea
         await client.abort("w", *(each for _, each in client.offers))
 
 
-async def test_followers_that_wait_in_vain_are_refused(
+async def test_followers_without_a_free_slot_are_rejected_after_a_time(
     heard_worker: StartHeard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Followers are rejected after a time without a free slot. Running requests of the group continue."""
@@ -100,7 +100,7 @@ async def test_followers_that_wait_in_vain_are_refused(
         await client.abort("w", key(0), RequestKey("other", 0, 0))
 
 
-async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: StartHeard) -> None:
+async def test_a_worker_that_stops_its_intake_rejects_its_waiting_followers(heard_worker: StartHeard) -> None:
     """A worker rejects its waiting followers before it pauses, drains or loads weights, so that others get them."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await lead(client, 2)
@@ -111,7 +111,7 @@ async def test_a_worker_that_stops_its_intake_refuses_what_waits(heard_worker: S
         await client.abort("w", key(0), RequestKey("other", 0, 0))
 
 
-async def test_samples_that_are_placed_together_stay_together(heard_worker: StartHeard) -> None:
+async def test_samples_of_a_placed_message_without_a_slot_follow_the_other_samples(heard_worker: StartHeard) -> None:
     """If the client allows it, samples of a placed message without a slot follow those with a slot."""
     async with heard_worker(config=TWO_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
@@ -124,7 +124,7 @@ async def test_samples_that_are_placed_together_stay_together(heard_worker: Star
         await client.abort("w", key(1), key(2))
 
 
-async def test_requests_of_lane_high_go_first(heard_worker: StartHeard) -> None:
+async def test_queued_requests_of_lane_high_get_slots_before_followers(heard_worker: StartHeard) -> None:
     """Queued requests of the lane `high` get slots before followers.
 
     The worker learns from the first of two that another one waits.

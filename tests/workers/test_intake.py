@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 ENDLESS = SyntheticConfig(step_s=0.002, max_num_seqs=2, max_model_len=10_000_000)
 
 
-async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fleet: str) -> None:
+async def test_a_worker_accepts_as_many_requests_as_slots(nats_url: str, fleet: str) -> None:
     """Of five requests, two workers with two slots each accept four. The fifth waits in the queue for a slot."""
     async with (
         hand_client(nats_url, fleet) as client,
@@ -48,7 +48,7 @@ async def test_a_worker_takes_as_many_requests_as_it_has_slots(nats_url: str, fl
 
 
 @pytest.mark.proves("P46")
-async def test_an_offer_that_nobody_confirms_is_kept_and_then_given_to_another(nats_url: str, fleet: str) -> None:
+async def test_an_unconfirmed_request_stays_with_its_worker_until_the_worker_is_lost(nats_url: str, fleet: str) -> None:
     """An unconfirmed request stays with its worker beyond `ack_wait`. When that worker is gone, another gets it."""
     async with (
         hand_client(nats_url, fleet, answers=False) as client,
@@ -81,7 +81,7 @@ async def announce_for_ever(client: HandClient) -> None:
         await asyncio.sleep(1.0)
 
 
-async def test_an_offer_that_is_refused_leaves_the_queue(heard_worker: StartHeard) -> None:
+async def test_a_request_whose_offer_is_answered_with_an_abort_leaves_the_queue(heard_worker: StartHeard) -> None:
     """If a client answers an offer with an abort, the engine aborts the request and the queue removes it."""
     async with heard_worker(answers=False, config=ENDLESS) as (client, worker, _):
         await client.enqueue(endless("r"))
@@ -93,7 +93,7 @@ async def test_an_offer_that_is_refused_leaves_the_queue(heard_worker: StartHear
         assert worker.presence().in_flight == 0
 
 
-async def test_requests_of_a_closed_client_are_stopped_and_dropped(
+async def test_requests_of_a_closed_client_are_aborted_or_discarded(
     nats_url: str, fleet: str, heard_worker: StartHeard
 ) -> None:
     """The running requests of a closed client are aborted. Its queued requests are dropped when pulled, and counted."""
@@ -114,9 +114,7 @@ async def test_requests_of_a_closed_client_are_stopped_and_dropped(
         await client.until_left(0)
 
 
-async def test_a_client_that_falls_silent_has_its_requests_stopped(
-    nats_url: str, fleet: str, heard_worker: StartHeard
-) -> None:
+async def test_the_requests_of_a_silent_client_are_aborted(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
     """When a client's lease and the margin have passed, the engine aborts its requests."""
     async with (
         heard_worker(config=ENDLESS) as (client, worker, _),
@@ -136,7 +134,7 @@ async def test_a_client_that_falls_silent_has_its_requests_stopped(
 
 
 @pytest.mark.proves("P50")
-async def test_a_direct_request_without_a_free_slot_is_refused_at_once(heard_worker: StartHeard) -> None:
+async def test_a_direct_request_without_a_free_slot_is_rejected_immediately(heard_worker: StartHeard) -> None:
     """A worker accepts direct requests while it has a slot, and then rejects them immediately as `queue_full`."""
     async with heard_worker(config=ENDLESS) as (client, worker, _):
         await until_found_empty(worker)
@@ -155,7 +153,7 @@ async def until_found_empty(worker: Worker) -> None:
 
 
 @pytest.mark.proves("P47")
-async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_was_delivered_too_often_is_a_poison_request(nats_url: str, fleet: str) -> None:
     """A request that was delivered too often without a client's confirmation is rejected as `poison_request`."""
     given: asyncio.Queue[QueuedRequest] = asyncio.Queue(2)
     async with hand_client(nats_url, fleet) as client, asyncio.timeout(SOON_S):
@@ -175,7 +173,7 @@ async def test_what_was_delivered_too_often_is_poison(nats_url: str, fleet: str)
             await client.until_left(0)
 
 
-async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, fleet: str) -> None:
+async def test_rejected_requests_do_not_delay_other_requests(nats_url: str, fleet: str) -> None:
     """Rejected requests, and requests of closed clients, leave the queue immediately, not a few per heartbeat."""
     async with (
         hand_client(nats_url, fleet) as client,
@@ -196,7 +194,7 @@ async def test_requests_that_need_no_engine_hold_up_none_that_do(nats_url: str, 
 
 
 @pytest.mark.proves("P39")
-async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker: StartHeard) -> None:
+async def test_a_request_without_an_id_or_with_another_client_is_discarded(heard_worker: StartHeard) -> None:
     """Requests without an id, or with another client than in their subject, leave the queue and are counted."""
     async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), client="mallory")
@@ -209,7 +207,9 @@ async def test_a_request_that_nobody_can_be_answered_for_is_dropped(heard_worker
 
 
 @pytest.mark.proves("P61")
-async def test_unread_results_stop_the_pulling(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
+async def test_a_worker_with_too_many_unread_results_pulls_no_requests(
+    nats_url: str, fleet: str, heard_worker: StartHeard
+) -> None:
     """A worker that holds more than its budget for a client without credit pulls no requests until it may send."""
     config = SyntheticConfig(max_num_seqs=4, max_model_len=10_000_000, num_layers=256, top_k=32)
     async with (

@@ -57,7 +57,7 @@ def make_life(wire: Wire) -> WorkerLifecycle:
     return life
 
 
-async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespace) -> None:
+async def test_after_a_long_stop_a_worker_first_publishes_that_the_worker_is_fenced(clock: SimpleNamespace) -> None:
     """After a long stop, a worker first publishes that it is fenced.
 
     A heartbeat of the old incarnation would renew the lease that peers have seen expire.
@@ -73,7 +73,7 @@ async def test_what_it_announces_first_is_that_it_is_fenced(clock: SimpleNamespa
     assert life.times_fenced == 1
 
 
-async def test_a_worker_that_served_meanwhile_is_ahead_of_it(clock: SimpleNamespace) -> None:
+async def test_a_stopped_worker_yields_to_its_successor(clock: SimpleNamespace) -> None:
     """If a worker receives a presence of its successor before its own next heartbeat, it does not serve.
 
     After several presences of the successor, it ends.

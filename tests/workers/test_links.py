@@ -52,7 +52,7 @@ def test_a_request_that_ends_before_its_offer_is_confirmed_stays_in_the_queue() 
     assert links.on_link_message("alice", ear.message(), NOW).ack == [message]
 
 
-def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
+def test_a_request_whose_offer_is_rejected_is_aborted_and_leaves_the_queue() -> None:
     """If the client rejects an offer, the engine aborts the request and no other worker gets it."""
     links = make_links()
     ear = Ear(links)
@@ -63,7 +63,7 @@ def test_an_offer_that_is_refused_is_aborted_and_leaves_the_queue() -> None:
     assert links.requests.messages == []
 
 
-def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
+def test_a_rejected_request_leaves_the_queue_after_the_clients_ack() -> None:
     """A rejected request gets a terminal chunk after an offer. Its queue message is acked after the client's ack."""
     links = make_links()
     ear = Ear(links)
@@ -79,7 +79,7 @@ def test_a_rejection_is_heard_before_its_message_leaves_the_queue() -> None:
     assert links.requests.messages == []
 
 
-def test_a_direct_request_that_is_refused_is_not_offered() -> None:
+def test_a_rejected_direct_request_is_not_offered() -> None:
     """A rejected direct request has no queue message, so it gets only the terminal chunk."""
     links = make_links()
     ear = Ear(links)
@@ -89,7 +89,7 @@ def test_a_direct_request_that_is_refused_is_not_offered() -> None:
     assert (frame.admitted, len(frame.chunks)) == ([], 1)
 
 
-def test_a_closed_clients_requests_end_at_once() -> None:
+def test_the_requests_of_a_closed_client_end_immediately() -> None:
     """When a client closes, its requests are aborted and leave the queue, and its link is removed."""
     links = make_links()
     ear, other = Ear(links), Ear(links, client="bob", incarnation="b1")
@@ -104,7 +104,7 @@ def test_a_closed_clients_requests_end_at_once() -> None:
     assert links.stats.requests_of_gone == 1
 
 
-def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> None:
+def test_a_silent_clients_requests_end_and_the_returning_client_gets_the_reason() -> None:
     """The requests of a client end after its lease and the margin. A client that returns soon gets the reason."""
     links = make_links()
     ear = Ear(links)
@@ -131,7 +131,7 @@ def test_a_silent_clients_requests_end_and_it_hears_of_it_when_it_returns() -> N
     assert not links.is_client_dead(ear.origin("later"))
 
 
-def test_a_lost_clients_link_is_forgotten_at_last() -> None:
+def test_the_link_of_a_lost_client_is_removed_after_a_while() -> None:
     """The unread frames of a lost client are discarded after a while. It gets a new link if it returns later."""
     links = make_links()
     ear = Ear(links)
@@ -146,7 +146,7 @@ def test_a_lost_clients_link_is_forgotten_at_last() -> None:
     assert (ear.receiver.incarnation, ear.receiver.link) == ("w1", 1)
 
 
-def test_another_life_of_a_client_ends_the_first() -> None:
+def test_a_later_client_incarnation_ends_the_requests_of_the_earlier_incarnation() -> None:
     """A link message or presence of a client's later incarnation ends the requests of the earlier one."""
     for speaks_of_link in (True, False):
         links = make_links()
@@ -165,7 +165,7 @@ def test_another_life_of_a_client_ends_the_first() -> None:
         assert len(links.requests) == 1
 
 
-def test_a_life_that_is_over_is_not_heard() -> None:
+def test_messages_of_a_closed_client_change_nothing() -> None:
     """Messages of a closed client are counted and change nothing."""
     links = make_links()
     ear = Ear(links)
@@ -178,7 +178,7 @@ def test_a_life_that_is_over_is_not_heard() -> None:
 
 
 @pytest.mark.proves("P63")
-def test_a_fence_gives_up_everything_without_a_word() -> None:
+def test_a_fenced_worker_aborts_all_requests_without_acks_or_frames() -> None:
     """A worker that lost its lease aborts all requests, acks nothing, and publishes no more of their frames."""
     links = make_links()
     ear = Ear(links)
@@ -196,7 +196,7 @@ def test_a_fence_gives_up_everything_without_a_word() -> None:
     assert [frame.incarnation for frame in ear.hear()] == ["w2"]
 
 
-def test_what_is_delivered_again_is_not_run_twice() -> None:
+def test_a_request_that_is_delivered_again_runs_once() -> None:
     """Another delivery of a running request is acked with the first, or immediately if the first was acked."""
     links = make_links()
     ear = Ear(links)
@@ -216,7 +216,7 @@ def test_what_is_delivered_again_is_not_run_twice() -> None:
     assert links.stats.repeated == 2
 
 
-def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
+def test_a_client_that_asks_for_acknowledged_frames_gets_a_new_link() -> None:
     """If a client asks again for acknowledged frames, the worker drops its link and requests, and opens a new link."""
     links = make_links()
     ear = Ear(links)
@@ -231,7 +231,7 @@ def test_a_client_that_lost_its_place_gets_a_new_link() -> None:
     assert len(links.requests) == 0
 
 
-def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
+def test_an_unread_offer_on_a_dropped_link_returns_to_the_queue() -> None:
     """An unread offer on a dropped link goes back to the queue, as its client would not ask for it again."""
     links = make_links()
     ear = Ear(links)
@@ -247,7 +247,7 @@ def test_an_offer_on_a_link_that_is_given_up_goes_back_to_the_queue() -> None:
     assert links.requests.messages == []
 
 
-def test_a_settled_message_is_kept_by_nobody() -> None:
+def test_a_request_that_its_client_owns_keeps_no_queue_message() -> None:
     """A request that its client owns keeps no reference to its queue message, and so not to its prompt."""
     links = make_links()
     ear = Ear(links)
@@ -260,7 +260,7 @@ def test_a_settled_message_is_kept_by_nobody() -> None:
     assert sys.getrefcount(message) == sys.getrefcount(unused)
 
 
-def test_a_foolish_acknowledgement_is_counted() -> None:
+def test_an_ack_of_frames_that_were_never_sent_is_counted() -> None:
     """A client that acknowledges frames that were never sent only raises a counter."""
     links = make_links()
     ear = Ear(links)
@@ -272,7 +272,7 @@ def test_a_foolish_acknowledgement_is_counted() -> None:
     assert links.stats.bad_messages == 1
 
 
-def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
+def test_rows_at_a_wrong_position_end_only_their_request() -> None:
     """Rows at a wrong position end only their request, as `protocol_error`, and abort it."""
     links = make_links()
     ear = Ear(links)
@@ -288,7 +288,7 @@ def test_output_that_makes_no_sense_fails_its_request_alone() -> None:
 
 
 @pytest.mark.proves("P60")
-def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
+def test_large_routed_experts_delay_the_tokens_of_other_requests_by_one_frame() -> None:
     """While 4 MiB of routed experts leave in segments, another request's new token is in the next frame but one."""
     links = make_links()
     ear = Ear(links)
@@ -318,7 +318,7 @@ def test_routing_of_one_request_delays_others_tokens_by_one_part() -> None:
     assert num_tokens >= 33
 
 
-def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
+def test_an_aborted_request_gets_only_its_terminal_chunk() -> None:
     """A request that its client aborts gets only its terminal chunk, whatever its engine still generates."""
     links = make_links()
     ear = Ear(links)
@@ -343,7 +343,7 @@ def test_what_a_client_stops_ends_at_once_without_what_was_unsent() -> None:
     assert links.outbound.held_bytes == 0
 
 
-def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
+def test_an_abort_after_the_engines_end_discards_unsent_tokens() -> None:
     """An abort after the engine's end discards the tokens that were not sent yet."""
     links = make_links()
     ear = Ear(links)
@@ -362,7 +362,7 @@ def test_what_was_made_and_is_unsent_can_be_stopped() -> None:
 
 
 @pytest.mark.proves("P59")
-def test_small_servers_get_small_frames() -> None:
+def test_every_frame_fits_the_max_payload_of_the_server() -> None:
     """With a `max_payload` of 64 KiB every frame fits, however many bytes the routed experts have."""
     links = make_links()
     links.fence("w2", NOW, max_payload=65_536)

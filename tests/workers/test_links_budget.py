@@ -11,7 +11,7 @@ from rollbus.workers.requests.links import REMEMBER_S
 from tests.workers.links_support import LATE, MAX_PAYLOAD, NOW, Ear, make_links, step
 
 
-def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
+def test_above_the_budget_links_of_lost_clients_are_removed_first() -> None:
     """Above the budget, links of lost clients are removed, the longest lost first, so that live clients are served."""
     links = make_links(max_held_bytes=30_000)
     ears = [Ear(links, client=name, incarnation=f"{name}1") for name in ("alice", "bob", "carol")]
@@ -32,7 +32,7 @@ def test_what_lost_clients_missed_goes_first_where_space_is_short() -> None:
 
 
 @pytest.mark.proves("P61")
-def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() -> None:
+def test_above_twice_the_budget_the_request_with_the_largest_backlog_ends() -> None:
     """A client that does not read cannot fill a worker: the largest backlog ends as `over_budget`.
 
     Other requests continue.
@@ -62,7 +62,7 @@ def test_unread_results_over_twice_the_budget_end_the_request_that_holds_most() 
     assert sum(chunk.num_tokens for chunk in ear.chunks("small")) == rounds * 10 + 1
 
 
-def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_with_endless_credit_harms_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that grants credit without acknowledging frames gets few frames, and only its own requests end."""
     monkeypatch.setattr(link_sender, "MAX_UNACKED_BYTES", 2 * INITIAL_CREDIT_BYTES)
     links = make_links(max_held_bytes=INITIAL_CREDIT_BYTES * 2)
@@ -82,7 +82,7 @@ def test_credit_without_end_costs_no_other_client(monkeypatch: pytest.MonkeyPatc
     assert links.outbound.held_bytes < 5 * INITIAL_CREDIT_BYTES
 
 
-def test_what_is_held_is_what_all_links_hold() -> None:
+def test_the_held_bytes_equal_the_sum_over_all_links() -> None:
     """The sum that is compared with the budget always equals the bytes of all links."""
     links = make_links()
     ears = [Ear(links, client=f"c{number}", incarnation="i") for number in range(4)]

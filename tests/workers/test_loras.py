@@ -25,7 +25,7 @@ async def load(worker: Rig, name: str, path: Path, version: int) -> None:
     await worker.flow.resume()
 
 
-async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
+async def test_tokens_of_a_request_with_an_adapter_have_the_adapters_version(tmp_path: Path) -> None:
     """Tokens of a request with an adapter have the adapter's version, and tokens of the base model have none."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 7)
@@ -37,7 +37,7 @@ async def test_a_loaded_adapter_can_be_named(tmp_path: Path) -> None:
         assert worker.stages == ["checking", "pausing", "loading"]
 
 
-async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) -> None:
+async def test_a_replaced_adapter_makes_an_exact_cut_in_its_streams(tmp_path: Path) -> None:
     """Before the cut, tokens are from the old adapter and have its version.
 
     Afterwards they are from the new adapter.
@@ -63,7 +63,7 @@ async def test_a_swap_is_a_clean_cut_in_the_streams_that_use_it(tmp_path: Path) 
 
 
 @pytest.mark.proves("P80")
-async def test_a_swapped_adapter_finds_nothing_that_the_old_one_cached(tmp_path: Path) -> None:
+async def test_a_replaced_adapter_finds_no_cached_prefix_of_the_old_adapter(tmp_path: Path) -> None:
     """A replaced adapter finds no cached prefix of the old adapter with the same name.
 
     The same holds for an adapter that was unloaded and loaded again.
@@ -88,7 +88,7 @@ def cached_tokens(worker: Rig, request_id: str) -> int | None:
     return chunk.end.cached_tokens
 
 
-async def test_an_adapter_that_is_here_is_current(tmp_path: Path) -> None:
+async def test_an_adapter_is_current_only_with_the_same_version_and_source(tmp_path: Path) -> None:
     """An adapter is current only with the same version and the same source."""
     async with rig(tmp_path) as worker:
         path = worker.adapter("a")
@@ -99,7 +99,7 @@ async def test_an_adapter_that_is_here_is_current(tmp_path: Path) -> None:
         assert not worker.loras.is_current(load_lora("b", path, 1))
 
 
-async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> None:
+async def test_an_unload_first_ends_the_requests_of_the_adapter(tmp_path: Path) -> None:
     """An unload ends the adapter's requests with ABORT and their tokens, and other requests continue.
 
     The unload of an adapter that is not loaded succeeds.
@@ -120,7 +120,7 @@ async def test_unloading_ends_the_requests_that_use_it_first(tmp_path: Path) -> 
         await worker.until_tokens("s", len(worker.tokens("s")) + 5)
 
 
-async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
+async def test_an_adapter_is_unloaded_during_a_pause(tmp_path: Path) -> None:
     """During a pause, the engine ends the requests of an unloaded adapter.
 
     The client receives tokens of other requests only after the resume.
@@ -141,7 +141,7 @@ async def test_an_adapter_is_unloaded_under_a_pause(tmp_path: Path) -> None:
         await worker.until_tokens("s", heard + 5)
 
 
-async def test_an_adapter_that_the_engine_refuses_changes_nothing(tmp_path: Path) -> None:
+async def test_an_adapter_that_the_engine_rejects_changes_nothing(tmp_path: Path) -> None:
     """If the engine rejects an adapter, the loaded adapter of the same name continues to serve."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
@@ -175,7 +175,7 @@ class Forgetful(SyntheticEngine):
 
 
 @pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
-async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fails: bool) -> None:
+async def test_an_adapter_that_is_lost_in_a_replacement_cannot_be_named(tmp_path: Path, fails: bool) -> None:
     """An adapter that is lost in a replacement cannot be named, whether the engine reports the loss or hangs.
 
     Its requests end as retryable.
@@ -196,7 +196,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_is_not_here(tmp_path: Path, fai
         assert {token.lora_version for token in worker.tokens("r")} == {1}
 
 
-async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) -> None:
+async def test_an_adapter_that_the_engine_does_not_unload_stays_announced(tmp_path: Path) -> None:
     """If the engine does not unload an adapter, the command fails and the worker still announces the adapter."""
     async with rig(tmp_path) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
@@ -206,7 +206,7 @@ async def test_an_adapter_that_cannot_be_unloaded_is_still_here(tmp_path: Path) 
         assert worker.links.versions.loras == {"a": 1}
 
 
-async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> None:
+async def test_an_invalid_adapter_is_rejected_before_the_worker_pauses(tmp_path: Path) -> None:
     """An invalid adapter is rejected before the worker pauses anything."""
     async with rig(tmp_path) as worker:
         path = worker.adapter("a")
@@ -217,7 +217,7 @@ async def test_an_adapter_that_does_not_fit_disturbs_nobody(tmp_path: Path) -> N
         assert worker.door.is_open
 
 
-async def test_an_adapter_of_too_high_a_rank_disturbs_nobody(tmp_path: Path) -> None:
+async def test_an_adapter_of_too_high_a_rank_is_rejected_before_the_worker_pauses(tmp_path: Path) -> None:
     """An adapter of too high a rank is rejected, with the allowed rank, before the worker pauses anything."""
     async with rig(tmp_path, SyntheticConfig(max_lora_rank=2)) as worker:
         too_high = write_adapter(tmp_path / "high", rank=3)
@@ -229,7 +229,7 @@ async def test_an_adapter_of_too_high_a_rank_disturbs_nobody(tmp_path: Path) -> 
         await load(worker, "a", write_adapter(tmp_path / "low", rank=2), 1)
 
 
-async def test_there_is_an_end_to_adapters(tmp_path: Path) -> None:
+async def test_an_adapter_above_the_maximum_number_is_rejected(tmp_path: Path) -> None:
     """One adapter more than the engine can hold is rejected. A replacement does not count as one more."""
     async with rig(tmp_path, SyntheticConfig(max_loras=1)) as worker:
         await load(worker, "a", worker.adapter("a"), 1)
@@ -267,7 +267,7 @@ async def test_adapters_survive_new_weights(tmp_path: Path, loses_loras: bool) -
         assert token_ids[cut:] == await other.generate("r", num_tokens=len(tokens) - cut, prompt=rest, lora="a")
 
 
-async def test_an_adapter_that_cannot_be_brought_back_is_gone(tmp_path: Path) -> None:
+async def test_an_adapter_that_cannot_be_reloaded_after_new_weights_is_removed(tmp_path: Path) -> None:
     """An adapter that cannot be loaded again after new weights is removed with the reason.
 
     Its requests end as retryable, and other requests continue with the new weights.

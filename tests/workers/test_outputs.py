@@ -23,7 +23,7 @@ def tokens(ear: Ear, request_id: str) -> list[list[int]]:
     return [chunk.token_ids.tolist() for chunk in ear.chunks(request_id) if chunk.num_tokens]
 
 
-def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to() -> None:
+def test_streamed_tokens_leave_with_their_step_and_batched_tokens_at_the_flush() -> None:
     """Streamed tokens leave with their step, and batched tokens at the flush, also from the same engine batch.
 
     Tokens of an unknown request are counted as late.
@@ -43,7 +43,7 @@ def test_what_is_streamed_leaves_with_its_step_and_the_rest_when_it_is_told_to()
     assert (tokens(ear, "whole"), links.dispatcher.is_gathering) == ([[1, 2, 3]], False)
 
 
-def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
+def test_the_end_of_a_request_flushes_its_batched_tokens() -> None:
     """The end of a request flushes its batched tokens before its last step, whose totals count all of them."""
     links = make_links()
     ear = Ear(links)
@@ -59,7 +59,7 @@ def test_the_end_of_a_request_takes_along_what_was_gathered() -> None:
     assert (end.num_tokens, end.num_rows, links.dispatcher.is_gathering) == (6, 7, False)
 
 
-def test_other_weights_share_no_run() -> None:
+def test_tokens_keep_the_version_with_which_they_were_generated() -> None:
     """Tokens keep the version with which they were generated, also if they leave under a later version."""
     links = make_links()
     ear = Ear(links)
@@ -74,7 +74,7 @@ def test_other_weights_share_no_run() -> None:
     assert [(chunk.token_ids.tolist(), chunk.weight_version) for chunk in ear.chunks("r")] == [([1], 0), ([2], 1)]
 
 
-def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
+def test_batched_tokens_of_a_failed_aborted_or_fenced_request_are_discarded() -> None:
     """The batched tokens of a failed, aborted or fenced request are discarded."""
     links = make_links()
     ear = Ear(links)
@@ -93,7 +93,7 @@ def test_a_request_that_has_ended_otherwise_leaves_nothing_behind() -> None:
     assert not links.dispatcher.is_gathering
 
 
-def test_rows_that_make_no_sense_end_the_requests_of_their_batch() -> None:
+def test_batched_rows_at_a_wrong_position_end_only_their_requests() -> None:
     """Rows at a wrong position end only their requests, as `protocol_error`, and the engine aborts them."""
     links = make_links()
     ear = Ear(links)

@@ -30,7 +30,7 @@ async def answer_to(client: HandClient, request: GenerateRequest, worker: str, k
 
 
 @pytest.mark.parametrize("role", ["both", "prefill", "decode"])
-async def test_a_role_takes_its_own(heard_worker: StartHeard, role: str) -> None:
+async def test_a_worker_accepts_only_the_phases_of_its_role(heard_worker: StartHeard, role: str) -> None:
     """Prefill workers accept only prefill phases, and other workers accept all other requests.
 
     Each rejection names the worker's role.
@@ -47,7 +47,7 @@ async def test_a_role_takes_its_own(heard_worker: StartHeard, role: str) -> None
         assert f"this worker's role is {role}" in error.message
 
 
-async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
+async def test_a_prefill_phase_with_more_than_one_token_is_rejected(heard_worker: StartHeard) -> None:
     """A prefill phase with more than one token is rejected by name.
 
     The last chunk of an accepted prefill phase has the KV transfer parameters.
@@ -65,7 +65,7 @@ async def test_a_prefill_leg_is_one_token(heard_worker: StartHeard) -> None:
         assert SyntheticKv.decode(end.kv_params).num_tokens == 100
 
 
-async def test_each_sibling_of_a_prefill_leg_has_kv_of_its_own(heard_worker: StartHeard) -> None:
+async def test_each_sample_of_a_prefill_message_has_its_own_kv(heard_worker: StartHeard) -> None:
     """KV can be read only once, so three samples of one message are three prefill phases.
 
     Their prompt is computed once.
@@ -87,7 +87,9 @@ async def test_each_sibling_of_a_prefill_leg_has_kv_of_its_own(heard_worker: Sta
         assert (counters.cached_prompt_tokens, counters.recomputed_prompt_tokens) == (2 * 96, 100 + 2 * 4)
 
 
-async def test_a_prefill_worker_pulls_nothing(nats_url: str, fleet: str, heard_worker: StartHeard) -> None:
+async def test_a_prefill_worker_does_not_pull_from_the_queue(
+    nats_url: str, fleet: str, heard_worker: StartHeard
+) -> None:
     """A prefill worker does not pull from the queue: a decode worker that starts later serves the request."""
     async with heard_worker(config=PREFILL, worker_id="p") as (client, *_):
         await client.enqueue(long("r", max_tokens=1))
@@ -136,7 +138,7 @@ async def test_only_kv_of_the_same_weights_and_connector_is_used(
         assert (await given_for(worker, engine, client, kv) is not None) == is_used
 
 
-async def test_what_the_engine_refuses_with_kv_it_may_take_without(heard_worker: StartHeard) -> None:
+async def test_a_request_that_the_engine_rejects_with_kv_ends_as_kv_transfer_failed(heard_worker: StartHeard) -> None:
     """If the engine rejects a request with KV, it ends as `kv_transfer_failed`, which clients retry.
 
     Without KV, the request ends with the engine's error.
@@ -152,14 +154,14 @@ async def test_what_the_engine_refuses_with_kv_it_may_take_without(heard_worker:
         assert await answer_to(client, long("without"), "d", None) == ErrorCode.INVALID_REQUEST
 
 
-async def test_a_worker_for_both_computes_kv_anew(heard_worker: StartHeard) -> None:
+async def test_a_worker_of_both_roles_computes_the_kv_again(heard_worker: StartHeard) -> None:
     """A worker of both roles has no connector, so it computes the KV again: slower, but correct."""
     kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
     async with heard_worker(worker_id="d") as (client, worker, engine):
         assert await given_for(worker, engine, client, kv) is None
 
 
-async def test_kv_parameters_that_fit_no_frame_are_left_out(heard_worker: StartHeard) -> None:
+async def test_kv_parameters_that_fit_into_no_frame_are_omitted(heard_worker: StartHeard) -> None:
     """KV parameters that fit into no frame are omitted without harm to the link.
 
     The decode phase then computes the prompt again.

@@ -65,7 +65,7 @@ def test_frames_need_no_credit_and_count_from_zero() -> None:
 
 
 @pytest.mark.proves("P92")
-def test_the_message_leaves_the_queue_behind_the_terminal_chunk() -> None:
+def test_the_last_frame_of_a_plain_request_comes_with_its_queue_message() -> None:
     """The last frame of a plain request comes with its queue message. Then the worker holds nothing of the request."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
@@ -97,7 +97,7 @@ def test_a_plain_request_ends_at_its_deadline() -> None:
     assert frame.chunks[-1].error.code is ErrorCode.TIMEOUT
 
 
-def test_a_plain_request_that_is_refused_is_told() -> None:
+def test_the_only_chunk_of_a_rejected_plain_request_has_the_reason() -> None:
     """The only chunk of an invalid plain request has the reason. Then its message leaves the queue."""
     links = make_links()
     links.reject(plain_origin(), InvalidRequest(field="f", problem="p", allowed="a"), NOW)
@@ -111,7 +111,7 @@ def test_a_plain_request_that_is_refused_is_told() -> None:
     assert links.requests.messages == []
 
 
-def test_another_delivery_to_the_same_worker_changes_nothing_but_the_message() -> None:
+def test_a_second_delivery_to_the_same_worker_replaces_only_the_queue_message() -> None:
     """A plain request that is delivered again while it runs continues. The worker will ack the later message."""
     links = make_links()
     name = links.offer(plain_origin(), request_of(request_id="r"), capabilities(routing=False), NOW)
@@ -212,7 +212,7 @@ async def test_a_plain_request_starts_over_when_its_worker_dies(nats_url: str, f
 
 @pytest.mark.proves("P93")
 @pytest.mark.slow
-async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartHeard) -> None:
+async def test_a_request_with_a_foreign_reply_to_is_discarded_and_counted(heard_worker: StartHeard) -> None:
     """A request whose `reply_to` is not a subject of its client leaves the queue unserved."""
     async with heard_worker() as (client, worker, _):
         await client.enqueue(short("r"), incarnation="", reply_to=client.subjects.frame("other", "w"))
@@ -223,7 +223,7 @@ async def test_replies_to_elsewhere_are_dropped_and_counted(heard_worker: StartH
 
 
 @pytest.mark.slow
-async def test_the_example_works(nats_url: str, fleet: str) -> None:
+async def test_the_plain_mode_example_prints_the_whole_result(nats_url: str, fleet: str) -> None:
     """The 40-line program prints tokens, log probabilities, the shape of the routed experts, and the end."""
     model = "Qwen/Qwen3-30B.A3B"
     config = SyntheticConfig(num_layers=3, top_k=2)
@@ -249,7 +249,7 @@ async def test_the_example_works(nats_url: str, fleet: str) -> None:
     assert last == "finish_reason=length tokens=8 rows=10 error=None"
 
 
-def test_the_example_is_short_and_stands_alone() -> None:
+def test_the_example_has_at_most_40_lines_and_imports_nothing_of_rollbus() -> None:
     """The example has at most 40 lines, and imports nothing of rollbus."""
     source = EXAMPLE.read_text()
     modules = {

@@ -12,7 +12,7 @@ NUM_BLOCKS = 256
 CAPACITY = NUM_BLOCKS * BLOCK
 
 
-def test_nothing_has_to_be_gone_until_the_cache_was_filled_once() -> None:
+def test_the_age_is_unknown_until_the_cache_was_filled_once() -> None:
     """No age is known until the cache was filled once.
 
     From then on the age is that of the tokens that fill it, and grows while no token is computed.
@@ -28,7 +28,7 @@ def test_nothing_has_to_be_gone_until_the_cache_was_filled_once() -> None:
     assert age.oldest_s(21.0) == pytest.approx(15.0, abs=1.0)
 
 
-def test_requests_that_fill_no_block_age_nothing() -> None:
+def test_requests_that_fill_no_block_do_not_age_the_cache() -> None:
     """Requests that fill no block reuse the last partial block, so they do not age the cache.
 
     Their uncounted tokens are bounded by one capacity.
@@ -42,7 +42,7 @@ def test_requests_that_fill_no_block_age_nothing() -> None:
     assert age.oldest_s(2e5) == 0.0
 
 
-def test_a_burst_of_small_steps_is_remembered_in_bounded_space() -> None:
+def test_many_small_steps_use_bounded_memory() -> None:
     """The memory is bounded, however many steps make up the tokens of the cache."""
     age = PrefixAge(CAPACITY, BLOCK)
     for step in range(50 * CAPACITY):
@@ -53,7 +53,7 @@ def test_a_burst_of_small_steps_is_remembered_in_bounded_space() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_older_is_gone_and_what_is_much_younger_is_not(seed: int) -> None:
+def test_older_prefixes_are_evicted_and_much_younger_prefixes_are_cached(seed: int) -> None:
     """Older prefixes are evicted and much younger ones are cached.
 
     The cache has no running requests, and a third of the prompts of any length repeat.

@@ -54,7 +54,7 @@ async def probed(described: WorkerPresence | None) -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.UNKNOWN])
-async def test_only_a_dead_engine_is_not_alive_and_only_a_serving_worker_is_ready(state: WorkerState) -> None:
+async def test_only_a_dead_engine_fails_liveness_and_only_a_serving_worker_is_ready(state: WorkerState) -> None:
     """A paused, updating, fenced or loading worker is alive, so that no supervisor ends it.
 
     The body contains the state.
@@ -100,7 +100,7 @@ def test_metrics_are_prometheus_text() -> None:
     assert families["rollbus_worker_time_to_first_token_seconds"].type == "summary"
 
 
-def test_metrics_tell_of_the_published_version() -> None:
+def test_metrics_have_the_fields_of_the_published_version() -> None:
     """The metrics have the fields of `PublishedVersion`. A store without a limit has no series for the limit."""
     known = PublishedVersion(version=8, stored_bytes=1, model_bytes=2, chain_length=3, used_bytes=4, limit_bytes=5)
     described = [
@@ -133,7 +133,7 @@ def test_metrics_tell_of_the_published_version() -> None:
         ({}, None),
     ],
 )
-def test_the_hit_ratio_is_there_once_an_engine_looked_anything_up(stats: dict[str, int], ratio: float | None) -> None:
+def test_the_hit_ratio_has_no_series_before_the_first_lookup(stats: dict[str, int], ratio: float | None) -> None:
     """Before the first lookup, and for an engine without counts, the hit ratio has no series."""
     described = presence(engine_stats=EngineStats(**stats))
     families = {family.name: family for family in text_string_to_metric_families(exposition([described]))}
@@ -154,7 +154,7 @@ def test_the_hit_ratio_is_there_once_an_engine_looked_anything_up(stats: dict[st
         (b"GET /health HTTP/1.1\r\nX: " + b"x" * 2 * MAX_HEAD_BYTES + b"\r\n\r\n", b"431"),
     ],
 )
-async def test_other_requests_are_refused(data: bytes, status: bytes) -> None:
+async def test_the_answer_to_an_invalid_request_has_the_allowed_requests(data: bytes, status: bytes) -> None:
     """Each invalid request gets an answer with the allowed requests, and its connection is closed."""
     async with probed(presence()) as port:
         answer = await send(port, data)
@@ -164,14 +164,14 @@ async def test_other_requests_are_refused(data: bytes, status: bytes) -> None:
     assert b"allowed: " in answer
 
 
-async def test_who_sends_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_with_an_incomplete_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection with an incomplete request is closed after the timeout."""
     monkeypatch.setattr(probe_module, "TIMEOUT_S", 0.05)
     async with probed(presence()) as port:
         assert await send(port, b"GET /health HT") == b""
 
 
-async def test_idle_connections_keep_no_health_check_out() -> None:
+async def test_idle_connections_do_not_block_a_health_check() -> None:
     """One connection above the maximum is answered, and the oldest is closed without an answer.
 
     The other connections are answered.
@@ -191,7 +191,7 @@ async def test_idle_connections_keep_no_health_check_out() -> None:
         assert (await get(port, "/ready"))[0] == 200
 
 
-async def test_nothing_is_left_when_it_ends() -> None:
+async def test_the_end_of_the_probe_closes_its_connections_and_its_port() -> None:
     """At the end of the probe, open connections are closed and the port is free."""
     before = asyncio.all_tasks()
     async with probed(presence()) as port:
@@ -206,7 +206,7 @@ async def test_nothing_is_left_when_it_ends() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "8081", ":8081", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536"])
-def test_a_malformed_address_is_named(address: str) -> None:
+def test_the_error_names_a_malformed_address(address: str) -> None:
     """The error names the option, the value and the allowed format."""
     with pytest.raises(rollbus.InvalidRequest, match=r"--probe is .*; allowed: HOST:PORT"):
         listen(address)
@@ -238,7 +238,7 @@ async def test_a_paused_worker_is_alive_and_not_ready(nats_url: str, fleet: str)
 
 
 @pytest.mark.slow
-async def test_a_worker_that_waits_for_nats_answers(fleet: str) -> None:
+async def test_the_probe_answers_while_the_worker_waits_for_nats(fleet: str) -> None:
     """Without a server, a worker is alive, not ready, and in the state `connecting`."""
     port = free_port()
     async with worker_process(f"nats://127.0.0.1:{free_port()}", fleet, "--probe", f"127.0.0.1:{port}"):
@@ -255,7 +255,7 @@ async def test_a_worker_that_waits_for_nats_answers(fleet: str) -> None:
 
 
 @pytest.mark.slow
-async def test_an_address_in_use_is_one_line(nats_url: str, fleet: str) -> None:
+async def test_a_worker_exits_with_one_line_if_the_address_is_in_use(nats_url: str, fleet: str) -> None:
     """If the address is in use, the worker exits with 1 before it does anything, with one line that names it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

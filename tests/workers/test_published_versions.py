@@ -59,7 +59,7 @@ def fetched(sources: WeightSources) -> int:
     return sources.last_staged.fetched_bytes
 
 
-async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: Path) -> None:
+async def test_each_version_equals_the_checkpoint_and_only_changes_are_fetched(nats_url: str, tmp_path: Path) -> None:
     """Each version is the full checkpoint, byte for byte. After the first one, only changes are fetched."""
     stages: list[str] = []
     sources = worker(nats_url, tmp_path)
@@ -81,7 +81,7 @@ async def test_versions_are_built_one_after_the_other(nats_url: str, tmp_path: P
     assert len([path for path in (tmp_path / "cache/shared.weights/checkpoints").iterdir() if path.is_dir()]) == 2
 
 
-async def test_a_worker_tells_of_the_version_that_it_staged(nats_url: str, tmp_path: Path) -> None:
+async def test_a_worker_reports_the_sizes_of_its_staged_version(nats_url: str, tmp_path: Path) -> None:
     """A worker reports the bytes of its staged version and of the model, the chain length and the store's use.
 
     This holds also if the worker found the version on its machine.
@@ -133,7 +133,7 @@ async def test_a_version_that_was_damaged_on_the_machine_is_built_again(
             assert files_in(await one.checkpoint(versions.source(), ignore)) == folder_content(newest)
 
 
-async def test_a_late_worker_begins_with_the_anchor(nats_url: str, tmp_path: Path) -> None:
+async def test_a_late_worker_fetches_the_anchor_and_all_later_deltas(nats_url: str, tmp_path: Path) -> None:
     """A late worker fetches the anchor and all deltas since.
 
     A worker that missed three versions fetches three deltas.
@@ -167,7 +167,7 @@ async def test_the_second_worker_of_a_machine_fetches_nothing(nats_url: str, tmp
         assert fetched(second) == 0
 
 
-async def test_a_newer_anchor_is_taken_where_it_is_less(nats_url: str, tmp_path: Path) -> None:
+async def test_a_late_worker_begins_with_the_last_anchor(nats_url: str, tmp_path: Path) -> None:
     """A late worker begins with the last anchor. A worker with the version before it fetches only the delta."""
     late, follower = worker(nats_url, tmp_path / "late"), worker(nats_url, tmp_path / "follower")
     async with chain(nats_url, tmp_path) as versions:
@@ -184,7 +184,7 @@ async def test_a_newer_anchor_is_taken_where_it_is_less(nats_url: str, tmp_path:
 
 
 @pytest.mark.parametrize("fault", ["hole", "corrupt delta", "wrong base", "damaged base"])
-async def test_what_is_wrong_with_a_chain_leads_to_the_anchor(nats_url: str, tmp_path: Path, fault: str) -> None:
+async def test_a_worker_with_a_damaged_chain_builds_from_the_anchor(nats_url: str, tmp_path: Path, fault: str) -> None:
     """If the chain is damaged, the worker builds the same folder from the anchor."""
     sources = worker(nats_url, tmp_path)
     async with chain(nats_url, tmp_path) as versions:
@@ -268,7 +268,7 @@ async def test_a_hostile_delta_is_refused(nats_url: str, tmp_path: Path, change:
     assert [path for path in base.parent.iterdir() if path.is_dir()] == [base]
 
 
-async def test_tensors_are_those_of_the_workers_own_checkpoint(nats_url: str, tmp_path: Path) -> None:
+async def test_a_version_with_other_tensors_than_the_workers_is_rejected(nats_url: str, tmp_path: Path) -> None:
     """Other tensors than those of the worker's checkpoint are rejected before the fetch, with the first name.
 
     An adapter is rejected as a checkpoint too.
@@ -328,7 +328,7 @@ def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
         (led_away, "has the version objects:other/versions/0-1-00000000 in its chain, which is in another bucket"),
     ],
 )
-async def test_a_chain_that_is_none_is_refused(
+async def test_an_invalid_chain_is_rejected_before_the_fetch(
     nats_url: str, tmp_path: Path, spoil: Callable[[tuple[Link, ...]], tuple[Link, ...]], said: str
 ) -> None:
     """An invalid chain is rejected before the fetch, although an anchor alone would suffice."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rollbus.workers.sources.quiet_threads import Job, run_quietly
 
 
-async def test_jobs_are_made_beside_the_event_loop() -> None:
+async def test_jobs_are_created_outside_of_the_event_loop() -> None:
     """Jobs are created outside of the event loop, so that requests do not wait for them.
 
     There may be a job for each of thousands of tensors, and some jobs read a file.

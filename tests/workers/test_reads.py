@@ -17,7 +17,7 @@ from tests.workers.support import StartControlled
 
 @pytest.mark.proves("P96")
 @pytest.mark.slow
-async def test_a_read_has_one_answer_and_is_not_kept(controlled_worker: StartControlled) -> None:
+async def test_a_read_gets_one_final_ack_and_is_not_logged(controlled_worker: StartControlled) -> None:
     """A worker that is paused during a request answers a read with one final ack, and does not log the command."""
     async with controlled_worker() as (client, boss, worker, _):
         await client.enqueue(endless("r"))
@@ -48,7 +48,7 @@ async def test_a_read_for_another_worker_is_not_answered(controlled_worker: Star
 
 
 @pytest.mark.proves("P96")
-def test_a_flood_of_reads_is_refused_by_name() -> None:
+def test_reads_above_the_rate_limit_fail_with_the_limit() -> None:
     """The number of reads per second is limited. The error of the next read has the limit, and later reads succeed."""
     now = 10.0
     reads = TelemetryReads(ExpertCounter(), TimelineBook(), lambda: now)
@@ -63,7 +63,7 @@ def test_a_flood_of_reads_is_refused_by_name() -> None:
         reads.answer(ReadExperts())
 
 
-def test_an_answer_fits_in_a_message() -> None:
+def test_the_ack_of_a_read_fits_in_a_message() -> None:
     """If the timelines exceed the server's message size, the ack has the latest ones and the number of omitted ones."""
     event = TimelineEvent(at=1.0, event="held", reason="pause")
     timelines = tuple(RequestTimeline(request_id="r", client="c", child=n, events=(event,) * 64) for n in range(256))

@@ -39,7 +39,7 @@ def batch(*names: str) -> TokenBatch:
 
 
 @pytest.mark.parametrize("act", ENDS)
-def test_each_way_to_end_has_its_reason(act: str) -> None:
+def test_the_timeline_of_each_ended_request_has_the_reason(act: str) -> None:
     """Each end of a request is in its timeline, with the reason and the tokens that its link received.
 
     No timeline remains open.
@@ -73,7 +73,7 @@ def test_each_way_to_end_has_its_reason(act: str) -> None:
     assert "in_flight=0 ended=1" in repr(links.requests.timelines)
 
 
-def test_tokens_that_are_gathered_count_under_their_version() -> None:
+def test_batched_tokens_count_under_their_version() -> None:
     """For batched tokens of two requests, each timeline has the number of tokens before the new version."""
     links = make_links()
     ear = Ear(links)
@@ -94,7 +94,7 @@ def test_tokens_that_are_gathered_count_under_their_version() -> None:
         assert events[-1].tokens == before + 3
 
 
-def test_a_token_costs_no_event() -> None:
+def test_tokens_add_no_events_to_a_timeline() -> None:
     """A timeline has only changes, however many steps a request has, streamed or batched."""
     links = make_links()
     ear = Ear(links)
@@ -112,7 +112,7 @@ def test_a_token_costs_no_event() -> None:
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
+def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(is_queued: bool) -> None:
     """A rejected request, queued or placed, ends with the error's code in its timeline."""
     links = make_links()
     ear = Ear(links)
@@ -126,7 +126,7 @@ def test_what_is_refused_was_never_offered(is_queued: bool) -> None:
     assert "in_flight=0 ended=0 refused=1" in repr(links.requests.timelines)
 
 
-def test_a_request_that_runs_here_is_not_returned() -> None:
+def test_a_second_delivery_does_not_end_the_timeline_of_a_running_request() -> None:
     """If a second delivery goes back to the queue, the timeline of the running request stays open."""
     links = make_links()
     ear = Ear(links)
@@ -142,7 +142,7 @@ def test_a_request_that_runs_here_is_not_returned() -> None:
     assert "in_flight=1 ended=0 refused=0" in repr(links.requests.timelines)
 
 
-def test_messages_that_do_not_decode_are_given_back_without_a_word() -> None:
+def test_a_message_that_cannot_be_decoded_gets_no_timeline() -> None:
     """A message that cannot be decoded has no id, so it gets no timeline."""
     links = make_links()
     message = queued()

@@ -106,7 +106,7 @@ async def fresh(root: Path, *, fill: int = 2) -> tuple[list[int], Rows]:
 
 
 @pytest.mark.proves("P17")
-async def test_a_prompt_that_is_half_computed_is_computed_anew(tmp_path: Path) -> None:
+async def test_a_partly_computed_prompt_is_recomputed_with_new_weights(tmp_path: Path) -> None:
     """The tokens and all rows of a partly computed prompt are those of the new weights."""
     async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
         await begin(worker, "r")
@@ -121,7 +121,7 @@ async def test_a_prompt_that_is_half_computed_is_computed_anew(tmp_path: Path) -
         assert worker.runner.num_inside == 0
 
 
-async def test_requests_keep_their_order(tmp_path: Path) -> None:
+async def test_waiting_requests_keep_their_order_after_an_update(tmp_path: Path) -> None:
     """Waiting requests enter the engine in the order of their arrival, also after an update."""
     async with rig(tmp_path, ONE_AT_A_TIME, engine=Telling) as worker:
         names = [f"r{number}" for number in range(5)]
@@ -135,7 +135,7 @@ async def test_requests_keep_their_order(tmp_path: Path) -> None:
         assert ended == names
 
 
-async def test_a_request_on_its_way_into_the_engine_begins_anew_too(tmp_path: Path) -> None:
+async def test_a_request_that_reaches_the_engine_after_the_load_restarts_too(tmp_path: Path) -> None:
     """A request that was created for the old weights but reaches the engine after the load restarts too."""
     async with rig(tmp_path, SLOW, engine=Gated) as worker, asyncio.TaskGroup() as tasks:
         engine = worker.engine
@@ -155,7 +155,7 @@ async def test_a_request_on_its_way_into_the_engine_begins_anew_too(tmp_path: Pa
         assert {token.weight_version for token in await worker.until_end("r")} == {2}
 
 
-async def test_a_request_that_is_aborted_while_it_begins_anew_ends(tmp_path: Path) -> None:
+async def test_the_abort_of_a_restarting_request_is_applied_after_its_restart(tmp_path: Path) -> None:
     """The abort of a restarting request takes effect after its restart.
 
     Other requests continue, and nothing of the aborted request remains.
@@ -180,7 +180,7 @@ async def test_a_request_that_is_aborted_while_it_begins_anew_ends(tmp_path: Pat
         assert worker.runner.num_inside == 0
 
 
-async def test_an_engine_that_dies_meanwhile_takes_the_requests_along(tmp_path: Path) -> None:
+async def test_requests_end_as_worker_fenced_if_the_engine_dies_during_a_restart(tmp_path: Path) -> None:
     """If the engine dies during a restart, its requests end as `worker_fenced`, so that other workers resume them.
 
     The worker reports the death.
@@ -208,7 +208,7 @@ async def test_an_engine_that_dies_meanwhile_takes_the_requests_along(tmp_path: 
     assert end.error.code is ErrorCode.WORKER_FENCED
 
 
-async def test_a_request_that_the_engine_refuses_now_ends_alone(tmp_path: Path) -> None:
+async def test_a_restarted_request_that_the_engine_rejects_ends_alone(tmp_path: Path) -> None:
     """If the engine rejects a restarted request, the request ends with that error, and the update is applied."""
     async with rig(tmp_path, SLOW, engine=Refusing) as worker:
         await begin(worker, "r")
@@ -223,7 +223,7 @@ async def test_a_request_that_the_engine_refuses_now_ends_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("fault", ["half_written", "wrong_experts"])
-async def test_weights_that_fail_fence_what_has_no_token(tmp_path: Path, fault: str) -> None:
+async def test_failed_weights_end_requests_without_a_token_as_worker_fenced(tmp_path: Path, fault: str) -> None:
     """If the new weights fail, a request without a token ends as `worker_fenced`, before or after its restart."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -241,7 +241,7 @@ async def test_weights_that_fail_fence_what_has_no_token(tmp_path: Path, fault: 
         assert worker.tokens("r") == []
 
 
-async def test_weights_that_are_refused_disturb_nothing(tmp_path: Path) -> None:
+async def test_a_load_that_changed_nothing_keeps_a_partly_computed_prompt(tmp_path: Path) -> None:
     """A load that changed nothing leaves a partly computed prompt unchanged, with the old version."""
     async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
         await begin(worker, "r")
@@ -257,7 +257,7 @@ async def test_weights_that_are_refused_disturb_nothing(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rows_of(worker, "r"), expected_rows)
 
 
-async def test_weights_that_came_by_a_transfer_do_the_same(tmp_path: Path) -> None:
+async def test_a_partly_computed_prompt_is_recomputed_after_a_transfer(tmp_path: Path) -> None:
     """A prompt that was partly computed before a transfer has only rows of the new weights."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         await begin(worker, "r")
@@ -274,7 +274,7 @@ async def test_weights_that_came_by_a_transfer_do_the_same(tmp_path: Path) -> No
         assert [token.token_id for token in worker.tokens("r")] == [token.token_id for token in worker.tokens("later")]
 
 
-async def test_a_new_adapter_restarts_only_what_uses_it(tmp_path: Path) -> None:
+async def test_a_new_adapter_restarts_only_the_prompts_that_use_the_adapter(tmp_path: Path) -> None:
     """A new adapter restarts only the partly computed prompts that use it. Other prompts continue."""
     async with rig(tmp_path, SLOW, engine=Telling) as worker:
         await worker.loras.load(load_lora("a", worker.adapter("one", 1), 1), worker.report)
@@ -295,7 +295,7 @@ async def test_a_new_adapter_restarts_only_what_uses_it(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rows_of(worker, "with"), rows_of(worker, "later"))
 
 
-def test_rows_ahead_of_the_first_token_wait_for_it_and_are_dropped_when_it_is_made_anew() -> None:
+def test_the_rows_of_a_prompt_are_sent_once_with_its_first_token() -> None:
     """A client gets no row without its token: the prompt's rows are sent once, from the last computation."""
     held = make_links()
     ear = Ear(held)
@@ -332,7 +332,7 @@ def test_rows_ahead_of_the_first_token_wait_for_it_and_are_dropped_when_it_is_ma
     assert held.requests.restart_unbegun(None) == []
 
 
-async def test_a_forced_flush_is_told_with_the_next_token(tmp_path: Path) -> None:
+async def test_after_a_forced_flush_the_next_chunk_marks_all_kv_as_new(tmp_path: Path) -> None:
     """A request with tokens keeps its old KV. After a forced flush, its next chunk states that all KV is new."""
     for clear_cache in (False, True):
         async with rig(tmp_path / str(clear_cache)) as worker:
@@ -353,7 +353,7 @@ async def test_a_forced_flush_is_told_with_the_next_token(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("reports", [False, True])
-async def test_preemptions_are_told_where_the_engine_tells(tmp_path: Path, reports: bool) -> None:
+async def test_recomputed_kv_is_marked_if_the_engine_reports_preemptions(tmp_path: Path, reports: bool) -> None:
     """With a preemption every five tokens, each fifth token is marked as having recomputed KV.
 
     With an engine that does not report it, the field is empty.

@@ -35,7 +35,7 @@ def make_life(nats: Connection) -> WorkerLifecycle:
     return life
 
 
-async def test_a_fence_in_the_middle_of_a_round_ends_it(nats_url: str) -> None:
+async def test_a_fence_during_a_round_of_acks_skips_the_remaining_acks(nats_url: str) -> None:
     """A worker that is fenced while it sends acks skips the remaining acks, although it serves again."""
     spoken = []
 
@@ -81,7 +81,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("event", ["nothing", "fence", "outage"])
-async def test_a_plain_request_is_acked_right_behind_its_last_frame(event: str) -> None:
+async def test_a_plain_request_is_acked_directly_after_its_last_frame(event: str) -> None:
     """The queue removes a plain request after its last frame, unless the worker is fenced or disconnected before."""
     wire = Wire()
     nats = cast(Connection, wire)

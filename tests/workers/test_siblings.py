@@ -46,7 +46,7 @@ def errors_of(client: HandClient, request_id: str) -> dict[int, str | None]:
     return {chunk.child: None if chunk.error is None else chunk.error.code for chunk in ended}
 
 
-async def test_each_sibling_is_served_as_if_it_had_come_alone(heard_worker: StartHeard) -> None:
+async def test_each_sample_of_a_message_gets_the_tokens_of_a_separate_message(heard_worker: StartHeard) -> None:
     """Four samples of one message get the same tokens as in four messages, each with its own seed."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, _):
         await until_true(lambda: worker._puller.lanes_waiting() == ())
@@ -70,7 +70,7 @@ async def test_each_sibling_is_served_as_if_it_had_come_alone(heard_worker: Star
         assert client.presences["w"].capabilities.request_groups
 
 
-async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worker: StartHeard) -> None:
+async def test_samples_above_the_number_of_free_slots_are_rejected(heard_worker: StartHeard) -> None:
     """If a message has more samples than free slots, the first samples run.
 
     The other samples are rejected for the queue.
@@ -93,7 +93,7 @@ async def test_siblings_beyond_the_free_slots_are_refused_one_by_one(heard_worke
         assert len(client.offers) == 4
 
 
-async def test_an_abort_finds_what_the_engine_was_not_given_yet() -> None:
+async def test_a_sample_aborted_before_the_engine_add_ends_after_the_add() -> None:
     """A sample that is aborted before the engine has it ends as soon as the engine has it."""
     runner = EngineRunner(SyntheticEngine(FOUR_SLOTS), timeout_s=SOON_S)
     await runner.start()
@@ -114,7 +114,7 @@ async def test_an_abort_finds_what_the_engine_was_not_given_yet() -> None:
     assert ends == {"a": FinishReason.LENGTH, "b": FinishReason.ABORT}
 
 
-async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHeard) -> None:
+async def test_a_queue_message_with_several_samples_is_rejected(heard_worker: StartHeard) -> None:
     """A queue message must have one sample: otherwise each of its samples is rejected, and the message leaves."""
     async with heard_worker(config=FOUR_SLOTS) as (client, worker, engine):
         await client.enqueue(short("r"), child=1, siblings=SIBLINGS)
@@ -128,7 +128,7 @@ async def test_siblings_in_the_queue_are_refused_by_name(heard_worker: StartHear
         assert "running=0" in repr(engine)
 
 
-async def test_siblings_that_wait_for_the_engine_are_refused_when_the_intake_stops(nats_url: str, fleet: str) -> None:
+async def test_samples_without_an_offer_are_rejected_when_the_intake_stops(nats_url: str, fleet: str) -> None:
     """When the intake stops, admitted samples without an offer are rejected for the queue.
 
     Offered samples continue.
@@ -154,7 +154,7 @@ async def test_siblings_that_wait_for_the_engine_are_refused_when_the_intake_sto
 
 
 @pytest.mark.parametrize("siblings", [[[0]], [[1], [2], [1]], [[child] for child in range(1, 257)]])
-async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
+async def test_a_message_with_duplicate_or_too_many_children_is_bad(
     heard_worker: StartHeard, siblings: list[list[int]]
 ) -> None:
     """A message with duplicate children or too many of them is counted as bad and ignored."""
@@ -170,7 +170,7 @@ async def test_siblings_that_cannot_be_told_apart_are_one_bad_message(
 
 
 @pytest.mark.parametrize("num_followers", [0, MAX_FOLLOWERS])
-async def test_a_flood_of_placed_requests_leaves_the_queue_every_second_slot(
+async def test_queued_requests_get_every_second_slot_beside_placed_requests(
     heard_worker: StartHeard, num_followers: int
 ) -> None:
     """However many requests are placed at a worker with one slot, queued requests get every second slot.

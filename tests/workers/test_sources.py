@@ -28,7 +28,7 @@ async def refusal(checked: WeightSources, path: Path | str) -> ControlError:
     return raised.value
 
 
-async def test_a_good_checkpoint_is_given_by_its_real_path(tmp_path: Path) -> None:
+async def test_a_valid_checkpoint_is_accepted_with_its_real_path(tmp_path: Path) -> None:
     """A folder with the tensors of the worker's checkpoint is accepted, in one file or in shards.
 
     The path may contain symlinks and `..`.
@@ -109,7 +109,7 @@ async def test_a_file_that_leads_out_of_the_roots_is_refused(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-async def test_refusals_name_paths_as_they_were_given(tmp_path: Path, name: str) -> None:
+async def test_errors_do_not_reveal_the_targets_of_symlinks(tmp_path: Path, name: str) -> None:
     """Errors do not reveal the targets of symlinks, also of roots: clients need not know the worker's disks."""
     disk = tmp_path / "disk"
     real = write_checkpoint(disk / "real")
@@ -135,7 +135,7 @@ async def test_refusals_name_paths_as_they_were_given(tmp_path: Path, name: str)
         assert [hidden for hidden in ("disk", "real", "/out") if hidden in text] == []
 
 
-async def test_symlinks_within_the_roots_are_fine(tmp_path: Path) -> None:
+async def test_symlinks_within_the_roots_are_accepted(tmp_path: Path) -> None:
     """Files that are symlinks to blobs beside their folder are accepted, because such checkpoints are common."""
     folder = write_checkpoint(tmp_path / "root" / "snapshot")
     blobs = tmp_path / "root" / "blobs"
@@ -232,7 +232,7 @@ async def test_a_checkpoint_of_another_model_is_refused(
     assert await sources(tmp_path).checkpoint(WeightSource(path=str(folder)), ignore) == folder
 
 
-async def test_a_configuration_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+async def test_settings_that_only_a_fresh_start_applies_must_be_equal(tmp_path: Path) -> None:
     """Settings that only a fresh start would apply must be equal. Settings without effect may differ."""
     own = write_checkpoint(tmp_path / "own")
     folder = write_checkpoint(tmp_path / "root" / "step-1")
@@ -246,7 +246,7 @@ async def test_a_configuration_that_computes_otherwise_is_refused(tmp_path: Path
     assert "has rope_theta=1000000.0; expected: 10000.0" in (await refusal(checked, folder)).message
 
 
-async def test_the_own_checkpoint_is_read_once(tmp_path: Path) -> None:
+async def test_a_worker_reads_its_own_checkpoint_once(tmp_path: Path) -> None:
     """The worker reads its own checkpoint once, because its engine keeps the weights if the files change."""
     own = write_checkpoint(tmp_path / "own")
     folder = write_checkpoint(tmp_path / "root" / "step-1")
@@ -270,7 +270,7 @@ async def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert "model.safetensors cannot be read: Permission denied" in (await refusal(checked, folder)).message
 
 
-async def test_a_folder_must_be_one(tmp_path: Path) -> None:
+async def test_a_file_or_a_missing_folder_is_rejected_by_name(tmp_path: Path) -> None:
     """A file or a missing folder is rejected by name."""
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path)
@@ -281,7 +281,7 @@ async def test_a_folder_must_be_one(tmp_path: Path) -> None:
     assert "has no safetensors file" in (await refusal(checked, folder)).message
 
 
-async def test_a_worker_without_an_object_store_says_so(tmp_path: Path) -> None:
+async def test_a_worker_without_an_object_store_rejects_sources_in_the_store(tmp_path: Path) -> None:
     """A worker without an object store rejects sources in the store by name."""
     with pytest.raises(ControlError, match="objects:bucket/step-1 is refused: this worker reads no object store"):
         await sources(tmp_path).checkpoint(WeightSource(objects="bucket/step-1"), ignore)

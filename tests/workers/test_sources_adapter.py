@@ -26,7 +26,7 @@ async def refusal(checked: WeightSources, path: Path) -> ControlError:
     return raised.value
 
 
-async def test_a_good_adapter_is_given_by_its_real_path(tmp_path: Path) -> None:
+async def test_a_valid_adapter_is_accepted_with_its_real_path(tmp_path: Path) -> None:
     """An adapter is accepted if its pairs fit weights of the base model."""
     folder = write_adapter(tmp_path / "root" / "lora")
 

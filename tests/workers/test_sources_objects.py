@@ -51,7 +51,7 @@ class Uploads:
         return WeightSource(objects=objects)
 
 
-async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_in_the_store_is_fetched_and_checked(nats_url: str, tmp_path: Path) -> None:
     """A checkpoint in the store is fetched, and checked like a path. The second time it is only checked."""
     stages: list[str] = []
     folder = write_checkpoint(tmp_path / "step-1", fill=1)
@@ -69,7 +69,7 @@ async def test_a_checkpoint_comes_through_the_store(nats_url: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("is_loaded", "code"), [(False, ControlCode.STORAGE), (True, ControlCode.HALF_WRITTEN)], ids=["before", "meanwhile"]
 )
-async def test_a_staged_folder_that_somebody_changes_is_not_used(
+async def test_a_staged_folder_that_changes_is_not_used(
     nats_url: str, tmp_path: Path, is_loaded: bool, code: ControlCode
 ) -> None:
     """A staged folder that changes between check and load, or during the load, is not used.
@@ -93,7 +93,7 @@ async def test_a_staged_folder_that_somebody_changes_is_not_used(
         assert files_in(fetched) == files_in(folder)
 
 
-async def test_a_staged_adapter_that_somebody_changes_is_not_used(nats_url: str, tmp_path: Path) -> None:
+async def test_a_staged_adapter_that_changes_is_not_used(nats_url: str, tmp_path: Path) -> None:
     """A staged adapter that changes before or during its load is not used. After another staging, it is correct."""
     folder = write_adapter(tmp_path / "lora")
     async with store(nats_url, tmp_path) as (uploads, sources):
@@ -127,7 +127,7 @@ def change(folder: Path) -> None:
     os.utime(file, ns=(0, 0))  # a different time, whatever the resolution of the disk's clock
 
 
-async def test_an_adapter_comes_through_the_store(nats_url: str, tmp_path: Path) -> None:
+async def test_an_adapter_in_the_store_needs_no_shared_disk(nats_url: str, tmp_path: Path) -> None:
     """An adapter in the store needs no shared disk."""
     folder = write_adapter(tmp_path / "lora")
     async with store(nats_url, tmp_path) as (uploads, sources):
@@ -163,7 +163,7 @@ async def test_the_last_two_checkpoints_stay(nats_url: str, tmp_path: Path) -> N
         assert kept(tmp_path, "adapters") == {lora}
 
 
-async def test_what_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None:
+async def test_a_folder_that_an_engine_reads_stays(nats_url: str, tmp_path: Path) -> None:
     """A folder that an engine reads stays, also after newer folders, until the engine has read another one."""
     async with store(nats_url, tmp_path) as (uploads, sources):
         steps = [await uploads.put(write_checkpoint(tmp_path / f"step-{step}", fill=step)) for step in range(5)]
@@ -291,7 +291,7 @@ def _flip_last_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("boot", ["this", "another"])
-async def test_a_damaged_folder_is_fetched_anew(
+async def test_a_damaged_folder_is_rebuilt_by_the_next_worker(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, boot: str
 ) -> None:
     """The next worker rebuilds a damaged folder, although both workers hold it.
@@ -351,7 +351,9 @@ async def test_an_adapter_is_loaded_again_without_the_store(nats_url: str, tmp_p
             await sources.adapter(source, ignore)
 
 
-async def test_a_builder_shows_that_it_gets_on(nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_builder_touches_its_lock_file_during_the_build(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A builder touches its lock file, so that waiting workers see its progress. After the build, it stops."""
     touched: list[PartialFolder] = []
 

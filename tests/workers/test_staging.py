@@ -104,7 +104,7 @@ async def test_a_pause_is_applied_while_weights_are_staged(controlled_worker: St
         ]
 
 
-async def test_a_newer_record_cancels_an_older_staging(controlled_worker: StartControlled, store: Store) -> None:
+async def test_a_newer_update_cancels_an_older_staging(controlled_worker: StartControlled, store: Store) -> None:
     """A newer update makes an older update stale, cancels its download, and its weights are never loaded."""
     async with controlled_worker(weight_version=1) as (client, boss, _, engine):
         older = await boss.command("update_weights", version=2, source=store.add("2", 2))
@@ -123,7 +123,9 @@ async def test_a_newer_record_cancels_an_older_staging(controlled_worker: StartC
         assert client.presences["w"].weight_version == 3
 
 
-async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: StartControlled, store: Store) -> None:
+async def test_an_update_continues_the_staging_of_a_check_with_the_same_source(
+    controlled_worker: StartControlled, store: Store
+) -> None:
     """An update continues the staging of a check with the same source. Both commands get their acks afterwards."""
     async with controlled_worker(weight_version=1) as (client, boss, *_):
         source = store.add("2", 2)
@@ -142,7 +144,7 @@ async def test_a_record_takes_over_the_staging_of_its_check(controlled_worker: S
         assert store.cancelled == []
 
 
-async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: StartControlled, store: Store) -> None:
+async def test_a_newer_check_makes_older_checks_stale(controlled_worker: StartControlled, store: Store) -> None:
     """A newer check makes older checks stale, also those that still wait, and ends their staging.
 
     Checks of the same source share one staging.
@@ -164,7 +166,7 @@ async def test_a_newer_check_takes_the_place_of_an_older_one(controlled_worker: 
         assert stale.error.message == f"a later check of objects:{BASE}/3 has replaced this check"
 
 
-async def test_a_recorded_source_comes_before_one_that_is_checked(
+async def test_an_update_does_not_wait_for_the_download_of_a_check(
     controlled_worker: StartControlled, store: Store
 ) -> None:
     """An update does not wait for the download of a check with another source. The check continues afterwards."""
@@ -178,7 +180,7 @@ async def test_a_recorded_source_comes_before_one_that_is_checked(
         assert (await boss.final(check)).status is AckStatus.APPLIED
 
 
-async def test_a_late_joiner_serves_nothing_before_its_weights_are_there(
+async def test_a_late_worker_serves_no_requests_before_its_weights_are_staged(
     nats_url: str, fleet: str, store: Store
 ) -> None:
     """A worker that starts later stages the recorded weights before it serves. Pauses are applied meanwhile."""
@@ -216,7 +218,7 @@ async def test_a_staging_that_fails_is_tried_again(
         assert client.presences["w"].weight_version == 2
 
 
-async def test_progress_is_told_while_it_moves(
+async def test_a_command_gets_one_ack_for_each_stage(
     controlled_worker: StartControlled, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command gets one ack for each stage. A check that waits for its source reports that stage."""
@@ -236,7 +238,7 @@ async def test_progress_is_told_while_it_moves(
 
 
 @pytest.mark.proves("P16")
-async def test_where_the_time_of_an_update_goes(controlled_worker: StartControlled, store: Store) -> None:
+async def test_the_times_of_an_update_add_up(controlled_worker: StartControlled, store: Store) -> None:
     """The times of an update add up.
 
     The applied ack leaves when the engine resumes, so no token of the old weights follows it.
@@ -264,7 +266,7 @@ async def test_where_the_time_of_an_update_goes(controlled_worker: StartControll
         assert (await boss.applied("update_weights", version=2, source=source, allow_rollback=True)).timing is None
 
 
-async def test_an_update_under_a_pause_is_answered_while_it_holds(
+async def test_an_update_during_a_pause_is_acked_when_the_worker_is_paused_again(
     controlled_worker: StartControlled, store: Store
 ) -> None:
     """During a pause, the engine does not resume after an update. The ack leaves when the worker is paused again."""
@@ -279,7 +281,7 @@ async def test_an_update_under_a_pause_is_answered_while_it_holds(
         await client.until(lambda: client.chunks["r"][-1].weight_version == 2)
 
 
-async def test_a_poisoned_worker_counts_as_present_while_it_stages(
+async def test_a_poisoned_worker_that_stages_new_weights_is_updating(
     controlled_worker: StartControlled, store: Store
 ) -> None:
     """A poisoned worker that stages new weights is `updating`, so requests may wait for it: it serves afterwards."""

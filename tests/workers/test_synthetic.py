@@ -85,7 +85,7 @@ def routing(steps: list[RequestStep]) -> bytes:
     return np.concatenate([step.routed_experts for step in steps if step.routed_experts is not None]).tobytes()
 
 
-async def test_a_paused_engine_makes_no_step_and_goes_on_where_it_stopped() -> None:
+async def test_a_paused_engine_makes_no_step_and_resumes_without_a_difference() -> None:
     """Tokens that were sampled before are delivered when `pause` returns.
 
     The stream then equals a stream without a pause.
@@ -121,7 +121,7 @@ async def test_requests_are_aborted_while_paused() -> None:
         assert len(reader.steps["a"]) == count + 1
 
 
-async def test_the_weights_are_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
+async def test_the_results_depend_on_the_bytes_of_the_checkpoint(tmp_path: Path) -> None:
     """An engine that loads a checkpoint gives the results of an engine that started with it.
 
     Another checkpoint gives other results.
@@ -191,7 +191,7 @@ async def test_adapters_change_the_output_until_they_are_unloaded(tmp_path: Path
             await engine.add("e", request(lora="l"))
 
 
-async def test_weights_that_came_in_pieces_are_those_of_the_files(tmp_path: Path) -> None:
+async def test_weights_that_were_transferred_in_parts_equal_those_of_the_files(tmp_path: Path) -> None:
     """Between start and finish of a transfer, the weights are neither old nor new.
 
     A part without a start is rejected.
@@ -215,7 +215,7 @@ async def test_weights_that_came_in_pieces_are_those_of_the_files(tmp_path: Path
 
 
 @pytest.mark.parametrize(("fault", "is_touched"), [("refused", False), ("half_written", True)])
-async def test_a_load_fails_before_or_after_it_touched_the_weights(
+async def test_a_load_can_be_configured_to_fail_before_or_after_a_change_of_weights(
     fault: str, is_touched: bool, tmp_path: Path
 ) -> None:
     """A load fails as configured, after the configured number of successful loads."""
@@ -230,7 +230,7 @@ async def test_a_load_fails_before_or_after_it_touched_the_weights(
         assert (tokens(await reader.result("b", request())) != before) == is_touched
 
 
-async def test_a_load_may_lie_about_the_experts(tmp_path: Path) -> None:
+async def test_a_load_can_be_configured_to_give_wrong_routing(tmp_path: Path) -> None:
     """A load can be configured to give right tokens and wrong routing, as vLLM's reload on a CPU does."""
     folder = checkpoint(tmp_path / "1", b"one")
     config = SyntheticConfig(faults=SyntheticFaults(load="wrong_experts"))
@@ -242,7 +242,7 @@ async def test_a_load_may_lie_about_the_experts(tmp_path: Path) -> None:
     assert routing(before) != routing(after)
 
 
-async def test_a_sleeping_engine_makes_no_step_and_may_lose_its_weights(tmp_path: Path) -> None:
+async def test_a_sleeping_engine_loses_its_weights_only_at_level_2(tmp_path: Path) -> None:
     """After sleep level 1 the engine still has its weights. After level 2 they must be loaded again."""
     folder = checkpoint(tmp_path / "1", b"one")
     async with reading(SyntheticEngine(model=folder)) as reader:

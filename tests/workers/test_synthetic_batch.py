@@ -65,7 +65,7 @@ async def run(joining: list[list[str]], aborted: dict[int, str] | None = None) -
 
 
 @pytest.mark.parametrize("per_step", [1, 3, len(KINDS)])
-async def test_what_shares_its_steps_does_not_change_a_request(per_step: int) -> None:
+async def test_a_request_gets_the_same_bits_beside_other_requests_as_alone(per_step: int) -> None:
     """A request gets the same bits as alone, whatever requests join, end and are aborted beside it."""
     kinds = list(KINDS)
     joining = [kinds[i : i + per_step] for i in range(0, len(kinds), per_step)]
@@ -80,7 +80,7 @@ async def test_what_shares_its_steps_does_not_change_a_request(per_step: int) ->
         assert [in_full(step) for step in shared] == [in_full(step) for step in alone]
 
 
-async def test_the_ends_are_where_the_sampling_says() -> None:
+async def test_requests_end_where_the_sampling_parameters_require() -> None:
     """Requests end at the end of sequence, at stop tokens and at their lengths, and never earlier."""
     made = await run([list(KINDS)])
     ends = {kind: (len(steps), steps[-1].finish_reason, steps[-1].stop_reason) for kind, steps in made.items()}
@@ -98,7 +98,7 @@ async def test_the_ends_are_where_the_sampling_says() -> None:
         assert 2 not in sampled[:-1]
 
 
-async def test_the_tokens_are_those_of_every_release() -> None:
+async def test_the_tokens_never_change_between_releases() -> None:
     """The tokens never change between releases, so that bench figures and fault reports stay comparable."""
     made = await run([["greedy", "seeded", "penalties"]])
     tokens = {kind: np.concatenate([step.token_ids for step in steps])[:6].tolist() for kind, steps in made.items()}

@@ -22,7 +22,7 @@ def request(prompt: list[int], max_tokens: int = 4) -> rollbus.GenerateRequest:
     )
 
 
-async def test_running_and_waiting_requests_and_their_kv() -> None:
+async def test_the_stats_count_running_and_waiting_requests_and_their_kv() -> None:
     """Requests beyond the batch size wait, and the KV cache holds the tokens of running requests.
 
     Preempted requests are counted.
@@ -49,7 +49,7 @@ async def test_running_and_waiting_requests_and_their_kv() -> None:
     await engine.close()
 
 
-async def test_the_prefix_cache_is_told_of_where_there_is_one(nats_url: str, fleet: str) -> None:
+async def test_without_a_prefix_cache_its_queries_and_hits_are_none(nats_url: str, fleet: str) -> None:
     """Queries and hits of the prefix cache are in tokens, as clients read them.
 
     Without a prefix cache they are None, not 0.
@@ -73,7 +73,7 @@ async def test_the_prefix_cache_is_told_of_where_there_is_one(nats_url: str, fle
     assert SyntheticEngine().stats.prefix_cache_queries is None
 
 
-async def test_the_pace_of_the_engine_is_its_rate() -> None:
+async def test_prefill_and_decode_rates_stay_within_the_step_time() -> None:
     """Prefill and decode rates are not above the rate that the step time allows."""
     step_s = 0.02
     engine = SyntheticEngine(SyntheticConfig(step_s=step_s, max_num_seqs=4))
@@ -93,7 +93,7 @@ async def test_the_pace_of_the_engine_is_its_rate() -> None:
     await engine.close()
 
 
-async def test_a_prompt_costs_what_the_prefix_cache_does_not_have() -> None:
+async def test_cached_prompt_tokens_cost_no_prefill_time() -> None:
     """The prefill rate is that of the configured cost, and cached tokens cost nothing."""
     cost_s = 0.0001
     engine = SyntheticEngine(SyntheticConfig(prefix_cache=True, prefill_token_s=cost_s))
@@ -112,7 +112,7 @@ async def test_a_prompt_costs_what_the_prefix_cache_does_not_have() -> None:
     await engine.close()
 
 
-def test_least_use_leaves_the_prefix_cache_first() -> None:
+def test_the_prefix_cache_evicts_the_least_recently_used_blocks() -> None:
     """The prefix cache evicts the least recently used blocks, and the end of a prompt before its beginning.
 
     A beginning is useful without its end.
@@ -125,7 +125,7 @@ def test_least_use_leaves_the_prefix_cache_first() -> None:
     assert cache.add_prompt("", second) == 16
 
 
-def test_a_prefix_cache_tells_the_age_of_its_oldest_prefix_once_it_has_forgotten_one() -> None:
+def test_a_prefix_cache_has_no_age_until_its_first_eviction() -> None:
     """A prefix cache has no age until its first eviction, and again after a clear.
 
     Then all prompts that were used before the oldest prefix are evicted.

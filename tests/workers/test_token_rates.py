@@ -12,14 +12,14 @@ def both(rates: TokenRates) -> Any:
     return rates.prefill, rates.decode
 
 
-def test_nothing_is_said_before_something_was_measured() -> None:
+def test_an_unknown_rate_is_none() -> None:
     """An unknown rate is None, not 0."""
     rates = TokenRates()
     assert rates.prefill is None
     assert rates.decode is None
 
 
-def test_prefill_and_decode_are_measured_apart() -> None:
+def test_prefill_and_decode_are_measured_separately() -> None:
     """A prefill counts from its scheduling to its first token. Decoding counts the steps of later tokens."""
     rates = TokenRates()
     rates.add_prefill(1000, 100.0)
@@ -41,7 +41,7 @@ def test_idle_time_changes_nothing() -> None:
     assert rates.decode == pytest.approx(80)
 
 
-def test_a_prompt_in_parts_counts_whole_beside_requests_that_decode() -> None:
+def test_the_time_of_a_chunked_prompt_begins_with_its_first_chunk() -> None:
     """The time of a chunked prompt begins with its first chunk, however many steps of other requests end meanwhile."""
     rates = TokenRates()
     rates.end_step(100.0, 0)
@@ -52,7 +52,7 @@ def test_a_prompt_in_parts_counts_whole_beside_requests_that_decode() -> None:
     assert rates.prefill == pytest.approx(2000)
 
 
-def test_long_prompts_decide_over_short_ones() -> None:
+def test_long_prompts_outweigh_short_prompts() -> None:
     """Long prompts outweigh short ones: a few tokens beside a decoding batch show little of the prefill rate."""
     rates = TokenRates()
     rates.add_prefill(4000, 100.0)
@@ -63,7 +63,7 @@ def test_long_prompts_decide_over_short_ones() -> None:
     assert rates.prefill == pytest.approx(10_000, rel=0.1)
 
 
-def test_old_measurements_fade_with_the_time_computed() -> None:
+def test_old_measurements_fade_with_the_computing_time() -> None:
     """After several times `MEMORY_S` of computing, only the current rate counts."""
     rates = TokenRates()
     rates.end_step(0.0, 0)
@@ -75,7 +75,7 @@ def test_old_measurements_fade_with_the_time_computed() -> None:
     assert rates.decode == pytest.approx(100, rel=0.02)
 
 
-def test_a_pause_is_left_out() -> None:
+def test_steps_and_prompts_around_a_pause_do_not_count() -> None:
     """The step after a pause and a prompt that was scheduled before it do not count."""
     rates = TokenRates()
     rates.end_step(100.0, 0)
@@ -89,7 +89,7 @@ def test_a_pause_is_left_out() -> None:
     assert both(rates) == (pytest.approx(10_000), pytest.approx(40))
 
 
-def test_steps_at_one_moment_do_no_harm() -> None:
+def test_steps_at_the_same_time_give_no_measurement() -> None:
     """Steps at the same time give no measurement."""
     rates = TokenRates()
     rates.add_prefill(10, 100.0)

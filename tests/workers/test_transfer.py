@@ -70,7 +70,7 @@ async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -
         assert worker.stages == ["loading", "verifying"]
 
 
-async def test_a_finish_comes_twice(tmp_path: Path) -> None:
+async def test_a_repeated_finish_has_no_effect(tmp_path: Path) -> None:
     """A repeated finish has no effect. A finish with another version needs a start."""
     async with rig(tmp_path) as worker:
         await transfer(worker, worker.checkpoint("2", 2), 2)
@@ -86,7 +86,9 @@ async def test_a_finish_comes_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [UpdateWeightChunk(info={"neither": 1}), FinishWeightUpdate(version=2)])
-async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeightChunk | FinishWeightUpdate) -> None:
+async def test_a_failed_transfer_poisons_the_worker(
+    tmp_path: Path, command: UpdateWeightChunk | FinishWeightUpdate
+) -> None:
     """An invalid part or an empty finish poisons the worker, and its requests end as retryable.
 
     A later update makes the worker serve again.
@@ -110,7 +112,7 @@ async def test_a_transfer_that_fails_poisons(tmp_path: Path, command: UpdateWeig
         assert worker.standing == (2, False)
 
 
-async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
+async def test_a_start_that_the_engine_rejects_begins_no_transfer(tmp_path: Path) -> None:
     """If the engine rejects a start, streams continue as before.
 
     If another transfer was open, its weights are half-written.
@@ -132,7 +134,7 @@ async def test_a_transfer_that_is_refused_has_not_begun(tmp_path: Path) -> None:
         assert (*worker.standing, is_open(worker)) == (1, True, False)
 
 
-async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Path) -> None:
+async def test_an_abort_during_a_transfer_waits_until_the_engine_removed_the_requests(tmp_path: Path) -> None:
     """An abort during a transfer waits until the paused engine has removed the requests, or fails with their number."""
     gate = asyncio.Event()
     gate.set()
@@ -158,7 +160,7 @@ async def test_what_is_ended_in_a_transfer_is_gone_from_the_engine(tmp_path: Pat
         assert worker.flow.count == 0
 
 
-async def test_a_transfer_that_goes_silent_is_given_up(tmp_path: Path) -> None:
+async def test_a_transfer_without_commands_for_too_long_poisons_the_weights(tmp_path: Path) -> None:
     """A transfer without commands for too long counts as abandoned by its controller, and poisons the weights once."""
     async with rig(tmp_path) as worker:
         await worker.transfer.start(StartWeightUpdate())
@@ -181,7 +183,7 @@ async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:
         assert worker.standing == (2, False)
 
 
-async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: Path) -> None:
+async def test_a_worker_whose_engine_dropped_transferred_weights_stays_poisoned(tmp_path: Path) -> None:
     """Transferred weights cannot be loaded again, so an engine that dropped them leaves the worker poisoned."""
     async with rig(tmp_path) as worker:
         await transfer(worker, worker.checkpoint("2", 2), 2)
@@ -192,7 +194,7 @@ async def test_weights_that_were_transferred_are_not_to_be_had_again(tmp_path: P
         assert worker.standing == (2, True)
 
 
-async def test_an_engine_without_transfers_says_so(tmp_path: Path) -> None:
+async def test_an_engine_without_transfers_rejects_them_before_the_worker_pauses(tmp_path: Path) -> None:
     """An engine without transfers rejects them before the worker pauses anything."""
     async with rig(tmp_path, SyntheticConfig(weight_transfer=False)) as worker:
         for attempt in (

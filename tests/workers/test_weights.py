@@ -18,7 +18,7 @@ LONG = 60_000
 
 
 @pytest.mark.proves("P16")
-async def test_a_kept_stream_goes_on_with_the_new_weights_from_a_clean_cut(tmp_path: Path) -> None:
+async def test_a_kept_stream_changes_to_the_new_weights_at_an_exact_cut(tmp_path: Path) -> None:
     """Before the cut, a kept stream has tokens and version of the old weights, and afterwards of the new weights."""
     async with rig(tmp_path / "a") as worker, rig(tmp_path / "b") as old, rig(tmp_path / "c", fill=2) as new:
         path = worker.checkpoint("2", 2)
@@ -54,7 +54,7 @@ async def test_an_updated_worker_equals_a_fresh_one(tmp_path: Path, mode: PauseM
         assert await updated.generate("r") == await fresh.generate("r")
 
 
-async def test_the_canary_of_an_engine_with_sampling_masks_is_that_of_others(tmp_path: Path) -> None:
+async def test_an_engine_with_sampling_masks_gives_the_same_canary(tmp_path: Path) -> None:
     """An engine with sampling masks rejects greedy requests. The worker's other request gives the same canary."""
     masking = SyntheticConfig(sampling_mask=True)
     async with rig(tmp_path / "a", masking) as masked, rig(tmp_path / "b", fill=2) as fresh:
@@ -66,7 +66,7 @@ async def test_the_canary_of_an_engine_with_sampling_masks_is_that_of_others(tmp
         assert len(set(canary.logprobs)) > 1
 
 
-async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path) -> None:
+async def test_tokens_generated_during_the_canary_are_held_until_the_resume(tmp_path: Path) -> None:
     """Tokens that other requests get during the canary are held until the resume, and have the new version."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
@@ -83,7 +83,7 @@ async def test_nothing_is_heard_between_an_update_and_the_resume(tmp_path: Path)
 
 
 @pytest.mark.proves("P16")
-async def test_tokens_of_two_updates_under_one_pause_bear_their_own_versions(tmp_path: Path) -> None:
+async def test_unsent_tokens_keep_their_version_through_a_second_update(tmp_path: Path) -> None:
     """Unsent tokens of version 2 keep their version when version 3 follows."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
@@ -109,7 +109,7 @@ async def test_a_broken_reload_is_found_at_the_start(tmp_path: Path) -> None:
     assert caught.group_contains(EngineDead, match="cannot reload its own checkpoint .* expert choices agree")
 
 
-async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint_comes_back(tmp_path: Path) -> None:
+async def test_a_checkpoint_with_another_canary_than_before_poisons_the_worker(tmp_path: Path) -> None:
     """A checkpoint with another canary than before poisons the worker, and held tokens are never sent."""
     async with rig(tmp_path) as worker:
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -129,7 +129,7 @@ async def test_a_broken_reload_that_nobody_looked_for_is_found_when_a_checkpoint
         assert {token.weight_version for token in worker.tokens("r")} == {2}
 
 
-async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
+async def test_weights_are_used_only_if_their_canary_equals_the_trainers(tmp_path: Path) -> None:
     """Weights whose canary differs from the trainer's canary are not used. Weights with the same canary are."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -143,7 +143,7 @@ async def test_the_trainers_canary_decides(tmp_path: Path) -> None:
         assert worker.standing == (4, False)
 
 
-async def test_what_the_trainer_expects_counts_also_of_weights_that_are_here(tmp_path: Path) -> None:
+async def test_an_expected_canary_is_compared_for_weights_that_are_already_loaded(tmp_path: Path) -> None:
     """For weights that are already loaded, the expected canary is compared with their earlier canary."""
     async with rig(tmp_path) as worker:
         first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -155,7 +155,7 @@ async def test_what_the_trainer_expects_counts_also_of_weights_that_are_here(tmp
         assert worker.standing == (3, False)
 
 
-async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
+async def test_an_expected_canary_needs_no_routing(tmp_path: Path) -> None:
     """An expected canary without routing is compared by tokens and log probabilities. A wrong length is rejected."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -171,7 +171,7 @@ async def test_a_trainer_need_not_know_the_routing(tmp_path: Path) -> None:
         assert worker.standing == (3, False)
 
 
-async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_path: Path) -> None:
+async def test_an_overwritten_checkpoint_may_give_another_canary(tmp_path: Path) -> None:
     """The earlier canary of a folder does not count after its files have changed."""
     async with rig(tmp_path) as worker:
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -180,7 +180,7 @@ async def test_a_checkpoint_that_was_overwritten_may_give_something_else(tmp_pat
         assert worker.standing == (3, False)
 
 
-async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Path) -> None:
+async def test_a_load_that_the_engine_refuses_changes_nothing(tmp_path: Path) -> None:
     """If the engine refuses to load, the version, the weights and the kept requests do not change."""
     async with rig(tmp_path) as worker, rig(tmp_path / "other") as reference:
         await worker.start("r", LONG)
@@ -203,7 +203,7 @@ async def test_an_engine_that_refuses_to_load_leaves_all_as_it_was(tmp_path: Pat
     ("fault", "code"),
     [("half_written", ControlCode.HALF_WRITTEN), pytest.param("hangs", ControlCode.TIMEOUT, marks=pytest.mark.slow)],
 )
-async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str, code: ControlCode) -> None:
+async def test_a_failed_load_poisons_the_worker(tmp_path: Path, fault: str, code: ControlCode) -> None:
     """A failed load keeps the version and ends requests as retryable. A later update makes the worker serve again."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
@@ -226,7 +226,7 @@ async def test_a_load_that_does_not_end_well_poisons(tmp_path: Path, fault: str,
         await worker.generate("s")
 
 
-async def test_an_update_that_is_cancelled_in_the_middle_poisons(tmp_path: Path) -> None:
+async def test_an_update_that_is_cancelled_during_its_load_poisons_the_worker(tmp_path: Path) -> None:
     """An update that is cancelled during its load leaves weights in an unknown state, so it poisons the worker."""
     async with rig(tmp_path, SyntheticConfig(faults=SyntheticFaults(load="hangs", good_loads=1))) as worker:
 
@@ -240,7 +240,7 @@ async def test_an_update_that_is_cancelled_in_the_middle_poisons(tmp_path: Path)
         assert worker.standing == (1, True)
 
 
-async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
+async def test_a_truncated_checkpoint_is_rejected_before_the_worker_pauses(tmp_path: Path) -> None:
     """A truncated checkpoint is rejected before the worker pauses anything, and the message names the file."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -259,7 +259,7 @@ async def test_a_source_that_is_no_good_disturbs_nobody(tmp_path: Path) -> None:
         await worker.stager.stage(StageKey(source(worker.own)))
 
 
-async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_path: Path) -> None:
+async def test_a_source_that_disappears_before_its_load_leaves_the_weights_valid(tmp_path: Path) -> None:
     """If a source disappears before its load, the update fails and the present weights remain valid."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -278,7 +278,7 @@ async def test_a_source_that_goes_before_the_load_leaves_the_weights_good(tmp_pa
 
 
 @pytest.mark.slow
-async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_path: Path) -> None:
+async def test_an_update_with_wait_fails_if_a_request_runs_for_too_long(tmp_path: Path) -> None:
     """With `wait`, an update fails if a request runs for too long, and the request continues."""
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
@@ -293,7 +293,7 @@ async def test_an_update_that_cannot_stop_the_flow_in_time_touches_nothing(tmp_p
     ("mode", "clear_cache", "is_cleared"),
     [("keep", None, False), ("keep", True, True), ("wait", None, True), ("wait", False, False)],
 )
-async def test_the_cache_is_flushed_as_asked(
+async def test_an_update_flushes_the_cache_unless_requests_are_kept(
     tmp_path: Path, mode: PauseMode, clear_cache: bool | None, is_cleared: bool
 ) -> None:
     """The cache is flushed by default unless requests are kept. If that fails, the update changes nothing."""
@@ -312,7 +312,7 @@ async def test_the_cache_is_flushed_as_asked(
 
 
 @pytest.mark.proves("P80")
-async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path) -> None:
+async def test_new_requests_never_find_cached_prefixes_of_older_weights(tmp_path: Path) -> None:
     """New requests never find prefixes of older weights, also if the cache was not flushed."""
     async with rig(tmp_path, SyntheticConfig(prefix_cache=True)) as worker:
         for request_id in ("a", "b"):
@@ -324,7 +324,7 @@ async def test_new_requests_never_find_what_older_weights_cached(tmp_path: Path)
         assert cached == [0, 32, 0]
 
 
-async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> None:
+async def test_weights_that_are_already_loaded_are_not_loaded_again(tmp_path: Path) -> None:
     """The start version and the last source are not loaded again. A poisoned worker always loads."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -343,7 +343,7 @@ async def test_weights_that_are_here_are_not_loaded_again(tmp_path: Path) -> Non
         assert worker.standing == (2, False)
 
 
-async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> None:
+async def test_the_canaries_of_a_fenced_worker_do_not_count(tmp_path: Path) -> None:
     """The canaries of a fenced worker do not count, so the same checkpoint may give another canary the next time."""
     async with rig(tmp_path) as worker:
         path = worker.checkpoint("2", 2)
@@ -354,7 +354,7 @@ async def test_what_a_fenced_worker_gave_counts_for_nothing(tmp_path: Path) -> N
         assert await worker.weights.update(update(path, 2), worker.report) != wrong
 
 
-async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
+async def test_weights_that_sleep_level_2_dropped_are_loaded_again(tmp_path: Path) -> None:
     """After sleep level 2, the same weights are loaded again, of the start or of an update, and never others."""
     async with rig(tmp_path) as worker:
         for version in (1, 2):
@@ -373,7 +373,7 @@ async def test_dropped_weights_are_loaded_again(tmp_path: Path) -> None:
         assert worker.standing == (2, True)
 
 
-async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
+async def test_check_and_update_fail_if_the_engine_cannot_load_weights(tmp_path: Path) -> None:
     """If the engine cannot load weights, check and update fail without a change."""
     async with rig(tmp_path, SyntheticConfig(weight_updates=False)) as worker:
         for attempt in (
@@ -385,7 +385,7 @@ async def test_an_engine_that_cannot_load_says_so(tmp_path: Path) -> None:
             assert caught.value.code is ControlCode.UNSUPPORTED
 
 
-async def test_a_proof_can_be_left_out(tmp_path: Path) -> None:
+async def test_the_verification_of_a_reload_can_be_omitted(tmp_path: Path) -> None:
     """Without the verification of a reload, the engine loads nothing at the start."""
     config = SyntheticConfig(faults=SyntheticFaults(load="refused"))
     async with rig(tmp_path, config, prove_reload=False) as worker:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.proves("P28")
-async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: str, fleet: str) -> None:
+async def test_a_worker_publishes_its_presence_before_its_engine_loads(nats_url: str, fleet: str) -> None:
     """A worker publishes that it starts, and its remaining start time, before its engine begins to load."""
     engine = GatedEngine("start")
     async with (
@@ -50,7 +50,7 @@ async def test_a_worker_announces_itself_before_its_engine_is_loaded(nats_url: s
         assert serving.start_left_s is None
 
 
-async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str, fleet: str) -> None:
+async def test_waiting_requests_of_a_stopped_worker_return_to_the_queue(nats_url: str, fleet: str) -> None:
     """Requests that wait for the engine of a stopped worker go back to the queue immediately.
 
     Its offered requests continue.
@@ -73,7 +73,7 @@ async def test_requests_that_wait_go_to_another_worker_at_the_stop(nats_url: str
     assert {generation.worker_ids[-1] for generation in results} == {"other"}
 
 
-async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, fleet: str) -> None:
+async def test_a_worker_that_closes_its_engine_accepts_no_requests(nats_url: str, fleet: str) -> None:
     """While a stopped worker closes its engine, every request goes to the remaining worker."""
     engine = GatedEngine("close")
     async with (
@@ -90,7 +90,7 @@ async def test_a_worker_that_closes_its_engine_takes_no_requests(nats_url: str, 
     assert [generation.error for generation in results] == [None] * 50
 
 
-async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_url: str, fleet: str) -> None:
+async def test_an_abort_during_engine_add_is_carried_out_after_the_add(nats_url: str, fleet: str) -> None:
     """An abort during `Engine.add`, which the engine would ignore, is carried out after the add."""
     engine = GatedEngine("add", config=SLOW)
     async with hand_client(nats_url, fleet) as client, running(nats_url, fleet, engine) as (worker, _):
@@ -106,7 +106,7 @@ async def test_a_request_given_up_while_the_engine_takes_it_on_is_aborted(nats_u
         assert worker.presence().in_flight == 0
 
 
-async def test_an_engine_that_is_ready_while_the_server_is_away(fleet: str) -> None:
+async def test_a_worker_whose_engine_starts_during_an_outage_serves_afterwards(fleet: str) -> None:
     """A worker whose engine finishes its start during an outage serves as soon as the server is back."""
     engine = GatedEngine("start")
     async with (
@@ -153,7 +153,7 @@ async def test_an_engine_that_hangs_counts_as_dead(nats_url: str, fleet: str) ->
         assert client.error_of("r") == ErrorCode.ENGINE_DEAD
 
 
-async def test_the_last_words_of_an_engine_are_cut(fleet: str) -> None:
+async def test_an_engine_error_longer_than_a_message_is_truncated(fleet: str) -> None:
     """An engine whose last error is longer than a message still ends its requests and its worker normally."""
     engine = GatedEngine()
     async with EmbeddedServer(max_payload_bytes=65_536) as server, hand_client(server.url, fleet) as client:
@@ -204,7 +204,7 @@ async def test_a_stopped_worker_waits_for_its_clients(nats_url: str, fleet: str)
         await client.until(lambda: client.presences["w"].state is WorkerState.STOPPED)
 
 
-async def test_a_stopped_worker_does_not_wait_for_ever(nats_url: str, fleet: str) -> None:
+async def test_a_stopped_worker_waits_at_most_two_seconds_for_a_client(nats_url: str, fleet: str) -> None:
     """A client that acknowledges nothing delays a stopping worker for at most two seconds."""
     async with hand_client(nats_url, fleet, answers=False) as client, asyncio.timeout(SOON_S):
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
@@ -238,7 +238,7 @@ async def test_a_short_outage_changes_nothing(fleet: str) -> None:
 
 
 @pytest.mark.proves("P63")
-async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) -> None:
+async def test_a_worker_that_lost_its_lease_serves_as_a_new_incarnation(fleet: str) -> None:
     """A worker whose lease the server does not confirm drops its requests, and serves again as a new incarnation."""
     async with (
         EmbeddedServer() as server,
@@ -263,7 +263,7 @@ async def test_a_worker_without_its_lease_gives_up_and_comes_back(fleet: str) ->
 
 
 @pytest.mark.proves("P63")
-async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: str, fleet: str) -> None:
+async def test_a_worker_frozen_for_longer_than_its_lease_first_publishes_its_fence(nats_url: str, fleet: str) -> None:
     """A worker that was stopped (SIGSTOP) for longer than its lease first publishes that it is fenced."""
     heard: list[tuple[str, WorkerState | None]] = []
 
@@ -301,7 +301,7 @@ async def test_a_worker_that_stood_still_says_nothing_of_what_it_had(nats_url: s
         assert not client.ended("r")
 
 
-async def test_large_routing_passes_a_server_for_small_messages(fleet: str) -> None:
+async def test_large_routed_experts_arrive_complete_through_a_small_max_payload(fleet: str) -> None:
     """With a `max_payload` of 64 KiB, routed experts of many MiB arrive complete, in frames that fit."""
     config = SyntheticConfig(num_layers=60, top_k=8, num_experts=512)
     request = GenerateRequest(
