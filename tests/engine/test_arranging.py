@@ -66,7 +66,7 @@ def test_a_tensor_that_is_the_parameter_is_not_copied() -> None:
         assert num_absent == 0
 
 
-def test_what_a_loader_makes_of_tensors_is_kept_apart() -> None:
+def test_tensors_that_a_loader_changes_are_arranged_in_separate_memory() -> None:
     """Parts, other types, padding and changed values are arranged as in the module, and in separate memory."""
     import torch
 
@@ -86,7 +86,7 @@ def test_what_a_loader_makes_of_tensors_is_kept_apart() -> None:
         assert num_absent == 0
 
 
-def test_what_got_no_value_is_counted() -> None:
+def test_rows_without_a_tensor_are_counted() -> None:
     """Rows without a tensor are counted and differ from loaded zeros.
 
     If NaN was loaded, the number is unknown, and reported as 0.

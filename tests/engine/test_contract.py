@@ -104,7 +104,7 @@ def known_members() -> dict[str, set[str]]:
     return known
 
 
-def test_every_import_stands_in_the_contract() -> None:
+def test_every_import_from_vllm_is_in_the_contract() -> None:
     """Each name or module that the adapter imports from vLLM, also for types only, is in the contract."""
     names = {(need.module, need.name) for need in CONTRACT}
     modules = {need.module for need in CONTRACT}
@@ -128,7 +128,7 @@ def test_every_import_stands_in_the_contract() -> None:
     assert missing == set()
 
 
-def test_every_attribute_of_vllms_objects_stands_in_the_contract() -> None:
+def test_every_used_attribute_of_a_vllm_object_is_in_the_contract() -> None:
     """Each attribute of a vLLM object that the adapter reads, sets or calls is in the contract of its class."""
     known = known_members()
     missing = set()
@@ -160,7 +160,7 @@ def class_of(node: ast.expr, variables: dict[str, str]) -> str | None:
     return None
 
 
-def test_every_call_by_name_stands_in_the_contract() -> None:
+def test_every_method_called_by_name_is_in_the_contract() -> None:
     """Methods that the adapter calls by name are in the contract, with the keywords that it passes."""
     methods: dict[str, str] = {}
     for need in CONTRACT:
@@ -185,7 +185,7 @@ def test_every_call_by_name_stands_in_the_contract() -> None:
     assert {"engine_core.pause_scheduler_async", "reset_prefix_cache", "remove_lora"} <= set(found)
 
 
-def test_nothing_stands_in_the_contract_for_nothing() -> None:
+def test_the_adapter_uses_every_member_of_the_contract() -> None:
     """The adapter uses each member that the contract names."""
     text = "\n".join(path.read_text() for path in FILES)
     unused = {
@@ -199,7 +199,7 @@ def test_nothing_stands_in_the_contract_for_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_release_keeps_it() -> None:
+def test_the_installed_release_keeps_the_contract() -> None:
     """The vLLM of this environment lacks nothing of the contract."""
     assert find_gaps(installed_vllm()) == ()
 
@@ -263,7 +263,9 @@ DOCTORED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "old", "new", "gap"), DOCTORED)
-def test_what_a_doctored_release_lacks_is_named(tmp_path: Path, file: str, old: str, new: str, gap: str) -> None:
+def test_the_check_names_exactly_the_parts_that_a_doctored_release_lacks(
+    tmp_path: Path, file: str, old: str, new: str, gap: str
+) -> None:
     """A removed name, a renamed field and a changed signature are each named, and nothing else is named."""
     folder = doctored_vllm(tmp_path, file, old, new)
 
@@ -298,7 +300,7 @@ def test_an_engine_does_not_start_with_a_doctored_release(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_changed_after_it_was_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_modules_are_checked_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imported modules are checked as loaded, not by their sources."""
     import vllm.inputs.engine
     import vllm.v1.core.sched.output
@@ -355,7 +357,7 @@ def test_sources_are_read_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert read == [folder]
 
 
-def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_waits_while_another_engine_imports_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another engine imports vLLM, the check waits, so that a name not yet defined is not a gap."""
     (tmp_path / "half_imported.py").write_text(
         "import threading\nbegun, go = threading.Event(), threading.Event()\nbegun.set()\ngo.wait()\nlate = 1\n"
@@ -382,7 +384,7 @@ def test_a_module_that_is_being_imported_is_waited_for(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("release", "outcome"), [("0.29.1", "refused"), ("0.33.2", None), ("0.34.0rc1", "logged"), ("1.0.0", "logged")]
 )
-def test_releases_outside_of_the_contract(
+def test_older_releases_are_rejected_and_newer_releases_start_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: str, outcome: Any
 ) -> None:
     """Older releases are rejected. Newer releases without gaps start with a warning."""

@@ -27,7 +27,7 @@ def cores_of(model: Path, **engine_args: Any) -> tuple[Cores | None, str]:
     ("binding", "cores"),
     [(None, None), ("auto", None), ("nobind", Cores(None, ())), ("0", Cores(1, (0,))), ("0-1", Cores(2, (0, 1)))],
 )
-def test_cores_are_as_the_user_says(
+def test_a_list_of_cores_binds_the_process_to_these_cores(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, binding: str | None, cores: Cores | None
 ) -> None:
     """A list of cores binds the process to them.
@@ -50,7 +50,7 @@ def test_cores_are_as_the_user_says(
         assert found == cores
 
 
-def test_threads_that_the_user_has_counted_stay(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_sets_the_number_of_threads(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """`OMP_NUM_THREADS` sets the number of threads, unless a list of cores sets it."""
     monkeypatch.setenv(NUM_THREADS, "3")
     monkeypatch.delenv(BINDING, raising=False)
@@ -60,7 +60,7 @@ def test_threads_that_the_user_has_counted_stay(models: dict[str, Path], monkeyp
     assert cores_of(models["dense"])[0] == Cores(1, (1,))
 
 
-def test_several_processes_are_left_to_vllm(models: dict[str, Path]) -> None:
+def test_the_worker_leaves_several_processes_to_vllm(models: dict[str, Path]) -> None:
     """The worker changes nothing if the arguments request processes or the model is spread over several processes."""
     assert cores_of(models["dense"], distributed_executor_backend="mp") == (None, "mp")
     args: Any = SimpleNamespace(distributed_executor_backend=None)
@@ -69,7 +69,7 @@ def test_several_processes_are_left_to_vllm(models: dict[str, Path]) -> None:
         assert compute_in_core(args, SimpleNamespace(parallel_config=parallel)) is None
 
 
-def test_the_model_is_where_it_was_put(moe: RunningEngine, reloaded: RunningEngine) -> None:
+def test_the_model_runs_in_the_configured_process(moe: RunningEngine, reloaded: RunningEngine) -> None:
     """A model runs in the engine core's process, bound to no core, or in its own process as configured."""
 
     def processes(running: RunningEngine) -> tuple[psutil.Process, list[psutil.Process]]:

@@ -16,7 +16,7 @@ from tests.support.vllm_engine import Result, RunningEngine
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_both_ways_give_the_same(moe: RunningEngine, fallback: RunningEngine) -> None:
+def test_both_feeds_give_the_same_results(moe: RunningEngine, fallback: RunningEngine) -> None:
     """The results do not depend on how the engine is read.
 
     This holds for tokens, log probabilities, alternatives, prompt log probabilities and routed experts.
@@ -83,7 +83,7 @@ def test_long_prompt_has_all_its_rows(fallback: RunningEngine) -> None:
     assert len(result.rows) == rows_here(5001)
 
 
-def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
+def test_an_aborted_request_has_the_rows_of_its_generated_tokens(fallback: RunningEngine) -> None:
     """An aborted request ends once, with finish reason ABORT and the rows of the generated tokens."""
 
     async def abort_after_some() -> Result:
@@ -106,7 +106,7 @@ def test_abort_reports_what_was_there(fallback: RunningEngine) -> None:
     assert len(result.rows) == rows_here(20 + len(result.token_ids) - 1)
 
 
-def test_failures_end_one_request(fallback: RunningEngine) -> None:
+def test_a_failure_ends_only_its_own_request(fallback: RunningEngine) -> None:
     """NaN ends only its own request, and a rejected parameter is named before any request is submitted."""
     impossible = SamplingParams(allowed_token_ids=[5], bad_words_token_ids=[[5]], temperature=0.0)
     failed, fine = fallback.generate(

@@ -28,7 +28,7 @@ class Transfer:
         self.is_kv_consumer = is_kv_consumer
 
 
-def test_no_connector() -> None:
+def test_a_worker_of_both_roles_needs_no_connector() -> None:
     """A worker that runs both phases needs no connector."""
     assert connector_config("both", None) is None
 
@@ -42,7 +42,7 @@ def test_no_connector() -> None:
         ("decode", {**NIXL, "kv_role": "kv_both", "kv_ip": "10.0.0.1"}, "kv_both"),
     ],
 )
-def test_the_role_implies_vllms(role: Any, given: dict[str, Any], kv_role: str) -> None:
+def test_the_role_of_the_worker_sets_the_role_in_vllm(role: Any, given: dict[str, Any], kv_role: str) -> None:
     """The worker's role sets the role in vLLM, unless the user sets it. All other settings are passed on unchanged."""
     assert connector_config(role, given) == {**given, "kv_role": kv_role}
 
@@ -84,7 +84,9 @@ def test_the_example_connector_is_replaced() -> None:
         ),
     ],
 )
-def test_what_does_not_fit(role: Any, given: dict[str, Any] | None, message: str) -> None:
+def test_a_role_and_a_connector_that_contradict_each_other_are_rejected(
+    role: Any, given: dict[str, Any] | None, message: str
+) -> None:
     """A role and a connector that contradict each other are rejected by name before any process starts."""
     with pytest.raises(InvalidRequest) as refused:
         VllmEngine("/model", engine_args={} if given is None else {"kv_transfer_config": given}, role=role)
@@ -96,7 +98,7 @@ def request(prompt_len: int, start: int = 0, **fields: Any) -> GenerateRequest:
     return GenerateRequest(prompt_token_ids=[5] * prompt_len, routed_experts_prompt_start=start, **fields)
 
 
-def test_a_handover_becomes_vllms_parameters() -> None:
+def test_a_kv_transfer_becomes_the_parameters_of_vllm() -> None:
     """A prefill phase gets the parameters of vLLM's proxies. A decode phase gets those of the connector unchanged."""
     said = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h", "remote_port": 5600}
 
@@ -107,7 +109,7 @@ def test_a_handover_becomes_vllms_parameters() -> None:
     assert decode_params(KvTransfer(params=data), request(41, 40), Transfer()) == said
 
 
-def test_who_can_do_nothing_with_it_computes_anew() -> None:
+def test_an_engine_without_a_suitable_connector_runs_whole_requests() -> None:
     """An engine without a connector, or with one for the other direction, runs each phase as a whole request."""
     leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
@@ -117,7 +119,7 @@ def test_who_can_do_nothing_with_it_computes_anew() -> None:
     assert decode_params(leg, request(41, 40), Transfer(is_kv_consumer=False)) is None
 
 
-def test_rows_that_nobody_here_knows_are_not_promised() -> None:
+def test_a_decode_phase_returns_no_rows_of_another_workers_tokens() -> None:
     """A decode phase cannot return rows of tokens that another worker computed."""
     leg = KvTransfer(params=msgspec.msgpack.encode({}))
 
@@ -126,7 +128,7 @@ def test_rows_that_nobody_here_knows_are_not_promised() -> None:
     assert decode_params(leg, request(41, 0, return_routed_experts=False), Transfer()) == {}
 
 
-def test_handovers_that_cannot_be_read() -> None:
+def test_kv_transfer_parameters_that_are_no_plain_map_do_not_reach_vllm() -> None:
     """Parameters whose bytes are no map are rejected, and maps with other than plain values are not passed on."""
     with pytest.raises(InvalidRequest, match=r"kv\.params cannot be decoded"):
         decode_params(KvTransfer(params=b"\x01"), request(41, 40), Transfer())
@@ -135,7 +137,7 @@ def test_handovers_that_cannot_be_read() -> None:
     assert encode_params({"remote_block_ids": [2**31] * 100_000}) is None
 
 
-def test_ours_are_told_from_others() -> None:
+def test_the_name_of_the_extension_identifies_the_engine_of_a_rollbus_worker() -> None:
     """The name of the extension identifies the engine of a rollbus worker, also with the user's own extension."""
     assert is_ours(extension_name(None))
     assert is_ours(extension_name("some.where.Else"))
@@ -161,7 +163,7 @@ class TestWithVllm:
         return engine_arguments(str(model), {**SMALL, **given}).create_engine_config()
 
     @pytest.mark.routing
-    def test_routing_with_a_connector(self, tiny_moe_float32: Path) -> None:
+    def test_routed_experts_work_with_a_connector(self, tiny_moe_float32: Path) -> None:
         """Routed experts work with a connector, also when the engine core checks its configuration again."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
         config.__post_init__()
@@ -170,7 +172,7 @@ class TestWithVllm:
         assert config.kv_transfer_config.is_kv_producer
 
     @pytest.mark.routing
-    def test_other_vllms_are_left_alone(self, tiny_moe_float32: Path) -> None:
+    def test_a_vllm_outside_of_rollbus_still_rejects_a_connector_with_routing(self, tiny_moe_float32: Path) -> None:
         """A vLLM outside of a rollbus worker still rejects a connector with routing.
 
         That vLLM would not drop stale rows.
@@ -183,7 +185,7 @@ class TestWithVllm:
         assert config.model_config.enable_return_routed_experts
 
     @pytest.mark.routing
-    def test_other_refusals_stand(self, tiny_moe_float32: Path) -> None:
+    def test_other_rejections_of_vllm_still_apply(self, tiny_moe_float32: Path) -> None:
         """Only this rejection is lifted: vLLM still rejects pipelines, and offloading that is configured later."""
         config = self.config(tiny_moe_float32, kv_transfer_config=connector_config("prefill", EXAMPLE))
         config.parallel_config.pipeline_parallel_size = 2
@@ -196,7 +198,9 @@ class TestWithVllm:
             config.__post_init__()
 
     @pytest.mark.routing
-    def test_a_release_of_another_shape(self, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_engine_does_not_start_if_the_patch_would_hide_the_flag_elsewhere(
+        self, tiny_moe_float32: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The engine does not start if the patch would hide the flag from more than this check."""
         given = engine_arguments(
             str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("prefill", EXAMPLE)}
@@ -229,13 +233,15 @@ class TestWithVllm:
             ),
         ],
     )
-    def test_connectors_that_do_not_start(self, tiny_moe_float32: Path, given: dict[str, Any], message: str) -> None:
+    def test_an_offloading_connector_with_routing_and_unknown_settings_are_rejected(
+        self, tiny_moe_float32: Path, given: dict[str, Any], message: str
+    ) -> None:
         """An offloading connector is rejected together with routing, and an unknown connector setting by its name."""
         with pytest.raises(EngineDead, match=message):
             engine_arguments(str(tiny_moe_float32), {**SMALL, "kv_transfer_config": connector_config("both", given)})
 
     @pytest.mark.routing
-    def test_offloading_by_another_argument(self, tiny_moe_float32: Path) -> None:
+    def test_an_argument_that_later_becomes_a_connector_is_rejected(self, tiny_moe_float32: Path) -> None:
         """An argument that becomes a connector only after vLLM's own check is rejected.
 
         Without routing, nothing is rejected.
@@ -246,7 +252,7 @@ class TestWithVllm:
         without = {"enable_return_routed_experts": False, "kv_transfer_config": offload}
         assert engine_arguments(str(tiny_moe_float32), {**SMALL, **without}).kv_transfer_config is not None
 
-    def test_requests_cannot_name_kv_themselves(self) -> None:
+    def test_only_the_bus_sets_the_parameters_of_a_kv_transfer(self) -> None:
         """Only the bus sets the parameters of a KV transfer. The user's other arguments are kept beside them."""
         own = SamplingParams(extra={"extra_args": {"kv_transfer_params": {"remote_host": "elsewhere"}}})
         with pytest.raises(InvalidRequest, match=r"extra_args\.kv_transfer_params is reserved for rollbus"):

@@ -33,7 +33,7 @@ def set_age(tmp_path: Path, kv_id: str, age_s: float) -> None:
 
 
 @pytest.mark.parametrize("per_block", [1, 4])
-def test_there_and_back(folder: KvFolder, tmp_path: Path, per_block: int) -> None:
+def test_loaded_blocks_equal_the_stored_blocks(folder: KvFolder, tmp_path: Path, per_block: int) -> None:
     """The loaded blocks equal the stored ones, in other blocks and from the middle on. The load removes the file."""
     source, target = caches(0, per_block=per_block), caches(1, per_block=per_block)
     untouched = {name: cache.clone() for name, cache in target.items()}
@@ -51,7 +51,7 @@ def test_there_and_back(folder: KvFolder, tmp_path: Path, per_block: int) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_processes_of_one_engine(folder: KvFolder, tmp_path: Path) -> None:
+def test_each_process_of_an_engine_has_its_own_file(folder: KvFolder, tmp_path: Path) -> None:
     """Each process has its own file. The last process removes the transfer's folder."""
     kv_id = new_kv_id()
     shards = [(f"pp0-tp{rank}", caches(rank), caches(9)) for rank in range(2)]
@@ -65,7 +65,7 @@ def test_several_processes_of_one_engine(folder: KvFolder, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other layers", "other dtype", "too few blocks", "bad id"])
-def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) -> None:
+def test_an_invalid_file_changes_no_block_and_is_removed(folder: KvFolder, tmp_path: Path, damage: str) -> None:
     """A file that is missing, truncated or of another model is not loaded and changes no block. It is then removed."""
     kv_id = new_kv_id()
     source = caches(0, dtype=torch.bfloat16 if damage == "other dtype" else torch.float32)
@@ -86,7 +86,7 @@ def test_what_cannot_be_loaded(folder: KvFolder, tmp_path: Path, damage: str) ->
     assert list(tmp_path.glob("*/*.safetensors")) == ([file] if damage == "bad id" else [])
 
 
-def test_what_cannot_be_stored(folder: KvFolder, tmp_path: Path) -> None:
+def test_a_failed_store_leaves_no_file(folder: KvFolder, tmp_path: Path) -> None:
     """A failed store leaves no file that a load could accept as KV, and raises no error."""
     kv_id = new_kv_id()
     # A folder blocks the name of the file that is written first.
@@ -102,7 +102,7 @@ def test_a_cache_without_blocks_is_refused(folder: KvFolder) -> None:
         KvBlocks(folder, {"layers.0": [torch.zeros(8), torch.zeros(8)]}, NUM_BLOCKS, SHARD)
 
 
-def test_what_was_abandoned_is_swept(folder: KvFolder, tmp_path: Path) -> None:
+def test_the_sweep_deletes_only_old_transfers(folder: KvFolder, tmp_path: Path) -> None:
     """The sweep deletes old transfers. It leaves young transfers and other files."""
     old, young = new_kv_id(), new_kv_id()
     for name in (old, young, "something-else"):
@@ -115,7 +115,7 @@ def test_what_was_abandoned_is_swept(folder: KvFolder, tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {young, "something-else"}
 
 
-def test_the_sweeper_sweeps_by_itself(tmp_path: Path) -> None:
+def test_the_sweeper_deletes_old_files_in_an_unused_folder(tmp_path: Path) -> None:
     """The sweeper deletes old files without any other use of the folder."""
     kv_id = new_kv_id()
     (tmp_path / kv_id).mkdir()

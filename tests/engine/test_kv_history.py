@@ -114,7 +114,7 @@ def check(history: History, models: Mapping[str, Any]) -> None:
     np.testing.assert_allclose(history.result.logprobs, history.by_hand(models), atol=TOLERANCE)
 
 
-def test_requests_with_tokens_go_on_with_old_kv_until_it_is_taken(
+def test_requests_with_tokens_keep_old_kv_until_a_forced_flush(
     reloaded: RunningEngine, models: dict[str, Path], references: dict[str, Any]
 ) -> None:
     """New weights keep old KV and set no mark. A forced flush marks the next token, before which all KV is new."""
@@ -159,7 +159,7 @@ def test_preempted_requests_find_no_kv_of_older_weights(
         check(history, {"own": references["moe"], "new": references["moe2"]})
 
 
-def test_a_feed_that_is_not_told_says_so(fallback: RunningEngine) -> None:
+def test_the_generate_feed_states_that_recomputed_kv_is_not_reported(fallback: RunningEngine) -> None:
     """The feed through `AsyncLLM.generate` states that it does not report recomputed KV.
 
     vLLM reports no preemptions there.

@@ -36,7 +36,7 @@ def step_of(kv: KvTransfer | None, start: int, **output: Any) -> tuple[RequestSt
     return step, broken
 
 
-def test_a_prefill_leg_says_where_its_kv_is() -> None:
+def test_only_the_last_step_of_a_prefill_phase_has_the_kv_parameters() -> None:
     """Only the last step of a prefill phase carries the connector's parameters.
 
     Steps of other requests never do.
@@ -67,7 +67,9 @@ def test_transferred_tokens_count_as_cached() -> None:
         (None, ErrorCode.ENGINE_ERROR),
     ],
 )
-def test_a_failed_load_has_a_code_of_its_own(kv: KvTransfer | None, code: ErrorCode) -> None:
+def test_a_decode_phase_that_fails_before_its_first_token_can_be_retried(
+    kv: KvTransfer | None, code: ErrorCode
+) -> None:
     """A decode phase that fails before its first token gets `kv_transfer_failed`, so it can be retried without KV.
 
     Other failures are `engine_error`.
@@ -77,7 +79,7 @@ def test_a_failed_load_has_a_code_of_its_own(kv: KvTransfer | None, code: ErrorC
     assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, code)
 
 
-def test_kv_that_came_unasked_is_noticed() -> None:
+def test_a_request_with_kv_that_was_not_requested_fails() -> None:
     """If a connector loads KV that the request did not ask for, the request fails, because its rows are of others."""
     step, broken = step_of(None, 0, cached_tokens=32, num_external=32)
 
@@ -88,7 +90,7 @@ def test_kv_that_came_unasked_is_noticed() -> None:
     assert step_of(None, 40, cached_tokens=32, num_external=32)[0].error is None
 
 
-def test_transferred_blocks_are_cached_apart() -> None:
+def test_only_decode_phases_share_cached_blocks_of_decode_phases() -> None:
     """Only decode phases share the prefix-cache blocks of decode phases, whatever salt users choose."""
     loaded = LoadSerials()
     salts = [

@@ -92,7 +92,9 @@ def stored(folder: KvFolder, tmp_path: Path, num_tokens: int = 96) -> dict[str, 
     splits=st.lists(st.integers(1, 120), max_size=6),
     preempted_at=st.sets(st.integers(0, 5)),
 )
-def test_a_prompt_is_stored_once_it_is_whole(num_prompt_tokens: int, splits: list[int], preempted_at: set[int]) -> None:
+def test_the_step_that_completes_a_prompt_stores_its_blocks(
+    num_prompt_tokens: int, splits: list[int], preempted_at: set[int]
+) -> None:
     """The step that completes a prompt stores its whole blocks, however the prompt is split and preempted."""
     legs = KvPhaseTracker(KvFolder(Path("/nowhere"), ttl_s=1), BLOCK)
     scheduler = Scheduler(legs, Request(num_prompt_tokens, dict(PREFILL_PARAMS)))
@@ -131,7 +133,7 @@ def test_whole_requests_are_neither_stored_nor_loaded(folder: KvFolder) -> None:
     assert scheduler.legs.finish(scheduler.request, is_length=True) is None
 
 
-def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_path: Path) -> None:
+def test_a_prefill_phase_without_a_decode_phase_leaves_no_kv(folder: KvFolder, tmp_path: Path) -> None:
     """If a prefill phase is aborted or its first token ends the request, its KV is deleted immediately."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(100, dict(PREFILL_PARAMS)))
     (job,), _ = scheduler.step(100)
@@ -144,7 +146,9 @@ def test_prefill_legs_that_need_no_decode_leave_nothing(folder: KvFolder, tmp_pa
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_loaded"), [(101, 96), (97, 96), (96, 64), (33, 32), (32, 0)])
-def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int, num_loaded: int) -> None:
+def test_whole_blocks_are_loaded_and_a_prompt_token_remains_to_be_computed(
+    folder: KvFolder, tmp_path: Path, num_prompt_tokens: int, num_loaded: int
+) -> None:
     """Whole blocks are loaded, and at least one prompt token remains to be computed."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(num_prompt_tokens, stored(folder, tmp_path)))
 
@@ -154,7 +158,7 @@ def test_what_is_loaded(folder: KvFolder, tmp_path: Path, num_prompt_tokens: int
     assert [job.block_ids for job in loads] == ([scheduler.block_ids[: num_loaded // BLOCK]] if num_loaded else [])
 
 
-def test_behind_what_is_cached(folder: KvFolder, tmp_path: Path) -> None:
+def test_blocks_in_the_prefix_cache_are_not_loaded(folder: KvFolder, tmp_path: Path) -> None:
     """Blocks that the prefix cache has are not loaded, and the other blocks are loaded to their positions."""
     request = Request(101, stored(folder, tmp_path))
     legs = KvPhaseTracker(folder, BLOCK)
@@ -171,7 +175,7 @@ def test_behind_what_is_cached(folder: KvFolder, tmp_path: Path) -> None:
     assert [(job.block_ids, job.first_block) for job in loads] == [([8, 9], 1)]
 
 
-def test_all_cached_already(folder: KvFolder, tmp_path: Path) -> None:
+def test_kv_that_need_not_be_loaded_is_deleted(folder: KvFolder, tmp_path: Path) -> None:
     """KV that need not be loaded is deleted."""
     request = Request(101, stored(folder, tmp_path))
     legs = KvPhaseTracker(folder, BLOCK)
@@ -181,7 +185,7 @@ def test_all_cached_already(folder: KvFolder, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Path) -> None:
+def test_a_preempted_decode_phase_computes_its_kv(folder: KvFolder, tmp_path: Path) -> None:
     """KV is loaded only once, because the load removes it. After a preemption, the decode worker computes it."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, stored(folder, tmp_path)))
     _, loads = scheduler.step(5)
@@ -191,7 +195,7 @@ def test_a_preempted_decode_leg_is_computed_here(folder: KvFolder, tmp_path: Pat
     assert scheduler.step(101) == ([], [])
 
 
-def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) -> None:
+def test_the_kv_of_a_decode_phase_that_was_never_scheduled_is_deleted(folder: KvFolder, tmp_path: Path) -> None:
     """The KV of a decode phase that ends before it is scheduled is deleted."""
     legs = KvPhaseTracker(folder, BLOCK)
 
@@ -210,7 +214,9 @@ def test_a_decode_leg_that_is_aborted_first(folder: KvFolder, tmp_path: Path) ->
         {"kv_id": "0" * 32, "num_tokens": -5},
     ],
 )
-def test_made_up_parameters(folder: KvFolder, tmp_path: Path, params: dict[str, Any]) -> None:
+def test_forged_kv_parameters_touch_nothing_outside_of_the_folder(
+    folder: KvFolder, tmp_path: Path, params: dict[str, Any]
+) -> None:
     """Forged parameters of a decode phase touch nothing outside of the folder, and the scheduler continues."""
     scheduler = Scheduler(KvPhaseTracker(folder, BLOCK), Request(101, {"do_remote_prefill": True, **params}))
     _, loads = scheduler.step(101 - scheduler.legs.num_to_load(scheduler.request, 0))

@@ -76,7 +76,7 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
         ({"distributed_executor_backend": "mp", "world_size": 2}, True),
     ],
 )
-def test_engines_that_may_span_machines_fetch_nothing(
+def test_an_engine_on_several_machines_fetches_no_folders(
     models: dict[str, Path], placement: dict[str, Any], is_on_one_machine: bool
 ) -> None:
     """An engine fetches folders only if all its processes are on one machine.
@@ -99,7 +99,7 @@ async def test_replicas_of_experts_are_refused_by_name(models: dict[str, Path]) 
     await engine.close()
 
 
-async def test_missing_model_is_said(tmp_path: Path) -> None:
+async def test_a_missing_model_stops_the_start_with_an_error(tmp_path: Path) -> None:
     """A missing model stops the start with an error. The engine can then be closed twice."""
     engine = VllmEngine(tmp_path / "nothing")
 
@@ -110,7 +110,7 @@ async def test_missing_model_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.routing
-async def test_failure_in_the_engines_process_leaves_none(models: dict[str, Path]) -> None:
+async def test_a_failed_load_in_the_engine_core_leaves_no_process(models: dict[str, Path]) -> None:
     """An engine core that fails during its load makes the start fail, and no process remains."""
     before = engine_processes()
     # A model without experts cannot return routed experts. vLLM detects this after it has loaded the model.

@@ -31,7 +31,7 @@ def output(num_tokens: int, *, computed: int | None = None, scheduled_at: float 
     return EngineCoreOutput("r", [7] * num_tokens, events=events or None, prefill_stats=prefill)
 
 
-def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
+def test_counts_of_replicas_are_added_and_their_cache_use_is_averaged() -> None:
     """Requests, counts and rates of replicas are added. The use of their KV caches is averaged."""
     from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -60,7 +60,7 @@ def test_replicas_add_up_and_their_clocks_do_not_mix() -> None:
     )
 
 
-def test_after_the_warm_up_the_state_is_known_and_nothing_is_counted() -> None:
+def test_after_the_warm_up_an_idle_engine_reports_no_requests_and_no_rate() -> None:
     """After the warm-up, an idle engine reports 0 running requests and no rate."""
     meter = LoadMeter()
     meter.add(step(10.0, output(1, computed=5, scheduled_at=9.0), num_running_reqs=0))
@@ -71,7 +71,7 @@ def test_after_the_warm_up_the_state_is_known_and_nothing_is_counted() -> None:
     )
 
 
-def test_an_engine_without_statistics_says_nothing_of_itself() -> None:
+def test_an_engine_without_statistics_reports_only_the_decode_rate() -> None:
     """For an engine without statistics, only the decode rate is known."""
     meter = LoadMeter()
     meter.add(step(10.0, output(1)))

@@ -24,7 +24,7 @@ def load(loaded: LoadSerials, name: str) -> None:
 
 
 @pytest.mark.proves("P80")
-def test_each_load_and_each_user_has_a_salt_of_its_own() -> None:
+def test_requests_share_a_salt_only_with_equal_weights_adapter_and_user_salt() -> None:
     """Requests share a salt only if they have the same weights, adapter load and user salt.
 
     This holds for all characters in a user's salt.

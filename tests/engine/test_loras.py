@@ -118,7 +118,7 @@ def test_load_that_fails_changes_nothing(
     unload_all(dense)
 
 
-def test_adapters_are_gone_with_the_weights_and_come_back(
+def test_new_weights_remove_the_adapters_until_they_are_loaded_again(
     dense: RunningEngine, models: dict[str, Path], adapters: dict[str, Path]
 ) -> None:
     """New weights remove the adapters. They can be loaded again before the streams that use them resume."""

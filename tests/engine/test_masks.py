@@ -44,7 +44,7 @@ def lists(step: RequestStep) -> list[list[int]]:
     return [ids.tolist() for ids in TokenMasks.joined([step.sampling_mask]).split()]
 
 
-def test_masks_of_one_token_at_a_time() -> None:
+def test_a_mask_of_one_token_may_have_ids_without_offsets() -> None:
     """The scheduler may cut a mask of one token out of a batch: such a mask has ids without offsets."""
     requests, engine_id = opened()
     batch = SamplingMaskLists(np.array([7, 3, 8, 9], np.int32), np.array([0, 1, 4]))
@@ -53,7 +53,7 @@ def test_masks_of_one_token_at_a_time() -> None:
     assert lists(read(requests, engine_id, [8], batch.slice_request(1, 1))) == [[3, 8, 9]]
 
 
-def test_masks_of_several_tokens() -> None:
+def test_the_offsets_of_a_mask_need_not_begin_at_0() -> None:
     """A mask of several tokens has offsets, which need not begin at 0."""
     requests, engine_id = opened()
     mask = SamplingMaskLists(np.array([1, 7, 3, 8], np.int32), np.array([1, 2, 4]))
@@ -72,7 +72,7 @@ def test_a_step_without_tokens_has_no_mask() -> None:
     assert (step.sampling_mask, step.error) == (None, None)
 
 
-def test_masks_that_were_declined_are_left_out() -> None:
+def test_a_request_that_declined_masks_gets_no_masks() -> None:
     """A request that declined masks gets none, and its tokens come in batches as from engines without masks."""
     requests, engine_id = opened(return_sampling_mask=False)
     mask = SamplingMaskLists(np.array([7], np.int32))
@@ -95,7 +95,7 @@ def test_masks_that_were_declined_are_left_out() -> None:
         (SamplingMaskLists(np.array([6, 8])), "token 7 is not among the 2 ids of its mask"),
     ],
 )
-def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, why: str) -> None:
+def test_an_invalid_mask_ends_its_request(mask: SamplingMaskLists | None, why: str) -> None:
     """An invalid mask ends its request, so that no trainer receives it."""
     requests, engine_id = opened()
     step = read(requests, engine_id, [7], mask)
@@ -106,7 +106,7 @@ def test_a_mask_that_cannot_be_ends_the_request(mask: SamplingMaskLists | None, 
 
 
 @pytest.mark.parametrize("capabilities", [MASKING])
-def test_the_worker_asks_for_nothing_that_such_an_engine_refuses(capabilities: Capabilities) -> None:
+def test_an_engine_with_masks_accepts_the_workers_own_requests(capabilities: Capabilities) -> None:
     """The worker's own requests have a temperature above 0 and a `top_k`.
 
     vLLM with masks rejects other requests. With a `top_k` of 1, the requests are as good as greedy.

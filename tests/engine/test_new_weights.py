@@ -88,7 +88,7 @@ def test_loaded_weights_are_those_of_a_fresh_engine(
         assert where(reloaded) == {str(models[name])}
 
 
-def test_what_vllm_loads_by_itself_is_not(
+def test_the_reload_of_vllm_alone_gives_other_results(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
     """The reload of vLLM reports success but computes other results, so the worker's reload does more."""
@@ -102,7 +102,7 @@ def test_what_vllm_loads_by_itself_is_not(
     assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
 
 
-def test_weights_change_under_frozen_streams(
+def test_paused_streams_resume_with_new_weights(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
     """Paused streams resume with new weights. Prefixes cached under the old weights are not found, without a flush."""
@@ -138,7 +138,7 @@ def test_weights_change_under_frozen_streams(
     assert is_same(after, fresh["moe"][:1])
 
 
-def test_what_is_not_loaded_is_said(
+def test_an_incomplete_checkpoint_fails_and_a_good_checkpoint_repairs_the_weights(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
     """A checkpoint that lacks a tensor or does not fit leaves half-written weights. A good checkpoint repairs them."""
@@ -161,7 +161,7 @@ def test_what_is_not_loaded_is_said(
     run(reloaded, load, models["moe2"])
 
 
-def test_weights_that_give_no_numbers_leave_nothing(
+def test_nan_of_a_broken_checkpoint_does_not_stay_in_the_kv_cache(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
     """After the next load, no request finds the NaN that a broken checkpoint has left in the KV cache."""
@@ -177,7 +177,7 @@ def test_weights_that_give_no_numbers_leave_nothing(
     assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
 
 
-def test_what_cannot_be_read_touches_nothing(
+def test_an_unreadable_checkpoint_does_not_change_the_weights(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path], tmp_path: Path
 ) -> None:
     """A truncated file and an empty folder are rejected, and the weights do not change."""
@@ -211,7 +211,7 @@ def test_transferred_weights_are_those_of_a_fresh_engine(
         assert is_same(reloaded.generate(*REQUESTS), fresh[name])
 
 
-def test_transfer_that_breaks_off_is_said(
+def test_an_incomplete_transfer_fails_and_a_later_load_repairs_the_weights(
     reloaded: RunningEngine, fresh: dict[str, list[Result]], models: dict[str, Path]
 ) -> None:
     """Parts before the start are rejected, and a part that fails ends the update.
@@ -238,7 +238,7 @@ def test_transfer_that_breaks_off_is_said(
     assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
 
 
-def test_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
+def test_the_workers_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
     """Beside `max_num_seqs` requests, one more runs immediately. Of two more requests, one waits."""
     assert reloaded.engine.capabilities.max_num_seqs == 4
 
@@ -262,7 +262,9 @@ def test_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:
     assert len(beside) == 4
 
 
-def test_what_an_engine_cannot_do_is_said(moe: RunningEngine, reloaded: RunningEngine) -> None:
+def test_calls_of_features_outside_of_the_capabilities_are_rejected(
+    moe: RunningEngine, reloaded: RunningEngine
+) -> None:
     """Capabilities state the features of this engine and machine, and calls of other features are rejected."""
     capabilities = reloaded.engine.capabilities
     assert capabilities.weight_updates

@@ -96,7 +96,7 @@ def test_expert_ids_that_do_not_fit_end_the_request() -> None:
     assert step.finish_reason is FinishReason.ERROR
 
 
-def test_nan_never_leaves_and_minus_infinity_does() -> None:
+def test_a_logprob_of_nan_ends_the_request_and_minus_infinity_is_valid() -> None:
     """A log probability of NaN ends the request. The value -inf, for a token that was cut off, is valid."""
     requests, engine_id = opened(logprobs=1)
     table = LogprobTable(np.array([[7, 8]], np.int32), np.array([[-0.0, -np.inf]], np.float32))
@@ -111,7 +111,7 @@ def test_nan_never_leaves_and_minus_infinity_does() -> None:
     assert len(failed.token_ids) == 0
 
 
-def test_columns_of_others_in_the_batch_are_cut_off() -> None:
+def test_columns_of_other_requests_in_the_batch_are_cut_off() -> None:
     """A table is as wide as the batch's widest request, and each request gets only the columns that it needs."""
     wide = LogprobTable(np.array([[7, 5, 6, 4]], np.int32), np.array([[-3.0, -0.5, -1.0, np.nan]], np.float32))
     requests, engine_id = opened(logprobs=2)
@@ -133,7 +133,7 @@ def test_missing_logprobs_end_the_request() -> None:
     assert only(requests, StepOutput(engine_id=engine_id, token_ids=[7], routed_experts=rows(3))).error is not None
 
 
-def test_stop_reason_is_one_of_the_requests_own() -> None:
+def test_only_the_requests_own_stop_tokens_are_stop_reasons() -> None:
     """Only the request's own stop tokens are stop reasons, not the model's end of sequence or a text."""
     for given, expected in ((9, 9), (2, None), ("repetition_detected", None)):
         requests, engine_id = opened(stop_token_ids=[9])
@@ -148,7 +148,7 @@ def test_stop_reason_is_one_of_the_requests_own() -> None:
         assert only(requests, output).stop_reason == expected
 
 
-def test_late_outputs_do_not_reach_a_key_that_came_again() -> None:
+def test_late_outputs_do_not_reach_a_key_that_is_in_use_again() -> None:
     """Outputs that arrive after a request's end are ignored, also if its key is in use again."""
     requests, engine_id = opened()
     only(requests, StepOutput(engine_id=engine_id, finish_reason=FinishReason.ABORT))
@@ -204,7 +204,7 @@ def test_plain_tokens_are_one_batch() -> None:
 @pytest.mark.parametrize(
     "odd", [{"logprob": math.nan}, {"num_rows": 2}, {"num_rows": 0}], ids=["NaN", "two rows", "no row"]
 )
-def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> None:
+def test_a_request_with_an_invalid_output_fails_alone_in_its_batch(odd: dict[str, Any]) -> None:
     """A request with an invalid output fails alone, and the other requests of its batch get their tokens."""
     requests, ids = begun()
     steps, broken = apart(requests, plain(ids[0], 6), plain(ids[1], 7, **odd), plain(ids[2], 8))
@@ -216,7 +216,7 @@ def test_one_that_is_odd_harms_no_other_of_its_batch(odd: dict[str, Any]) -> Non
     assert [step.routed_experts_start for step in again] == [2, 2]
 
 
-def test_who_wants_other_things_shares_no_batch() -> None:
+def test_requests_with_and_without_logprobs_are_in_separate_batches() -> None:
     """Requests with log probabilities and requests without them are in separate batches."""
     requests = OpenRequests(ROUTING, rows_with_tokens=True)
     wishes: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": None}, {"logprobs": 0}, {"logprobs": None}]

@@ -78,7 +78,7 @@ class Reading:
 
 @pytest.mark.proves("P21")
 @pytest.mark.parametrize("name", ["moe", "fallback"])
-def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.FixtureRequest) -> None:
+def test_paused_streams_equal_undisturbed_streams(name: str, request: pytest.FixtureRequest) -> None:
     """No token arrives between pause and resume, and the streams equal undisturbed ones.
 
     The pause itself delivers tokens that were sampled before it.
@@ -122,7 +122,7 @@ def test_paused_streams_go_on_as_if_nothing_had_been(name: str, request: pytest.
 
 
 @pytest.mark.parametrize("name", ["moe", "fallback"])
-def test_abort_while_paused(name: str, request: pytest.FixtureRequest) -> None:
+def test_an_abort_during_a_pause_ends_requests_immediately(name: str, request: pytest.FixtureRequest) -> None:
     """Requests that are aborted during a pause end immediately, begun or not.
 
     A request that was added during the pause runs after the resume.

@@ -27,7 +27,7 @@ def request_of(seed: int) -> GenerateRequest:
     )
 
 
-def test_a_prefix_older_than_announced_is_gone_and_a_young_one_is_there(moe: RunningEngine) -> None:
+def test_only_prefixes_younger_than_the_reported_age_are_in_the_cache(moe: RunningEngine) -> None:
     """A prefix older than the reported age is gone from the cache, and a younger prefix is in it."""
     moe.generate(request_of(FIRST))
     used_at = time.monotonic()

@@ -38,7 +38,7 @@ def test_cores_are_forked_from_the_preloaded_process(reloaded: RunningEngine, mo
     assert preload.READ_ON_IMPORT.items() <= os.environ.items()
 
 
-def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
+def test_only_processes_that_start_in_the_block_and_its_thread_are_forked(moe: RunningEngine) -> None:
     """Only processes that start inside the block and in its thread are forked."""
     from vllm.v1.engine import utils
 
@@ -64,7 +64,7 @@ def test_what_others_start_is_left_to_vllm(moe: RunningEngine) -> None:
         ({}, False),
     ],
 )
-def test_nothing_is_imported_beside_on_gpus(
+def test_with_vllm_for_gpus_no_preloaded_process_starts(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], is_begun: bool
 ) -> None:
     """With vLLM for GPUs or without vLLM, no preloaded process starts."""

@@ -31,7 +31,7 @@ class Processor:
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", -7), ("fcfs", 0)])
-def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int) -> None:
+def test_only_a_scheduler_with_priorities_gets_the_requests_priority(policy: str, priority: int) -> None:
     """Under the policy `priority`, vLLM gets the request's priority. Other policies get 0, as vLLM rejects others."""
     processor = Processor()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
@@ -44,7 +44,7 @@ def test_priority_goes_to_a_scheduler_that_honours_it(policy: str, priority: int
     assert maker.options(REQUEST)["priority"] == priority
 
 
-def test_vllm_takes_a_priority_both_ways() -> None:
+def test_both_entry_points_of_vllm_have_a_priority_parameter() -> None:
     """The two entry points of vLLM have the parameter that the adapter sets."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor

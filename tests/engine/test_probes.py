@@ -35,7 +35,7 @@ def test_linear_probe_allows_rounding_and_nothing_else(dtype: str) -> None:
     assert "differs in" in str(probe.difference(compute(weight, bias * 0)))
 
 
-def test_weights_that_are_no_numbers_are_compared_by_place() -> None:
+def test_nan_outputs_are_right_only_where_the_reference_has_nan() -> None:
     """A checkpoint full of NaN can be loaded: NaN outputs are right exactly where the reference has NaN."""
     import torch
 

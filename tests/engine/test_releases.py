@@ -43,7 +43,7 @@ def config_of(*, aux: bool | None, old: bool | None = None, num_experts: int = 1
     return config
 
 
-def test_the_executor_is_a_class_of_its_kind() -> None:
+def test_the_stand_in_of_the_executor_passes_vllms_subclass_check() -> None:
     """The stand-in passes vLLM's check for a subclass, and its instances have the original class."""
     owned = ownership.owned_executor(Executor, None)
 
@@ -52,7 +52,7 @@ def test_the_executor_is_a_class_of_its_kind() -> None:
     assert owned("config").config == "config"
 
 
-def test_the_executor_adopts_where_it_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_unpickles_the_executor_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that unpickles the executor is adopted, with its owner's pid, before it has the class."""
     adopted: list[Any] = []
     before = multiprocessing.active_children()
@@ -81,12 +81,12 @@ def test_the_executor_adopts_where_it_is_unpickled(monkeypatch: pytest.MonkeyPat
         (config_of(aux=False), False),
     ],
 )
-def test_the_flag_is_read_where_the_release_keeps_it(config: Any, *, returns: bool) -> None:
+def test_the_routing_flag_is_read_from_the_configuration_of_each_release(config: Any, *, returns: bool) -> None:
     """The routing flag is in the model's configuration in 0.30, and in its own configuration later."""
     assert routing.returns_routing(config) is returns
 
 
-def test_why_there_is_no_routing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_experts_but_without_routing_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with experts but without routing has a reason: the release on this platform, or the user.
 
     A model without experts has none.
@@ -99,7 +99,9 @@ def test_why_there_is_no_routing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "'enable_return_routed_experts': false" in str(routing.routing_refusal(config_of(aux=False)))
 
 
-def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_routing_is_off_with_a_warning_if_the_release_cannot_return_routing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """If the release returns no routing on this platform, routing is off with a warning.
 
     An explicit request for routing is rejected.
@@ -117,7 +119,7 @@ def test_routing_is_off_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch, capl
     assert launch._chosen_routing({"enable_return_routed_experts": False}, has_experts=True) is False
 
 
-def test_a_refusal_of_routing_says_what_to_do() -> None:
+def test_an_error_of_vllm_about_routing_names_the_argument_that_helps() -> None:
     """An error of vLLM about routed experts is kept, with the argument that helps. Other errors do not change."""
 
     class Args:
@@ -138,7 +140,7 @@ def test_a_refusal_of_routing_says_what_to_do() -> None:
         launch.engine_config(other)
 
 
-def test_new_parameters_that_nothing_answers_are_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_whose_results_no_message_can_carry_are_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     """Private parameters of any release are no extras, nor are parameters whose results no message can carry."""
 
     class Params(msgspec.Struct):
@@ -155,7 +157,7 @@ def test_new_parameters_that_nothing_answers_are_no_extras(monkeypatch: pytest.M
     assert extra_names(SimpleNamespace()) == ("watermarking",)
 
 
-def test_what_the_engine_says_of_an_error_is_told() -> None:
+def test_a_failed_request_has_the_error_of_the_engine_or_a_reference_to_the_log() -> None:
     """An output of 0.33 contains the error of its request. For earlier releases, the message points to the log."""
     fields: dict[str, Any] = dict.fromkeys(
         ("events", "new_logprobs", "new_prompt_logprobs_tensors", "prefill_stats", "routed_experts", "stop_reason")
@@ -168,7 +170,9 @@ def test_what_the_engine_says_of_an_error_is_told() -> None:
     assert _output(output).finish_reason is FinishReason.ERROR
 
 
-def test_a_failed_load_restores_what_vllm_has_changed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_restores_the_configuration_of_the_weights(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failed load restores the folder, its revision and, from 0.32 on, the object store of the weights."""
     model_config = SimpleNamespace(model="/old", revision="main", model_weights="s3://old", quantization=None)
 
@@ -195,7 +199,7 @@ def test_a_failed_load_restores_what_vllm_has_changed(tmp_path: Any, monkeypatch
         (False, False, True, ["reset"]),
     ],
 )
-async def test_running_requests_are_preempted_while_nothing_runs(
+async def test_the_engine_pauses_while_running_requests_lose_their_cache(
     *, aux: bool, is_paused: bool, preempt: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With routed experts of 0.31 and later, the engine pauses while running requests lose their cache."""
@@ -255,7 +259,7 @@ def checked_class() -> Any:
     return VllmConfig
 
 
-def test_every_refusal_that_is_lifted_stands_in_the_contract() -> None:
+def test_every_lifted_rejection_is_checked_in_vllms_sources() -> None:
     """At an engine's start, vLLM's sources are checked for the texts by which the plugin finds vLLM's rejections."""
     read = [item for need in CONTRACT if need.name == "VllmConfig" for item in need.reads.items()]
     missing = {
@@ -268,7 +272,7 @@ def test_every_refusal_that_is_lifted_stands_in_the_contract() -> None:
 
 
 @pytest.mark.slow
-def test_the_later_refusal_is_lifted_for_our_engines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_later_rejection_is_lifted_only_for_engines_of_rollbus_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector is hidden from one check, only for a rollbus worker's engine, and then restored.
 
     Other configurations are rejected as before.
@@ -300,7 +304,7 @@ def test_the_later_refusal_is_lifted_for_our_engines_only(monkeypatch: pytest.Mo
         (63, 99, True, 0),
     ],
 )
-def test_decode_legs_keep_the_kv_that_they_are_handed(
+def test_a_decode_phase_that_needs_no_prompt_rows_uses_its_kv(
     monkeypatch: pytest.MonkeyPatch, num_external: int, start: int, kept: int, *, takes: bool
 ) -> None:
     """A decode phase that needs no prompt rows uses its KV, although vLLM would compute the prompt again for rows."""
@@ -328,7 +332,7 @@ def test_decode_legs_keep_the_kv_that_they_are_handed(
     assert Connector().cap_external_hit(request, 0, num_external) == 0
 
 
-def test_the_reason_reaches_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_routing_is_rejected_with_the_announced_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for routing is rejected with the reason that the worker announces."""
     from rollbus.schemas.errors import ErrorCode, RequestRejected
     from rollbus.schemas.request import GenerateRequest

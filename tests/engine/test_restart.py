@@ -61,7 +61,7 @@ async def swap(running: RunningEngine, model: Path) -> tuple[list[Result], int]:
 
 @pytest.mark.proves("P17")
 @pytest.mark.parametrize("name", ["reloaded", "fallback"])
-def test_prompts_that_were_half_computed_are_computed_anew(
+def test_partly_computed_prompts_are_recomputed_with_new_weights(
     name: str, models: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     """Log probabilities, also of the prompt, and all rows equal those of requests that start after the load."""

@@ -28,7 +28,7 @@ def run(engine: RunningEngine, **sampling: Any) -> Result:
 
 
 @pytest.mark.usefixtures("engines")
-def test_every_field_is_handed_over() -> None:
+def test_every_sampling_field_reaches_vllm_unchanged() -> None:
     """Each field of `SamplingParams` reaches vLLM unchanged, under vLLM's name for it."""
     values: dict[str, Any] = {
         "max_tokens": 7,
@@ -137,7 +137,7 @@ def test_seed_makes_sampling_repeatable(moe: RunningEngine) -> None:
     assert first != other
 
 
-def test_each_gets_the_alternatives_it_asked_for(moe: RunningEngine) -> None:
+def test_each_request_gets_its_own_number_of_alternatives(moe: RunningEngine) -> None:
     """In one batch, every request gets its own number of alternatives, best first. Greedy sampling picks the first."""
     widths = (None, 0, 1, 5, 20)
     results = moe.generate(
@@ -248,7 +248,9 @@ def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
         ("sampling", {"extra": {"structured_outputs": {"regex": "("}}}),
     ],
 )
-def test_refused_by_name_and_harms_no_other(moe: RunningEngine, field: str, change: dict[str, Any]) -> None:
+def test_a_value_that_vllm_rejects_is_rejected_with_its_field_name(
+    moe: RunningEngine, field: str, change: dict[str, Any]
+) -> None:
     """A value that vLLM rejects or would change is rejected with the field's name, and the engine continues."""
     with pytest.raises(InvalidRequest) as caught:
         run(moe, **change)

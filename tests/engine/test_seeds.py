@@ -40,7 +40,9 @@ def alone(engine: RunningEngine, requests: Sequence[GenerateRequest]) -> list[li
     return [engine.generate(replace(request, cache_salt="alone"))[0].token_ids for request in requests]
 
 
-def test_all_lengths_in_small_steps(moe: RunningEngine, fallback: RunningEngine) -> None:
+def test_seeded_requests_give_the_same_tokens_in_steps_smaller_than_the_prompt(
+    moe: RunningEngine, fallback: RunningEngine
+) -> None:
     """With steps smaller than prompts, each seeded request gets the tokens of a step as long as its prompt."""
     requests = [seeded(length, seed) for seed, length in enumerate(LENGTHS)]
     requests += [seeded(length, 50 + length, top_p=0.9, top_k=40) for length in (33, 257, 480)]
@@ -55,7 +57,7 @@ def test_all_lengths_in_small_steps(moe: RunningEngine, fallback: RunningEngine)
     assert alone(moe, requests) == expected
 
 
-def test_default_steps_shared_by_many(fallback: RunningEngine) -> None:
+def test_seeded_requests_give_the_same_tokens_if_a_default_step_splits_prompts(fallback: RunningEngine) -> None:
     """If one default step cannot hold all prompts, the prompts that it splits get the same tokens as alone."""
     lengths = np.random.default_rng(7).integers(200, 1200, 24)
     requests = [seeded(int(length), 100 + number) for number, length in enumerate(lengths)]
@@ -65,7 +67,9 @@ def test_default_steps_shared_by_many(fallback: RunningEngine) -> None:
     assert [result.token_ids for result in together[: len(requests)]] == alone(fallback, requests)
 
 
-def test_preempted(moe: RunningEngine, fallback: RunningEngine, preemptions: list[str]) -> None:
+def test_a_preempted_request_continues_with_the_next_numbers_of_its_seed(
+    moe: RunningEngine, fallback: RunningEngine, preemptions: list[str]
+) -> None:
     """A request that lost its KV cache continues with the next random numbers of its seed."""
     requests = [seeded(90, 200 + number, max_tokens=200) for number in range(12)]
 

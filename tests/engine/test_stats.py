@@ -40,7 +40,7 @@ def test_prefix_hits_are_those_of_the_requests(name: str, request: pytest.Fixtur
     assert [hits[1] - hits[0], hits[2] - hits[1]] == [0, cached]
 
 
-def test_kv_use_is_the_blocks_of_what_runs(moe: RunningEngine) -> None:
+def test_kv_use_counts_the_blocks_of_running_requests(moe: RunningEngine) -> None:
     """Two requests of 100 tokens hold 4 blocks of 32 each, of 64 blocks of which vLLM reserves one.
 
     After their end, no block is held.
@@ -77,7 +77,7 @@ def test_preemptions_are_counted(moe: RunningEngine, preemptions: list[str]) -> 
     assert moe.engine.stats.preemptions == before + len(preemptions)
 
 
-def test_rates_are_there_after_a_request_and_stay(moe: RunningEngine) -> None:
+def test_an_idle_engine_keeps_the_rates_of_its_last_request(moe: RunningEngine) -> None:
     """Prompt and token rates are measured, also around a pause. An idle engine keeps its last rates."""
 
     async def run() -> None:

@@ -59,7 +59,7 @@ async def until_dead(running: RunningEngine) -> None:
         await running.engine.close()
 
 
-def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
+def test_a_killed_engine_core_raises_engine_dead(dense: RunningEngine) -> None:
     """If the engine core is killed, all calls and reads raise `EngineDead`, and its child processes exit."""
     core = engine_core(dense)
     workers = core.children(recursive=True)
@@ -82,7 +82,7 @@ def test_killed_engine_core_is_told(dense: RunningEngine) -> None:
     assert psutil.wait_procs(workers, timeout=SOON_S)[1] == []
 
 
-def test_killed_model_process_is_told(moe: RunningEngine) -> None:
+def test_a_killed_model_process_raises_engine_dead(moe: RunningEngine) -> None:
     """If the process with the model is killed, the engine core exits and the engine raises `EngineDead`."""
     core = engine_core(moe)
 
@@ -98,7 +98,7 @@ def test_killed_model_process_is_told(moe: RunningEngine) -> None:
     assert psutil.wait_procs([core], timeout=SOON_S)[1] == []
 
 
-def test_killed_idle_engine_is_told_through_generate_too(fallback: RunningEngine) -> None:
+def test_the_generate_feed_detects_the_death_of_an_idle_engine(fallback: RunningEngine) -> None:
     """The feed through `AsyncLLM.generate` detects the death of an engine without requests."""
 
     async def scenario() -> None:
@@ -126,7 +126,7 @@ def test_a_killed_engine_is_replaced_for_the_next_test(engines: Engines) -> None
     assert engines.get("reloaded") is after
 
 
-def test_engine_goes_when_its_owner_is_killed_and_stays_off_stdout(models: dict[str, Path]) -> None:
+def test_engine_processes_exit_with_their_owner_and_write_nothing_to_its_stdout(models: dict[str, Path]) -> None:
     """The engine's processes exit when their owner is killed, but not on its Ctrl-C.
 
     They write nothing to the owner's stdout.

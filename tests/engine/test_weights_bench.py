@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rate", list(MEASURED))
-def test_as_much_changes_as_with_a_real_model(rate: float, checkpoint: Path) -> None:
+def test_the_measured_share_of_elements_changes_in_each_step(rate: float, checkpoint: Path) -> None:
     """In each measured step, the measured share of elements changes."""
     trainer = Trainer(checkpoint, rate=rate)
     shares = {step: trainer.step() for step in range(1, 25)}
@@ -40,7 +40,7 @@ def test_as_much_changes_as_with_a_real_model(rate: float, checkpoint: Path) -> 
     }
 
 
-def test_what_changes_is_what_is_saved(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_saved_checkpoint_has_the_tensors_of_the_trainer(checkpoint: Path, tmp_path: Path) -> None:
     """A saved checkpoint has the trainer's tensors, and the other files of the checkpoint before."""
     trainer = Trainer(checkpoint, rate=3e-6)
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
@@ -55,7 +55,7 @@ def test_what_changes_is_what_is_saved(checkpoint: Path, tmp_path: Path) -> None
     assert share == pytest.approx(100 * num_changed / (512 * 1024 + 64))
 
 
-async def test_a_link_passes_on_all_bytes_no_faster_than_it_may() -> None:
+async def test_a_link_passes_all_bytes_within_its_rate() -> None:
     """A link passes all bytes in both directions, within its rate. If one side closes, the other side closes too."""
     sent, rate = bytes(range(256)) * 8192, 8
     received = asyncio.Queue[bytes]()
