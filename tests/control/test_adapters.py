@@ -30,7 +30,9 @@ def lora_versions(generation: Generation) -> set[int]:
     return set() if generation.lora_versions is None else {int(version) for version in generation.lora_versions}
 
 
-async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_adapter_is_loaded_replaced_kept_over_new_weights_and_unloaded(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An adapter is loaded, replaced under its name, kept over new weights, loaded by a late worker and unloaded.
 
     Each token has the version of its adapter and of its weights.
@@ -62,7 +64,9 @@ async def test_adapters_come_change_stay_and_go(nats_url: str, fleet: str, tmp_p
     assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
-async def test_a_load_that_fails_leaves_the_adapter_of_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_failed_load_keeps_the_adapter_that_was_loaded_before(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A worker rejects an adapter for another base model.
 
     Requests still get the adapter that was loaded before, and the fleet serves as before.

@@ -18,7 +18,7 @@ SHAPE = (512, 512)
 """The shape of tensors of a megabyte: a worker that fetches 0.1 MB a second needs a long time for them."""
 
 
-async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
+async def test_a_worker_killed_between_load_and_canary_loads_the_recorded_weights(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """A worker that is killed during a load, when its engine has lost the old weights, restarts on its own checkpoint.
@@ -53,7 +53,9 @@ async def test_a_worker_killed_between_load_and_canary_begins_with_the_record(
     assert_same(result, fresh)
 
 
-async def test_a_worker_killed_while_it_stages_gets_there_by_itself(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_a_worker_killed_during_staging_stages_the_rest_after_its_restart(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """A worker that has not staged the recorded weights serves nothing.
 
     If it is killed and restarted, it stages the rest and switches before it serves.

@@ -36,7 +36,7 @@ class OneAtOnce:
         return self._folder
 
 
-async def test_an_update_waits_for_those_that_have_staged(
+async def test_an_update_with_min_staged_waits_only_for_that_number_of_workers(
     nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An update with `min_staged` waits only for that number of workers.

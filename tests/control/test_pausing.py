@@ -60,7 +60,9 @@ async def test_requests_wait_while_the_fleet_is_paused(nats_url: str, fleet: str
     assert tokens == expected.token_ids.tolist()
 
 
-async def test_a_job_waits_for_the_resume_and_says_so(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_generate_on_a_paused_fleet_prints_the_resume_command_and_waits(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """On a paused fleet, `generate` prints since when it is paused and the command that resumes it, and waits.
 
     The printed time is that of the pause, also if another command was recorded since.
@@ -130,7 +132,9 @@ async def test_a_wait_on_a_paused_fleet_is_logged_once(
     assert len(warned()) == 2
 
 
-async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_pause_wait_fails_at_its_timeout_and_the_worker_stays_paused(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """`pause --mode wait` that exceeds its time exits with 1 and prints how many requests are in flight.
 
     The worker stays paused and accepts nothing. A pause with `abort` then ends the stream with `abort` and whole
@@ -154,7 +158,9 @@ async def test_a_wait_that_takes_too_long_fails_and_stays_paused(nats_url: str, 
     check_stream(stream.chunks, stream.request)
 
 
-async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_requests_of_a_drained_worker_resume_on_another_worker(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """The requests of a drained worker resume on another worker with the same results.
 
     The drained worker accepts no request until it is resumed.
@@ -179,7 +185,7 @@ async def test_a_drained_worker_hands_over_what_it_has(nats_url: str, fleet: str
     assert_same(result, expected)
 
 
-async def test_an_abort_ends_the_requests_that_it_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_abort_ends_only_the_named_requests(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The streams of named requests end with `abort`, and other requests continue.
 
     The command prints which worker had each request and which requests were not found. It fails only if none was found.

@@ -83,7 +83,7 @@ async def test_versions_are_stored_as_an_anchor_and_then_as_deltas(nats_url: str
         (lambda tensors: [*tensors.items(), 7], "named_tensors has 7; allowed: pairs"),
     ],
 )
-async def test_what_was_not_published_before_is_refused_and_nothing_stays(
+async def test_a_publication_with_wrong_tensors_stores_nothing(
     nats_url: str, fleet: str, change: Any, message: str
 ) -> None:
     """A publication with wrong tensors stores nothing. The next one is compared with the committed version."""
@@ -101,7 +101,7 @@ async def test_what_was_not_published_before_is_refused_and_nothing_stays(
     assert (second.is_anchor, second.num_changed) == (False, 2)
 
 
-async def test_an_error_of_the_callers_iterator_is_the_callers(nats_url: str, fleet: str) -> None:
+async def test_publish_raises_an_error_of_the_callers_iterator(nats_url: str, fleet: str) -> None:
     """`publish` raises an error of the caller's iterator unchanged."""
 
     def broken() -> Iterator[tuple[str, object]]:
@@ -117,7 +117,7 @@ async def test_an_error_of_the_callers_iterator_is_the_callers(nats_url: str, fl
         assert await folders(nats_url, fleet) == []
 
 
-async def test_a_cancelled_publication_leaves_nothing(nats_url: str, fleet: str) -> None:
+async def test_a_cancelled_publication_stores_nothing(nats_url: str, fleet: str) -> None:
     """A cancelled publication stores nothing, and the publisher's next publication works."""
     is_drawn, goes_on = threading.Event(), threading.Event()
 
@@ -167,7 +167,7 @@ async def test_a_second_publisher_is_refused_and_a_later_one_begins_with_an_anch
             assert (await publisher.publish(weights(1), version=2, update=False)).is_anchor
 
 
-async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
+async def test_an_impossible_publication_is_rejected_before_data_is_stored(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """`publish` rejects a `min_staged` above the number of workers and an impossible canary before it stores data."""
@@ -184,7 +184,7 @@ async def test_what_workers_would_refuse_is_refused_before_anything_is_stored(
         assert await folders(nats_url, fleet) == []
 
 
-async def test_a_stored_version_notes_what_the_desired_state_names(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_chain_record_notes_the_desired_version(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """The chain record notes a version in the desired state, also if an admin, not the publisher, had it loaded."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     async with (
@@ -212,7 +212,7 @@ async def test_without_workers_the_version_is_stored(nats_url: str, fleet: str) 
         assert "/versions/3-" in objects
 
 
-async def test_the_fleet_serves_what_was_published(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_fleet_serves_the_published_weights(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """Workers load an anchor and then a delta, and tokens have the version. A late worker loads it by itself."""
     one = write_checkpoint(tmp_path / "one", seed=1)
     two = stepped(weights(2))

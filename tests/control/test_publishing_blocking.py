@@ -14,7 +14,7 @@ from tests.control.test_publishing import stepped, weights
 pytestmark = pytest.mark.slow
 
 
-def test_without_asyncio(nats_url: str, fleet: str) -> None:
+def test_publish_blocking_draws_the_tensors_on_the_callers_thread(nats_url: str, fleet: str) -> None:
     """`publish_blocking` draws the tensors on the caller's thread."""
     threads = set()
 
@@ -35,7 +35,7 @@ def test_without_asyncio(nats_url: str, fleet: str) -> None:
         publisher.publish_blocking(weights(1), version=3)
 
 
-def test_an_adapter_without_asyncio(nats_url: str, fleet: str, tmp_path: Path) -> None:
+def test_publish_adapter_blocking_accepts_a_folder_or_tensors(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """`publish_adapter_blocking` accepts a folder, and tensors that it draws on the caller's thread."""
     folder = write_adapter(tmp_path / "adapter")
     with rollbus.WeightPublisher(nats_url, fleet=fleet, model=MODEL) as publisher:
@@ -45,7 +45,7 @@ def test_an_adapter_without_asyncio(nats_url: str, fleet: str, tmp_path: Path) -
     assert first.objects.rpartition("/")[0] == second.objects.rpartition("/")[0]
 
 
-async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> None:
+async def test_blocking_calls_work_on_the_thread_of_a_client(nats_url: str, fleet: str) -> None:
     """The client's thread works while the event loop of its caller is blocked."""
     async with rollbus.connect(nats_url, fleet=fleet) as rb:
         with rollbus.WeightPublisher(rb, model=MODEL) as publisher:
@@ -54,7 +54,7 @@ async def test_blocking_calls_work_from_a_client(nats_url: str, fleet: str) -> N
             assert publisher.last_version == 1
 
 
-async def test_a_publisher_without_a_server_says_so(fleet: str) -> None:
+async def test_a_publisher_without_a_server_raises_bus_broken(fleet: str) -> None:
     """Without a server, a publisher raises `BusBroken`, as `connect` does."""
     with pytest.raises(rollbus.BusBroken), rollbus.WeightPublisher("nats://127.0.0.1:1", fleet=fleet, model=MODEL):
         pytest.fail("it is connected")

@@ -11,7 +11,7 @@ from tests.control.test_publishing import folders, stepped, weights
 pytestmark = pytest.mark.slow
 
 
-async def test_after_a_commit_that_was_stored_but_failed_comes_an_anchor(
+async def test_the_version_after_a_failed_but_stored_commit_is_an_anchor(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a commit that was stored but raised an error, the publisher publishes an anchor.

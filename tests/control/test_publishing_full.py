@@ -67,7 +67,7 @@ async def publish_first_after_adapters(publisher: rollbus.WeightPublisher) -> No
 
 
 @pytest.mark.parametrize("publish", [publish_adapters, publish_first_after_adapters])
-async def test_what_is_not_planned_has_the_bucket_cleaned_when_it_is_full(
+async def test_an_unplanned_publication_removes_older_adapters_from_a_full_bucket(
     nats_url: str,
     fleet: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -67,7 +67,7 @@ def started_on(url: str, checkpoints: Sequence[Path], cache: Path) -> Iterator[l
 
 
 @pytest.mark.proves("P9")
-async def test_published_versions_are_those_of_fresh_engines(
+async def test_published_versions_give_the_results_of_fresh_engines(
     nats_url: str, tiny_moe_float32: Path, tmp_path: Path
 ) -> None:
     """After each of three deltas, a worker computes exactly the results of a fresh engine with those weights.

@@ -179,7 +179,7 @@ async def test_a_real_worker_killed_during_the_update_is_named(fleets: Fleets) -
 
 
 @pytest.mark.proves("P17")
-async def test_long_prompts_under_an_update_have_kv_of_the_versions_that_they_tell(
+async def test_long_prompts_during_an_update_report_the_versions_of_their_kv(
     fleets: Fleets, tiny_moes: tuple[Path, Path]
 ) -> None:
     """A request without a token at the update is computed completely with the new weights.

@@ -72,7 +72,7 @@ async def test_replicas_are_raised_and_lowered_stream_by_stream(tmp_path: Path) 
             assert (await ask(nats, "STREAM.INFO.rb~third~m"))["config"]["num_replicas"] == 3
 
 
-async def test_a_server_by_itself_has_one_replica(nats_url: str, fleet: str) -> None:
+async def test_a_server_without_a_cluster_has_one_replica(nats_url: str, fleet: str) -> None:
     """A server without a cluster creates streams with one replica, and rejects more with a message."""
     await provision(Server(nats_url), fleet, ["m"])
     async with connected(nats_url, name="test") as nats:
@@ -83,7 +83,9 @@ async def test_a_server_by_itself_has_one_replica(nats_url: str, fleet: str) -> 
         await provision(Server(nats_url, replicas=3), fleet, ["another"])
 
 
-def test_numbers_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_replicas_out_of_range_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Options, the environment and the library reject a number of replicas that is out of range."""
     with pytest.raises(InvalidRequest, match="replicas"):
         Server("a", replicas=6)

@@ -86,7 +86,9 @@ async def test_a_worker_killed_during_the_update_is_named(nats_url: str, fleet: 
     assert (again.weight_version, again.target_version) == (2, 2)
 
 
-async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_record_of_an_update_stays_valid_if_the_only_worker_is_killed(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """If the only worker is killed during the update, the command exits with 4.
 
     The record remains valid: the worker has version 2 after its restart.
@@ -115,7 +117,7 @@ async def test_an_update_that_nobody_survives_still_stands(nats_url: str, fleet:
         ("refused", "engine_error", WorkerState.OUTDATED),
     ],
 )
-async def test_a_worker_that_could_not_load_serves_nothing(
+async def test_a_worker_that_cannot_load_serves_no_requests(
     fault: str, code: str, state: WorkerState, nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """A worker that cannot load keeps its version, reports the reason and accepts nothing.
@@ -146,7 +148,9 @@ async def test_a_worker_that_could_not_load_serves_nothing(
 
 
 @pytest.mark.proves("P19")
-async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_engine_with_wrong_routing_after_an_update_serves_no_requests(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
     """An engine that reports success but routes wrongly serves nothing: its canary differs from the others."""
     one, two = folders(tmp_path)
     lies: dict[str, Any] = {"faults": {"load": "wrong_experts", "good_loads": 1}}
@@ -162,7 +166,7 @@ async def test_weights_that_compute_something_else_are_noticed(nats_url: str, fl
     assert liar.last_error
 
 
-async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_the_desired_state_is_restored_if_all_workers_fail(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """If all workers fail, the command exits with 1 and an error line, and the desired state is restored.
 
     The desired state contains no weights, so all workers stay at their version.
@@ -182,7 +186,7 @@ async def test_where_all_fail_what_is_desired_is_as_before(nats_url: str, fleet:
     assert {*result.weight_versions.tolist()} == {1}
 
 
-async def test_before_the_first_update_there_are_the_weights_of_the_start(
+async def test_workers_return_to_their_start_weights_if_the_first_update_fails(
     nats_url: str, fleet: str, tmp_path: Path
 ) -> None:
     """If all workers load unexpected weights and no weights were desired before, they return to their start weights."""
@@ -205,7 +209,7 @@ async def test_before_the_first_update_there_are_the_weights_of_the_start(
     assert_same(after, before)
 
 
-async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_an_older_version_needs_allow_rollback(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """A worker rejects an older version without a change, unless the command has --allow-rollback.
 
     With it, the worker returns to the earlier results.
@@ -225,7 +229,7 @@ async def test_a_rollback_is_asked_for(nats_url: str, fleet: str, tmp_path: Path
     assert_same(after, before)
 
 
-async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_weights_must_give_the_expected_canary(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """With the canary of --json as --expected-canary, the same weights pass and other weights fail as not verified.
 
     The only worker then returns to the version before.
@@ -247,7 +251,7 @@ async def test_the_trainer_says_what_the_weights_must_give(nats_url: str, fleet:
     assert (state.weight_version, state.target_version) == (4, 4)
 
 
-async def test_weights_and_adapters_come_through_nats(nats_url: str, fleet: str, tmp_path: Path) -> None:
+async def test_uploaded_weights_and_adapters_need_no_shared_folder(nats_url: str, fleet: str, tmp_path: Path) -> None:
     """With --upload, workers need no folder: they load the uploaded weights, also a worker that starts later."""
     one, two = folders(tmp_path / "theirs")
     mine = two.rename(tmp_path / "mine")
