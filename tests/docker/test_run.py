@@ -40,7 +40,7 @@ def run(clone: Path, **programs: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SOON_S)
 
 
-def test_a_machine_without_docker_is_told_what_the_sandbox_needs(clone: Path) -> None:
+def test_without_docker_the_script_names_the_programs_that_the_sandbox_lacks(clone: Path) -> None:
     """The script names each program that the sandbox lacks, with the command that installs it."""
     done = run(clone, python3="exit 1", unshare="exit 1")
 
@@ -50,7 +50,7 @@ def test_a_machine_without_docker_is_told_what_the_sandbox_needs(clone: Path) ->
     assert "command not found" not in done.stderr
 
 
-def test_a_missing_tool_of_the_proof_is_named(clone: Path) -> None:
+def test_the_script_first_names_the_missing_tools_of_its_steps(clone: Path) -> None:
     """If Docker answers, the script first checks for the tools of its steps."""
     done = run(clone, docker="exit 0", make="exit 0", curl="exit 0")
 

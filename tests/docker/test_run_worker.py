@@ -76,7 +76,7 @@ def told(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_replicas_have_gpus_of_their_own(containers: Containers) -> None:
+def test_no_two_containers_get_the_same_gpu(containers: Containers) -> None:
     """No two containers get the same GPU, and a container without free GPUs exits with the reason.
 
     The GPUs of an exited container are free again.
@@ -96,7 +96,7 @@ def test_replicas_have_gpus_of_their_own(containers: Containers) -> None:
     assert told(containers.start(ROLLBUS_GPUS="2")).split()[0] == line.split()[0]
 
 
-def test_a_worker_on_the_cpu_asks_for_no_gpu(containers: Containers) -> None:
+def test_without_rollbus_gpus_the_environment_does_not_change(containers: Containers) -> None:
     """Without ROLLBUS_GPUS, as in the other profiles, the script does not change the environment."""
     assert told(containers.start(CUDA_VISIBLE_DEVICES="")) == "w0.creds"
 
@@ -104,7 +104,7 @@ def test_a_worker_on_the_cpu_asks_for_no_gpu(containers: Containers) -> None:
 @pytest.mark.parametrize(
     ("value", "code", "reason"), [("two", 2, "is 'two'"), ("0", 2, "is '0'"), ("8", 1, "of 4 GPUs")]
 )
-def test_what_cannot_be_is_refused(containers: Containers, value: str, code: int, reason: str) -> None:
+def test_an_impossible_rollbus_gpus_is_rejected(containers: Containers, value: str, code: int, reason: str) -> None:
     """The script rejects an impossible ROLLBUS_GPUS with one line on stderr."""
     process = containers.start(ROLLBUS_GPUS=value)
     _, said = process.communicate(timeout=SOON_S)

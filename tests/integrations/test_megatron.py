@@ -10,7 +10,7 @@ from tests.support.patience import ENGINE_STARTS_S
 pytestmark = [pytest.mark.slow, needs_trainers]
 
 
-async def test_replayed_choices_are_those_of_the_rows() -> None:
+async def test_megatron_core_replays_the_experts_of_the_rows() -> None:
     """Megatron-Core replays the experts of the rows, also for recomputed layers and for some layers or tokens.
 
     Gradients reach the router.

@@ -172,7 +172,7 @@ def old(nats_url: str, tiny_moes: tuple[Path, Path], tmp_path: Path) -> Iterator
 
 
 @pytest.mark.routing
-async def test_a_step_of_its_orchestrator(
+async def test_the_client_of_prime_rl_accepts_each_answer_through_an_update(
     nats_url: str, old: RealWorkers, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
     """From its start to the turn after an update, prime-rl's client accepts each answer.
@@ -240,7 +240,9 @@ async def scores(admin: Admin, model: str, token_ids: list[int]) -> list[float]:
     return [next(iter(entry.values()))["logprob"] if entry else 0.0 for entry in answer["prompt_logprobs"]]
 
 
-async def test_what_it_cannot_have_is_refused_by_name(nats_url: str, real_fleet: str, tiny_moe_float32: Path) -> None:
+async def test_unsupported_broadcasts_and_missing_folders_are_rejected_by_name(
+    nats_url: str, real_fleet: str, tiny_moe_float32: Path
+) -> None:
     """Broadcasts by NCCL and NIXL and a missing folder are rejected by name, and the workers keep their weights."""
     async with trainer(nats_url, real_fleet, 1) as (admin, http, model):
         (worker,) = http.own.fleet.workers
@@ -272,7 +274,7 @@ async def test_what_it_cannot_have_is_refused_by_name(nats_url: str, real_fleet:
     assert told["version"] == worker.weight_version
 
 
-async def test_its_adapter_is_replaced_under_one_name(nats_url: str, policy: Path, tmp_path: Path) -> None:
+async def test_prime_rl_can_replace_an_adapter_under_the_same_name(nats_url: str, policy: Path, tmp_path: Path) -> None:
     """prime-rl can replace an adapter under the same name without a pause.
 
     A missing folder is 404, after which its client retries.

@@ -14,7 +14,7 @@ NUM_STEPS = 16
 KILL_AFTER = 4
 
 
-async def test_it_learns_and_a_killed_worker_costs_nothing(
+async def test_the_reward_rises_although_a_worker_is_killed(
     nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
 ) -> None:
     """The reward rises although a worker is killed.
@@ -55,7 +55,7 @@ async def test_the_fleet_computes_with_the_adapter_that_is_trained(
     assert 0 < seen["stored"] < 1
 
 
-async def test_a_killed_trainer_goes_on_from_its_checkpoint(
+async def test_a_killed_trainer_resumes_from_its_checkpoint_with_its_current_weights(
     nats_url: str, policy: Path, policy_workers: RealWorkers, tmp_path: Path
 ) -> None:
     """After a trainer resumes from its checkpoint, each batch has its current weights.
@@ -84,7 +84,7 @@ async def test_a_killed_trainer_goes_on_from_its_checkpoint(
         assert difference < 1e-4
 
 
-async def test_what_the_asynchronous_trainer_calls_works_on_a_fleet(
+async def test_the_calls_of_the_asynchronous_trainer_work_on_a_fleet(
     nats_url: str, policy: Path, policy_workers: RealWorkers
 ) -> None:
     """The asynchronous trainer's calls work in its order and with its queue.

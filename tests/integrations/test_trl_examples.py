@@ -65,7 +65,7 @@ def place(places: Shared[Place]) -> Place:
     return places.get()
 
 
-def test_the_trainer_of_trl_raises_the_reward(place: Place) -> None:
+def test_the_example_with_the_trainer_of_trl_raises_the_reward(place: Place) -> None:
     """The example with TRL's trainer raises the reward and prints a line for each step and the last version."""
     done = place.run("trl_grpo.py", "--steps", "10")
 
@@ -76,7 +76,7 @@ def test_the_trainer_of_trl_raises_the_reward(place: Place) -> None:
     assert re.search(r"^the fleet has the weights of version \d+$", done.stdout, re.MULTILINE)
 
 
-def test_the_parts_of_its_asynchronous_sister_work(place: Place) -> None:
+def test_each_step_of_the_asynchronous_example_publishes_a_version(place: Place) -> None:
     """Each step of the asynchronous example publishes a version."""
     done = place.run("trl_async.py", "--steps", "3")
 

@@ -22,7 +22,7 @@ async def test_prompts_sampling_and_advantages_are_those_of_trl(policy: Path) ->
     assert said.endswith("ok\n")
 
 
-async def test_all_ranks_end_where_rank_0_cannot_publish() -> None:
+async def test_all_ranks_end_if_rank_0_cannot_publish() -> None:
     """If rank 0 cannot publish, all ranks end. Without this, the other ranks would wait until their time limit."""
     async with asyncio.timeout(ENGINE_STARTS_S), started("trl_ranks.py") as process:
         said = (await process.communicate())[0].decode()

@@ -121,7 +121,7 @@ async def check_turns(rb: rollbus.Client, trace: dict[str, Any], **sampling: Any
         assert np.array_equal(np.sort(repeated.routed_experts), np.sort(rows[: at - 1]))
 
 
-async def test_a_worker_killed_in_the_midst_costs_nothing(
+async def test_a_worker_killed_during_a_turn_loses_no_answer(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers
 ) -> None:
     """If a worker is killed during a single turn, the answers that it generated are complete.
@@ -149,7 +149,7 @@ async def test_a_worker_killed_in_the_midst_costs_nothing(
             await check_turns(http.rb, trace, **long)
 
 
-async def test_several_turns_with_tools(
+async def test_turns_with_tools_form_one_conversation_despite_a_killed_worker(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tool_environments: Path
 ) -> None:
     """Tools run, and all turns form one conversation, also if its worker is killed between them.
@@ -180,7 +180,7 @@ async def test_several_turns_with_tools(
             await check_turns(http.rb, trace, **forced, extra=grammar)
 
 
-async def test_new_weights_while_environments_play(
+async def test_each_token_has_its_version_if_the_weights_change_during_environments(
     nats_url: str, callers: tuple[Path, Path], caller_workers: RealWorkers, tmp_path: Path
 ) -> None:
     """Each token has the version that sampled it.
@@ -212,7 +212,9 @@ async def test_new_weights_while_environments_play(
         await check_scores(http.rb, new)
 
 
-async def test_the_example(nats_url: str, caller_workers: RealWorkers) -> None:
+async def test_the_verifiers_example_runs_with_the_command_in_its_header(
+    nats_url: str, caller_workers: RealWorkers
+) -> None:
     """The example runs with the command in its header, on a model of which renderers know only the chat template."""
     await caller_workers.have(1)
     async with http_before(nats_url, caller_workers.fleet) as http:

@@ -13,7 +13,7 @@ GROUPS = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 9)), ele
 """Groups of rewards that differ by at least 1 or not at all."""
 
 
-def test_by_std_is_what_grpo_writes() -> None:
+def test_by_std_is_the_formula_of_grpo() -> None:
     """An advantage by std is the reward minus the mean, divided by the population standard deviation, as in GRPO."""
     rewards = [0.0, 1.0, 1.0, 0.5]
     expected = torch.tensor(rewards, dtype=torch.float64)
@@ -25,7 +25,7 @@ def test_by_std_is_what_grpo_writes() -> None:
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
-def test_by_mean_and_leave_one_out() -> None:
+def test_by_mean_and_leave_one_out_subtract_a_mean_of_rewards() -> None:
     """With `by="mean"` the mean of the group is subtracted, with `by="leave_one_out"` the mean of the other rewards."""
     np.testing.assert_array_equal(group_advantages([1, 0, 0, 0], by="mean"), [0.75, -0.25, -0.25, -0.25])
     np.testing.assert_allclose(
@@ -34,7 +34,7 @@ def test_by_mean_and_leave_one_out() -> None:
 
 
 @given(rewards=GROUPS, by=st.sampled_from(["std", "mean", "leave_one_out"]))
-def test_a_group_depends_on_itself_alone(rewards: np.ndarray, by: str) -> None:
+def test_the_advantages_of_a_group_depend_only_on_its_rewards(rewards: np.ndarray, by: str) -> None:
     """The advantages of a group depend only on its rewards, sum to zero, keep their order and ignore a constant."""
     found = group_advantages(rewards, by=by)  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_groups_without_signal_are_exactly_zero(rewards: list[float], by: str) -
     assert not has_signal(rewards).any()
 
 
-def test_signal_picks_groups() -> None:
+def test_has_signal_is_a_mask_over_groups() -> None:
     """`has_signal` is a mask over stacked groups, or a boolean for one group."""
     rewards = np.array([[0, 0, 0], [0, 1, 0], [1, 1, 1]])
 
@@ -74,7 +74,7 @@ def test_signal_picks_groups() -> None:
         (["good"], "rewards are not numbers"),
     ],
 )
-def test_what_is_refused(rewards: object, message: str) -> None:
+def test_invalid_rewards_are_rejected_with_their_position(rewards: object, message: str) -> None:
     """Both functions reject invalid rewards with an error that names the position, the value and the allowed values."""
     with pytest.raises(PackError, match=message):
         group_advantages(rewards)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_what_is_refused(rewards: object, message: str) -> None:
         has_signal(rewards)  # type: ignore[arg-type]
 
 
-def test_options_are_refused() -> None:
+def test_an_unknown_by_or_a_negative_eps_is_rejected() -> None:
     """An unknown `by` or a negative `eps` is an error."""
     with pytest.raises(PackError, match="by is 'grpo'; allowed: std, mean, leave_one_out"):
         group_advantages([0, 1], by="grpo")  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ HTTP = [name for name in WAYS if not name.startswith("rollbus")]
 @pytest.mark.parametrize(("num_tokens", "num_prompt"), [(2, 1), (40, 1), (40, 39), (900, 400)])
 @pytest.mark.parametrize("ours", ["rollbus-streamed", "rollbus-merged"])
 @pytest.mark.parametrize("theirs", HTTP)
-def test_all_ways_give_the_same_tensors(ours: str, theirs: str, num_tokens: int, num_prompt: int) -> None:
+def test_all_formats_yield_the_same_tensors(ours: str, theirs: str, num_tokens: int, num_prompt: int) -> None:
     """All formats yield the same tensors bit for bit, for all tested lengths."""
     rollout = make_rollout(num_tokens, num_prompt)
     batch, tensors = (WAYS[name].read(rollout.prompt, WAYS[name].write(rollout)) for name in (ours, theirs))
@@ -28,7 +28,7 @@ def test_all_ways_give_the_same_tensors(ours: str, theirs: str, num_tokens: int,
 
 
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "loss_mask", "advantages", "logprobs", "routed_experts"])
-def test_a_difference_is_noticed(name: str) -> None:
+def test_a_difference_in_any_tensor_is_detected(name: str) -> None:
     """The comparison finds a difference in any tensor."""
     rollout = make_rollout(40, 20)
     batch, tensors = (WAYS[way].read(rollout.prompt, WAYS[way].write(rollout)) for way in ("rollbus-merged", "json"))
@@ -39,7 +39,7 @@ def test_a_difference_is_noticed(name: str) -> None:
     assert name in differences(batch, tensors)
 
 
-def test_a_frame_per_token_or_merged() -> None:
+def test_streamed_rollouts_have_a_frame_per_token_and_merged_rollouts_few() -> None:
     """Streamed rollouts have at least a frame per token, and merged rollouts have fewer than 10 frames."""
     rollout = make_rollout(900, 400)
     assert len(WAYS["rollbus-streamed"].write(rollout)) >= 500
@@ -47,7 +47,7 @@ def test_a_frame_per_token_or_merged() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_peak_holds_the_tensors(tmp_path: Path) -> None:
+def test_the_measured_peak_memory_includes_the_tensors(tmp_path: Path) -> None:
     """Messages pass through a file unchanged, and a separate process measures the peak memory of reading them."""
     rollout, way = make_rollout(8000, 7900), "rollbus-merged"
     messages = WAYS[way].write(rollout)
@@ -66,7 +66,7 @@ def test_conversations_are_stitched_and_packed_whole() -> None:
     assert found["batches"] == len(batches)
 
 
-def test_what_lies_on_a_line_is_linear_and_else_it_says_by_how_much_it_does_not() -> None:
+def test_the_linear_fit_has_an_error_only_for_times_that_are_not_linear() -> None:
     """The linear fit has no error for linear times, and a large error for times that grow quadratically."""
     sizes = [50.0, 100.0, 200.0, 400.0]
     straight = check_linear(sizes, [3 * size + 7 for size in sizes])

@@ -26,12 +26,14 @@ def naive_fit(sizes: list[int], capacity: int, max_items: int | None) -> list[li
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60), st.none() | st.integers(1, 4))
-def test_it_is_best_fit_decreasing(sizes: list[int], capacity: int, max_items: int | None) -> None:
+def test_the_heap_chooses_the_bins_of_best_fit_decreasing(
+    sizes: list[int], capacity: int, max_items: int | None
+) -> None:
     """The heap implementation chooses the same bins as a scan of all bins, also with ties."""
     assert fit(sizes, capacity, max_items) == naive_fit(sizes, capacity, max_items)
 
 
-def test_examples() -> None:
+def test_bins_are_full_if_possible_and_equal_items_keep_their_order() -> None:
     """Bins are full if possible, equal items keep their order, and an item above the capacity is an error."""
     assert fit([5, 5, 3, 7, 2, 8], 10) == [[4, 5], [2, 3], [0, 1]]
     assert fit([1, 1, 1], 1) == [[0], [1], [2]]
@@ -41,7 +43,7 @@ def test_examples() -> None:
         fit([1, 11], 10)
 
 
-def test_work_is_n_log_n(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_item_needs_at_most_four_heap_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each item needs at most four heap operations, regardless of the number of bins, and no item is lost."""
     count, operations = 10_000, 0
 

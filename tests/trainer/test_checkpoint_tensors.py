@@ -56,7 +56,7 @@ def test_small_files_have_the_same_tensors(tmp_path: Path) -> None:
     assert_equal(dict(checkpoint_tensors(model, tmp_path / "many")), read(tmp_path / "many"))
 
 
-def test_a_tied_weight_that_the_checkpoint_has_twice_comes_twice(tmp_path: Path) -> None:
+def test_a_tied_weight_that_the_checkpoint_stores_twice_is_yielded_twice(tmp_path: Path) -> None:
     """A tied weight is yielded under both names if the checkpoint stores both."""
     from safetensors.torch import save_file
 
@@ -79,7 +79,7 @@ def test_another_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         dict(checkpoint_tensors(model, tmp_path))
 
 
-def test_weights_that_are_elsewhere_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_on_the_meta_device_are_rejected_by_name(tmp_path: Path) -> None:
     """A model on the meta device is rejected, because its weights have no content."""
     model = load(make_family(tmp_path, "llama", seed=1)).to("meta")
     with pytest.raises(CheckpointMismatch, match=r"model\.embed_tokens\.weight is a slice, or not in"):

@@ -17,14 +17,14 @@ RATIOS = [1.0, math.exp(2.0), math.exp(-1.0), 0.0, math.exp(0.5)]
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0, math.inf])
-def test_token_weights(cap: float) -> None:
+def test_token_weights_are_capped_ratios_and_0_where_the_mask_is_off(cap: float) -> None:
     """A token's weight is min(exp(trainer - sampler), cap), and 0 where the mask is off, even for NaN."""
     weights = importance_weights(TRAINER, SAMPLER, MASK, cap=cap)
 
     assert weights[0].tolist() == pytest.approx([min(ratio, cap) for ratio in RATIOS])
 
 
-def test_sequence_weights() -> None:
+def test_sequence_weights_are_products_of_ratios_that_are_capped_once() -> None:
     """A sequence's weight is the product of its ratios, truncated once; each segment of a packed row is a sequence."""
     packed = importance_weights(
         TRAINER, SAMPLER, MASK, level="sequence", cap=4.0, cu_seqlens=torch.tensor([0, 1, 3, 5], dtype=torch.int32)
@@ -37,7 +37,7 @@ def test_sequence_weights() -> None:
     assert alone[0].tolist() == pytest.approx([math.exp(1.5)] * 3 + [0.0] + [math.exp(1.5)])
 
 
-def test_sequence_weights_of_a_micro_batch() -> None:
+def test_each_sample_of_a_micro_batch_has_its_own_sequence_weight() -> None:
     """Each sample of a batch has its own weight, and padding has weight 0."""
     given_samples = [sample_of(size, first=2) for size in (7, 4, 9)]
     (batch,) = pack(given_samples, max_tokens=32, pad_to_multiple_of=32)
@@ -55,14 +55,14 @@ def test_sequence_weights_of_a_micro_batch() -> None:
     assert not weights[~batch.loss_mask].any()
 
 
-def test_segment_indices() -> None:
+def test_each_position_belongs_to_the_segment_whose_bounds_contain_the_position() -> None:
     """Each position belongs to the segment whose bounds contain it."""
     assert segment_indices(torch.tensor([0, 2, 3, 6]), 6).tolist() == [0, 0, 1, 2, 2, 2]
     assert segment_indices(torch.tensor([0, 4]), 4).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("trainer_says", [-9.0, -math.inf])
-def test_a_sampler_that_says_never(trainer_says: float) -> None:
+def test_a_sampler_logprob_of_minus_infinity_gives_the_weight_cap(trainer_says: float) -> None:
     """A sampler logprob of -inf gives the weight `cap` at both levels, and an infinite KL instead of NaN."""
     sampler, mask = torch.tensor([[-1.0, -math.inf]]), torch.tensor([[True, True]])
     trainer = torch.tensor([[-1.0, trainer_says]])
@@ -74,7 +74,7 @@ def test_a_sampler_that_says_never(trainer_says: float) -> None:
     assert sampler_kl(trainer, sampler, mask).item() == math.inf
 
 
-def test_both_sides_say_never_of_different_tokens() -> None:
+def test_minus_infinity_in_sampler_and_trainer_gives_the_sequence_weight_cap() -> None:
     """A sampler's -inf gives its sequence the weight `cap` and an infinite KL.
 
     A trainer's -inf alone gives weight 0, and a NaN stays visible.
@@ -109,7 +109,7 @@ def test_low_precision_is_computed_in_float32() -> None:
     assert importance_weights(trainer, sampler, torch.tensor([[True]])).item() == pytest.approx(math.exp(0.125))
 
 
-def test_kl_estimators() -> None:
+def test_k1_and_k3_equal_their_formulas_over_the_trained_tokens() -> None:
     """Over the trained tokens k1 is the mean of -d, and k3 is the mean of exp(d) - 1 - d."""
     d = np.array([0.0, 2.0, -1.0, 0.5])
 

@@ -48,7 +48,7 @@ def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", APART)
-def test_packed_samples_do_not_see_each_other(family: str, attention: str, training: bool) -> None:
+def test_packed_samples_do_not_attend_to_each_other(family: str, attention: str, training: bool) -> None:
     """With `model_inputs` or `attention_mask`, packed, padded samples have the logprobs of each sample alone."""
     model = build(family, attn_implementation=attention).train(training)
     (batch,) = pack(spoken(), max_tokens=64)
@@ -60,7 +60,7 @@ def test_packed_samples_do_not_see_each_other(family: str, attention: str, train
 
 
 @pytest.mark.slow
-def test_without_model_inputs_samples_do_see_each_other() -> None:
+def test_without_model_inputs_packed_samples_attend_to_each_other() -> None:
     """With `use_cache`, the default of transformers, a packed sample silently attends to earlier samples.
 
     `model_inputs` therefore sets it to False.
@@ -75,7 +75,7 @@ def test_without_model_inputs_samples_do_see_each_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECURRENT)
-def test_families_for_one_sample_in_a_micro_batch(family: str) -> None:
+def test_recurrent_families_need_micro_batches_of_one_sample(family: str) -> None:
     """The state of recurrent layers leaks between packed samples despite any mask.
 
     So a batch is correct only with a single sample.
@@ -112,7 +112,7 @@ def test_gpt_oss_needs_its_masks() -> None:
 
 
 @pytest.mark.slow
-def test_sliding_windows() -> None:
+def test_model_inputs_keeps_a_sliding_window() -> None:
     """`model_inputs` keeps a sliding window; an explicit mask must contain the window."""
     model = build("mixtral", sliding_window=4)
 
@@ -122,7 +122,7 @@ def test_sliding_windows() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_checked() -> None:
+def test_a_batch_with_only_one_segment_cannot_be_checked() -> None:
     """A batch with only one segment cannot be checked."""
     (batch,) = pack(spoken((5,)), max_tokens=64)
 
@@ -153,7 +153,7 @@ def test_attention_mask_is_causal_within_samples() -> None:
     assert mask.min() == torch.finfo(torch.bfloat16).min
 
 
-def test_attention_mask_with_a_window() -> None:
+def test_attention_mask_limits_each_position_to_the_window() -> None:
     """With a sliding window each position attends to this number of positions, including itself."""
     (batch,) = pack(spoken((4, 5)), max_tokens=8)
 

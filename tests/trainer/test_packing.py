@@ -58,7 +58,7 @@ def assert_holds(batch: MicroBatch, packed: list[Sample]) -> list[int]:
 @pytest.mark.proves("P23")
 @pytest.mark.slow
 @given(st.lists(samples(), max_size=8), st.integers(1, 20), st.integers(1, 8), st.none() | st.integers(1, 3))
-def test_everything_is_there_once(
+def test_each_sample_is_in_exactly_one_batch(
     given_samples: list[Sample], multiples: int, multiple: int, max_samples: int | None
 ) -> None:
     """With truncation and separated routed experts, each sample is in exactly one batch, whole or cut at its end."""
@@ -134,7 +134,7 @@ def test_u1_and_u2_samples_share_a_batch() -> None:
     assert batches[1].routed_experts[0, 4, 0].tolist() == [300, 301, 302]
 
 
-def test_samples_without_routing() -> None:
+def test_samples_without_routed_experts_are_rejected_or_separated() -> None:
     """Samples without routed experts are rejected or separated, as chosen.
 
     They are accepted if no sample has routed experts, or if they train no token.
@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[list[Sample], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_packed_is_named(wrong: str) -> None:
+def test_the_error_names_the_sample_or_option_that_cannot_be_packed(wrong: str) -> None:
     """The error names the sample or option and the allowed values."""
     given_samples, options, message = WRONG[wrong]
 
@@ -220,7 +220,7 @@ def test_packing_is_deterministic() -> None:
     assert [assert_holds(batch, given_samples) for batch in pack(given_samples, max_tokens=8)] == members
 
 
-def test_max_samples() -> None:
+def test_max_samples_limits_the_samples_of_each_batch() -> None:
     """`max_samples` limits the samples of each batch, also of separated ones, and the batches are reproducible."""
     given_samples = [sample_of(size) for size in (5, 3, 5, 9, 2, 5)]
 
@@ -246,7 +246,7 @@ def test_logprobs_are_finite_where_nothing_is_trained() -> None:
     assert batch.sampler_logprobs.tolist() == [[0.0, 0.0, -1.0, -np.inf]]
 
 
-def test_the_trainers_default_device_is_not_asked() -> None:
+def test_batches_are_built_in_cpu_memory_with_any_default_device() -> None:
     """Batches are built in CPU memory, also if the default device is another device."""
     with torch.device("meta"):
         (batch,) = pack([sample_of(5)], max_tokens=8, pad_to_multiple_of=8)
@@ -270,7 +270,7 @@ def test_rows_are_copied_once() -> None:
     assert peak < sample.routed_experts.nbytes
 
 
-def test_repr_and_moves() -> None:
+def test_the_repr_shows_only_sizes_and_to_moves_all_tensors() -> None:
     """The repr of a batch shows only sizes, and `to` moves all tensors."""
     (batch,) = pack([sample_of(9), sample_of(4)], max_tokens=16, pad_to_multiple_of=4)
 

@@ -37,7 +37,7 @@ def loss_of(model: Any) -> Any:
 
 
 @both_kinds
-def test_checkpoints_change_nothing(reentrant: bool) -> None:
+def test_recomputed_layers_use_the_given_experts_both_times(reentrant: bool) -> None:
     """Recomputed layers use the given experts both times."""
     model = build()
     with replay(model, ROWS):
@@ -104,7 +104,7 @@ def test_late_backward_is_refused_after_any_end(reentrant: bool) -> None:
 
 
 @both_kinds
-def test_checkpoints_around_the_model_are_seen(reentrant: bool) -> None:
+def test_a_checkpoint_around_the_model_counts_like_checkpoints_of_its_layers(reentrant: bool) -> None:
     """A checkpoint around the whole model counts like a checkpoint of the model's layers."""
     model = build()
     embedded = model.get_input_embeddings()(tokens(11)).detach().requires_grad_()
@@ -143,7 +143,7 @@ def test_passes_without_gradients_need_no_backward(reentrant: bool) -> None:
         loss_of(model)
 
 
-def test_frozen_lower_layers_are_not_waited_for() -> None:
+def test_a_block_does_not_wait_for_frozen_lower_layers() -> None:
     """A block does not wait for the recomputation of frozen lower layers, which never occurs."""
     model = checkpointed(reentrant=False)
     model.disable_input_require_grads()
@@ -154,7 +154,7 @@ def test_frozen_lower_layers_are_not_waited_for() -> None:
     assert model.model.layers[1].mlp.gate.weight.grad.abs().max() > 0
 
 
-def test_an_error_in_the_block_stays_that_error() -> None:
+def test_an_exception_in_the_block_is_raised_unchanged() -> None:
     """An exception in the block is raised unchanged, without an error about the missing backward pass."""
     model = checkpointed(reentrant=False)
     with pytest.raises(ZeroDivisionError), replay(model, ROWS):

@@ -54,7 +54,7 @@ def test_lengths_and_blocks_share_one_graph() -> None:
         run(compiled, 17)
 
 
-def test_layers_compiled_alone() -> None:
+def test_separately_compiled_layers_share_one_graph() -> None:
     """Separately compiled layers share one graph, although each layer has different rows."""
     from torch._dynamo.utils import counters
 
@@ -70,7 +70,7 @@ def test_layers_compiled_alone() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_checkpoints_inside_compiled_code() -> None:
+def test_compiled_code_recomputes_layers_with_the_given_experts() -> None:
     """Compiled code recomputes layers with the given experts inside the block, and raises an error after it."""
     rows = random_rows(11, 1)
     model = build(num_layers=1)
@@ -93,7 +93,7 @@ def test_checkpoints_inside_compiled_code() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_compiled_code(reentrant: bool) -> None:
+def test_a_checkpoint_around_compiled_code_needs_its_backward_pass_in_the_block(reentrant: bool) -> None:
     """Replay detects a checkpoint around compiled code and requires its backward pass inside the block."""
     model = build(num_layers=1)
     rows = random_rows(11, 1)

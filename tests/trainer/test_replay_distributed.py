@@ -30,7 +30,7 @@ def expected() -> dict[str, torch.Tensor]:
         return run(model)
 
 
-def test_distributed_data_parallel(expected: dict[str, torch.Tensor]) -> None:
+def test_distributed_data_parallel_computes_with_the_given_experts(expected: dict[str, torch.Tensor]) -> None:
     """DistributedDataParallel computes with the given experts."""
     model = torch.nn.parallel.DistributedDataParallel(build(num_layers=2))
     with replay(model, ROWS):
@@ -39,7 +39,9 @@ def test_distributed_data_parallel(expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("routers_too", [False, True])
-def test_fully_shard(expected: dict[str, torch.Tensor], routers_too: bool) -> None:
+def test_sharded_layers_and_routers_compute_with_the_given_experts(
+    expected: dict[str, torch.Tensor], routers_too: bool
+) -> None:
     """Sharded layers and sharded routers, which change their class, compute with the given experts and stay sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

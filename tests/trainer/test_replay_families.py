@@ -129,7 +129,7 @@ def test_minus_one_leaves_the_choice_to_the_router(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe-plain"])
-def test_layers_without_experts(family: str) -> None:
+def test_rows_of_all_hidden_layers_equal_rows_of_the_layers_with_experts(family: str) -> None:
     """Rows of all hidden layers, as vLLM returns them, have the same effect as rows of the layers with experts only."""
     model = build(family)
     rows = random_rows(11, 2)

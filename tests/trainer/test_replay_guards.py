@@ -38,7 +38,7 @@ def doctored(model: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> None:
+def test_a_router_with_another_formula_is_rejected(doctored: Any, dtype: torch.dtype) -> None:
     """A router with a known class name and another formula is rejected instead of replayed with wrong weights."""
     import transformers
 
@@ -51,7 +51,7 @@ def test_a_router_that_weighs_otherwise(doctored: Any, dtype: torch.dtype) -> No
         doctored(input_ids=tokens(11))
 
 
-def test_copies_made_inside_the_block(model: Any) -> None:
+def test_a_copy_made_inside_the_block_is_a_normal_model(model: Any) -> None:
     """A copy or saved file of a model made inside the block is a normal model, which can itself be replayed."""
     before = run(model)
     file = io.BytesIO()
@@ -70,7 +70,7 @@ def test_copies_made_inside_the_block(model: Any) -> None:
             assert difference(expected, run(other)) == 0
 
 
-def test_under_another_default_device(model: Any) -> None:
+def test_the_default_device_does_not_affect_replay(model: Any) -> None:
     """The default device does not affect replay, and the model is restored."""
     before, given = run(model), tokens(11)
     with replay(model, ROWS):
@@ -80,7 +80,7 @@ def test_under_another_default_device(model: Any) -> None:
     assert difference(before, run(model)) == 0
 
 
-def test_cuda_graphs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cuda_graph_captures_the_rows_of_a_block(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CUDA graph captures the rows of a block.
 
     torch.compile excludes the operator from CUDA graphs, and any other capture raises an error.

@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Tensor, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_rows_that_are_not_the_models(model: Any, fault: str) -> None:
+def test_rows_that_do_not_fit_the_model_are_rejected_with_their_position(model: Any, fault: str) -> None:
     """Rows of another model and rows that no router can have chosen are rejected with their position."""
     rows, message = FAULTS[fault]
     with pytest.raises(ReplayError, match=re.escape(message)), replay(model, rows):
@@ -68,14 +68,14 @@ def test_rows_that_are_not_the_models(model: Any, fault: str) -> None:
     assert difference(run(model), run(model)) == 0
 
 
-def test_no_rows_are_not_own_routing(model: Any) -> None:
+def test_a_batch_without_routed_experts_is_an_error(model: Any) -> None:
     """A batch without routed experts raises an error instead of using other experts than the worker."""
     with pytest.raises(ReplayError, match="no routed experts"), replay(model, None):
         pass
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_every_integer_dtype(model: Any, dtype: torch.dtype) -> None:
+def test_rows_of_any_integer_dtype_have_the_same_effect(model: Any, dtype: torch.dtype) -> None:
     """Rows of any integer dtype have the same effect."""
     rows = random_rows(11, 2)
     with replay(model, rows):
@@ -84,7 +84,7 @@ def test_every_integer_dtype(model: Any, dtype: torch.dtype) -> None:
         assert difference(expected, run(model)) == 0
 
 
-def test_as_many_rows_as_tokens(model: Any) -> None:
+def test_a_forward_pass_needs_as_many_rows_as_tokens(model: Any) -> None:
     """A forward pass with more or fewer tokens than rows is an error."""
     for batch, num_tokens in ((1, 10), (1, 12), (2, 11)):
         with (
@@ -104,7 +104,7 @@ def test_blocks_for_one_model_do_not_nest(model: Any) -> None:
         assert difference(expected, run(model)) == 0
 
 
-def test_two_models_at_a_time(model: Any) -> None:
+def test_two_models_can_be_replayed_at_the_same_time(model: Any) -> None:
     """Two models, such as a policy and its reference, can be replayed at the same time."""
     other = build("mixtral")
     rows, other_rows = random_rows(11, 2), random_rows(11, 3)
@@ -135,7 +135,7 @@ def test_replay_does_not_show_in_checkpoints(model: Any) -> None:
         run(model)
 
 
-def test_models_without_known_routers() -> None:
+def test_a_model_without_known_routers_is_rejected() -> None:
     """A dense model and a model with an unknown router are rejected with a reference to the supported routers."""
 
     class StrangeRouter(nn.Module):
@@ -149,7 +149,7 @@ def test_models_without_known_routers() -> None:
         replay(model, random_rows(5, 2)).__enter__()
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_another_router(model: Any) -> None:
+def test_a_router_subclass_with_its_own_forward_is_rejected(model: Any) -> None:
     """A router subclass with its own forward is rejected, because its formula is unknown."""
     router = router_of(moe_blocks(model)[0])
     kind = type(router)
@@ -161,14 +161,14 @@ def test_a_subclass_with_a_forward_of_its_own_is_another_router(model: Any) -> N
         router.__class__ = kind
 
 
-def test_two_stacks_of_layers() -> None:
+def test_a_model_with_two_stacks_of_layers_is_rejected() -> None:
     """A model with two stacks of layers is rejected, because it has no single row per layer."""
     both = nn.ModuleDict({"policy": build(num_layers=2), "reference": build(num_layers=2)})
     with pytest.raises(ReplayError, match="one stack of layers"):
         replay(both, random_rows(5, 2)).__enter__()
 
 
-def test_a_router_that_is_passed_by(model: Any) -> None:
+def test_a_block_without_a_call_of_each_router_is_an_error(model: Any) -> None:
     """A block that ends without a call of each router raises an error.
 
     Either the caller was wrong, or a kernel did the router's work.
@@ -186,7 +186,7 @@ def test_a_router_that_is_passed_by(model: Any) -> None:
     assert block.forward == forward
 
 
-def test_wrapped_routers_and_forwards(model: Any) -> None:
+def test_wrapped_routers_and_forwards_are_replayed(model: Any) -> None:
     """Routers with parametrized weights or an own forward of the instance (accelerate) are replayed as usual."""
     rows = random_rows(11, 2)
     with replay(model, rows):
@@ -203,7 +203,7 @@ def test_wrapped_routers_and_forwards(model: Any) -> None:
         parametrize.remove_parametrizations(one, "weight")
 
 
-def test_mixed_precision(model: Any) -> None:
+def test_replay_works_in_mixed_precision(model: Any) -> None:
     """Under autocast and in bfloat16, replay of the own choice changes nothing, and given experts are used."""
     for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
         precise = build(num_layers=2).to(dtype)

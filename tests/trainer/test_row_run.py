@@ -49,7 +49,7 @@ class Counted(np.ndarray[Any, Any]):
 @pytest.mark.parametrize("overlap", ["refuse", "first", "last"])
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("reach", [1, 2])
-def test_a_piece_costs_the_same_however_many_there_are(
+def test_the_cost_per_slice_is_constant(
     overlap: Overlap, order: int, reach: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cost per slice is constant, in both directions, with and without overlap."""
@@ -63,7 +63,7 @@ def test_a_piece_costs_the_same_however_many_there_are(
     assert np.array_equal(np.asarray(found), rows[: count + reach - 1])
 
 
-def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
+def test_the_remaining_row_of_a_replaced_slice_is_copied() -> None:
     """With `last`, a remaining row of a replaced slice is copied, so that the memory of the slice is freed."""
     rows = rows_of(4000, layers=24, top_k=8)
     run = RowStitcher("last")
@@ -79,7 +79,9 @@ def test_the_rest_of_a_replaced_piece_does_not_keep_all_of_it() -> None:
 
 
 @given(cut(), st.sampled_from(["refuse", "first", "last"]))
-def test_any_cut_comes_back(case: tuple[int, Rows, list[tuple[int, Rows]]], overlap: Overlap) -> None:
+def test_rows_that_are_cut_in_any_way_are_restored_whole(
+    case: tuple[int, Rows, list[tuple[int, Rows]]], overlap: Overlap
+) -> None:
     """Rows that are cut in any way, with overlaps, empty slices and mixed dtypes, are restored whole and writable."""
     start, rows, pieces = case
     wanted = np.result_type(*(piece.dtype for _, piece in pieces))
@@ -94,7 +96,7 @@ def test_any_cut_comes_back(case: tuple[int, Rows, list[tuple[int, Rows]]], over
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=6), st.booleans())
-def test_precedence_is_that_of_a_simple_table(spans: list[tuple[int, int]], last: bool) -> None:
+def test_each_position_has_the_row_of_the_first_or_last_slice(spans: list[tuple[int, int]], last: bool) -> None:
     """With `first` or `last`, each position has the row of the first or last slice that covers it."""
     pieces = [(at, rows_of(n, seed=i)) for i, (at, n) in enumerate(spans)]
     table: dict[int, Rows] = {}
@@ -117,7 +119,7 @@ def test_precedence_is_that_of_a_simple_table(spans: list[tuple[int, int]], last
     assert all(np.array_equal(row, table[start + i]) for i, row in enumerate(rows))
 
 
-def test_id_300_survives_a_narrow_piece() -> None:
+def test_id_300_survives_a_u1_slice() -> None:
     """A u1 slice does not change u2 ids after it or at the position where both meet."""
     narrow = np.array([[[1, 2]], [[3, 4]]], np.uint8)
     wide = np.array([[[300, 4]], [[301, 302]]], np.uint16)
@@ -127,7 +129,7 @@ def test_id_300_survives_a_narrow_piece() -> None:
     assert stitch_rows([(2, wide), (0, narrow)])[1].tolist() == [[[1, 2]], [[3, 4]], [[300, 4]], [[301, 302]]]
 
 
-def test_no_piece_of_no_rows_narrows_or_widens_silently() -> None:
+def test_empty_slices_give_an_empty_array_with_the_widest_dtype() -> None:
     """Empty slices give an empty array with their layout and the widest dtype."""
     start, rows = stitch_rows([(7, np.empty((0, 3, 2), np.uint8)), (9, np.empty((0, 3, 2), np.uint16))])
 
@@ -136,7 +138,7 @@ def test_no_piece_of_no_rows_narrows_or_widens_silently() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2"])
-def test_prefill_and_decode(dtype: str) -> None:
+def test_prompt_rows_come_from_prefill_and_other_rows_from_decode(dtype: str) -> None:
     """If decode also returns the whole sequence, the prompt's rows come from prefill and the other rows from decode."""
     start, prompt_len, sampled = 2, 6, 4
     prefill, decode = rows_of(4, dtype=dtype, seed=1), rows_of(7, dtype=dtype, seed=2)
@@ -147,14 +149,14 @@ def test_prefill_and_decode(dtype: str) -> None:
     assert np.array_equal(rows, np.concatenate([prefill[: prompt_len - start], decode[prompt_len - start :]]))
 
 
-def test_order_within_a_top_k_is_free() -> None:
+def test_the_order_of_experts_within_a_top_k_does_not_count() -> None:
     """The same experts in another order are equal; the order of the first slice is kept."""
     rows = rows_of(4)
 
     assert np.array_equal(stitch_rows([(0, rows), (1, rows[1:, :, ::-1])])[1], rows)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_the_error_names_the_slice_and_position_that_do_not_fit() -> None:
     """A gap, different rows, or another layout, dtype or shape is an error with the slice and the position."""
     rows = rows_of(6)
     other = rows.copy()

@@ -65,7 +65,7 @@ def test_an_advantage_is_any_number(advantage: Any) -> None:
     assert sample_of(6, advantage=advantage).advantage == advantage
 
 
-def test_nan_where_nothing_is_trained_is_fine() -> None:
+def test_logprobs_may_be_nan_where_the_loss_mask_is_off() -> None:
     """Logprobs may be NaN where the loss mask is off."""
     logprobs = np.array([np.nan, np.nan, -1, -1, -1, -1], np.float32)
 

@@ -14,7 +14,7 @@ def versioned(*versions: int) -> Sample:
 
 
 @pytest.mark.parametrize(("max_lag", "fresh"), [(0, [4]), (1, [3, 4]), (2, [2, 3, 4]), (9, [1, 2, 3, 4])])
-def test_mask_stale(max_lag: int, fresh: list[int]) -> None:
+def test_mask_stale_masks_tokens_whose_lag_exceeds_the_maximum(max_lag: int, fresh: list[int]) -> None:
     """Tokens of version - max_lag and later stay trained, and the original batch is unchanged."""
     (batch,) = pack([versioned(1, 2, 3, 4)], max_tokens=8, pad_to_multiple_of=8)
 
@@ -42,7 +42,7 @@ def test_mask_stale_never_turns_a_mask_on() -> None:
     assert torch.equal(mask_stale(batch, version=0, max_lag=100).loss_mask, batch.loss_mask)
 
 
-def test_drop_stale() -> None:
+def test_drop_stale_decides_by_the_oldest_or_newest_trained_token() -> None:
     """The oldest or newest trained token decides about a sample; a sample without trained tokens is kept."""
     old, mixed, new = versioned(1, 1), versioned(3, 1), versioned(3, 4)
     untrained = sample_of(3, first=3)

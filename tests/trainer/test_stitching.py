@@ -59,7 +59,7 @@ def sampled_part(whole: Sample) -> Sample:
 
 @pytest.mark.proves("P23")
 @given(conversations())
-def test_any_turns_come_back(case: tuple[Sample, list[tuple[int, FakeTurn]]]) -> None:
+def test_a_sequence_cut_into_any_turns_is_restored(case: tuple[Sample, list[tuple[int, FakeTurn]]]) -> None:
     """A sequence cut into turns of any length, with any overlap of rows, is restored unchanged."""
     whole, turns = case
     stitcher = Stitcher()
@@ -77,7 +77,7 @@ def two_turns(first: FakeTurn, second: FakeTurn, whole: Sample) -> Sample:
     return stitcher.sample()
 
 
-def test_the_boundary_row_is_the_second_turns() -> None:
+def test_the_boundary_row_comes_from_the_second_turn() -> None:
     """The last token of a turn has the row that the next turn computed, exactly once."""
     whole, first, second = spoken()
 
@@ -117,7 +117,7 @@ def test_a_logprob_of_minus_infinity_is_legal() -> None:
     assert two_turns(first, second, whole).logprobs[4] == -np.inf
 
 
-def test_next_start_is_what_to_ask_for() -> None:
+def test_next_start_is_the_position_of_the_first_missing_row() -> None:
     """`next_start` is the position of the first missing row; only turns with sampled tokens move it."""
     whole, first, second = spoken()
     stitcher = Stitcher()
@@ -157,7 +157,7 @@ def test_rows_from_next_start_are_all_that_training_needs(
         assert f"no row for position {stitcher.next_start}, whose prediction is trained" in str(error)
 
 
-def test_a_first_turn_that_began_at_its_prompts_length() -> None:
+def test_next_start_precedes_a_first_turn_that_starts_at_its_prompt_length() -> None:
     """If the first turn starts at its prompt length, `next_start` is the row before it.
 
     This row predicts the first sampled token. Rows from there on are compared.
@@ -177,7 +177,7 @@ def test_a_first_turn_that_began_at_its_prompts_length() -> None:
     pack([stitcher.sample()], max_tokens=10)
 
 
-def test_a_turn_may_do_without_what_only_refuses() -> None:
+def test_a_custom_turn_needs_neither_error_nor_prompt_len() -> None:
     """Custom turn objects need neither `error` nor `prompt_len`."""
     whole, first, _ = spoken()
     fields = {name: value for name, value in vars(first).items() if name not in ("error", "prompt_len")}
@@ -200,7 +200,7 @@ def test_a_first_turn_may_have_no_rows_at_all() -> None:
     assert stitcher.sample().start == 2
 
 
-def test_a_later_turn_can_make_routing_whole() -> None:
+def test_a_later_turn_can_supply_the_rows_of_an_earlier_turn() -> None:
     """A later turn can supply the rows of a turn without routed experts; otherwise the turn is named in an error."""
     whole, first, second = spoken()
     first.routed_experts = None
@@ -217,7 +217,7 @@ def test_a_later_turn_can_make_routing_whole() -> None:
         two_turns(first, second, whole)
 
 
-def test_recomputed_rows_that_differ() -> None:
+def test_recomputed_rows_that_differ_are_rejected_ignored_or_preferred() -> None:
     """Different rows of a later turn for the same positions are rejected, ignored or preferred, as chosen."""
     whole, first, second = spoken()
     assert first.routed_experts is not None
@@ -275,7 +275,7 @@ def test_the_rows_of_a_single_turn_are_not_copied() -> None:
     assert np.shares_memory(stitcher.sample().routed_experts, first.routed_experts)
 
 
-def test_turns_that_bring_all_rows_again_are_not_kept() -> None:
+def test_repeated_rows_of_earlier_turns_are_freed() -> None:
     """Repeated rows of earlier turns are compared and freed, so memory grows with the sequence, not with its square."""
     rows = rows_of(1000, layers=24, top_k=8)
     whole = sample_of(1001, routed=None, advantage=0.0)

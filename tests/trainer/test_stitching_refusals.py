@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_turn_that_does_not_fit_is_named_and_leaves_no_trace(wrong: str) -> None:
+def test_a_turn_that_does_not_fit_is_named_and_leaves_the_stitcher_unchanged(wrong: str) -> None:
     """The error names the turn and the position, and the correct turn can still be added."""
     fields, message = WRONG[wrong]
     whole, first, second = spoken()
@@ -106,7 +106,7 @@ def test_a_failed_generation_is_refused() -> None:
     stitcher.add(whole.token_ids[:3], first)
 
 
-def test_an_advantage_that_is_none_is_a_pack_error() -> None:
+def test_an_invalid_advantage_is_a_pack_error() -> None:
     """An invalid advantage raises the error of the sample."""
     whole, first, _ = spoken()
     stitcher = Stitcher()

@@ -33,7 +33,7 @@ def the_step() -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def test_it_is_thirty_lines() -> None:
+def test_the_training_step_has_at_most_thirty_lines() -> None:
     """The block has at most thirty lines without blank lines, as its heading states."""
     assert len([line for line in the_block().splitlines() if line]) <= 30
 
@@ -66,7 +66,7 @@ def unrouted(turns: Conversation) -> Conversation:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routed", [True, False])
-def test_the_step_learns(routed: bool) -> None:
+def test_the_training_step_raises_the_logprobs_of_the_better_answer(routed: bool) -> None:
     """A few steps raise the logprobs of the answer with the higher reward and lower those of the other answer.
 
     The rollouts also contain failed conversations and groups without a second answer to compare.
