@@ -70,7 +70,7 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
     containers.end_all()
 
 
-def told(process: subprocess.Popen[str]) -> str:
+def printed_settings(process: subprocess.Popen[str]) -> str:
     """Return the settings that a container's worker printed."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
@@ -82,7 +82,7 @@ def test_no_two_containers_get_the_same_gpu(containers: Containers) -> None:
     The GPUs of an exited container are free again.
     """
     first, second = containers.start(ROLLBUS_GPUS="2"), containers.start(ROLLBUS_GPUS="2")
-    shares = {told(first): first, told(second): second}
+    shares = {printed_settings(first): first, printed_settings(second): second}
     assert {line.split()[0] for line in shares} == {"0,1", "2,3"}
     assert {line.split()[1] for line in shares} == {"PCI_BUS_ID"}
     assert {line.split()[2] for line in shares} == {"w0.creds", "w1.creds"}
@@ -93,12 +93,12 @@ def test_no_two_containers_get_the_same_gpu(containers: Containers) -> None:
 
     line, process = next(iter(shares.items()))
     containers.end(process)
-    assert told(containers.start(ROLLBUS_GPUS="2")).split()[0] == line.split()[0]
+    assert printed_settings(containers.start(ROLLBUS_GPUS="2")).split()[0] == line.split()[0]
 
 
 def test_without_rollbus_gpus_the_environment_does_not_change(containers: Containers) -> None:
     """Without ROLLBUS_GPUS, as in the other profiles, the script does not change the environment."""
-    assert told(containers.start(CUDA_VISIBLE_DEVICES="")) == "w0.creds"
+    assert printed_settings(containers.start(CUDA_VISIBLE_DEVICES="")) == "w0.creds"
 
 
 @pytest.mark.parametrize(

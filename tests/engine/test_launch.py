@@ -127,14 +127,14 @@ async def test_cancelled_start_leaves_no_process(models: dict[str, Path], monkey
     loop = asyncio.get_running_loop()
     is_coming_up = asyncio.Event()
 
-    class Told(Cores):
+    class NotifyingCores(Cores):
         """Notifies the test when it is pickled for the engine core's process."""
 
         def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             loop.call_soon_threadsafe(is_coming_up.set)
             return Cores, (self.num_threads, self.bound)
 
-    monkeypatch.setattr(launch_module, "compute_in_core", lambda _args, _config: Told(None, ()))
+    monkeypatch.setattr(launch_module, "compute_in_core", lambda _args, _config: NotifyingCores(None, ()))
     engine = VllmEngine(models["dense"])
 
     async with asyncio.TaskGroup() as group:

@@ -206,7 +206,7 @@ async def test_the_engine_pauses_while_running_requests_lose_their_cache(
     done: list[str] = []
     engine = VllmEngine("/model")
 
-    class Told(Calls):
+    class RecordingCalls(Calls):
         """Records the calls."""
 
         async def call(self, name: str, *_: Any, **__: Any) -> bool:
@@ -218,7 +218,7 @@ async def test_the_engine_pauses_while_running_requests_lose_their_cache(
         done.append("pause")
 
     llm: Any = SimpleNamespace(vllm_config=config_of(aux=aux), engine_core=None)
-    engine._controls = SimpleNamespace(calls=Told(llm))  # type: ignore[assignment]
+    engine._controls = SimpleNamespace(calls=RecordingCalls(llm))  # type: ignore[assignment]
     engine._launch._llm = llm
     engine._is_paused = is_paused
     monkeypatch.setattr(engine, "pause", pause)

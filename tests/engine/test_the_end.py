@@ -40,7 +40,7 @@ async def read_on(running: RunningEngine) -> None:
         await running.next()
 
 
-async def is_told(call: Coroutine[Any, Any, None]) -> bool:
+async def raises_engine_dead(call: Coroutine[Any, Any, None]) -> bool:
     """Wait until a call into the engine fails, because no call may outlive the engine, and return True."""
     with pytest.raises(EngineDead):
         await call
@@ -69,7 +69,9 @@ def test_a_killed_engine_core_raises_engine_dead(dense: RunningEngine) -> None:
         await dense.next()
         async with asyncio.TaskGroup() as group:
             core.suspend()
-            calls = [group.create_task(is_told(call)) for call in (dense.engine.pause(), dense.engine.resume())]
+            calls = [
+                group.create_task(raises_engine_dead(call)) for call in (dense.engine.pause(), dense.engine.resume())
+            ]
             # The calls are sent here and can get no answer.
             await asyncio.sleep(0)
             core.kill()

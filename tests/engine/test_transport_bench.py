@@ -48,7 +48,7 @@ async def test_all_transports_give_the_same_tokens() -> None:
     assert rows["rollbus"]["tokens_at_a_time"] == Spread(5, 5, 5)
 
 
-class Liar(Way):
+class FixedTransport(Way):
     """A transport that reports given numbers."""
 
     def __init__(self, name: str, **said: object) -> None:
@@ -63,15 +63,15 @@ class Liar(Way):
 @pytest.mark.parametrize("said", [{"tokens": 14}, {"token_sum": 8}, {"logprob_sum": -1.25}])
 async def test_a_difference_ends_the_bench(said: dict[str, object]) -> None:
     """The bench fails at any difference between transports and prints no result."""
-    assert len(await turn([Liar("a"), Liar("b")], (3, 5), 0)) == 2
+    assert len(await turn([FixedTransport("a"), FixedTransport("b")], (3, 5), 0)) == 2
     with pytest.raises(RuntimeError, match="3x5"):
-        await turn([Liar("a"), Liar("b", **said)], (3, 5), 0)
+        await turn([FixedTransport("a"), FixedTransport("b", **said)], (3, 5), 0)
 
 
 async def test_too_few_tokens_end_the_bench() -> None:
     """The bench fails if tokens are missing, also if all transports agree."""
     with pytest.raises(RuntimeError, match="3x6"):
-        await turn([Liar("a"), Liar("b")], (3, 6), 0)
+        await turn([FixedTransport("a"), FixedTransport("b")], (3, 6), 0)
 
 
 def test_rates_and_cpu_are_per_token_and_compared_within_a_round() -> None:

@@ -40,7 +40,7 @@ def test_the_adapter_reads_the_outputs_of_each_release(wheel: str) -> None:
         "cached_tokens": 32,
         "finish_reason": "length",
     }
-    assert found["executor_is_taken"]
+    assert found["executor_is_accepted"]
     assert found["flag_is_copied"]
     assert found["refusal_is_lifted"]
     is_newest = version >= "0.33"

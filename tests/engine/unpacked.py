@@ -137,7 +137,7 @@ def flag_is_copied() -> bool:
     return bool(args.aux_output_config.enable_return_routed_experts)
 
 
-def executor_is_taken() -> bool:
+def executor_is_accepted() -> bool:
     """Return True if the release accepts the adapter's executor as its own kind, and pickles it."""
     from vllm.v1.engine import utils
     from vllm.v1.executor import UniProcExecutor
@@ -215,7 +215,7 @@ def main() -> None:
         "fed": fed(),
         "failed": failed(),
         "flag_is_copied": flag_is_copied(),
-        "executor_is_taken": executor_is_taken(),
+        "executor_is_accepted": executor_is_accepted(),
         "refusal_is_lifted": refusal_is_lifted(),
         "external_hit": external_hit(),
     }

@@ -18,7 +18,7 @@ SIZES = (6, 2, 9, 2, 2, 5)
 APART = [family for family in FAMILIES if family != "gpt_oss"]
 
 
-def spoken(sizes: tuple[int, ...] = SIZES) -> list[Sample]:
+def random_samples(sizes: tuple[int, ...] = SIZES) -> list[Sample]:
     """Return samples of random tokens."""
     random = np.random.default_rng(0)
     return [sample_of(size, routed=None, token_ids=random.integers(3, 50, size).astype(np.int32)) for size in sizes]
@@ -33,7 +33,7 @@ def target_logprobs(model: torch.nn.Module, batch: MicroBatch, **inputs: Any) ->
 
 def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]] = lambda _: {}) -> float:
     """Return the largest difference between the logprobs of packed, padded samples and those of each sample alone."""
-    samples = spoken()
+    samples = random_samples()
     (batch,) = pack(samples, max_tokens=64, pad_to_multiple_of=32)
     packed = target_logprobs(model, batch, **inputs(batch))
     differences = []
@@ -51,7 +51,7 @@ def off_by(model: torch.nn.Module, inputs: Callable[[MicroBatch], dict[str, Any]
 def test_packed_samples_do_not_attend_to_each_other(family: str, attention: str, training: bool) -> None:
     """With `model_inputs` or `attention_mask`, packed, padded samples have the logprobs of each sample alone."""
     model = build(family, attn_implementation=attention).train(training)
-    (batch,) = pack(spoken(), max_tokens=64)
+    (batch,) = pack(random_samples(), max_tokens=64)
 
     assert off_by(model) < 1e-5
     check_packing(model, batch)
@@ -66,7 +66,7 @@ def test_without_model_inputs_packed_samples_attend_to_each_other() -> None:
     `model_inputs` therefore sets it to False.
     """
     model = build("qwen3_moe", attn_implementation="sdpa")
-    (batch,) = pack(spoken(), max_tokens=64)
+    (batch,) = pack(random_samples(), max_tokens=64)
 
     assert off_by(model, lambda _: {"use_cache": True}) > 1e-3
     with pytest.raises(PackError, match="last segment sees 16 positions"):
@@ -81,7 +81,7 @@ def test_recurrent_families_need_micro_batches_of_one_sample(family: str) -> Non
     So a batch is correct only with a single sample.
     """
     model = build(family)
-    (batch,) = pack(spoken(), max_tokens=64)
+    (batch,) = pack(random_samples(), max_tokens=64)
 
     assert off_by(model) > 1e-3
     assert off_by(model, lambda batch: {"attention_mask": attention_mask(batch)}) > 1e-3
@@ -93,7 +93,7 @@ def test_recurrent_families_need_micro_batches_of_one_sample(family: str) -> Non
 def test_gpt_oss_needs_its_masks() -> None:
     """gpt-oss ignores `position_ids`; one mask for each kind of attention layer separates the samples."""
     model = build("gpt_oss", sliding_window=4)
-    (batch,) = pack(spoken(), max_tokens=64)
+    (batch,) = pack(random_samples(), max_tokens=64)
 
     def masks(batch: MicroBatch) -> dict[str, Any]:
         window = model.config.sliding_window
@@ -124,7 +124,7 @@ def test_model_inputs_keeps_a_sliding_window() -> None:
 @pytest.mark.slow
 def test_a_batch_with_only_one_segment_cannot_be_checked() -> None:
     """A batch with only one segment cannot be checked."""
-    (batch,) = pack(spoken((5,)), max_tokens=64)
+    (batch,) = pack(random_samples((5,)), max_tokens=64)
 
     with pytest.raises(PackError, match="one segment; allowed: two"):
         check_packing(build(), batch)
@@ -135,7 +135,7 @@ def test_attention_mask_is_causal_within_samples() -> None:
 
     Padding attends only to padding.
     """
-    (batch,) = pack(spoken((3, 3)), max_tokens=8, pad_to_multiple_of=8)
+    (batch,) = pack(random_samples((3, 3)), max_tokens=8, pad_to_multiple_of=8)
 
     mask = attention_mask(batch, dtype=torch.bfloat16)
 
@@ -155,7 +155,7 @@ def test_attention_mask_is_causal_within_samples() -> None:
 
 def test_attention_mask_limits_each_position_to_the_window() -> None:
     """With a sliding window each position attends to this number of positions, including itself."""
-    (batch,) = pack(spoken((4, 5)), max_tokens=8)
+    (batch,) = pack(random_samples((4, 5)), max_tokens=8)
 
     assert (attention_mask(batch, sliding_window=2) == 0)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],

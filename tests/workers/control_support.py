@@ -40,7 +40,7 @@ class Token(NamedTuple):
     lora_version: int | None
 
 
-class Door:
+class IntakeStub:
     """A stand-in for the intake of requests. No request arrives by itself."""
 
     is_open = True
@@ -74,7 +74,7 @@ class Rig:
         )
         self.runner = EngineRunner(self.engine, timeout_s=60.0)
         self.links = WorkerLinks(worker, "w1", max_payload=MAX_PAYLOAD)
-        self.door = Door()
+        self.door = IntakeStub()
         self.flow = InFlightRequests(
             self.runner,
             self.links,

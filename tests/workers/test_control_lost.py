@@ -26,7 +26,7 @@ from tests.workers.support import SLOW, StartControlled, StartHeard, controlled_
 pytestmark = pytest.mark.slow
 
 
-async def spoil(client: HandClient, boss: HandController) -> None:
+async def write_garbage_state(client: HandClient, boss: HandController) -> None:
     """Write a value that is no desired state into the key."""
     await client.nats.jetstream().publish(boss.store.subject(MODEL), b'{"model": 7}')
 
@@ -44,7 +44,7 @@ async def test_a_serving_worker_continues_if_the_desired_state_is_garbage(contro
     """
     async with controlled_worker() as (client, boss, *_):
         epoch = (await boss.applied("resume")).epoch
-        await spoil(client, boss)
+        await write_garbage_state(client, boss)
         raw = await boss.do("pause", timeout_s=5)
         recorded = await boss.do("pause", epoch=(epoch or 0) + 1, timeout_s=0.2)
         await ask(client, "r")
@@ -67,7 +67,7 @@ async def test_a_worker_that_starts_on_a_garbage_desired_state_waits_for_a_reset
     """A worker that starts on a garbage desired state reports the problem, waits, and serves after a reset."""
     async with hand_client(nats_url, fleet) as client, hand_controller(nats_url, fleet) as boss:
         await boss.record("resume")
-        await spoil(client, boss)
+        await write_garbage_state(client, boss)
         async with synthetic_worker(nats_url, fleet, worker_id="w", config=SLOW) as (worker, _):
             await client.until_state("w", WorkerState.UPDATING)
             await client.until(lambda: client.presences["w"].last_error is not None)

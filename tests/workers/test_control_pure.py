@@ -158,7 +158,7 @@ def test_a_final_ack_is_unsupported_stale_or_failed(code: ControlCode, status: A
     assert len(outcome.error.message) == MAX_ERROR_CHARS
 
 
-def word(heard: ReceivedCommand, status: AckStatus) -> Ack:
+def ack_of(heard: ReceivedCommand, status: AckStatus) -> Ack:
     """Return an ack of a command."""
     command = heard.command
     return Ack(id=command.id, command=command.command, worker="w", incarnation="i", model="m", status=status)
@@ -178,9 +178,9 @@ def test_only_the_first_final_ack_of_a_command_is_sent() -> None:
     for first, second in itertools.product(finals, AckStatus):
         log = CommandLog()
         heard = begun(log, "c")
-        assert log.add_ack(heard, word(heard, AckStatus.ACCEPTED))
-        assert log.add_ack(heard, word(heard, first))
-        assert not log.add_ack(heard, word(heard, second))
+        assert log.add_ack(heard, ack_of(heard, AckStatus.ACCEPTED))
+        assert log.add_ack(heard, ack_of(heard, first))
+        assert not log.add_ack(heard, ack_of(heard, second))
 
         assert log.find("c") is heard
         assert heard.last is not None
@@ -194,9 +194,9 @@ def test_the_numbers_of_running_and_ended_commands_are_bounded() -> None:
     heard = [begun(log, f"c{number}") for number in range(MAX_SEEN_COMMANDS)]
     assert log.add(Pause(id="one-more"), "boss", 0.0) is None
     for item in heard:
-        log.add_ack(item, word(item, AckStatus.APPLIED))
+        log.add_ack(item, ack_of(item, AckStatus.APPLIED))
     last = begun(log, "last")
-    log.add_ack(last, word(last, AckStatus.APPLIED))
+    log.add_ack(last, ack_of(last, AckStatus.APPLIED))
 
     assert log.find("c0") is None
     assert log.find("c1") is heard[1]
@@ -207,9 +207,9 @@ def test_after_a_fence_a_worker_acks_no_earlier_commands() -> None:
     """After a fence, a worker sends no ack for earlier commands, except repeated final acks."""
     log = CommandLog()
     ended, open_one = begun(log, "ended"), begun(log, "open")
-    log.add_ack(ended, word(ended, AckStatus.APPLIED))
+    log.add_ack(ended, ack_of(ended, AckStatus.APPLIED))
     log.clear()
 
-    assert not log.add_ack(open_one, word(open_one, AckStatus.APPLIED))
+    assert not log.add_ack(open_one, ack_of(open_one, AckStatus.APPLIED))
     assert log.find("open") is None
     assert log.find("ended") is ended

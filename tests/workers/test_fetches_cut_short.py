@@ -34,7 +34,7 @@ def on_fetch(monkeypatch: pytest.MonkeyPatch) -> list[OnFetch]:
     return todo
 
 
-async def go_on(name: str, into: Path) -> None:
+async def continue_fetch(name: str, into: Path) -> None:
     """Do nothing, so that the object is fetched."""
 
 
@@ -65,7 +65,7 @@ async def cut_short(sources: WeightSources, source: WeightSource, on_fetch: list
         is_there.set()
         await asyncio.Event().wait()
 
-    on_fetch[:] = [*[go_on] * num_whole, stop]
+    on_fetch[:] = [*[continue_fetch] * num_whole, stop]
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(sources.checkpoint(source, ignore))
         await is_there.wait()
@@ -132,7 +132,7 @@ async def test_a_version_deleted_during_its_fetch_leaves_no_files(
         async def delete(name: str, into: Path) -> None:
             assert await delete_prefix(versions.nats, deleted)
 
-        on_fetch[:] = [*[go_on] * num_whole, delete]
+        on_fetch[:] = [*[continue_fetch] * num_whole, delete]
         with pytest.raises(ControlError, match="deleted meanwhile") as raised:
             await sources.checkpoint(source, ignore)
         left = entries(tmp_path)

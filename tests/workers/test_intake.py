@@ -137,7 +137,7 @@ async def test_the_requests_of_a_silent_client_are_aborted(nats_url: str, fleet:
 async def test_a_direct_request_without_a_free_slot_is_rejected_immediately(heard_worker: StartHeard) -> None:
     """A worker accepts direct requests while it has a slot, and then rejects them immediately as `queue_full`."""
     async with heard_worker(config=ENDLESS) as (client, worker, _):
-        await until_found_empty(worker)
+        await until_queue_is_empty(worker)
         for number in range(3):
             await client.hand_over(endless(f"r{number}"), "w")
         await client.until_ended("r2")
@@ -147,7 +147,7 @@ async def test_a_direct_request_without_a_free_slot_is_rejected_immediately(hear
         assert worker.stats().intake.refused == 1
 
 
-async def until_found_empty(worker: Worker) -> None:
+async def until_queue_is_empty(worker: Worker) -> None:
     """Wait until the worker has found every lane of the queue empty."""
     await until_true(lambda: worker._puller.lanes_waiting() == ())
 

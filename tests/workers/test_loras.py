@@ -158,7 +158,7 @@ async def test_an_adapter_that_the_engine_rejects_changes_nothing(tmp_path: Path
         assert {token.lora_version for token in worker.tokens("r")} == {1}
 
 
-class Forgetful(SyntheticEngine):
+class AdapterLosingEngine(SyntheticEngine):
     """Loses the adapter that it should replace, or never returns."""
 
     fails: bool | None = None
@@ -180,11 +180,11 @@ async def test_an_adapter_that_is_lost_in_a_replacement_cannot_be_named(tmp_path
 
     Its requests end as retryable.
     """
-    async with rig(tmp_path, engine=Forgetful) as worker:
+    async with rig(tmp_path, engine=AdapterLosingEngine) as worker:
         await load(worker, "a", worker.adapter("1", 1), 1)
         await worker.start("r", LONG, lora="a")
         await worker.until_tokens("r", 5)
-        assert isinstance(worker.engine, Forgetful)
+        assert isinstance(worker.engine, AdapterLosingEngine)
         worker.engine.fails = fails
         with pytest.raises(ControlError):
             await worker.loras.load(load_lora("a", worker.adapter("2", 2), 2, timeout_s=1.0), worker.report)

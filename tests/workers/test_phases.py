@@ -102,7 +102,9 @@ async def test_a_prefill_worker_does_not_pull_from_the_queue(
         assert {worker for worker, key in client.offers if key.request_id == "r"} == {"d"}
 
 
-async def given_for(worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvTransfer) -> KvTransfer | None:
+async def kv_of_engine(
+    worker: Worker, engine: SyntheticEngine, client: HandClient, kv: KvTransfer
+) -> KvTransfer | None:
     """Send a decode phase directly to the worker, and return the KV parameters that its engine received."""
     seen: list[KvTransfer | None] = []
     add = engine.add
@@ -135,7 +137,7 @@ async def test_only_kv_of_the_same_weights_and_connector_is_used(
     """KV of other weights or of another connector is computed again and counted. The request ends normally."""
     kv = KvTransfer(**{"params": b"x", "connector": "synthetic", "weight_version": 4, **handover})  # type: ignore[arg-type]
     async with heard_worker(config=DECODE, worker_id="d", weight_version=4) as (client, worker, engine):
-        assert (await given_for(worker, engine, client, kv) is not None) == is_used
+        assert (await kv_of_engine(worker, engine, client, kv) is not None) == is_used
 
 
 async def test_a_request_that_the_engine_rejects_with_kv_ends_as_kv_transfer_failed(heard_worker: StartHeard) -> None:
@@ -158,7 +160,7 @@ async def test_a_worker_of_both_roles_computes_the_kv_again(heard_worker: StartH
     """A worker of both roles has no connector, so it computes the KV again: slower, but correct."""
     kv = KvTransfer(params=b"x", connector="synthetic", weight_version=0)
     async with heard_worker(worker_id="d") as (client, worker, engine):
-        assert await given_for(worker, engine, client, kv) is None
+        assert await kv_of_engine(worker, engine, client, kv) is None
 
 
 async def test_kv_parameters_that_fit_into_no_frame_are_omitted(heard_worker: StartHeard) -> None:

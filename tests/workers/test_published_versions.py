@@ -316,7 +316,7 @@ def cycle(links: tuple[Link, ...]) -> tuple[Link, ...]:
     return (*links, links[0])
 
 
-def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
+def chain_in_another_bucket(links: tuple[Link, ...]) -> tuple[Link, ...]:
     """Return a chain that begins in another bucket."""
     return (replace(links[0], objects="other/versions/0-1-00000000"), *links[1:])
 
@@ -325,7 +325,10 @@ def led_away(links: tuple[Link, ...]) -> tuple[Link, ...]:
     ("spoil", "said"),
     [
         (cycle, "has a chain with a version twice"),
-        (led_away, "has the version objects:other/versions/0-1-00000000 in its chain, which is in another bucket"),
+        (
+            chain_in_another_bucket,
+            "has the version objects:other/versions/0-1-00000000 in its chain, which is in another bucket",
+        ),
     ],
 )
 async def test_an_invalid_chain_is_rejected_before_the_fetch(

@@ -27,7 +27,7 @@ ENDS = {
 """The reason and the tokens of the end, by action."""
 
 
-def told(links: WorkerLinks, request_id: str = "r") -> RequestTimeline:
+def timeline_of(links: WorkerLinks, request_id: str = "r") -> RequestTimeline:
     """Return the only timeline of a request."""
     [timeline], _ = links.requests.timelines.find(request_id)
     return timeline
@@ -68,7 +68,7 @@ def test_the_timeline_of_each_ended_request_has_the_reason(act: str) -> None:
         case _:
             links.fence("w2", NOW, max_payload=1 << 20)
 
-    end = told(links).events[-1]
+    end = timeline_of(links).events[-1]
     assert (end.event, (end.reason, end.tokens)) == ("ended", ENDS[act])
     assert "in_flight=0 ended=1" in repr(links.requests.timelines)
 
@@ -88,7 +88,7 @@ def test_batched_tokens_count_under_their_version() -> None:
     links.add_steps([step(name, 1, end=True) for name in names], NOW)
 
     for request_id, before in (("r", 3), ("s", 2)):
-        events = told(links, request_id).events
+        events = timeline_of(links, request_id).events
         changes = [(event.weight_version, event.tokens) for event in events if event.event == "weights"]
         assert changes == [(3, before)]
         assert events[-1].tokens == before + 3
@@ -105,10 +105,10 @@ def test_tokens_add_no_events_to_a_timeline() -> None:
     links.add_steps([step(streamed, 1, end=True), step(gathered, 1, end=True)], NOW)
 
     for request_id in ("streamed", "gathered"):
-        assert [event.event for event in told(links, request_id).events] == [
+        assert [event.event for event in timeline_of(links, request_id).events] == [
             "published", "offered", "prefilled", "first_token", "ended",
         ]  # fmt: skip
-        assert told(links, request_id).events[-1].tokens == 2 * MAX_TIMELINE_EVENTS + 2
+        assert timeline_of(links, request_id).events[-1].tokens == 2 * MAX_TIMELINE_EVENTS + 2
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
@@ -119,7 +119,7 @@ def test_the_timeline_of_a_rejected_request_ends_with_the_error_code(is_queued: 
     message = queued() if is_queued else None
     links.reject(ear.origin("r", message), RequestRejected(code=ErrorCode.QUEUE_FULL, message="by hand"), NOW)
 
-    timeline = told(links)
+    timeline = timeline_of(links)
     assert timeline.lane == ("normal" if is_queued else None)
     assert [event.event for event in timeline.events] == (["published"] if is_queued else []) + ["ended"]
     assert timeline.events[-1].reason == "queue_full"

@@ -24,7 +24,7 @@ SLOW = SyntheticConfig(prefill_step_tokens=1)
 ONE_AT_A_TIME = SyntheticConfig(prefill_step_tokens=1, max_num_seqs=1)
 
 
-class Telling(SyntheticEngine):
+class PrefillNotifyingEngine(SyntheticEngine):
     """An engine that sets an event when it has computed a part of a prompt."""
 
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
@@ -38,7 +38,7 @@ class Telling(SyntheticEngine):
         return steps
 
 
-class Gated(Telling):
+class Gated(PrefillNotifyingEngine):
     """An engine that waits for permission to add, load or restart, and sets an event when it waits."""
 
     def __init__(self, config: SyntheticConfig | None = None, model: Path | None = None) -> None:
@@ -69,7 +69,7 @@ class Gated(Telling):
         await super().restart(key)
 
 
-class Refusing(Telling):
+class Refusing(PrefillNotifyingEngine):
     """An engine that rejects a restarted request."""
 
     async def restart(self, key: str) -> None:
@@ -82,7 +82,7 @@ async def begin(worker: Rig, *request_ids: str, num_tokens: int = 4, **fields: o
     """Start requests, and pause the engine when it has computed a part of the first prompt."""
     for request_id in request_ids:
         await worker.start(request_id, num_tokens, prompt=PROMPT, **fields)
-    assert isinstance(worker.engine, Telling)
+    assert isinstance(worker.engine, PrefillNotifyingEngine)
     worker.engine.is_prefilling.clear()
     await worker.engine.is_prefilling.wait()
     await worker.flow.stop("keep", 10.0)
@@ -98,7 +98,7 @@ def rows_of(worker: Rig, request_id: str) -> Rows:
 
 async def fresh(root: Path, *, fill: int = 2) -> tuple[list[int], Rows]:
     """Return the result of an engine that was started on the checkpoint `fill`."""
-    async with rig(root, SLOW, fill=fill, engine=Telling) as worker:
+    async with rig(root, SLOW, fill=fill, engine=PrefillNotifyingEngine) as worker:
         await begin(worker, "r")
         await worker.flow.resume()
         await worker.until_end("r")
@@ -108,7 +108,7 @@ async def fresh(root: Path, *, fill: int = 2) -> tuple[list[int], Rows]:
 @pytest.mark.proves("P17")
 async def test_a_partly_computed_prompt_is_recomputed_with_new_weights(tmp_path: Path) -> None:
     """The tokens and all rows of a partly computed prompt are those of the new weights."""
-    async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
+    async with rig(tmp_path / "a", SLOW, engine=PrefillNotifyingEngine) as worker:
         await begin(worker, "r")
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()
@@ -123,7 +123,7 @@ async def test_a_partly_computed_prompt_is_recomputed_with_new_weights(tmp_path:
 
 async def test_waiting_requests_keep_their_order_after_an_update(tmp_path: Path) -> None:
     """Waiting requests enter the engine in the order of their arrival, also after an update."""
-    async with rig(tmp_path, ONE_AT_A_TIME, engine=Telling) as worker:
+    async with rig(tmp_path, ONE_AT_A_TIME, engine=PrefillNotifyingEngine) as worker:
         names = [f"r{number}" for number in range(5)]
         await begin(worker, *names)
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
@@ -225,7 +225,7 @@ async def test_a_restarted_request_that_the_engine_rejects_ends_alone(tmp_path: 
 @pytest.mark.parametrize("fault", ["half_written", "wrong_experts"])
 async def test_failed_weights_end_requests_without_a_token_as_worker_fenced(tmp_path: Path, fault: str) -> None:
     """If the new weights fail, a request without a token ends as `worker_fenced`, before or after its restart."""
-    async with rig(tmp_path, SLOW, engine=Telling) as worker:
+    async with rig(tmp_path, SLOW, engine=PrefillNotifyingEngine) as worker:
         first = await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         await worker.flow.resume()
         await begin(worker, "r")
@@ -243,7 +243,7 @@ async def test_failed_weights_end_requests_without_a_token_as_worker_fenced(tmp_
 
 async def test_a_load_that_changed_nothing_keeps_a_partly_computed_prompt(tmp_path: Path) -> None:
     """A load that changed nothing leaves a partly computed prompt unchanged, with the old version."""
-    async with rig(tmp_path / "a", SLOW, engine=Telling) as worker:
+    async with rig(tmp_path / "a", SLOW, engine=PrefillNotifyingEngine) as worker:
         await begin(worker, "r")
         worker.engine.faults = SyntheticFaults(load="refused")
         with pytest.raises(ControlError):
@@ -259,7 +259,7 @@ async def test_a_load_that_changed_nothing_keeps_a_partly_computed_prompt(tmp_pa
 
 async def test_a_partly_computed_prompt_is_recomputed_after_a_transfer(tmp_path: Path) -> None:
     """A prompt that was partly computed before a transfer has only rows of the new weights."""
-    async with rig(tmp_path, SLOW, engine=Telling) as worker:
+    async with rig(tmp_path, SLOW, engine=PrefillNotifyingEngine) as worker:
         await begin(worker, "r")
         await worker.transfer.start(StartWeightUpdate(mode="keep"))
         await worker.transfer.add_chunk(UpdateWeightChunk(info={"seed": 7}))
@@ -276,7 +276,7 @@ async def test_a_partly_computed_prompt_is_recomputed_after_a_transfer(tmp_path:
 
 async def test_a_new_adapter_restarts_only_the_prompts_that_use_the_adapter(tmp_path: Path) -> None:
     """A new adapter restarts only the partly computed prompts that use it. Other prompts continue."""
-    async with rig(tmp_path, SLOW, engine=Telling) as worker:
+    async with rig(tmp_path, SLOW, engine=PrefillNotifyingEngine) as worker:
         await worker.loras.load(load_lora("a", worker.adapter("one", 1), 1), worker.report)
         await worker.flow.resume()
         await begin(worker, "with", lora="a")

@@ -47,7 +47,7 @@ class Compared(Rollouts):
         return answer
 
 
-class Told(TrainerCallback):
+class StepPrinter(TrainerCallback):
     """Prints each finished step to stdout, so that the test can kill a worker then."""
 
     def on_step_end(self, args, state, control, **_):
@@ -66,7 +66,7 @@ with Compared(url, fleet=fleet, model="policy") as rollouts:
         model=str(folder),
         reward_funcs=share_of_wanted,
         rollout_func=rollouts,
-        callbacks=[publish, Told()],
+        callbacks=[publish, StepPrinter()],
         peft_config=LORA if "lora" in sys.argv[6:] else None,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
         args=GRPOConfig(

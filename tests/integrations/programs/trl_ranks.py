@@ -16,7 +16,7 @@ from accelerate import PartialState
 from rollbus.integrations.trl import PublishPolicy
 
 
-class OfNoFleet(PublishPolicy):
+class PolicyWithoutFleet(PublishPolicy):
     """A callback that publishes nothing and raises an error if `fails` is set."""
 
     fails = False
@@ -27,7 +27,7 @@ class OfNoFleet(PublishPolicy):
 
 
 ranks = PartialState(cpu=True)
-callback = OfNoFleet(model="policy", checkpoint="none")
+callback = PolicyWithoutFleet(model="policy", checkpoint="none")
 step = SimpleNamespace(is_world_process_zero=ranks.is_main_process, global_step=1)
 callback.on_step_end(None, step, None, model=None)
 callback.fails = True

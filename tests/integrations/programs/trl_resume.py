@@ -68,7 +68,7 @@ class Compared(Rollouts):
         return answer
 
 
-class Told(TrainerCallback):
+class StepPrinter(TrainerCallback):
     """Prints each finished step to stdout, so that the test can kill a process then."""
 
     def on_step_end(self, args, state, control, **_):
@@ -87,7 +87,7 @@ with Compared(url, fleet=fleet, model="policy") as rollouts:
         model=str(folder),
         reward_funcs=[short, low],
         rollout_func=rollouts,
-        callbacks=[publish, Told()],
+        callbacks=[publish, StepPrinter()],
         train_dataset=rows,
         eval_dataset=rows.select(range(3)),
         args=GRPOConfig(

@@ -120,16 +120,16 @@ class StoppedFleet:
             )  # fmt: skip
 
 
-class OfStoppedFleet(Rollouts):
+class RolloutsOfStoppedFleet(Rollouts):
     """Rollouts whose client is a `StoppedFleet`."""
 
     def _connected(self):
         return fleet
 
 
-def answers_that_were_stopped_go_on():
+def aborted_answers_resume():
     prompts = [CONVERSATIONS[0]] * 2 + [CONVERSATIONS[1]]
-    answer = OfStoppedFleet()(prompts, trainer_with(prompts, generation_kwargs={"seed": 3}))
+    answer = RolloutsOfStoppedFleet()(prompts, trainer_with(prompts, generation_kwargs={"seed": 3}))
     assert answer["completion_ids"] == [[7, 7, 8, EOS], [8, EOS], [8, EOS]]
     assert answer["weight_versions"] == [[1, 2, 3, 3], [1, 1], [1, 1]]
     assert list(map(len, answer["logprobs"])) == [4, 2, 2]
@@ -179,7 +179,7 @@ prompts_are_those_of_trl()
 sampling_is_that_of_the_config()
 advantages_are_those_of_trl()
 only_workers_that_were_asked_are_behind()
-answers_that_were_stopped_go_on()
+aborted_answers_resume()
 adapters_are_added_to_the_weights()
 a_reward_for_each_completion()
 print("ok")
