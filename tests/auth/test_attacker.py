@@ -137,9 +137,9 @@ NEVER = [
 async def test_no_role_may_subscribe_to_a_wide_wildcard(role: Role, tmp_path: Path) -> None:
     """No role may subscribe to a wide wildcard or to the answers of another user."""
     async with guarded(tmp_path) as guard:
-        heard = [where for where in NEVER if await may(guard, USERS[role], "subscribe", where)]
+        received = [where for where in NEVER if await may(guard, USERS[role], "subscribe", where)]
 
-    assert heard == []
+    assert received == []
 
 
 def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
@@ -206,22 +206,22 @@ async def test_only_permitted_roles_can_access_streams_and_buckets(role: Role, t
 @pytest.mark.proves("P25")
 async def test_a_trainer_receives_no_results_of_another_trainer(tmp_path: Path) -> None:
     """While a worker answers bob, alice receives only presence, even if she subscribes to all other subjects."""
-    heard: list[str] = []
+    received: list[str] = []
 
-    async def hear(message: Msg) -> None:
-        heard.append(message.subject)
+    async def record_message(message: Msg) -> None:
+        received.append(message.subject)
 
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, guard.connected("alice") as alice:
             for where in (*NEVER, "rb.v1.F.frame.bob.*", "rb.v1.F.frame.*.w0", "rb.v1.F.link.>", "rb.v1.F.presence.*"):
-                await subscribe(alice, where, hear)
+                await subscribe(alice, where, record_message)
             async with rollbus.connect(guard.login("bob")) as bob:
                 await bob.fleet.wait_for_workers()
                 assert (await bob.complete(greedy())).error is None
             await alice.confirm(timeout_s=SOON_S)
 
-    assert set(heard) == {"rb.v1.F.presence.w0"}
+    assert set(received) == {"rb.v1.F.presence.w0"}
 
 
 async def test_a_user_sees_no_stream_of_another_fleet(tmp_path: Path) -> None:
@@ -250,13 +250,13 @@ async def test_a_worker_drops_a_command_that_jetstream_delivers(tmp_path: Path) 
     A trainer had stored that command in the queue as its request.
     """
     subjects = Subjects(FLEET)
-    heard: list[str] = []
+    received: list[str] = []
     arrived = asyncio.Event()
 
-    async def hear(_message: Msg) -> None:
-        heard.append("by the software")
+    async def record_message(_message: Msg) -> None:
+        received.append("by the software")
 
-    async def see(_message: Msg) -> None:
+    async def set_arrived(_message: Msg) -> None:
         arrived.set()
 
     async with (
@@ -265,8 +265,8 @@ async def test_a_worker_drops_a_command_that_jetstream_delivers(tmp_path: Path) 
         guard.connected("w1") as worker,
         guard.connected("w0") as victim,
     ):
-        await subscribe(victim, subjects.controls, hear)
-        await victim.subscribe(subjects.controls, cb=see)
+        await subscribe(victim, subjects.controls, record_message)
+        await victim.subscribe(subjects.controls, cb=set_arrived)
         await check_permitted(victim)
         await trainer.request(
             subjects.request("alice", MODEL, "normal"), b'{"command": "drain", "id": "1"}', timeout=SOON_S
@@ -277,5 +277,5 @@ async def test_a_worker_drops_a_command_that_jetstream_delivers(tmp_path: Path) 
             await arrived.wait()
         await victim.confirm(timeout_s=SOON_S)
 
-        assert heard == []
+        assert received == []
         assert victim.counters().streamed_msgs == 1

@@ -190,14 +190,14 @@ async def test_a_worker_may_not_record_a_command(tmp_path: Path) -> None:
     subjects = Subjects(FLEET)
     acks: asyncio.Queue[Ack] = asyncio.Queue()
 
-    async def take(message: Msg) -> None:
+    async def record_ack(message: Msg) -> None:
         acks.put_nowait(decode_ack(message.data))
 
     async with guarded(tmp_path) as guard:
         worker = synthetic_worker(guard.url, FLEET, model=MODEL, worker_id="w0", credentials=guard.credentials("w0"))
         async with worker, rollbus.connect(guard.login("alice")) as rb, guard.connected("boss") as nats:
             await rb.fleet.wait_for_workers()
-            await subscribe(nats, subjects.acks_to("boss"), take)
+            await subscribe(nats, subjects.acks_to("boss"), record_ack)
             where, command = subjects.control("boss"), b'{"command": "pause", "id": "1", "timeout_s": 60}'
             await nats.publish(where, command, headers=nats.signatures.headers(where, command))
             answers = [await acks.get(), await acks.get()]

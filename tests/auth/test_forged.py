@@ -190,14 +190,14 @@ async def forged_commands(attack: Attack) -> dict[str, tuple[str, bytes, dict[st
 @pytest.mark.proves("P83")
 async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
     """A worker sends no ack to a forged command, so an attacker cannot fill a command result with acks."""
-    heard: list[str] = []
+    received: list[str] = []
 
     async with attacked(tmp_path) as attack:
 
-        async def hear(message: Msg) -> None:
-            heard.append(decode_ack(message.data).id)
+        async def record_message(message: Msg) -> None:
+            received.append(decode_ack(message.data).id)
 
-        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=hear)
+        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=record_message)
         before = attack.worker.stats().bad_commands
         commands = await forged_commands(attack)
         for subject, data, headers in commands.values():
@@ -205,7 +205,7 @@ async def test_a_forged_command_changes_nothing(tmp_path: Path) -> None:
         await until_true(lambda: attack.worker.stats().bad_commands >= before + len(commands))
         await attack.assert_unmoved()
 
-    assert heard == []
+    assert received == []
 
 
 async def test_a_command_that_is_sent_again_has_no_second_effect(
@@ -215,26 +215,26 @@ async def test_a_command_that_is_sent_again_has_no_second_effect(
 
     After its signature has expired, it has no effect at all.
     """
-    heard: list[str] = []
+    received: list[str] = []
     async with attacked(tmp_path) as attack:
 
-        async def hear(message: Msg) -> None:
+        async def record_message(message: Msg) -> None:
             ack = decode_ack(message.data)
-            heard.append(f"{ack.id} {ack.error.code if ack.error else ack.status}")
+            received.append(f"{ack.id} {ack.error.code if ack.error else ack.status}")
 
-        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=hear)
+        await attack.nats.subscribe(SUBJECTS.acks_to("boss"), cb=record_message)
         subject, data = SUBJECTS.control("boss"), encode_json(Abort(id="once", request_ids=("r",)))
         kept = attack.signed("boss", subject, data)
         await publish(attack.nats, subject, data, headers=kept)
-        await until_true(lambda: heard.count("once applied") == 1)
+        await until_true(lambda: received.count("once applied") == 1)
         await publish(attack.nats, subject, data, headers=kept)
-        await until_true(lambda: heard.count("once applied") == 2)
+        await until_true(lambda: received.count("once applied") == 2)
         data = encode_json(StartWeightUpdate(id="old"))
         kept = attack.signed("boss", subject, data)
         monkeypatch.setattr(authority, "MAX_AGE_S", -1.0)
         await publish(attack.nats, subject, data, headers=kept)
-        await until_true(lambda: "old not_allowed" in heard)
-        assert "old accepted" not in heard
+        await until_true(lambda: "old not_allowed" in received)
+        assert "old accepted" not in received
         assert attack.worker.presence().state is WorkerState.SERVING
 
 
@@ -310,14 +310,14 @@ async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: P
 
     A worker that receives such a command answers `not_allowed`.
     """
-    heard: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
     async with attacked(tmp_path) as attack, attack.guard.connected("carol") as carol:
 
-        async def hear(message: Msg) -> None:
+        async def record_message(message: Msg) -> None:
             ack = decode_ack(message.data)
-            heard.append((ack.id, ack.error.code if ack.error else ""))
+            received.append((ack.id, ack.error.code if ack.error else ""))
 
-        await carol.subscribe(SUBJECTS.acks_to("carol"), cb=hear)
+        await carol.subscribe(SUBJECTS.acks_to("carol"), cb=record_message)
         await carol.confirm(timeout_s=SOON_S)
         for command in (
             Drain(id="drain"),
@@ -327,7 +327,7 @@ async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: P
             data = encode_json(command)
             headers = attack.signed("carol", SUBJECTS.control("carol"), data)
             await publish(carol, SUBJECTS.control("carol"), data, headers=headers)
-        await until_true(lambda: len(heard) == 2)
+        await until_true(lambda: len(received) == 2)
         async with rollbus.connect(attack.guard.login("carol")) as rb:
             await rb.fleet.wait_for_workers()
             for refused in (rb.fleet.pause, rb.fleet.resume, rb.fleet.flush_cache):
@@ -336,4 +336,4 @@ async def test_the_client_of_a_publisher_refuses_every_other_command(tmp_path: P
                 assert caught.value.code is ControlCode.NOT_ALLOWED
         await attack.assert_unmoved()
 
-    assert heard == [("drain", "not_allowed"), ("sleep", "not_allowed")]
+    assert received == [("drain", "not_allowed"), ("sleep", "not_allowed")]

@@ -217,13 +217,13 @@ async def test_the_hub_denies_a_leaf_the_subjects_of_other_users(tmp_path: Path,
         boss = await stack.enter_async_context(here.connected(here.hub, Role.ADMIN, "boss"))
         bob = await stack.enter_async_context(here.connected(here.hub, Role.TRAINER, "bob"))
         alice = await stack.enter_async_context(here.connected(here.leaf, Role.TRAINER, "alice"))
-        heard: list[str] = []
+        received: list[str] = []
 
-        async def hear(message: Msg) -> None:
-            heard.append(message.subject)
+        async def record_message(message: Msg) -> None:
+            received.append(message.subject)
 
         for subject in ("rb.v1.F.presence.*", "_INBOX_trainer.bob.x"):
-            await bob.subscribe(subject, cb=hear)
+            await bob.subscribe(subject, cb=record_message)
 
         async def stored() -> list[object]:
             return [(await ask(boss, f"STREAM.INFO.{name}"))["state"] for name in ("KV_rollbus", "rb~F~synthetic")]
@@ -245,7 +245,7 @@ async def test_the_hub_denies_a_leaf_the_subjects_of_other_users(tmp_path: Path,
         await until(is_linked, expected=True)
         await ask(bob, "INFO")
         after = await stored()
-    assert heard == []
+    assert received == []
     assert (after[0], after[1]["messages"]) == (before[0], 1)  # type: ignore[index]
 
 

@@ -57,7 +57,7 @@ def test_encoding_gives_the_checked_in_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VECTORS)
 def test_the_checked_in_bytes_decode_to_their_messages(name: str) -> None:
     """Each golden file decodes to the message from which it was made."""
-    check_means(golden_bytes(name), VECTORS[name])
+    check_decodes_to(golden_bytes(name), VECTORS[name])
 
 
 def golden_bytes(name: str) -> bytes:
@@ -70,10 +70,10 @@ def golden_bytes(name: str) -> bytes:
 @pytest.mark.parametrize("path", sorted((ROOT / "earlier").iterdir()), ids=lambda path: path.name)
 def test_bytes_of_earlier_releases_decode_to_the_same_message(path: Path) -> None:
     """Bytes from before a field was appended decode to the same message, with the field's default."""
-    check_means(path.read_bytes(), VECTORS[path.name.partition(".")[0]])
+    check_decodes_to(path.read_bytes(), VECTORS[path.name.partition(".")[0]])
 
 
-def check_means(data: bytes, expected: Message) -> None:
+def check_decodes_to(data: bytes, expected: Message) -> None:
     """Assert that these bytes decode to `expected`."""
     match expected:
         case Frame():

@@ -63,12 +63,12 @@ class Rewriting:
                     break
                 payload = bytes(unread[len(line) : size])
                 del unread[:size]
-                written += self._take(line, payload[:-2]) + payload[-2:] if head else line
+                written += self._rewritten(line, payload[:-2]) + payload[-2:] if head else line
             return bytes(written)
 
         return rewrite
 
-    def _take(self, line: bytes, payload: bytes) -> bytes:
+    def _rewritten(self, line: bytes, payload: bytes) -> bytes:
         found = MESSAGE.fullmatch(line)
         kind = found[2].decode() if found else ""
         if found is None or kind not in DECODERS:

@@ -13,7 +13,7 @@ from rollbus.schemas.messages import (
     decode_request_message,
 )
 from tests.golden.releases import earlier, later, of_version
-from tests.golden.test_golden import check_means, envelope, golden_bytes
+from tests.golden.test_golden import check_decodes_to, envelope, golden_bytes
 from tests.golden.vectors import VECTORS, Message
 from tests.schemas.strategies import plain
 
@@ -53,7 +53,7 @@ def check_same(data: bytes, expected: Message) -> None:
         assert envelope(message) == envelope(expected)
         assert plain(decode_request(message.request)) == plain(decode_request(expected.request))
     else:
-        check_means(data, expected)
+        check_decodes_to(data, expected)
 
 
 @pytest.mark.proves("P12")
@@ -62,7 +62,7 @@ def test_another_wire_version_is_refused_by_its_number(name: str) -> None:
     """A message of another wire version is rejected, whatever else it contains. The error names both versions."""
     message = VECTORS[name]
     with pytest.raises((RemoteProtocolError, InvalidRequest)) as caught:
-        check_means(of_version(message, OTHER), message)
+        check_decodes_to(of_version(message, OTHER), message)
 
     where = "v is" if isinstance(message, Command) else "wire version"
     assert f"{where} {OTHER}; allowed: {WIRE_VERSION}" in str(caught.value)

@@ -138,7 +138,7 @@ class Attempts(RuleBasedStateMachine):
             self.send(answer)
 
     @rule(data=st.data())
-    def answer_badly(self, data: st.DataObject) -> None:
+    def answer_with_an_error(self, data: st.DataObject) -> None:
         """Report that the queue rejected the current or an earlier attempt, or that its publication failed."""
         attempt = data.draw(st.integers(0, self.request.stream.attempt))
         code = data.draw(st.sampled_from([ErrorCode.NO_WORKERS, ErrorCode.QUEUE_FULL, None]))
@@ -158,7 +158,7 @@ class Attempts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.handed)
     @rule(data=st.data(), fate=st.sampled_from(["lost", "taken", *REFUSALS]))
-    def be_handed(self, data: st.DataObject, fate: str) -> None:
+    def receive_direct(self, data: st.DataObject, fate: str) -> None:
         """Let a worker accept a direct request, reject it, or never receive it."""
         worker = data.draw(st.sampled_from(sorted(self.handed)))
         key, request, is_prefill = self.handed.pop(worker)
@@ -177,7 +177,7 @@ class Attempts(RuleBasedStateMachine):
 
     @precondition(lambda self: any(job.wire for job in self.jobs))
     @rule(data=st.data(), is_doubled=st.booleans())
-    def carry(self, data: st.DataObject, is_doubled: bool) -> None:
+    def deliver_next(self, data: st.DataObject, is_doubled: bool) -> None:
         """Deliver the next offer or chunk of any worker. An offer may be delivered twice."""
         job = data.draw(st.sampled_from([job for job in self.jobs if job.wire]))
         chunk = job.wire.pop(0)
@@ -239,7 +239,7 @@ class Attempts(RuleBasedStateMachine):
     # Invariants.
 
     @invariant()
-    def it_ends_once(self) -> None:
+    def the_request_ends_once(self) -> None:
         """Assert that the request has ended exactly if it reported its end once."""
         assert self.num_ends + self.has_left == (not self.request.is_open)
         if self.num_ends and self.error is None:
@@ -248,7 +248,7 @@ class Attempts(RuleBasedStateMachine):
         assert self.error is None or self.error.code is not ErrorCode.PROTOCOL_ERROR
 
     @invariant()
-    def it_waits_for_no_more_than_a_time(self) -> None:
+    def each_open_state_has_a_deadline(self) -> None:
         """Assert that each open state has a deadline."""
         request = self.request
         if not request.is_open:
@@ -261,7 +261,7 @@ class Attempts(RuleBasedStateMachine):
             assert request.deadline in self.wakes
 
     @invariant()
-    def one_worker_has_it(self) -> None:
+    def the_worker_is_known_while_the_request_runs(self) -> None:
         """Assert that the worker is known exactly while it runs the request.
 
         Assert that each attempt is published at most once.

@@ -26,7 +26,7 @@ def num_rows(chunk: Chunk) -> int:
     return 0 if chunk.routed_experts is None else chunk.routed_experts.shape[0]
 
 
-def nothing(reason: FinishReason | None = None, error: str | None = None) -> RequestStep:
+def step_without_tokens(reason: FinishReason | None = None, error: str | None = None) -> RequestStep:
     """Return a step without tokens."""
     return RequestStep(key="k", token_ids=np.empty(0, np.int32), finish_reason=reason, error=error)
 
@@ -291,7 +291,7 @@ def test_a_request_that_fails_before_all_rows_ends_with_the_engine_error() -> No
     scenario.steps[0].routed_experts = None
     writer.add_step(scenario.steps[0], 1)
     drain(writer)
-    writer.add_step(nothing(FinishReason.ERROR, "out of numbers" * 100), 1)
+    writer.add_step(step_without_tokens(FinishReason.ERROR, "out of numbers" * 100), 1)
     size = writer.next_bytes
     (chunk,) = drain(writer)
 
@@ -304,7 +304,7 @@ def test_an_abort_before_the_first_token_has_no_rows() -> None:
     """A result without tokens is valid. Its routed experts are an array of zero rows with the model's shape."""
     scenario = simple()
     writer, stream = scenario.writer(), scenario.stream()
-    writer.add_step(nothing(FinishReason.ABORT), 1)
+    writer.add_step(step_without_tokens(FinishReason.ABORT), 1)
     assert writer.unsent_bytes == 0
     (chunk,) = drain(writer)
     stream.add(chunk)
@@ -330,7 +330,7 @@ def test_a_start_at_the_prompt_end_with_one_token_has_no_rows() -> None:
 def test_a_step_without_content_makes_no_chunk() -> None:
     """A step without content makes no chunk and uses no chunk number."""
     writer = simple().writer()
-    writer.add_step(nothing(), 1)
+    writer.add_step(step_without_tokens(), 1)
 
     assert writer.next_chunk() is None
     assert not writer.has_unsent
@@ -377,7 +377,7 @@ def test_a_step_after_the_last_step_is_refused() -> None:
     for step in scenario.steps:
         writer.add_step(step, 1)
     with pytest.raises(LocalProtocolError, match="after the request's last step"):
-        writer.add_step(nothing(), 1)
+        writer.add_step(step_without_tokens(), 1)
 
     assert len(drain(writer)) == 1
 

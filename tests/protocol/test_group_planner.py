@@ -18,7 +18,7 @@ RUNNING, STOPPING, STOPPED, COMPLETE = (
 )
 
 
-class Steps(RuleBasedStateMachine):
+class GroupPlannerMachine(RuleBasedStateMachine):
     """A trainer that runs steps while its groups end, fail and are interrupted at any time."""
 
     @initialize(need=st.integers(1, 4), more=st.integers(0, 4), max_lag=st.none() | st.integers(0, 2))
@@ -109,7 +109,7 @@ class Steps(RuleBasedStateMachine):
         self.ended["taken"] += len(taken)
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def each_started_group_is_counted_once(self) -> None:
         """Assert that each started group is known, or was taken, dropped or failed exactly once."""
         if not hasattr(self, "planner"):
             return
@@ -119,13 +119,13 @@ class Steps(RuleBasedStateMachine):
         assert sorted(self.planner.having(COMPLETE)) == sorted(self.completed)
 
     @invariant()
-    def a_step_can_go_on(self) -> None:
+    def an_unfinished_step_has_a_next_action(self) -> None:
         """Assert that a step that is not over can start, run or continue a group."""
         if hasattr(self, "planner") and self.is_stepping and not self.planner.is_over:
             assert self.planner.num_to_start or self.planner.having(RUNNING, STOPPING, STOPPED)
 
 
-TestSteps = Steps.TestCase
+TestGroupPlanner = GroupPlannerMachine.TestCase
 
 
 def test_a_completed_group_beyond_the_need_of_a_step_is_first_in_the_next_step() -> None:

@@ -23,27 +23,27 @@ class World:
         self.subject_of: dict[int, str] = {}
         self.stored: list[int] = []
         self.discarded: set[int] = set()
-        self.kept: set[int] = set()
+        self.held: set[int] = set()
 
     def publish(self, subject: str) -> None:
         number, self.next_number = self.next_number, self.next_number + 1
         self.subject_of[number] = subject
         if self.held_back.holds(subject):
-            self.keep(number)
+            self.hold(number)
         else:
             self.send(number)
 
     def send(self, number: int) -> None:
         subject = self.subject_of[number]
         if len(self.queued[subject]) == SHARE:
-            self.keep(number)
+            self.hold(number)
         else:
             self.queued[subject].append(number)
             self.stored.append(number)
             self.held_back.add_room(subject)
 
-    def keep(self, number: int) -> None:
-        self.kept.add(number)
+    def hold(self, number: int) -> None:
+        self.held.add(number)
         self.held_back.add(self.subject_of[number], number)
 
     def accept(self, subject: str) -> None:
@@ -57,17 +57,17 @@ class World:
         self.queued[subject] = self.queued[subject][1:]
 
     def discard(self, which: int) -> None:
-        if self.kept:
-            number = sorted(self.kept)[which % len(self.kept)]
-            self.kept.remove(number)
+        if self.held:
+            number = sorted(self.held)[which % len(self.held)]
+            self.held.remove(number)
             self.discarded.add(number)
             self.held_back.discard(number)
 
     def flush(self) -> None:
         while due := self.held_back.pop_due():
             for number in due:
-                assert number in self.kept
-                self.kept.remove(number)
+                assert number in self.held
+                self.held.remove(number)
                 self.send(number)
 
     def probe(self) -> None:

@@ -37,7 +37,7 @@ def chunk(
     )
 
 
-def by_hand(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[int], list[bool]]:
+def simulated(versions: Sequence[int], recomputed: Sequence[bool]) -> tuple[list[int], list[bool]]:
     """Return the version of each KV position at the end, and whether KV was mixed for each token, token by token."""
     kv: list[int] = []
     mixed = []
@@ -59,7 +59,7 @@ def test_spans_and_mask_equal_a_simulation_token_by_token(steps: list[tuple[int,
     marks = [is_anew and i == 0 for _, is_anew, count in steps for i in range(count)]
 
     arrays = kv_arrays(chunks, PROMPT_LEN)
-    kv, mixed = by_hand(versions, marks)
+    kv, mixed = simulated(versions, marks)
 
     spans = arrays["kv_version_spans"]
     starts = [start for start, _ in spans]

@@ -36,14 +36,14 @@ def ack(worker: str, status: AckStatus, incarnation: str = "1", **fields: object
     )
 
 
-def roll(*workers: str) -> AckTracker:
+def tracker_of(*workers: str) -> AckTracker:
     """Return a tracker of acks that these workers owe since second 100."""
     return AckTracker("pause", ID, [presence(worker) for worker in workers], 100.0)
 
 
 def test_a_command_is_complete_after_each_required_worker_has_applied_the_command() -> None:
     """A command is complete when each required worker has applied it. The result has its duration."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     for worker in ("a", "b"):
         assert asked.add_ack(ack(worker, AckStatus.ACCEPTED))
         assert asked.add_ack(ack(worker, AckStatus.APPLIED))
@@ -60,7 +60,7 @@ def test_a_command_is_complete_after_each_required_worker_has_applied_the_comman
 )
 def test_a_worker_that_did_not_apply_the_command_makes_the_result_incomplete(status: AckStatus, column: str) -> None:
     """Each other final answer has its own column and makes the result incomplete."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     asked.add_ack(ack("a", AckStatus.APPLIED))
     asked.add_ack(ack("b", status))
     ledger = asked.result(101.0)
@@ -72,7 +72,7 @@ def test_a_worker_that_did_not_apply_the_command_makes_the_result_incomplete(sta
 
 def test_a_result_without_workers_is_not_complete() -> None:
     """A result without workers is not complete."""
-    assert not roll().result(101.0).is_complete
+    assert not tracker_of().result(101.0).is_complete
 
 
 def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() -> None:
@@ -80,7 +80,7 @@ def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() ->
 
     Both get the command again.
     """
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     asked.add_ack(ack("a", AckStatus.ACCEPTED))
     asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
     ledger = asked.result(160.0)
@@ -92,7 +92,7 @@ def test_a_worker_without_a_final_answer_is_late_and_without_an_ack_missing() ->
 
 def test_a_repeated_ack_changes_nothing() -> None:
     """A repeated ack changes nothing, and no answer changes a final answer."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     assert asked.add_ack(ack("a", AckStatus.ACCEPTED))
     assert not asked.add_ack(ack("a", AckStatus.ACCEPTED))
     assert asked.add_ack(ack("a", AckStatus.PROGRESS, stage="loading"))
@@ -108,7 +108,7 @@ def test_a_repeated_ack_changes_nothing() -> None:
 
 def test_an_unknown_status_of_a_later_release_is_not_final() -> None:
     """An unknown status of a later release is not final."""
-    asked = roll("a")
+    asked = tracker_of("a")
     asked.add_ack(ack("a", AckStatus.UNKNOWN))
 
     assert asked.owing == ("a",)
@@ -117,7 +117,7 @@ def test_an_unknown_status_of_a_later_release_is_not_final() -> None:
 
 def test_answers_of_other_workers_and_to_other_commands_are_ignored() -> None:
     """An answer of another worker and an answer to another command are ignored."""
-    asked = roll("a")
+    asked = tracker_of("a")
 
     assert not asked.add_ack(ack("b", AckStatus.APPLIED))
     assert not asked.add_ack(replace(ack("a", AckStatus.APPLIED), id="other"))
@@ -130,7 +130,7 @@ def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
 
     The worker knows the id from that command and did not run this one.
     """
-    asked = roll("a")
+    asked = tracker_of("a")
     assert asked.add_ack(replace(ack("a", AckStatus.APPLIED), command="resume"))
 
     ledger = asked.result(101.0)
@@ -143,7 +143,7 @@ def test_an_answer_to_another_command_under_the_same_id_is_a_failure() -> None:
 
 def test_a_lost_worker_that_owes_an_answer_is_missing_immediately() -> None:
     """A lost worker that owes an answer is missing immediately, with the reason, and gets no repetition."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     asked.add_ack(ack("a", AckStatus.ACCEPTED))
     asked.add_ack(ack("b", AckStatus.APPLIED))
 
@@ -156,7 +156,7 @@ def test_a_lost_worker_that_owes_an_answer_is_missing_immediately() -> None:
 
 def test_a_worker_with_a_new_incarnation_is_missing() -> None:
     """A worker with a new incarnation is missing, whether its presence or its ack shows the change first."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     asked.mark_lost(LostWorker("a", "1", "m", "it came back as a new incarnation", is_final=False))
     asked.add_ack(ack("b", AckStatus.APPLIED, incarnation="2"))
 
@@ -173,7 +173,7 @@ def test_the_end_of_an_earlier_incarnation_does_not_matter() -> None:
 
 def test_a_worker_that_was_marked_lost_can_still_answer() -> None:
     """A worker that was marked lost and then answers in the same incarnation has answered."""
-    asked = roll("a")
+    asked = tracker_of("a")
     asked.mark_lost(LostWorker("a", "1", "m", "its lease expired"))
     assert asked.add_ack(ack("a", AckStatus.APPLIED))
 
@@ -183,7 +183,7 @@ def test_a_worker_that_was_marked_lost_can_still_answer() -> None:
 
 def test_the_error_lists_each_failed_worker_with_its_reason() -> None:
     """The error lists each worker that did not apply the command with its reason, in one line."""
-    asked = roll("a", "b", "c", "d", "e")
+    asked = tracker_of("a", "b", "c", "d", "e")
     error = AckError(code=ControlCode.BAD_SOURCE, message="model.safetensors is truncated")
     asked.add_ack(ack("a", AckStatus.APPLIED))
     asked.add_ack(ack("b", AckStatus.FAILED, error=error))
@@ -208,7 +208,7 @@ def test_the_error_lists_each_failed_worker_with_its_reason() -> None:
 def test_the_error_of_a_large_fleet_stays_short() -> None:
     """For a large fleet, the error lists some workers and counts the others."""
     names = [f"w{i:03}" for i in range(200)]
-    asked = roll(*names)
+    asked = tracker_of(*names)
     error = AckError(code=ControlCode.ENGINE_ERROR, message="x" * 900)
     for name in names:
         asked.add_ack(ack(name, AckStatus.FAILED, error=error))
@@ -230,7 +230,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_each_required_worker_is_in_exactly_one_column(events: Sequence[tuple[str, AckStatus | bool, str]]) -> None:
     """After any events, each required worker is in exactly one column, and no worker leaves a final column."""
-    asked = roll("a", "b")
+    asked = tracker_of("a", "b")
     final: dict[str, AckStatus] = {}
     for worker, what, incarnation in events:
         if isinstance(what, bool):

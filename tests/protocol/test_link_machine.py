@@ -256,7 +256,7 @@ class LinkMachine(RuleBasedStateMachine):
     # Events at the client.
 
     @rule(window=st.sampled_from([1, 300, 5000, 2**20]))
-    def speak(self, window: int) -> None:
+    def send_link_message(self, window: int) -> None:
         """Acknowledge frames, grant credit and request missing frames."""
         self.window = max(self.window, window)
         message = self.receiver.message(window=window, now=self.now)
@@ -264,7 +264,7 @@ class LinkMachine(RuleBasedStateMachine):
         self.to_worker.append(encode(message))
 
     @rule()
-    def forget(self) -> None:
+    def reset_client(self) -> None:
         """Let the client lose its position on the link."""
         self.links = FollowedLinks("c")
         self.receiver = LinkReceiver("c")
@@ -297,9 +297,9 @@ class LinkMachine(RuleBasedStateMachine):
             self.received = self.window = 0
         if verdict is FrameVerdict.ACCEPTED:
             self.received += len(data)
-            self.client_takes(frame)
+            self.client_handles(frame)
 
-    def client_takes(self, frame: Frame) -> None:
+    def client_handles(self, frame: Frame) -> None:
         """Handle the content of a frame."""
         for chunk in frame.chunks:
             request = self.requests[RequestKey(chunk.request_id, chunk.attempt, chunk.child)]
@@ -344,10 +344,10 @@ class LinkMachine(RuleBasedStateMachine):
                 self.seal()
             if self.sender.needs_heartbeat:
                 self.heartbeat()
-            for data in self.take_all(self.to_client):
+            for data in self.pop_all(self.to_client):
                 self.client_receives(data)
-            self.speak(2**16)
-            for data in self.take_all(self.to_worker):
+            self.send_link_message(2**16)
+            for data in self.pop_all(self.to_worker):
                 self.worker_receives(data)
             if self.sender.is_idle:
                 break
@@ -358,7 +358,7 @@ class LinkMachine(RuleBasedStateMachine):
         for request in self.requests.values():
             assert request.link != self.link or request.is_given_up or request.stream.end is not None
 
-    def take_all(self, channel: list[bytes]) -> list[bytes]:
+    def pop_all(self, channel: list[bytes]) -> list[bytes]:
         """Remove and return all data on its way, in order."""
         data, channel[:] = list(channel), []
         return data

@@ -48,12 +48,12 @@ def seal_all(sender: LinkSender | PlainSender) -> list[Frame]:
     return frames
 
 
-def tell(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> LinkInstructions:
+def receive_message(sender: LinkSender, *, acked: int = 0, credit: int = 0, resend: bool = False) -> LinkInstructions:
     """Let the sender receive a message of the client."""
     return sender.receive(LinkMessage(WIRE_VERSION, [], "c", "w", 3, acked, credit, resend))
 
 
-def take_all(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
+def add_steps(sender: LinkSender, key: RequestKey, scenario: Scenario) -> None:
     """Add all steps of a request at once."""
     for step, version in zip(scenario.steps, scenario.versions, strict=True):
         sender.add_step(key, step, version)
@@ -69,7 +69,7 @@ def use_up_credit(sender: LinkSender) -> int:
     (key,) = make_keys(1)
     scenario = long_prompt(2 * INITIAL_CREDIT_BYTES // 1024)
     sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-    take_all(sender, key, scenario)
+    add_steps(sender, key, scenario)
     return len(seal_all(sender))
 
 
@@ -77,13 +77,13 @@ def use_up_credit(sender: LinkSender) -> int:
 def test_no_frame_is_larger_than_allowed() -> None:
     """Thousands of offers and large chunks are spread in order over frames that fit a `max_payload` of 64 KiB."""
     sender = make_sender()
-    tell(sender, credit=2**30)
+    receive_message(sender, credit=2**30)
     keys = make_keys(3000)
     scenario = long_prompt(40)
     for key in keys:
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
     for key in keys[:5]:
-        take_all(sender, key, scenario)
+        add_steps(sender, key, scenario)
     sealed = []
     while (data := sender.seal()) is not None:
         sealed.append(data)
@@ -127,7 +127,7 @@ def test_steps_without_credit_are_buffered_and_merged() -> None:
         sender.add_step(key, step, 1)
     assert sender.seal() is None
     assert sender.unsent_bytes(key) == 30 * (4 + 4 + 1)
-    tell(sender, acked=num_frames, credit=INITIAL_CREDIT_BYTES + 100 * 1024)
+    receive_message(sender, acked=num_frames, credit=INITIAL_CREDIT_BYTES + 100 * 1024)
     frames = seal_all(sender)
     chunks = [chunk for frame in frames for chunk in frame.chunks if chunk.request_id == "late"]
 
@@ -143,10 +143,10 @@ def test_credit_is_exceeded_by_one_frame_at_most() -> None:
     scenario = make_scenario(np.random.default_rng(0), prompt_len=8, cuts=[1], routing=WIDE)
     for key in make_keys(200)[1:]:
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        take_all(sender, key, scenario)
+        add_steps(sender, key, scenario)
     seal_all(sender)
     sizes = []
-    tell(sender, credit=2 * INITIAL_CREDIT_BYTES)
+    receive_message(sender, credit=2 * INITIAL_CREDIT_BYTES)
     while (data := sender.seal()) is not None:
         sizes.append(len(data))
 
@@ -168,7 +168,7 @@ def test_offers_errors_and_empty_terminal_chunks_are_sent_without_credit() -> No
     ending = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=[1]).steps[0]
     ending.token_ids, ending.logprobs = ending.token_ids[:0], None
     sender.add_step(empty, ending, 1)
-    take_all(sender, data, scenario)
+    add_steps(sender, data, scenario)
     sender.reject(rejected, ERROR, 1)
     (frame,) = seal_all(sender)
 
@@ -192,7 +192,7 @@ def test_a_failure_or_an_abort_discards_unsent_data(error: ChunkError | None) ->
     else:
         sender.fail(key, error, 1)
     (frame,) = seal_all(sender)
-    tell(sender, acked=num_frames + 1, credit=2**30)
+    receive_message(sender, acked=num_frames + 1, credit=2**30)
 
     assert [chunk.error for chunk in frame.chunks] == [error]
     assert frame.chunks[0].finish_reason is (FinishReason.ABORT if error is None else FinishReason.ERROR)
@@ -209,7 +209,7 @@ def test_a_failed_request_does_not_delay_other_requests() -> None:
     for key in (first, second):
         scenario = long_prompt(100)
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        take_all(sender, key, scenario)
+        add_steps(sender, key, scenario)
     sent = [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
     sent += [chunk.request_id for chunk in decode_frame(seal(sender)).chunks]
     sender.fail(first, ERROR, 1)
@@ -240,12 +240,12 @@ def test_the_chunk_about_absent_prompt_logprobs_precedes_the_terminal_chunk() ->
 def test_requests_with_large_segments_take_turns_after_all_small_chunks() -> None:
     """Each frame has all small chunks and one large segment. Requests with large segments take turns."""
     sender = make_sender()
-    tell(sender, credit=2**30)
+    receive_message(sender, credit=2**30)
     first, second, small = (RequestKey(name) for name in ("first", "second", "small"))
     prompts = {first: long_prompt(100), second: long_prompt(70)}
     for key, scenario in prompts.items():
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
-        take_all(sender, key, scenario)
+        add_steps(sender, key, scenario)
     tokens = make_scenario(np.random.default_rng(0), prompt_len=1, cuts=range(1, 11))
     sender.open(small, tokens.writer(SEGMENT_BYTES, small))
     order = []
@@ -267,14 +267,14 @@ def test_unacknowledged_frames_are_sent_again_unchanged() -> None:
     for key in make_keys(4):
         sender.open(key, scenario.writer(SEGMENT_BYTES, key))
         sealed.append(seal(sender))
-    progress = tell(sender, acked=1, resend=True)
-    take_all(sender, make_keys(1)[0], scenario)
+    progress = receive_message(sender, acked=1, resend=True)
+    add_steps(sender, make_keys(1)[0], scenario)
     sealed.append(seal(sender))
 
     assert progress == LinkInstructions(sealed[1:4], make_keys(1))
-    assert tell(sender, acked=2, resend=True) == LinkInstructions(sealed[2:], make_keys(2)[1:])
-    assert tell(sender, acked=2) == LinkInstructions()
-    assert tell(sender, acked=5).confirmed == make_keys(4)[2:]
+    assert receive_message(sender, acked=2, resend=True) == LinkInstructions(sealed[2:], make_keys(2)[1:])
+    assert receive_message(sender, acked=2) == LinkInstructions()
+    assert receive_message(sender, acked=5).confirmed == make_keys(4)[2:]
     assert sender.held_bytes == 0
 
 
@@ -289,7 +289,7 @@ def test_a_heartbeat_names_the_next_frame() -> None:
     assert (wants_at_first, sender.needs_heartbeat) == (False, True)
     assert all(heartbeat.is_heartbeat and heartbeat.number == 1 for heartbeat in heartbeats)
     assert (heartbeats[0].incarnation, heartbeats[0].link, heartbeats[0].client_incarnation) == ("w", 3, "c")
-    assert tell(sender, acked=1, resend=True).resend == []
+    assert receive_message(sender, acked=1, resend=True).resend == []
 
 
 def test_an_ack_beyond_the_last_frame_is_refused() -> None:
@@ -298,24 +298,24 @@ def test_an_ack_beyond_the_last_frame_is_refused() -> None:
     sender.open(RequestKey("r"), simple().writer(SEGMENT_BYTES))
     sender.seal()
     with pytest.raises(RemoteProtocolError, match="acknowledged 2 frames, but only 1 were sent"):
-        tell(sender, acked=2, credit=2**40)
+        receive_message(sender, acked=2, credit=2**40)
 
     assert sender.held_bytes > 0
-    assert tell(sender, acked=1).confirmed == [RequestKey("r")]
+    assert receive_message(sender, acked=1).confirmed == [RequestKey("r")]
 
 
 def test_outdated_messages_change_nothing() -> None:
     """Acks and credit never decrease. Messages about another link, incarnation or client are ignored."""
     sender = make_sender()
     use_up_credit(sender)
-    tell(sender, acked=3, credit=2**20)
+    receive_message(sender, acked=3, credit=2**20)
     held = sender.held_bytes
     others = [("x", "w", 3), ("c", "x", 3), ("c", "w", 2), ("c", "", 3)]
     for client, incarnation, link in others:
         message = LinkMessage(WIRE_VERSION, [], client, incarnation, link, 5, 2**40, True)
         assert sender.receive(message) == LinkInstructions()
 
-    assert tell(sender, acked=2, credit=0) == LinkInstructions()
+    assert receive_message(sender, acked=2, credit=0) == LinkInstructions()
     assert sender.held_bytes == held
     assert len(seal_all(sender)) > 1
 
@@ -324,10 +324,10 @@ def test_a_client_that_requests_acknowledged_frames_needs_a_new_link() -> None:
     """If a client requests frames that it has acknowledged, the worker must start a new link."""
     sender = make_sender()
     use_up_credit(sender)
-    tell(sender, acked=3)
+    receive_message(sender, acked=3)
 
-    assert tell(sender, acked=0, resend=True) == LinkInstructions(needs_new_link=True)
-    assert not tell(sender, acked=3, resend=True).needs_new_link
+    assert receive_message(sender, acked=0, resend=True) == LinkInstructions(needs_new_link=True)
+    assert not receive_message(sender, acked=3, resend=True).needs_new_link
 
 
 def test_a_key_can_be_opened_again_only_after_its_terminal_chunk() -> None:

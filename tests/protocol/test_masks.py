@@ -40,7 +40,7 @@ def chunk(index: int, masks: SamplingMask | None, *, attempt: int = 0, end: End 
     )
 
 
-def wanting(return_sampling_mask: bool | None) -> GenerateRequest:
+def request_with_mask(return_sampling_mask: bool | None) -> GenerateRequest:
     """Return a request with this value of `return_sampling_mask`."""
     return GenerateRequest(
         prompt_token_ids=[1],
@@ -109,7 +109,7 @@ def test_a_mask_for_another_number_of_tokens_is_refused() -> None:
 @pytest.mark.parametrize("asked", [None, True])
 def test_a_token_without_a_mask_after_tokens_with_masks_is_refused(asked: bool | None) -> None:
     """A token without a mask after tokens with masks is rejected, because the result would look complete."""
-    verifier = ChunkVerifier(wanting(asked))
+    verifier = ChunkVerifier(request_with_mask(asked))
     verifier.add(chunk(0, SamplingMask(i4(1), i4(5))))
     with pytest.raises(RemoteProtocolError, match="without sampling masks"):
         verifier.add(chunk(1, None))
@@ -118,16 +118,16 @@ def test_a_token_without_a_mask_after_tokens_with_masks_is_refused(asked: bool |
 def test_declined_masks_and_missing_required_masks_are_refused() -> None:
     """Masks that the request declined are rejected, and so are missing masks that it requires."""
     with pytest.raises(RemoteProtocolError, match="came with sampling masks"):
-        ChunkVerifier(wanting(False)).add(chunk(0, SamplingMask(i4(1), i4(5))))
+        ChunkVerifier(request_with_mask(False)).add(chunk(0, SamplingMask(i4(1), i4(5))))
     with pytest.raises(RemoteProtocolError, match="came without sampling masks"):
-        ChunkVerifier(wanting(True)).add(chunk(0, None))
+        ChunkVerifier(request_with_mask(True)).add(chunk(0, None))
 
 
 @pytest.mark.parametrize("second_makes_masks", [False, True])
 def test_a_result_has_masks_for_all_tokens_or_none(second_makes_masks: bool) -> None:
     """A result has masks only if all attempts returned masks."""
     mask = SamplingMask(i4(2), i4(5, 6))
-    stream = ResponseStream(wanting(None), child=0, attempt=0, keep=True)
+    stream = ResponseStream(request_with_mask(None), child=0, attempt=0, keep=True)
     stream.add(chunk(0, mask))
     stream.next_attempt()
     end = End(FinishReason.STOP, 1, 0)

@@ -47,7 +47,7 @@ def config(num_experts: int, role: str = "both") -> SyntheticConfig:
     )
 
 
-async def leg_chunks(
+async def phase_chunks(
     request: GenerateRequest, attempt: int, engine: SyntheticEngine, kv: KvTransfer | None, segment_bytes: int
 ) -> AsyncIterator[Chunk]:
     """Yield the chunks that one message causes."""
@@ -86,21 +86,21 @@ async def serve(
         plan = next(plans, Attempt())
         left = plan.lost_after
 
-        async def leg(asked: GenerateRequest, role: str, kv: KvTransfer | None) -> None:
+        async def run_phase(asked: GenerateRequest, role: str, kv: KvTransfer | None) -> None:
             nonlocal left
             engine = SyntheticEngine(config(num_experts, role))
-            async for chunk in leg_chunks(asked, stream.attempt, engine, kv, segment_bytes):
+            async for chunk in phase_chunks(asked, stream.attempt, engine, kv, segment_bytes):
                 if left == 0:
                     return
                 delivered.extend(stream.add(chunk))
                 left = None if left is None else left - 1
 
         if plan.is_cut:
-            await leg(stream.cut_to_prefill("synthetic"), "prefill", KvTransfer() if plan.keeps_kv else None)
+            await run_phase(stream.cut_to_prefill("synthetic"), "prefill", KvTransfer() if plan.keeps_kv else None)
         if stream.is_prefilled:
-            await leg(stream.next_phase(), "decode", stream.handover)
+            await run_phase(stream.next_phase(), "decode", stream.handover)
         elif not plan.is_cut:
-            await leg(asked, "both", None)
+            await run_phase(asked, "both", None)
         if stream.end is None:
             asked = stream.next_attempt()
             if isinstance(asked, Chunk):
@@ -190,7 +190,7 @@ async def test_a_stop_token_before_min_tokens_ends_only_the_prefill_phase() -> N
 async def test_kv_parameters_that_do_not_fit_beside_other_data_have_their_own_chunk() -> None:
     """KV parameters that do not fit beside other data have their own chunk, which the caller does not receive."""
     engine = SyntheticEngine(config(WIDE, "prefill"))
-    chunks = [chunk async for chunk in leg_chunks(sized(40, 1), 0, engine, KvTransfer(), 30)]
+    chunks = [chunk async for chunk in phase_chunks(sized(40, 1), 0, engine, KvTransfer(), 30)]
     assert [(chunk.num_tokens, chunk.routed_experts, chunk.is_terminal) for chunk in chunks][-1] == (0, None, True)
 
     stream, delivered = await serve(sized(40, 3), [Attempt(is_cut=True)], segment_bytes=30)
@@ -219,13 +219,13 @@ async def test_kv_of_other_weights_gives_other_tokens() -> None:
     request = sized(40, 5)
     prefill = SyntheticEngine(SyntheticConfig(role="prefill", seed=1))
     stream = ResponseStream(request, child=0, attempt=0, keep=True)
-    async for chunk in leg_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
+    async for chunk in phase_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
         stream.add(chunk)
     second = stream.next_phase()
     tokens = []
     for kv in (stream.handover, None):
         decode = SyntheticEngine(SyntheticConfig(role="decode"))
-        tokens.append([chunk.token_ids.tolist() async for chunk in leg_chunks(second, 1, decode, kv, 4096)])
+        tokens.append([chunk.token_ids.tolist() async for chunk in phase_chunks(second, 1, decode, kv, 4096)])
 
     assert tokens[0] != tokens[1]
 
@@ -248,7 +248,7 @@ async def test_rows_of_positions_with_transferred_kv_are_not_valid() -> None:
     whole, _ = await serve(request, [])
     stream = ResponseStream(request, child=0, attempt=0, keep=True)
     prefill = SyntheticEngine(config(WIDE, "prefill"))
-    async for chunk in leg_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
+    async for chunk in phase_chunks(stream.cut_to_prefill("synthetic"), 0, prefill, KvTransfer(), 4096):
         stream.add(chunk)
     decode = SyntheticEngine(config(WIDE, "decode"))
     await decode.add("k", request, stream.handover)

@@ -52,7 +52,7 @@ class World:
     taken: list[Lane] = field(default_factory=list)
 
     @property
-    def may_come(self) -> int:
+    def num_expected(self) -> int:
         """Number of requests that the worker may receive without another pull."""
         return len(self.standing) + sum(isinstance(message, Request) for message in self.messages)
 
@@ -67,7 +67,7 @@ class World:
                 self.standing[pull.number] = (pull.lane, self.now + STANDING_S)
             elif sent < pull.num_pulls:
                 self.messages.extend([Ended(pull.number)] * (pull.num_pulls - sent))
-        assert not pulls or self.may_come <= self.plan.claimed <= self.room + MAX_OVER
+        assert not pulls or self.num_expected <= self.plan.claimed <= self.room + MAX_OVER
         return pulls
 
     def publish(self, lane: Lane, count: int = 1) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollbus.bus.protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementPolicy, PlacementReason
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS
-from tests.protocol.placement.worlds import fleet, loads, presence, prompt, wanted
+from tests.protocol.placement.worlds import fleet, loads, placement_needs, presence, prompt
 
 QUEUED = Placement(None, PlacementReason.QUEUED)
 
@@ -18,7 +18,7 @@ def place(rooms: list[int], count: int, *, num_tokens: int = 2048, held_by: tupl
     """Place a group on workers with these numbers of free slots; the workers `held_by` have its prompt cached."""
     workers = [f"w{i}" for i in range(len(rooms))]
     policy = fleet(*(presence(worker, free_slots=room) for worker, room in zip(workers, rooms, strict=True)))
-    request = wanted(prompt(1, num_tokens))
+    request = placement_needs(prompt(1, num_tokens))
     for i in held_by:
         policy.admitted(request, workers[i], 0, was_placed=True)
     return policy.place_group(request, count, loads(policy, *workers), 1)
@@ -86,7 +86,7 @@ def test_groups_with_a_short_prompt_are_queued_or_spread_evenly(num_tokens: int)
     """
     assert place([8, 8, 8], 8, num_tokens=num_tokens) == [QUEUED] * 8
     policy = fleet(*(presence(worker, free_slots=4) for worker in "abc"))
-    request = wanted(prompt(1, num_tokens), is_for_able_only=True)
+    request = placement_needs(prompt(1, num_tokens), is_for_able_only=True)
     placements = policy.place_group(request, 9, loads(policy, "a", "b", "c"), 1)
     assert shares(placements) == [3, 3, 3]
     placements = policy.place_group(request, 14, loads(policy, "a", "b", "c"), 1)
@@ -97,7 +97,7 @@ def test_groups_with_a_short_prompt_are_queued_or_spread_evenly(num_tokens: int)
 def test_short_prompts_of_a_session_stay_with_its_worker() -> None:
     """Samples with a short prompt go to the worker of their session while it has room, and the rest is queued."""
     policy = fleet(presence("a", free_slots=4), presence("b", free_slots=9))
-    request = wanted(prompt(1, 40), session="s")
+    request = placement_needs(prompt(1, 40), session="s")
     policy.admitted(request, "a", 0, was_placed=True)
     placements = policy.place_group(request, 6, loads(policy, "a", "b"), 1)
 
@@ -124,7 +124,7 @@ def test_a_group_of_one_sample_is_placed_like_a_request() -> None:
     """A group of one sample is placed like a request: it is queued if its prompt is unknown."""
     assert place([8, 8], 1) == [QUEUED]
     assert place([8, 8], 1, held_by=(1,)) == [Placement("w1", PlacementReason.PLACED_PREFIX, 2048)]
-    assert PlacementPolicy().place_group(wanted(prompt(1)), 3, [], 1) == [QUEUED] * 3
+    assert PlacementPolicy().place_group(placement_needs(prompt(1)), 3, [], 1) == [QUEUED] * 3
 
 
 rooms_of_workers = st.lists(st.integers(0, 12), min_size=1, max_size=6)
@@ -178,7 +178,7 @@ def test_separate_requests_of_a_group_go_to_one_worker(size: int, num_tokens: in
     homes: dict[int, set[str | None]] = {}
     for group in range(64 * 4 // size):
         for _ in range(size):
-            request = wanted(prompt(group, num_tokens), group=f"g{group}")
+            request = placement_needs(prompt(group, num_tokens), group=f"g{group}")
             placement = policy.place(request, able, group)
             policy.placed(request, placement, group)
             homes.setdefault(group, set()).add(placement.worker)
@@ -195,7 +195,7 @@ def test_separate_requests_of_a_group_go_to_another_worker_if_the_first_is_full(
     """
     policy = fleet(presence("a", free_slots=5), presence("b", free_slots=3), presence("c", free_slots=1))
     able = loads(policy, "a", "b", "c")
-    request = wanted(prompt(1), group="g")
+    request = placement_needs(prompt(1), group="g")
     chosen = []
     for _ in range(10):
         placement = policy.place(request, able, 1)
@@ -209,13 +209,13 @@ def test_separate_requests_of_a_group_whose_prompt_most_workers_have_are_queued(
     """Requests of a group are queued if most workers have the prompt, because any worker serves them equally well."""
     policy = fleet(*(presence(worker) for worker in "abc"))
     for worker in "abc":
-        policy.admitted(wanted(prompt(1)), worker, 0, was_placed=True)
+        policy.admitted(placement_needs(prompt(1)), worker, 0, was_placed=True)
 
-    assert policy.place(wanted(prompt(1), group="g"), loads(policy, "a", "b", "c"), 1) == QUEUED
+    assert policy.place(placement_needs(prompt(1), group="g"), loads(policy, "a", "b", "c"), 1) == QUEUED
 
 
 def test_separate_short_requests_of_a_group_are_queued() -> None:
     """Requests of a group with a short prompt are queued, because a common worker would save nothing."""
     policy = fleet(presence("a"), presence("b"))
 
-    assert policy.place(wanted(prompt(1, 200), group="g"), loads(policy, "a", "b"), 1) == QUEUED
+    assert policy.place(placement_needs(prompt(1, 200), group="g"), loads(policy, "a", "b"), 1) == QUEUED

@@ -17,7 +17,7 @@ from rollbus.bus.protocol.placement.policy import (
 from rollbus.bus.protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from rollbus.bus.protocol.placement.worker_load import MAX_REQUESTS, WorkerLoad
 from rollbus.schemas.presence import EngineStats
-from tests.protocol.placement.worlds import fleet, loads, presence, prompt, wanted
+from tests.protocol.placement.worlds import fleet, loads, placement_needs, presence, prompt
 
 QUEUED = Placement(None, PlacementReason.QUEUED)
 WORKERS = ("a", "b", "c", "d")
@@ -32,32 +32,32 @@ def idle_fleet(*workers: str, free_slots: int = 8) -> tuple[PlacementPolicy, lis
 def test_an_unknown_prompt_is_queued() -> None:
     """If no worker has a prefix of the prompt, the request is queued."""
     policy, able = idle_fleet(*WORKERS)
-    policy.admitted(wanted(prompt(1)), "a", 1, was_placed=False)
+    policy.admitted(placement_needs(prompt(1)), "a", 1, was_placed=False)
 
-    assert policy.place(wanted(prompt(2)), able, 1) == QUEUED
+    assert policy.place(placement_needs(prompt(2)), able, 1) == QUEUED
 
 
 def test_the_next_turn_goes_to_the_worker_of_the_last_turn() -> None:
     """The next turn goes to the worker of the last turn. All tokens that this worker computed count as cached."""
     policy, able = idle_fleet("a", "b")
     first = prompt(1, 1000)
-    cache = policy.admitted(wanted(first), "b", 1, was_placed=False)
+    cache = policy.admitted(placement_needs(first), "b", 1, was_placed=False)
     assert cache is not None
     turn = np.concatenate([first, prompt(2, 600)])
     policy.ended(cache, piece_hashes(turn, PrefixScope()), 2)
 
-    placement = policy.place(wanted(np.concatenate([turn, prompt(3, 100)])), able, 60)
+    placement = policy.place(placement_needs(np.concatenate([turn, prompt(3, 100)])), able, 60)
     assert placement == ("b", PlacementReason.PLACED_PREFIX, 1600 // PIECE_TOKENS * PIECE_TOKENS)
 
 
 def test_known_prefixes_are_invalid_after_the_cache_of_the_worker_is_lost() -> None:
     """A new cache epoch, a lost worker and the next version of an adapter invalidate known prefixes."""
     policy, able = idle_fleet("a", "b")
-    lora = wanted(prompt(1), scope=PrefixScope("x", 1))
-    for each in (wanted(prompt(1)), lora):
+    lora = placement_needs(prompt(1), scope=PrefixScope("x", 1))
+    for each in (placement_needs(prompt(1)), lora):
         policy.admitted(each, "b", 1, was_placed=False)
     assert policy.place(lora, able, 2).worker == "b"
-    assert policy.place(wanted(prompt(1), scope=PrefixScope("x", 2)), able, 2) == QUEUED
+    assert policy.place(placement_needs(prompt(1), scope=PrefixScope("x", 2)), able, 2) == QUEUED
     policy.update(presence("b", cache_epoch=1), 3)
     assert policy.place(lora, able, 3) == QUEUED
     policy.admitted(lora, "b", 4, was_placed=False)
@@ -69,25 +69,25 @@ def test_known_prefixes_are_invalid_after_the_cache_of_the_worker_is_lost() -> N
 def test_a_request_of_an_earlier_epoch_is_not_recorded_for_the_next_epoch() -> None:
     """A request accepted before a weight update leaves nothing in the cache of the next epoch."""
     policy, able = idle_fleet("a", "b")
-    cache = policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
+    cache = policy.admitted(placement_needs(prompt(1)), "b", 1, was_placed=False)
     assert cache is not None
     policy.update(presence("b", cache_epoch=1), 2)
-    policy.ended(cache, wanted(prompt(1)).pieces, 3)
+    policy.ended(cache, placement_needs(prompt(1)).pieces, 3)
 
-    assert policy.place(wanted(prompt(1)), able, 4) == QUEUED
+    assert policy.place(placement_needs(prompt(1)), able, 4) == QUEUED
 
 
 def test_a_full_worker_gets_no_request() -> None:
     """If the worker with the prefix is full, the request goes to the queue immediately and does not wait."""
     policy, able = idle_fleet("a", "b", free_slots=1)
-    policy.admitted(wanted(prompt(1)), "b", 1, was_placed=False)
-    assert policy.place(wanted(prompt(1)), able, 2) == QUEUED
+    policy.admitted(placement_needs(prompt(1)), "b", 1, was_placed=False)
+    assert policy.place(placement_needs(prompt(1)), able, 2) == QUEUED
     policy.update(presence("b", free_slots=1), 3)
-    placement = policy.place(wanted(prompt(1)), able, 3)
+    placement = policy.place(placement_needs(prompt(1)), able, 3)
     assert placement.worker == "b"
-    policy.placed(wanted(prompt(1)), placement, 3)
+    policy.placed(placement_needs(prompt(1)), placement, 3)
 
-    assert policy.place(wanted(prompt(1)), able, 3) == QUEUED
+    assert policy.place(placement_needs(prompt(1)), able, 3) == QUEUED
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 64])
@@ -96,15 +96,15 @@ def test_requests_with_a_hot_prefix_spread_to_other_workers_by_load(num_workers:
     names = [f"w{i}" for i in range(num_workers)]
     policy, able = idle_fleet(*names, free_slots=10_000)
     hot, running = prompt(1, 4096), Counter[str]()
-    policy.admitted(wanted(hot), "w0", 0, was_placed=False)
+    policy.admitted(placement_needs(hot), "w0", 0, was_placed=False)
     for i in range(100 * num_workers):
         now = 1 + i / 10
-        placement = policy.place(wanted(hot), able, now)
+        placement = policy.place(placement_needs(hot), able, now)
         # The queue distributes its requests among all workers.
         worker = placement.worker or names[i % num_workers]
         if placement.worker is not None:
-            policy.placed(wanted(hot), placement, now)
-        policy.admitted(wanted(hot), worker, now, was_placed=placement.worker is not None)
+            policy.placed(placement_needs(hot), placement, now)
+        policy.admitted(placement_needs(hot), worker, now, was_placed=placement.worker is not None)
         running[worker] += 1
 
     assert max(running.values()) - min(running.values()) <= 4096 / RUNNING_TOKENS + 10
@@ -116,48 +116,48 @@ def test_requests_with_a_prefix_that_most_workers_have_are_queued() -> None:
     policy, able = idle_fleet(*WORKERS)
     shared = prompt(1, 4096)
     for worker in WORKERS:
-        policy.admitted(wanted(shared), worker, 1, was_placed=False)
-    turn = wanted(np.concatenate([shared, prompt(2, 1024)]))
+        policy.admitted(placement_needs(shared), worker, 1, was_placed=False)
+    turn = placement_needs(np.concatenate([shared, prompt(2, 1024)]))
     policy.admitted(turn, "c", 1, was_placed=False)
 
-    assert policy.place(wanted(shared), able, 60) == QUEUED
+    assert policy.place(placement_needs(shared), able, 60) == QUEUED
     assert policy.place(turn, able, 60) == ("c", PlacementReason.PLACED_PREFIX, 5120)
 
 
 def test_waiting_prompts_of_a_worker_are_weighed_against_the_saved_tokens() -> None:
     """Prompts that wait at the worker with the prefix cost half of their tokens until they are computed."""
     policy, able = idle_fleet("a", "b", free_slots=100)
-    policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
-    assert policy.place(wanted(prompt(1, 2048)), able, 1).worker == "a"
-    policy.admitted(wanted(prompt(2, 5000)), "a", 1, was_placed=False)
-    assert policy.place(wanted(prompt(1, 2048)), able, 1) == QUEUED
+    policy.admitted(placement_needs(prompt(1, 2048)), "a", 0, was_placed=False)
+    assert policy.place(placement_needs(prompt(1, 2048)), able, 1).worker == "a"
+    policy.admitted(placement_needs(prompt(2, 5000)), "a", 1, was_placed=False)
+    assert policy.place(placement_needs(prompt(1, 2048)), able, 1) == QUEUED
 
-    assert policy.place(wanted(prompt(1, 2048)), able, 2).worker == "a"
+    assert policy.place(placement_needs(prompt(1, 2048)), able, 2).worker == "a"
 
 
 def test_running_requests_of_a_worker_are_weighed_against_the_saved_tokens() -> None:
     """Each additional running request at the worker with the prefix costs as much as some tokens of the prompt."""
     policy, able = idle_fleet("a", "b", free_slots=100)
-    policy.admitted(wanted(prompt(1, 2048)), "a", 0, was_placed=False)
+    policy.admitted(placement_needs(prompt(1, 2048)), "a", 0, was_placed=False)
     worth = 2048 // RUNNING_TOKENS
     policy.update(presence("a", free_slots=100, in_flight=worth - 1), 9)
-    assert policy.place(wanted(prompt(1, 2048)), able, 9).worker == "a"
+    assert policy.place(placement_needs(prompt(1, 2048)), able, 9).worker == "a"
     policy.update(presence("a", free_slots=100, in_flight=worth + 1), 9)
 
-    assert policy.place(wanted(prompt(1, 2048)), able, 9) == QUEUED
+    assert policy.place(placement_needs(prompt(1, 2048)), able, 9) == QUEUED
 
 
 def test_load_is_compared_with_most_workers_and_not_with_the_busiest_worker() -> None:
     """A cached prefix must outweigh the worker's load relative to most workers, not relative to the busiest worker."""
     policy, able = idle_fleet(*WORKERS, free_slots=1000)
-    policy.admitted(wanted(prompt(1, 1024)), "a", 0, was_placed=False)
+    policy.admitted(placement_needs(prompt(1, 1024)), "a", 0, was_placed=False)
     policy.update(presence("a", in_flight=20), 9)
     policy.update(presence("d", in_flight=500), 9)
-    assert policy.place(wanted(prompt(1, 1024)), able, 9) == QUEUED
+    assert policy.place(placement_needs(prompt(1, 1024)), able, 9) == QUEUED
     for worker in "bc":
         policy.update(presence(worker, in_flight=20), 9)
 
-    assert policy.place(wanted(prompt(1, 1024)), able, 9).worker == "a"
+    assert policy.place(placement_needs(prompt(1, 1024)), able, 9).worker == "a"
 
 
 def test_another_worker_recomputes_the_prefixes_of_a_slow_worker() -> None:
@@ -166,8 +166,8 @@ def test_another_worker_recomputes_the_prefixes_of_a_slow_worker() -> None:
     policy = fleet(*(presence(worker, engine_stats=each) for worker, each in stats.items()))
     policy.update(presence("d", engine_stats=stats["d"]), 1)
     for i, worker in enumerate(WORKERS):
-        policy.admitted(wanted(prompt(i, 4096)), worker, 1, was_placed=False)
-    placed = [policy.place(wanted(prompt(i, 4096)), loads(policy, *WORKERS), 60).worker for i in range(4)]
+        policy.admitted(placement_needs(prompt(i, 4096)), worker, 1, was_placed=False)
+    placed = [policy.place(placement_needs(prompt(i, 4096)), loads(policy, *WORKERS), 60).worker for i in range(4)]
 
     assert placed == ["a", "b", "c", None]
 
@@ -177,10 +177,10 @@ def test_a_session_stays_with_its_worker() -> None:
     policy, able = idle_fleet(*WORKERS)
     for turn, tokens in enumerate((40, 300, 3000)):
         for session in "xyz":
-            policy.admitted(wanted(prompt(turn, tokens), session=session), "c", turn, was_placed=False)
+            policy.admitted(placement_needs(prompt(turn, tokens), session=session), "c", turn, was_placed=False)
         for load in able:
             policy.update(presence(load.worker), 60 * (turn + 1))
-        request = wanted(prompt(100 + turn, tokens), session="y")
+        request = placement_needs(prompt(100 + turn, tokens), session="y")
         placement = policy.place(request, able, 60 * (turn + 1))
         assert placement == ("c", PlacementReason.PLACED_SESSION, 0)
 
@@ -188,7 +188,7 @@ def test_a_session_stays_with_its_worker() -> None:
 def test_a_session_leaves_a_worker_that_is_too_busy() -> None:
     """A session counts as if all of the prompt except one piece were cached, and not more."""
     policy, able = idle_fleet("a", "b", free_slots=1000)
-    request = wanted(prompt(1, 2048), session="x")
+    request = placement_needs(prompt(1, 2048), session="x")
     policy.admitted(request, "a", 0, was_placed=False)
     policy.update(presence("a", free_slots=1000, in_flight=100), 60)
 
@@ -199,7 +199,8 @@ def test_all_clients_place_an_unknown_session_on_the_same_worker() -> None:
     """All clients place an unknown session on the same worker, and sessions are spread over all workers."""
     policies = [idle_fleet(*WORKERS), idle_fleet(*reversed(WORKERS))]
     chosen = [
-        {policy.place(wanted(prompt(i), session=f"s{i}"), able, 1) for policy, able in policies} for i in range(50)
+        {policy.place(placement_needs(prompt(i), session=f"s{i}"), able, 1) for policy, able in policies}
+        for i in range(50)
     ]
 
     assert all(len(each) == 1 for each in chosen)
@@ -209,8 +210,8 @@ def test_all_clients_place_an_unknown_session_on_the_same_worker() -> None:
 def test_a_session_whose_worker_cannot_serve_the_request_goes_to_another_worker() -> None:
     """A session whose worker cannot serve the request goes to a worker that can."""
     policy, _ = idle_fleet(*WORKERS)
-    policy.admitted(wanted(prompt(1), session="x"), "c", 1, was_placed=False)
-    placement = policy.place(wanted(prompt(1), session="x"), loads(policy, "a", "b"), 60)
+    policy.admitted(placement_needs(prompt(1), session="x"), "c", 1, was_placed=False)
+    placement = policy.place(placement_needs(prompt(1), session="x"), loads(policy, "a", "b"), 60)
 
     assert placement.worker in {"a", "b"}
 
@@ -218,7 +219,7 @@ def test_a_session_whose_worker_cannot_serve_the_request_goes_to_another_worker(
 def test_a_request_that_only_some_workers_can_serve_is_placed() -> None:
     """While only some workers can serve a request, the least loaded of these that has room gets it."""
     policy = fleet(presence("a", in_flight=5), presence("b", in_flight=3), presence("old"))
-    request = wanted(prompt(1, 40), is_for_able_only=True)
+    request = placement_needs(prompt(1, 40), is_for_able_only=True)
     able = loads(policy, "a", "b")
     assert policy.place(request, able, 1) == ("b", PlacementReason.PLACED_ABLE, 0)
     policy.update(presence("b", in_flight=3, free_slots=0), 2)
@@ -241,7 +242,7 @@ def test_hash_collisions_do_not_prevent_placement_or_queueing() -> None:
 def test_groups_with_different_prompts_start_on_different_workers() -> None:
     """Among equal workers, groups with different prompts start on different workers."""
     policy, able = idle_fleet(*WORKERS)
-    first = {policy.place(wanted(prompt(i), group=f"g{i}"), able, 1).worker for i in range(40)}
+    first = {policy.place(placement_needs(prompt(i), group=f"g{i}"), able, 1).worker for i in range(40)}
 
     assert first == set(WORKERS)
 
@@ -273,10 +274,10 @@ def test_a_chosen_worker_can_serve_the_request_and_has_room(
         stats = EngineStats(prefill_tokens_per_s=prefill)
         policy.update(presence(f"w{i}", free_slots=free_slots, in_flight=in_flight, engine_stats=stats), 0)
     for worker, seed, pieces in admitted:
-        policy.admitted(wanted(prompt(seed, pieces * PIECE_TOKENS)), f"w{worker}", 0, was_placed=True)
+        policy.admitted(placement_needs(prompt(seed, pieces * PIECE_TOKENS)), f"w{worker}", 0, was_placed=True)
     able = loads(policy, *(f"w{i}" for i in range(len(announced)) if i not in left_out))
     for seed, pieces, session, group in wanted_ones:
-        request = wanted(
+        request = placement_needs(
             prompt(seed, pieces * PIECE_TOKENS + 9), session=session, group=group, is_for_able_only=is_for_able_only
         )
         placement = policy.place(request, able, 1)
@@ -304,7 +305,7 @@ def test_a_group_leaves_a_worker_that_refuses_or_is_silent() -> None:
     A silent worker gets no request for ten seconds.
     """
     policy, able = idle_fleet(*WORKERS)
-    request = wanted(prompt(1), group="g")
+    request = placement_needs(prompt(1), group="g")
     seen = set()
     for fail in (policy.refused, policy.silent, policy.refused):
         placement = policy.place(request, able, 1)
@@ -320,7 +321,7 @@ def test_a_group_leaves_a_worker_that_refuses_or_is_silent() -> None:
 def test_after_a_refused_first_request_the_next_request_computes_the_prompt(is_silent: bool) -> None:
     """If a worker did not accept the first request of a group, the next request there must compute the prompt."""
     policy, able = idle_fleet("a")
-    request = wanted(prompt(1), group="g")
+    request = placement_needs(prompt(1), group="g")
     for now in (1, 20):
         policy.update(presence("a"), now)
         placement = policy.place(request, able, now)
@@ -332,7 +333,7 @@ def test_after_a_refused_first_request_the_next_request_computes_the_prompt(is_s
 def test_an_accepted_request_ends_a_series_of_refusals() -> None:
     """If a worker accepts a placed request, its next refusal closes it only for the shortest time."""
     policy, able = idle_fleet("a")
-    request = wanted(prompt(1), group="g")
+    request = placement_needs(prompt(1), group="g")
     for now in range(6):
         policy.refused(request, "a", now)
     policy.admitted(request, "a", 10, was_placed=True)
@@ -345,14 +346,14 @@ def test_an_accepted_request_ends_a_series_of_refusals() -> None:
 def test_a_worker_with_an_unknown_cache_may_accept_a_request() -> None:
     """A worker may accept a request before its first presence, or after it was marked lost."""
     policy, able = idle_fleet("a")
-    policy.placed(wanted(prompt(1), group="g"), Placement("new", PlacementReason.PLACED_GROUP), 1)
-    assert policy.admitted(wanted(prompt(1), session="s"), "new", 1, was_placed=False) is None
-    policy.ended(CacheId("new", "i1", 0), wanted(prompt(1)).pieces, 2)
-    policy.refused(wanted(prompt(1), group="g"), "new", 2)
-    policy.silent(wanted(prompt(1)), "new", 2)
+    policy.placed(placement_needs(prompt(1), group="g"), Placement("new", PlacementReason.PLACED_GROUP), 1)
+    assert policy.admitted(placement_needs(prompt(1), session="s"), "new", 1, was_placed=False) is None
+    policy.ended(CacheId("new", "i1", 0), placement_needs(prompt(1)).pieces, 2)
+    policy.refused(placement_needs(prompt(1), group="g"), "new", 2)
+    policy.silent(placement_needs(prompt(1)), "new", 2)
     policy.remove("new")
 
-    assert policy.place(wanted(prompt(1)), able, 3) == QUEUED
+    assert policy.place(placement_needs(prompt(1)), able, 3) == QUEUED
 
 
 @pytest.mark.parametrize("fields", [{"in_flight": 10**400}, {"free_slots": 10**400}, {"cache_epoch": 10**400}])
@@ -360,7 +361,7 @@ def test_an_announced_number_of_any_size_does_not_prevent_placement(fields: dict
     """A worker that announces a number too large for a float does not prevent placement on other workers."""
     policy = fleet(presence("a"), presence("b"), presence("liar", **fields))
     able = loads(policy, "a", "b", "liar")
-    request = wanted(prompt(1), session="s", group="g")
+    request = placement_needs(prompt(1), session="s", group="g")
     placements = [policy.place(request, able, 1), *policy.place_group(request, 4, able, 1)]
 
     assert None not in {placement.worker for placement in placements}

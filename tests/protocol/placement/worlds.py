@@ -27,7 +27,7 @@ def prompt(seed: int, num_tokens: int = 8 * PIECE_TOKENS) -> npt.NDArray[np.int3
     return np.random.default_rng(seed).integers(0, 1000, num_tokens, np.int32)
 
 
-def wanted(
+def placement_needs(
     token_ids: npt.NDArray[np.int32],
     *,
     scope: PrefixScope = SCOPE,

@@ -55,7 +55,7 @@ def rows_of(seed: int, count: int, routing: RoutedExpertsInfo = ROUTING) -> Rows
     return order[:, :, : routing.top_k].astype(DTYPES[routing.dtype])
 
 
-def by_hand(rows: Rows, num_experts: int) -> np.ndarray:
+def expected_counts(rows: Rows, num_experts: int) -> np.ndarray:
     """Return the count of each expert in each layer."""
     return np.array([np.bincount(rows[:, i].ravel(), minlength=num_experts) for i in range(rows.shape[1])])
 
@@ -104,7 +104,7 @@ def test_every_row_is_counted_once_in_its_interval_and_version(items: list[Add],
     assert found.keys() == wanted.keys()
     for key, (counts, computed, seen) in found.items():
         rows = np.concatenate([part for part, _ in wanted[key]])
-        assert (counts == by_hand(rows, ROUTING.num_experts)).all()
+        assert (counts == expected_counts(rows, ROUTING.num_experts)).all()
         assert (computed, seen) == (len(rows) + sum(unseen for _, unseen in wanted[key]), len(rows))
 
 
@@ -151,7 +151,7 @@ def test_rows_that_do_not_fit_the_model_are_not_counted() -> None:
     assert window is not None
     assert not left_out
     assert window.prompt.seen == 3
-    assert (window.prompt.counts == by_hand(bad[[0, 1, 3]], 6)).all()
+    assert (window.prompt.counts == expected_counts(bad[[0, 1, 3]], 6)).all()
 
 
 def test_models_whose_cells_need_wide_numbers_are_counted() -> None:
@@ -168,7 +168,7 @@ def test_models_whose_cells_need_wide_numbers_are_counted() -> None:
         [counts] = book.load(0, "recent", 5.0).counts
 
         assert is_countable(routing)
-        assert (decode_counts(counts.generated, num_layers, num_experts) == by_hand(rows, num_experts)).all()
+        assert (decode_counts(counts.generated, num_layers, num_experts) == expected_counts(rows, num_experts)).all()
     assert not is_countable(RoutedExpertsInfo(num_layers=5, top_k=1, num_experts=65_536, dtype="<u2"))
 
 
