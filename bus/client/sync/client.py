@@ -33,7 +33,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _BlockingCall(Protocol[T_co]):
-    """An object that blocks for the results of a `T_co`."""
+    """An object whose methods block until the coroutine methods of a `T_co` return."""
 
     @property
     def _awaited(self) -> T_co: ...
@@ -168,7 +168,10 @@ class BlockingClient:
     def generate(
         self, request: GenerateRequest, *, on_end: Callable[[], None] | None = None
     ) -> Generator[Chunk, None, None]:
-        """Stream the chunks of `request`, as `Client.generate` does. Leaving the loop or `close` aborts it."""
+        """Stream the chunks of `request`, as `Client.generate` does.
+
+        Leaving the loop, or `close` on the iterator, aborts the request.
+        """
         owner, chunks = self._connected, self._awaited.generate(request, on_end=on_end)
         try:
             while (chunk := owner.run(_next(chunks))) is not None:
@@ -227,9 +230,12 @@ class BlockingClient:
         max_lag: int | None = None,
         inexact: InexactGroups = "refuse",
     ) -> BlockingGroups:
-        """Return a sampler whose steps do not wait for slow answers, as `Client.groups` does. Enter it with `with`.
+        """Return a sampler whose steps do not wait for the slowest results, as `Client.groups` does.
 
-        It draws from `prompts` on the thread that calls `step`. Arguments and errors are those of `Client.groups`.
+        Enter it with `with`.
+
+        The sampler draws from `prompts` on the thread that calls `step`. Arguments and errors are those of
+        `Client.groups`.
         """
         owner, handed = self._connected, HandedPrompts()
         sampler = self._awaited.groups(

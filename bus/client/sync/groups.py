@@ -58,7 +58,10 @@ class HandedPrompts:
         return prompt
 
     async def until_requested(self, step: asyncio.Future[GroupStep]) -> bool:
-        """Wait for a request for a prompt and return True. Return False if the step ended and `wake` was called."""
+        """Wait until the sampler requests a prompt, and return True.
+
+        Return False if the step ended and `wake` was called.
+        """
         while not step.done() and (self._wanted is None or self._wanted.done()):
             self._woken.clear()
             await self._woken.wait()
@@ -95,8 +98,8 @@ class BlockingGroups:
         self._awaited = sampler
         self._handed = handed
         self._source = iter(check_prompts(prompts))
-        # Of the owner's loop: running steps, by the call that waits for the step. It has more than one step only until
-        # the sampler has rejected the others.
+        # Running steps, by the call that waits for the step. Only the owner's loop uses this. It has more than one step
+        # only until the sampler has rejected the others.
         self._steps: dict[object, asyncio.Task[GroupStep]] = {}
 
     def __repr__(self) -> str:
@@ -111,7 +114,7 @@ class BlockingGroups:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort all requests in flight. Later calls of the client run after that."""
+        """Abort all requests in flight. Calls of the client after this call run after the abort."""
         self._owner.finish(self._leave())
 
     def __iter__(self) -> Generator[GroupStep, None, None]:

@@ -1,4 +1,7 @@
-"""The event loop of a client for programs without asyncio. It runs on a thread; any thread may submit calls."""
+"""The event loop of a client for programs without asyncio. The loop runs on its own thread.
+
+Any thread may submit calls.
+"""
 
 import asyncio
 import atexit
@@ -28,8 +31,8 @@ R = TypeVar("R")
 class OwnerThread:
     """Enters a client on a daemon thread, runs coroutines there, and leaves the client. Start it once.
 
-    If the interpreter exits while the thread runs, the thread leaves the client too, so that no engine works without a
-    reader.
+    If the interpreter exits while the thread runs, the thread leaves the client too, so that no engine generates tokens
+    without a reader.
 
     Args:
         client: client that is not connected yet.
@@ -39,13 +42,14 @@ class OwnerThread:
         self._client = client
         self._pid = os.getpid()
         self._entered: Future[None] = Future()
-        # The thread sets it last, with the error that ended it.
+        # The thread sets this as its last action, with the error that ended the thread.
         self._ended: Future[None] = Future()
         # Set by `start`.
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread
         self._holding: asyncio.Task[None]
-        # Only the thread uses the fields below. Their size is bounded by the callers: each waits for one call.
+        # Only the thread uses the fields below. The number of callers bounds their size, because each caller waits for
+        # one call.
         self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
         self._leave = asyncio.Event()
         self._has_left = False
@@ -106,7 +110,9 @@ class OwnerThread:
         return outcome.result()
 
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a cleanup `coroutine` without waiting for it. Calls that are submitted later run after its start.
+        """Run a cleanup `coroutine` without waiting for it.
+
+        Calls that are submitted later run after `coroutine` has started.
 
         Finalizers may call this, also on the client's own threads. If the client was closed or belongs to another
         process, `coroutine` does not run.
@@ -178,7 +184,7 @@ class OwnerThread:
         finally:
             self._has_left = True
             if self._tasks:
-                # Calls of a closed client end on their own. The runner cancels calls that do not.
+                # Calls of a closed client end without help. The runner cancels calls that do not end.
                 await asyncio.wait(self._tasks.values(), timeout=CLEAN_UP_S)
 
     def _start(self, coroutine: Coroutine[Any, Any, R], outcome: Future[R]) -> None:

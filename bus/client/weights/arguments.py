@@ -35,7 +35,7 @@ PENDING: Final = WeightSource(objects="pending/pending")
 """Placeholder for the source of a command until its version has a folder."""
 
 MAX_WORKERS: Final = 1_000_000
-"""Upper bound of `min_staged`; no model has more workers."""
+"""Maximum of `min_staged`. No model has more workers."""
 
 Adapter = str | os.PathLike[str] | NamedTensors
 
@@ -71,8 +71,8 @@ class PublishSettings(TypedDict, total=False):
     timeout_s: float
     """Seconds that each worker has to load the version. Default: 600."""
     ranks_timeout_s: float
-    """Seconds that rank 0 waits for the other ranks, and that they wait for rank 0 to begin and to commit. Default:
-    600."""
+    """Seconds that rank 0 waits for the other ranks, and that the other ranks wait for rank 0 to begin and to commit.
+    Default: 600."""
     on_ack: OnAck | None
     """Called with each ack of a worker, on the client's own thread. It must return immediately. Default: None."""
 

@@ -23,7 +23,8 @@ def fill(
         files: files besides the tensors in the next publication.
 
     Raises:
-        InvalidRequest: a tensor differs from the manifest, or `files` differ from it. A delta contains no files.
+        InvalidRequest: a tensor differs from the manifest, or `files` differ from it. A delta contains no files, so
+            they must be equal.
     """
     shown = f"{os.fspath(folder)}, and version {manifest.version} was published with"
     known = {name: sha256 for name, sha256 in manifest.files.items() if name != INDEX}

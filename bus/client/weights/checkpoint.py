@@ -24,7 +24,7 @@ MAX_FILES_BYTES: Final = 256 * 1024**2
 MAX_FILES: Final = 1024
 """Maximum number of these files, equal to the limit of a manifest."""
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-"""Suffixes of files that contain weights in any format, or that list such files."""
+"""Suffixes of files that contain weights in any format, or that list files with weights."""
 
 
 class FolderFile(NamedTuple):

@@ -42,7 +42,8 @@ class _Drafted:
     kind: TensorKind
     sha256: str
     encoded: Encoded
-    """Encoding against the snapshot; `same` if `content` is set. If it is sparse, the snapshot has the new content."""
+    """Encoding relative to the snapshot. It is `same` if `content` is set. If it is sparse, the snapshot already has
+    the new content."""
     content: npt.NDArray[np.uint8] | None
     """u1[size]: content of the tensor. None if there is a snapshot."""
     delta: TensorDelta | None = None
@@ -132,7 +133,7 @@ class Draft:
                 if content is None:
                     content = self._before[name].content
                     if drafted.encoded.encoding == "dense":
-                        # In place: not every machine has memory for a second copy of the model.
+                        # Undo in place, because not every machine has memory for a second copy of the model.
                         apply_delta(drafted.encoded, content, drafted.kind.item_bytes)
                 tensors[name] = SnapshotTensor(drafted.kind, file, drafted.sha256, content)
         self._snapshot.tensors, self._snapshot.digest = tensors, digest
@@ -140,8 +141,8 @@ class Draft:
     def restore(self) -> None:
         """Restore the snapshot to its state before this draft, unless the draft is committed. This blocks.
 
-        Call this only when no tensor is being added. If a restored tensor does not have its committed hash, because an
-        interrupt can arrive at any point, the snapshot stays empty.
+        Do not call this while a tensor is being added. If a restored tensor does not have its committed hash, because
+        an interrupt can arrive at any point, the snapshot stays empty.
         """
         if self._is_over:
             return
@@ -176,7 +177,7 @@ class Draft:
         before = self._before[name]
         encoded = encode_delta(before.content, content, kind.item_bytes)
         is_same = encoded.encoding == "same"
-        # An anchor alone does not rely on earlier hashes: workers may have rejected the version because of a wrong
+        # An anchor without a delta does not use earlier hashes, because workers may have rejected a version for a wrong
         # hash.
         is_known = is_same and self._plan.has_delta
         drafted = self._drafted[name] = _Drafted(kind, before.sha256, encoded, None)

@@ -61,7 +61,7 @@ class TensorFeed:
         return f"<TensorFeed waiting={self._objects.qsize()} stopped={self._is_stopped}>"
 
     def begin(self, draft: Draft) -> None:
-        """Let the drawing thread start; it waits for this call."""
+        """Start the pass over the tensors. The drawing thread waits for this call."""
         self._draft, self._loop, self._is_begun = draft, asyncio.get_running_loop(), True
         self._has_begun.set()
 
@@ -154,7 +154,7 @@ class _EndHandover:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Report the error, and suppress it unless it is an interrupt."""
+        """Report the error of the block. Suppress the error unless it is an interrupt."""
         if error is None or isinstance(error, Exception):
             self._end(error)
             return True

@@ -84,7 +84,7 @@ class FleetLoader:
         return ledger
 
     async def make_room(self) -> None:
-        """Delete old folders from a full bucket. Folders without a recorded version stay for one minute only."""
+        """Delete old folders from a full bucket. Keep folders without a recorded version for only one minute."""
         await self.clean(young_s=PRESSED_S)
 
     async def clean(self, *, young_s: float = YOUNG_S) -> None:

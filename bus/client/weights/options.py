@@ -18,7 +18,8 @@ class PublishOptions:
     """True if the fleet loads the version. False: the version is only stored."""
     min_staged: int | None = None
     ranks_timeout_s: float = 600.0
-    """Seconds for the other ranks to give their tensors, and for rank 0 to begin and to commit."""
+    """Seconds that rank 0 waits for the tensors of the other ranks, and that they wait for rank 0 to begin and to
+    commit."""
     on_ack: OnAck | None = None
 
 

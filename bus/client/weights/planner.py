@@ -19,7 +19,7 @@ __all__ = ["VersionPlanner"]
 
 
 class VersionPlanner:
-    """Plans the versions of one model. Runs on the bus thread.
+    """Plans the versions of one model. It runs on the bus thread.
 
     Args:
         updates: reads the desired state, and checks if workers would reject a version.
@@ -89,7 +89,7 @@ class VersionPlanner:
             links,
             snapshot=None if is_out_of_step else snapshot.digest or None,
             after_transfer=recorded is not None and isinstance(recorded.command, FinishWeightUpdate),
-            # A starting worker has no capabilities yet. It must not turn each version into a whole checkpoint.
+            # A starting worker has no capabilities yet. Ignore it: otherwise each version would be a whole checkpoint.
             workers_read_deltas=all(
                 worker.capabilities.weight_deltas
                 for worker in await self._watcher.known_workers()
@@ -113,5 +113,5 @@ def _anchor_bytes(
     if kinds is not None:
         return sum(kind.size for kind in kinds.values())
     own = sum(tensor.kind.size for tensor in snapshot.tensors.values())
-    # With several ranks, each rank knows only its own tensors; earlier links have the size of all tensors.
+    # With several ranks, each rank knows only its own tensors. Earlier links have the size of all tensors.
     return max(given_bytes, own, *(link.anchor_bytes or 0 for link in links))

@@ -36,7 +36,7 @@ __all__ = ["WeightPublisher"]
 R = TypeVar("R")
 
 MAX_RANKS: Final = 4096
-"""Limit because each rank needs its own share of the numbers of delta objects."""
+"""Maximum number of ranks: each rank needs its own share of the object numbers of a delta."""
 
 
 class WeightPublisher:
@@ -180,8 +180,8 @@ class WeightPublisher:
 
         Args:
             named_tensors: (name, tensor) pairs of all tensors of the model, named as in the checkpoint. A tensor is a
-                torch tensor on any device, a numpy array or a `RawTensor`. A separate thread draws the pairs once. The
-                tensors must not change until this returns.
+                torch tensor on any device, a numpy array or a `RawTensor`. A separate thread draws the pairs once. Do
+                not change the tensors until this method returns.
             version: version of the weights, higher than the present one. Every token sampled from them has this
                 version.
 

@@ -59,7 +59,7 @@ class _PublicationJob:
     plan: DraftPlan
     draft: Draft
     links: tuple[Link, ...]
-    """Links that the version follows. Kept here, because a renewal of the lease may read other links meanwhile."""
+    """Links that the version follows. Stored here, because a renewal of the lease may read other links meanwhile."""
     files: Mapping[str, FolderFile]
     adapter: str | None
     ranks_timeout_s: float | None = None
@@ -102,7 +102,8 @@ class VersionPublisher:
         self._snapshot = Snapshot()
         self._rank = rank
         self._num_ranks = num_ranks
-        # True after a rank failed or a worker could not build a version: it may then lack the content of rank 0.
+        # True after a rank failed or a worker could not build a version. The rank or worker may then lack the content
+        # of rank 0.
         self._is_out_of_step = False
         self._loader = FleetLoader(self._updates, self._versions, model)
         self._planner = VersionPlanner(
@@ -290,7 +291,7 @@ class VersionPublisher:
 
     @contextlib.asynccontextmanager
     async def _drafted(self, plan: DraftPlan, feed: TensorFeed) -> AsyncIterator[Draft]:
-        """Create a draft, and roll it back if the block fails. The snapshot then is as before."""
+        """Create a draft. If the block fails, roll the draft back, so that the snapshot is as before."""
         draft = Draft(plan, self._snapshot, self._kinds)
         async with contextlib.AsyncExitStack() as unless_committed:
             unless_committed.push_async_callback(_take_back, draft, feed)

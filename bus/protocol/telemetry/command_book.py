@@ -13,16 +13,17 @@ __all__ = ["AWAITED", "MAX_COMMANDS", "MAX_LINES", "MAX_WORKERS", "CommandBook",
 
 MAX_COMMANDS: Final = 20
 MAX_WORKERS: Final = 2000
-"""Workers of each command that are followed. Further workers are ignored."""
+"""Maximum number of workers that are followed for each command. Further workers are ignored."""
 MAX_LINES: Final = 100
-"""Workers that an older command lists: those that have not applied it."""
+"""Maximum number of workers that an older command lists. It lists the workers that have not applied it."""
 NUM_WHOLE: Final = 2
-"""The newest commands, which list all of their workers."""
+"""Number of the newest commands, which list all of their workers."""
 MAX_ERROR_CHARS: Final = 200
 MAX_BEGUN: Final = MAX_COMMANDS // 2
-"""Commands that only one worker acked and that were never received. The limit leaves room if a worker forges acks."""
+"""Maximum number of commands that only one worker acked and that were never received. The limit protects the other
+commands if a worker forges acks."""
 MARGIN_S: Final = 10.0
-"""Seconds after a command's own time until it counts as done, regardless of missing acks."""
+"""Seconds after a command's timeout until the command counts as done, regardless of missing acks."""
 AWAITED: Final = "awaited"
 """The status of a worker that has not acked. Other statuses are those of acks."""
 
@@ -59,11 +60,11 @@ class CommandLine(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     controller: str
     at: float
-    """Unix time at which it was received."""
+    """Unix time at which the command was received."""
     epoch: int | None
-    """The epoch of the desired state; None: the command is not recorded."""
+    """The epoch of the desired state. None: the command is not recorded."""
     done: bool
-    """True if all known workers of the command have sent a final ack, or its time is over."""
+    """True if all known workers of the command have sent a final ack, or its timeout has passed."""
     counts: dict[str, int]
     """Workers by status."""
     workers: dict[str, WorkerAnswer]
@@ -84,7 +85,7 @@ class _FollowedCommand:
     is_heard: bool = True
     """True if the command was received. False: it is known only from acks."""
     begun_by: str | None = None
-    """The only worker that acked a command that was not received; None: there are several."""
+    """The only worker that acked a command that was not received. None: several workers acked it."""
     has_final: set[str] = field(default_factory=set)
 
     def line(self, now: float, *, is_whole: bool) -> CommandLine:
@@ -145,10 +146,10 @@ class CommandBook:
             self._commands.popitem(last=False)
 
     def add_ack(self, ack: Ack, controller: str, now: float) -> None:
-        """Record a worker's ack. No ack counts after the final one.
+        """Record a worker's ack. Acks after the final ack of a worker are ignored.
 
         A command that was not received is followed from its first ack, with the workers that ack it. Programs without
-        permission to receive commands learn of it this way.
+        permission to receive commands learn of commands in this way.
         """
         followed = self._commands.get((controller, ack.id))
         if followed is None:

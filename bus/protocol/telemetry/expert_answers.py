@@ -14,7 +14,8 @@ from .expert_window import ExpertWindow, merge_loads
 __all__ = ["MAX_ASKED", "ExpertAnswers", "choose_workers", "loads_of", "merge_answers"]
 
 MAX_ASKED: Final = 64
-"""The maximum number of workers to ask. An answer may have 100 KB, and this sample represents a thousand workers."""
+"""The maximum number of workers to ask, because an answer may have 100 KB. This sample represents a thousand
+workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class ExpertAnswers:
     model: str
     """Name of the model."""
     window: ExpertWindow | None
-    """The sum of the answers; None: no worker answered with counts."""
+    """The sum of the answers. None: no worker answered with counts."""
     asked: tuple[str, ...]
     """The workers that were asked, sorted: all workers of the model that can answer, or 64 of them."""
     left_out: dict[str, str]
@@ -36,7 +37,7 @@ class ExpertAnswers:
 def choose_workers(
     workers: Sequence[WorkerPresence], named: Iterable[str] | None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Choose the workers to ask: the named ones, or a sample that stays the same while its workers are live.
+    """Choose the workers to ask: the named workers, or a sample that stays the same while its workers are live.
 
     Args:
         workers: live workers of one model.

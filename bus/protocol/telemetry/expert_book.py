@@ -1,8 +1,8 @@
-"""Counts how often a worker's router chose each expert, by intervals of 5 s and by weight version. No I/O.
+"""Counts how often a worker's router chose each expert, by intervals of 5 s and by weight version, without I/O.
 
-One step has few rows, so the book counts some hundreds of rows at a time. Pending rows are bounded, and are counted
-before each answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals, so that
-a number has the same meaning for all workers of a fleet.
+One engine step has few rows, so the book counts some hundreds of rows together. Pending rows are bounded, and are
+counted before each answer. The caller passes in the time, which never goes back. The wall clock numbers the intervals,
+so that a number has the same meaning for all workers of a fleet.
 """
 
 import math
@@ -24,7 +24,8 @@ INTERVAL_S: Final = 5.0
 KEPT_INTERVALS: Final = 24
 """Number of kept intervals, which cover two minutes: a reader that asks for the last minute may be late."""
 MAX_PENDING_ROWS: Final = 512
-"""Rows that wait to be counted. To count them takes a third of a millisecond; larger batches are no faster per row."""
+"""Maximum number of rows that wait to be counted. Counting them takes a third of a millisecond. Larger batches are not
+faster per row."""
 
 Plane = Literal["prompt", "generated"]
 Window = Literal["recent", "versions"]
@@ -79,8 +80,8 @@ class ExpertBook:
     def __init__(self, routing: RoutedExpertsInfo, now: float, unix_now: float) -> None:
         self._routing = routing
         self._cells = routing.num_layers * routing.num_experts
-        # The first counter of each choice's layer; a narrow type, because most of the time goes into adding and reading
-        # them.
+        # Index of the first counter of each choice's layer. The type is narrow, because most of the time is needed to
+        # add and read these values.
         firsts = np.repeat(np.arange(routing.num_layers) * routing.num_experts, routing.top_k)
         self._firsts = firsts.astype(np.min_scalar_type(self._cells - 1))
         # Added to the given time, so that steps of the wall clock have no effect.
@@ -96,7 +97,7 @@ class ExpertBook:
         self._version = 0
         self._pending: dict[Plane, list[Rows]] = {"prompt": [], "generated": []}
         self._num_pending = 0
-        # By first interval and window, for the present number.
+        # Cached answers by first interval and window. They are valid for the present interval.
         self._answers: dict[tuple[int, Window], ExpertLoad] = {}
 
     def __repr__(self) -> str:
@@ -108,7 +109,7 @@ class ExpertBook:
         getattr(self._planes(weight_version, now), plane).computed += count
 
     def add_rows(self, plane: Plane, rows: Rows, weight_version: int, now: float) -> None:
-        """Add the rows of computed positions, which must not change any more. Rows of another shape are ignored.
+        """Add the rows of computed positions. The caller must not change them later. Rows of another shape are ignored.
 
         A row with an expert that the model does not have is not counted.
         """
@@ -180,7 +181,7 @@ class ExpertBook:
         self._answers.clear()
 
     def load(self, since: int, window: Window, now: float) -> ExpertLoad:
-        """Return the counts until the end of the last interval. Each interval has one cached answer.
+        """Return the counts until the end of the last interval. The answer is cached for each interval.
 
         Args:
             since: for the window `recent`: the interval before the first one to return.

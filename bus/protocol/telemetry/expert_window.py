@@ -36,7 +36,8 @@ __all__ = [
 Counts = npt.NDArray[np.int64]
 """i8[num_layers, num_experts]"""
 MAX_CELL: Final = 2**53
-"""The largest count in a message: JSON readers keep it exactly, and the sum of a thousand fits into 64 bits."""
+"""The largest count in a message. JSON readers decode it exactly, and the sum of a thousand such counts fits into 64
+bits."""
 LEVEL: Final = 1
 """The zlib level: higher levels take a worker three times as long for a tenth fewer bytes."""
 
@@ -69,7 +70,7 @@ class PlaneLoad:
 
     @property
     def share_seen(self) -> float | None:
-        """The share of the computed positions that is in `counts`; None: none was computed."""
+        """The share of the computed positions that is in `counts`. None: no position was computed."""
         return min(self.seen / self.computed, 1.0) if self.computed else None
 
     def __add__(self, other: "PlaneLoad") -> "PlaneLoad":
@@ -98,7 +99,7 @@ class ExpertWindow:
     versions: tuple[VersionLoad, ...]
     """The highest version first. Versions without tokens are left out."""
     workers: tuple[str, ...]
-    """The sorted workers whose counts these are."""
+    """The workers whose counts these are, sorted."""
 
     @cached_property
     def prompt(self) -> PlaneLoad:
@@ -131,9 +132,10 @@ class Imbalance(NamedTuple):
     """
 
     max_over_mean: npt.NDArray[np.float64]
-    """f8[num_layers]: the choices of the busiest expert divided by an even share; 1: even."""
+    """f8[num_layers]: the choices of the busiest expert divided by an even share. 1 means even."""
     entropy: npt.NDArray[np.float64]
-    """f8[num_layers]: the entropy of the shares, divided by that of even shares; 1: even, 0: one expert has all."""
+    """f8[num_layers]: the entropy of the shares, divided by that of even shares. 1 means even. 0 means that one expert
+    has all."""
     unused: npt.NDArray[np.int32]
     """i4[num_layers]: experts without a choice."""
     routes: npt.NDArray[np.bool_]
@@ -195,9 +197,9 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     """Add up the answers of these workers of one model, for the 8 highest weight versions.
 
     Returns:
-        The sum, or None without a worker. Also the reason for each worker that is left out: its answer is unusable, its
-        routed experts have another shape than those of most workers, or all of its versions are older than the 8
-        highest.
+        The sum, or None without a worker. Also the reason for each worker that is left out. There are three: its answer
+        is unusable, its routed experts have another shape than those of most workers, or all of its versions are older
+        than the 8 highest.
     """
     left_out: dict[str, str] = {}
     shapes = {worker: ExpertShape(load.num_layers, load.num_experts, load.top_k) for worker, load in loads.items()}
@@ -229,9 +231,9 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
 
 
 def add_windows(windows: Iterable[ExpertWindow]) -> ExpertWindow | None:
-    """Join consecutive windows; None without a window.
+    """Join consecutive windows. Return None without a window.
 
-    Windows with another shape than the last one are left out: another model was loaded.
+    Windows with another shape than the last window are left out, because another model was loaded since.
     """
     found = list(windows)
     if not found:

@@ -1,4 +1,4 @@
-"""Rates of a fleet: from the counters of each worker to its recent rates, and the sums by model and fleet."""
+"""Computes the recent rates of each worker from its counters, and the sums by model and fleet."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -16,13 +16,13 @@ STEP_S: Final = 0.5
 """Faster presence messages of a worker count as one, and no rate covers less time: workers answer pings immediately. So
 at most `WINDOW_S` / `STEP_S` + 3 presence messages of each worker are kept."""
 MAX_SECONDS: Final = 1e12
-"""The limit for published sums of seconds, so that their sums stay finite."""
+"""The maximum of a sum of seconds that a worker publishes, so that sums over workers stay finite."""
 
 
 class Rates(NamedTuple):
     """The mean rates per second of one or several workers over the window.
 
-    The rates of several workers are the sums of theirs, so each mean weighs the workers by their work.
+    The rates of several workers are the sums of their rates, so each mean weighs the workers by their work.
     """
 
     tokens_per_s: float = 0.0
@@ -44,17 +44,17 @@ class Rates(NamedTuple):
 
     @property
     def first_token_s(self) -> float | None:
-        """Mean seconds from a request's offer to its first token; None: no request had its first token."""
+        """Mean seconds from a request's offer to its first token. None: no request had its first token."""
         return self.first_tokens_s / self.first_tokens if self.first_tokens else None
 
     @property
     def between_tokens_s(self) -> float | None:
-        """Mean seconds for each token after the first; None: no request had one."""
+        """Mean seconds for each token after the first token. None: no request had a second token."""
         return self.next_tokens_s / self.next_tokens if self.next_tokens else None
 
     @property
     def prefix_hit(self) -> float | None:
-        """Share of looked-up tokens that were in prefix caches, 0 to 1; None: no lookups."""
+        """Share of looked-up tokens that were in prefix caches, 0 to 1. None: there were no lookups."""
         return min(self.hits / self.lookups, 1.0) if self.lookups else None
 
     @classmethod
@@ -88,7 +88,7 @@ class _FollowedWorker:
         if counted and new.at <= counted[-1].at:
             return
         if counted and any(now < before for now, before in zip(new.counts, counted[-1].counts, strict=True)):
-            # Another process or engine counts, so the earlier counts say nothing about its rates.
+            # Another process or engine counts now, so the earlier counts are useless for its rates.
             counted.clear()
         if len(counted) > 1 and counted[-1].at - counted[-2].at < STEP_S:
             counted.pop()

@@ -16,7 +16,8 @@ __all__ = ["Phases", "RequestPause", "RequestTrace", "WorkerTimeline", "clock_sk
 MAX_MERGED: Final = limits.MAX_N * limits.MAX_ATTEMPTS
 """The maximum number of timelines of a request. Workers without a fault never report more."""
 MIN_SKEW_S: Final = 0.01
-"""Clocks that differ by less count as equal: synchronized clocks differ by some milliseconds."""
+"""Seconds below which a difference of clocks counts as zero, because synchronized clocks differ by some
+milliseconds."""
 
 
 class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=False):
@@ -34,7 +35,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """The request id that its client set."""
     timelines: tuple[WorkerTimeline, ...] = ()
-    """By client and sample, in the order of the attempts; empty: no worker remembers the request."""
+    """The attempts, sorted by client, sample and attempt. Empty: no worker remembers the request."""
     workers_asked: int = 0
     """Live workers that support the command."""
     workers_answered: int = 0
@@ -87,18 +88,21 @@ class RequestPause:
 
     at: float
     seconds: float | None
-    """Seconds of the pause; None: the request is still paused."""
+    """Seconds of the pause. None: the request is still paused."""
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """The phases of one attempt in seconds; None: not reached, or the worker left it out."""
+    """The phases of one attempt in seconds.
+
+    None: the attempt did not reach the phase, or the worker left its event out.
+    """
 
     queue_s: float | None
     """From the queue to the worker, by the clocks of both machines: below 0 if the clocks differ."""
     slot_s: float | None
-    """From the offer to the engine: long for a request that follows others of its group."""
+    """From the offer to the engine. This is long for a request that follows others of its group."""
     prefill_s: float | None
     """In the engine, until the prompt was computed."""
     decode_s: float | None

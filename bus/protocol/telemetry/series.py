@@ -19,7 +19,7 @@ MAX_MODELS: Final = 64
 
 
 class Point(NamedTuple):
-    """The values of one worker, a model or the fleet at one time; NaN: not known."""
+    """The values of one worker, a model or the fleet at one time. NaN means not known."""
 
     tokens_per_s: float
     """Tokens per second that engines generated, over the last ten seconds."""
@@ -67,7 +67,7 @@ class _Rings:
         return self._rings.get(name)
 
     def clear(self, places: npt.NDArray[np.int64]) -> None:
-        """Clear the places of new points. Their old values are an hour old."""
+        """Clear the array places of new points, which have values of an hour ago."""
         for ring in self._rings.values():
             ring[:, places] = np.nan
 
@@ -105,7 +105,7 @@ class History:
         return sum(rings.num_bytes for rings in (self._fleet, self._models, self._workers))
 
     def add(self, number: int, fleet: Point, models: Mapping[str, Point], workers: Mapping[str, Point]) -> None:
-        """Add one point of each series. Steps without a point since the last one are unknown.
+        """Add one point of each series. Steps between the last point and this one have no known values.
 
         A worker or model without a point for an hour is removed.
 

@@ -22,9 +22,9 @@ __all__ = ["MAX_ENDED", "RETURNED", "OpenTimeline", "TimelineBook"]
 MAX_ENDED: Final = 1000
 """Ended requests that a worker remembers: those of the last minutes, as a worker ends a few per second."""
 RETURNED: Final = "returned"
-"""The end reason at a worker that has returned the request to the queue."""
+"""The end reason of a timeline if the worker has returned the request to the queue."""
 _NUM_FIRST: Final = MAX_TIMELINE_EVENTS // 2
-"""First events that are always kept. Of later events, the last are kept."""
+"""Number of first events that are always kept. Of the later events, only the last are kept."""
 
 
 class OpenTimeline:
@@ -84,13 +84,13 @@ class OpenTimeline:
         self._add(TimelineEvent(at=self._now(), event="weights", weight_version=weight_version, tokens=tokens))
 
     def hold(self, reason: str, tokens: int) -> None:
-        """Record that a pause holds the request; without effect if it is held."""
+        """Record that a pause holds the request. This has no effect if the request is already held."""
         if not self.is_held:
             self.is_held = True
             self.add("held", tokens=tokens, reason=reason)
 
     def resume(self) -> None:
-        """Record that the request resumes; without effect if it is not held."""
+        """Record that the request resumes. This has no effect if the request is not held."""
         if self.is_held:
             self.is_held = False
             self.add("resumed")
@@ -138,7 +138,8 @@ class TimelineBook:
         self._num_begun = 0
         self._in_flight: set[OpenTimeline] = set()
         self._ended: deque[OpenTimeline] = deque(maxlen=MAX_ENDED)
-        # Never offered: only the last timeline of each attempt, because the queue delivers a request repeatedly.
+        # Timelines of requests that were never offered. Only the last timeline of each attempt stays, because the queue
+        # delivers a request repeatedly.
         self._refused: OrderedDict[tuple[str, RequestKey], OpenTimeline] = OrderedDict()
         self.on_ended: Callable[[RequestTimeline], None] | None = None
 
@@ -163,7 +164,7 @@ class TimelineBook:
         return timeline
 
     def end(self, timeline: OpenTimeline, reason: str, tokens: int) -> None:
-        """End a timeline; without effect if it has ended.
+        """End a timeline. This has no effect if the timeline has ended.
 
         Args:
             reason: the finish reason, the error code, or `RETURNED`.

@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 LEASE_S: Final = 15.0
-"""Seconds for which the lease holds after its last renewal, by the server's clock."""
+"""Seconds for which the lease is valid after its last renewal, by the server's clock."""
 MARGIN_S: Final = 5.0
-"""Seconds after the lease before another publisher takes it over: a renewal may be in flight."""
+"""Seconds after the end of the lease before another publisher may acquire it, because a renewal may be in flight."""
 MAX_DELTAS: Final = 16
-"""Versions after an anchor, before the next anchor: the deltas that a new worker applies one after another."""
+"""Maximum number of deltas between two anchors. A new worker applies all of them one after another."""
 YOUNG_S: Final = 3600.0
 """Age in seconds below which folders are kept: a controller may be about to record one, or a worker to fetch one."""
 PRESSED_S: Final = 60.0
@@ -63,7 +63,7 @@ class AnchorReason(enum.StrEnum):
     NO_SNAPSHOT = "no_snapshot"
     """The publisher does not have the content of the last version for the comparison."""
     AFTER_TRANSFER = "after_transfer"
-    """The fleet received weights from a transfer engine since."""
+    """The fleet has received weights from a transfer engine since the last publication."""
     OLD_WORKERS = "old_workers"
     """A worker cannot decode deltas."""
     CHAIN_BYTES = "chain_bytes"
@@ -106,8 +106,8 @@ def lease_taken(record: ChainRecord, holder: Holder, age_s: float) -> ChainRecor
 def lease_kept(record: ChainRecord, holder: Holder, epoch: int, age_s: float) -> ChainRecord:
     """Return the record in which `holder` continues with its lease of `epoch`, or with a later one.
 
-    Epochs only rise. If the record has an earlier epoch, the server has lost all or some later data. Then `holder`
-    acquires a new lease, and a publication under the lost lease cannot be committed.
+    Epochs only increase. If the record has an earlier epoch, the server has lost all its data or the latest part. Then
+    `holder` acquires a new lease, and a publication under the lost lease cannot be committed.
 
     Args:
         record: as it is stored.
@@ -127,7 +127,8 @@ def check_lease(record: ChainRecord, holder: Holder, epoch: int) -> None:
     """Check that `holder` still has the lease of `epoch`.
 
     Raises:
-        ControlError: `publisher_busy`: another publisher took over; `storage`: the server has lost the lease.
+        ControlError: `publisher_busy`: another publisher has acquired the lease. `storage`: the server has lost the
+            lease.
     """
     if (record.holder, record.epoch) == (holder, epoch):
         return
@@ -169,11 +170,11 @@ def chain_length(links: Sequence[Link]) -> int:
 def needs_anchor(
     links: Sequence[Link], *, snapshot: str | None, after_transfer: bool, workers_read_deltas: bool
 ) -> AnchorReason | None:
-    """Return the reason why the next version needs an anchor; None: a delta is sufficient.
+    """Return the reason why the next version needs an anchor, or None if a delta is sufficient.
 
     Args:
         links: of the chain record.
-        snapshot: digest of the content that the publisher compares with; None: the publisher has none.
+        snapshot: digest of the content that the publisher compares with. None: the publisher has no such content.
         after_transfer: the fleet received weights from a transfer engine since the last publication.
         workers_read_deltas: all workers of the model can decode deltas.
     """
@@ -201,8 +202,8 @@ def contents(
 ) -> Contents:
     """Decide the form of the next version, before its first byte is stored.
 
-    If an anchor is due for the chain's length alone and has no room, the version is a delta. If a delta beside an
-    anchor has no room, the version is the anchor alone.
+    If only the length of the chain requires an anchor, and the bucket has no room for it, the version is a delta. If
+    the bucket has no room for a delta beside an anchor, the version is the anchor alone.
 
     Args:
         reason: of `needs_anchor`.
@@ -251,7 +252,7 @@ def needed_for_chain(links: Sequence[Link]) -> int:
 
 
 def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
-    """Return the record after the commit of a version; a version that is in it already is not added again.
+    """Return the record after the commit of a version. A version that is already in the record is not added again.
 
     Raises:
         ControlError: `storage`: the manifest is of a lease that the server has lost, and its objects with it.
@@ -279,7 +280,10 @@ def committed(record: ChainRecord, manifest: Manifest) -> ChainRecord:
 
 
 def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
-    """Return the noted folders after `objects` was recorded: the last two of each home, the later one last."""
+    """Return the noted folders after `objects` was recorded.
+
+    They are the last two folders of the weights and of each adapter, the later one last.
+    """
     own = [folder for folder in folders if _home(folder) == _home(objects)]
     if own[-1:] == [objects]:
         return tuple(folders)
@@ -290,9 +294,9 @@ def noted(folders: Sequence[str], objects: str) -> tuple[str, ...]:
 def kept(
     links: Sequence[Link], recorded: AbstractSet[str], ages: Mapping[str, float], *, young_s: float = YOUNG_S
 ) -> set[str]:
-    """Return the folders of `ages` that stay: the recorded ones, the newest one of the chain, and the young ones.
+    """Return the folders of `ages` that stay: recorded folders, the newest folder of the chain, and young folders.
 
-    All folders that the manifests of these name stay too.
+    All folders that the manifests of these folders name stay too.
 
     Args:
         links: of the chain record.
@@ -313,7 +317,7 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
 
     Args:
         record: before the deletion.
-        recorded: folders that the desired state names. An adapter without one is no longer noted.
+        recorded: folders that the desired state names. An adapter without a recorded folder is no longer noted.
         kept_folders: folders that stayed.
     """
     homes = {_home(folder) for folder in recorded}
@@ -329,7 +333,10 @@ def trimmed(record: ChainRecord, recorded: AbstractSet[str], kept_folders: Abstr
 
 
 def folder_of(name: str) -> tuple[str, str] | None:
-    """Return the folder of a published object, and the tag of its parts; None: the object belongs to no version."""
+    """Return the folder of a published object, and the tag of its object chunks.
+
+    Return None if the object belongs to no version.
+    """
     found = _FOLDER.match(name)
     if found is None or not name[found.end() :].startswith("/"):
         return None
@@ -347,7 +354,7 @@ def is_weights(objects: str) -> bool:
 
 
 def _bounded(links: tuple[Link, ...], folders: Sequence[str]) -> tuple[Link, ...]:
-    """Remove the oldest links above `MAX_HISTORY`, but none that a noted folder or the newest version needs."""
+    """Remove the oldest links above `MAX_HISTORY`, except links that a noted folder or the newest version needs."""
     if len(links) <= MAX_HISTORY:
         return links
     needed = kept(links, set(folders), {link.objects: YOUNG_S for link in links})

@@ -13,9 +13,9 @@ class FetchPlan(NamedTuple):
     """One sequence of folders and downloads that results in the newest version."""
 
     base: str | None
-    """Digest of the local folder that it starts from; None: it starts from the anchor of `anchor`."""
+    """Digest of the local folder that the plan starts from. None: the plan starts from `anchor`."""
     anchor: Link | None
-    """The link with the anchor to fetch; None: no anchor."""
+    """The link with the anchor to fetch. None: the plan fetches no anchor."""
     deltas: tuple[Link, ...]
     """The links with the deltas to apply after that, in this order."""
 
@@ -29,7 +29,7 @@ class FetchPlan(NamedTuple):
 def fetch_plans(links: Sequence[Link], at_hand: AbstractSet[str]) -> list[FetchPlan]:
     """Return all plans for the last of `links`, the one with the fewest bytes first.
 
-    The other plans are for a missing or wrong object in the first plan.
+    Use the next plan if an object of a plan is missing or wrong.
 
     Args:
         links: of the newest version's manifest, from older to newer.

@@ -5,16 +5,18 @@ from typing import Final
 __all__ = ["SIGN_S", "SILENT_S", "Silence"]
 
 SIGN_S: Final = 5.0
-"""Seconds between two signs of life of a rank. Rank 0 renews its lease at the same interval."""
+"""Seconds between two periodic messages of a rank. Rank 0 renews its lease at the same interval."""
 SILENT_S: Final = 60.0
-"""Seconds without a sign after which a rank counts as dead. A trainer may hold the interpreter lock for many seconds.
+"""Seconds without such a message after which a rank counts as dead. The limit is long, because a trainer may hold the
+interpreter lock for many seconds.
 """
 
 
 class Silence:
-    """The silence of one peer, whose signs are changing numbers.
+    """The silence of one peer, whose messages have changing numbers.
 
-    The time between two calls counts for at most one period: while the server is unavailable, no sign can arrive.
+    The time between two calls counts for at most one period, because no message can arrive while the server is
+    unavailable.
     """
 
     def __init__(self) -> None:
@@ -27,7 +29,7 @@ class Silence:
         return f"<Silence {self._silent_s:.1f} s>"
 
     def record(self, sign: int, now: float) -> float:
-        """Record the last sign. Return the seconds for which it has been the same."""
+        """Record the number of the last message. Return the seconds for which the number has been the same."""
         if sign == self._sign:
             self._silent_s += min(now - self._recorded_at, SIGN_S)
         else:

@@ -1,4 +1,4 @@
-"""A tensor's new content, as the elements that differ from the previous content: bit-exact, for any dtype.
+"""Encodes a tensor's new content as the elements that differ from the previous content, bit-exact and for any dtype.
 
 Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, without arithmetic on their values. So
 -0.0 differs from 0.0, and a NaN equals itself. There are three encodings:
@@ -7,7 +7,8 @@ Content is bytes: elements of 1, 2, 4 or 8 bytes that are compared and copied, w
 - `sparse`: the positions of the changed elements as gaps, then their steps in byte planes. A step is the new element
   minus the old one, as integers that wrap around, with the sign in the lowest bit: -1, 1, -2, 2 become 1, 2, 3, 4. An
   optimizer moves most floats to a neighbour, so nearly all steps are small, and zstd needs a few bits for each. Steps
-  give the new content only from exactly the old one: the receiver checks the hash of the result.
+  give the new content only if they are added to exactly the old content. The receiver therefore checks the hash of the
+  result.
 - `dense`: the whole content in byte planes.
 
 A byte plane has one byte of every element: the first plane all first bytes, and so on. So the repeating exponents of
@@ -29,9 +30,9 @@ Parts = Sequence[Sequence[npt.NDArray[np.uint8]]]
 """The gaps and planes of a body, each in pieces of u1[any]."""
 
 BLOCK: Final = 1 << 20
-"""Bytes of gaps that are processed at a time: they stay in a core's cache, which is four times faster."""
+"""Bytes of gaps that are processed together: they fit into a core's cache, which is four times faster."""
 COMPARED: Final = 1 << 19
-"""Elements that are compared and encoded at a time, for the same reason: different elements are read a second time."""
+"""Elements that are compared and encoded together, for the same reason: elements that differ are read a second time."""
 DENSE: Final = zstandard.ZstdCompressionParameters.from_level(1)
 """The zstd settings for a whole content: higher levels take several times the time for 1 to 2 % fewer bytes."""
 SPARSE: Final = zstandard.ZstdCompressionParameters(
@@ -47,7 +48,7 @@ SPARSE: Final = zstandard.ZstdCompressionParameters(
 but codes for single bytes do. Level 1 searches a larger table, takes 1.4 times the time, and leaves 1 to 2 % more
 bytes."""
 MAX_WINDOW_BYTES: Final = 8 << 20
-"""The memory that zstd may request besides the body itself; level 1 requests 512 KiB."""
+"""The memory that zstd may request besides the body itself. Level 1 requests 512 KiB."""
 GO_ON: Final = 255
 """The byte of a gap that continues in the next byte."""
 
@@ -61,7 +62,7 @@ class Encoded(NamedTuple):
 
     encoding: Encoding
     num_changed: int
-    """Elements that changed; 0 unless `sparse`."""
+    """Number of changed elements. 0 unless `sparse`."""
     body_bytes: int
     """The size of the body before compression."""
     data: bytes
@@ -145,7 +146,7 @@ def _items(content: npt.NDArray[np.uint8], item_bytes: int) -> npt.NDArray[np.un
 def _sparse(
     old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger], item_bytes: int
 ) -> Encoded | None:
-    """Encode the elements that differ; None: there are so many that the whole content is smaller."""
+    """Encode the elements that differ. Return None if they are so many that the whole content is smaller."""
     gap_bytes: list[npt.NDArray[np.uint8]] = []
     planes: list[list[npt.NDArray[np.uint8]]] = [[] for _ in range(item_bytes)]
     before, num_changed = -1, 0
