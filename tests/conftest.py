@@ -11,6 +11,9 @@ from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S
 
 pytest_plugins = ["tests.support.fixtures"]
 
+STARTED_FIRST = ("tests/test_rl_loop.py", "tests/engine/test_families.py", "tests/docs/test_code_blocks.py")
+"""Files that take minutes, the longest first. If one of them started last, other processes would wait for it."""
+
 # Each run uses the same examples; `pytest --hypothesis-profile=explore` searches for new ones. No deadline, because the
 # speed of machines varies.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
@@ -18,6 +21,11 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 
 # A shell starts background programs with SIGINT ignored, and child processes inherit that. Some tests send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of the longest files to the front."""
+    items.sort(key=lambda item: [item.nodeid.startswith(f"{file}::") for file in STARTED_FIRST], reverse=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,7 +41,7 @@ def test_nothing_is_installed_if_no_program_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("programs", "reason"),
-    [({"id": "echo 0"}, "there is no apt-get"), ({"id": "echo 1000", "apt-get": "exit 1"}, "only root may install")],
+    [({"id": "echo 0"}, "apt-get is missing"), ({"id": "echo 1000", "apt-get": "exit 1"}, "only root may install")],
 )
 def test_programs_that_cannot_be_installed_are_named(tmp_path: Path, programs: dict[str, str], reason: str) -> None:
     """The message names the missing programs and the command that installs them, and the exit code is 0."""

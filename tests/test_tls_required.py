@@ -23,6 +23,7 @@ from rollbus.schemas.errors import BusBroken, TlsFailed
 from tests.support.certificates import certificate
 from tests.support.loops import on_both_loops, run_on
 from tests.support.nats_server import require_binary
+from tests.support.patience import SOON_S
 from tests.support.tcp_proxy import tcp_proxy
 from tests.support.tls_server import FakeServer, PlainServer, TlsServer, configure_tls
 from tests.support.waits import until_true
@@ -123,7 +124,7 @@ def test_closing_sends_nothing_without_tls(tmp_path: Path, loop: str) -> None:
     assert not any(silent.received)
 
 
-async def hears_of(server: TlsServer, other: FakeServer, url: str, *, num_visits: int = 2) -> Connection:
+async def learns_of(server: TlsServer, other: FakeServer, url: str, *, num_visits: int = 2) -> Connection:
     """Connect to the first server, learn the second server from it, and disconnect the first."""
     connection = await open_connection(Server(url, tls=server.tls), name="test", timeout_s=60)
     await until_true(lambda: len(connection.discovered_servers))
@@ -132,9 +133,9 @@ async def hears_of(server: TlsServer, other: FakeServer, url: str, *, num_visits
     return connection
 
 
-async def is_told_of_a_plain_server(server: TlsServer, plain: PlainServer) -> None:
+async def learns_of_a_plain_server(server: TlsServer, plain: PlainServer) -> None:
     """Learn a plain server, assert that it receives no byte, and reconnect to the first server."""
-    connection = await hears_of(server, plain, f"tls://{SECRETS}@{server.address}")
+    connection = await learns_of(server, plain, f"tls://{SECRETS}@{server.address}")
     assert not connection.is_connected
     server.listen()
     await until_true(lambda: connection.is_connected)
@@ -146,7 +147,7 @@ async def is_told_of_a_plain_server(server: TlsServer, plain: PlainServer) -> No
 def test_a_learned_server_without_tls_gets_nothing(tmp_path: Path, loop: str) -> None:
     """A learned server without TLS receives no byte, and the connection returns to the server with TLS."""
     with PlainServer().running() as plain, TlsServer(tmp_path, learned=(plain.address,)).running() as server:
-        run_on(loop, is_told_of_a_plain_server(server, plain))
+        run_on(loop, learns_of_a_plain_server(server, plain))
 
 
 async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -> None:
@@ -154,7 +155,7 @@ async def fails_over(server: TlsServer, other: TlsServer, *, is_trusted: bool) -
     bundle = Path(server.tls.ca).with_name("both.pem")
     bundle.write_bytes(server.cert.read_bytes() + other.cert.read_bytes())
     server.tls = Tls(ca=str(bundle))
-    connection = await hears_of(server, other, server.server.url, num_visits=1 if is_trusted else 2)
+    connection = await learns_of(server, other, server.server.url, num_visits=1 if is_trusted else 2)
     await until_true(lambda: connection.is_connected == is_trusted)
     refusal = "" if is_trusted else "not valid for '127.0.0.1'"
     await until_true(lambda: refusal in str(connection.last_error or ""))
@@ -267,7 +268,8 @@ async def test_a_server_that_requires_the_handshake_first_is_served(
 ) -> None:
     """If a server sends nothing before the handshake, the second attempt and the next connection begin with TLS."""
     async with (
-        real_server(monkeypatch, tmp_path, handshake_first=True) as (address, tls),
+        # Both sides wait two seconds by default, and if the server's wait ends first, the client does not learn this.
+        real_server(monkeypatch, tmp_path, handshake_first=True, timeout=SOON_S) as (address, tls),
         opened(Server(f"tls://{address}", tls=tls)) as connection,
     ):
         assert connection._wire.is_secure

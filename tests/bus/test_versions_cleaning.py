@@ -59,7 +59,7 @@ async def test_a_failed_cleanup_is_a_typed_error_if_the_lease_needs_room(
     async def refused(_: object) -> None:
         raise ApiError(10000, "the test refuses")
 
-    monkeypatch.setattr(Cleaning, "look", refused)
+    monkeypatch.setattr(Cleaning, "list_folders", refused)
     async with opened(nats_url) as nats, versions_bucket(nats) as (fleet, _):
         async with opened_store(nats_url, fleet):
             assert "versions.cleanup_failed model=m" in caplog.text
