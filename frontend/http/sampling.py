@@ -85,7 +85,7 @@ EXTRA: Final = (
     *("skip_reading_prefix_cache", "trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
 )
 """Fields that go into `rollbus.SamplingParams.extra`."""
-NOT_SERVED: Final = {"logprob_token_ids": "logprobs are of the sampled and of the most likely tokens"}
+NOT_SERVED: Final = {"logprob_token_ids": "the service returns logprobs only of the sampled and the most likely tokens"}
 """Known fields that are rejected, with the reason."""
 
 
