@@ -25,7 +25,7 @@ Path = str | os.PathLike[str]
 
 
 class DrainOptions(TypedDict, total=False):
-    """Options that every command takes."""
+    """Options that every command accepts."""
 
     model: str | None
     """Model whose workers execute the command. None (default): workers of all models. Some commands need one model."""
@@ -36,7 +36,7 @@ class DrainOptions(TypedDict, total=False):
 
 
 class SendOptions(DrainOptions, total=False):
-    """Options that every command takes except `drain`, which requires `workers` as an argument."""
+    """Options that every command accepts except `drain`, which requires `workers` as an argument."""
 
     workers: Iterable[str] | None
     """Ids of the workers that execute the command; each must be live. None (default): all, including later ones."""

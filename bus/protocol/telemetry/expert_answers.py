@@ -78,7 +78,7 @@ def loads_of(result: CommandResult) -> tuple[dict[str, ExpertLoad], dict[str, st
     silent = {worker: "its engine returns no routed experts" for worker in result.applied if worker not in loads}
     for acks in (result.failed, result.unsupported, result.stale, result.late):
         for worker, ack in acks.items():
-            silent[worker] = f"it is at {ack.status}" if ack.error is None else ack.error.message
+            silent[worker] = f"its last ack is {ack.status}" if ack.error is None else ack.error.message
     return loads, silent | result.missing
 
 

@@ -207,7 +207,7 @@ def merge_loads(loads: Mapping[str, ExpertLoad]) -> tuple[ExpertWindow | None, d
     shape = ranked[0][0] if ranked else None
     equal = sorted(worker for worker in loads if shapes[worker] == shape)
     for worker in loads.keys() - set(equal):
-        left_out[worker] = f"its routing has the shape {shapes[worker]}; allowed: {shape or 'fewer cells'}"
+        left_out[worker] = f"its routed experts have the shape {shapes[worker]}; allowed: {shape or 'fewer cells'}"
     newest = _newest(counts.weight_version for worker in equal for counts in loads[worker].counts)
     merged: dict[int, VersionLoad] = {}
     usable: list[str] = []
