@@ -265,11 +265,11 @@ def test_closing_a_connection_that_was_just_lost_is_no_error(nats_url: str, capl
     told: list[str] = []
 
     async def scenario() -> None:
-        async def tell() -> None:
+        async def report() -> None:
             told.append("closed")
 
         connection = await open_connection(nats_url, name="test")
-        connection._closed_cb = tell
+        connection._closed_cb = report
         await publish(connection, "x", b"unsent")
         connection._wire.abort()
         await connection.shut()

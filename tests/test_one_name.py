@@ -65,7 +65,7 @@ def bound_in(file: Path) -> set[str]:
     return names
 
 
-def said_in_python(file: Path) -> Iterator[str]:
+def module_names_in_python(file: Path) -> Iterator[str]:
     """Yield the strings of a program that are dotted names of rollbus, and the modules that it runs with `-m`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
@@ -152,7 +152,7 @@ async def test_a_worker_imports_nothing_under_a_second_name(nats_url: str, fleet
 def test_every_module_name_in_a_string_is_an_existing_module() -> None:
     """Each module name in programs, in commands with `-m`, and in entry points is an existing module."""
     programs = [file for file in tracked("*.py") if file != Path(__file__)]
-    said = [(file, name) for file in programs for name in said_in_python(file)]
+    said = [(file, name) for file in programs for name in module_names_in_python(file)]
     said += [
         (file, name)
         for file in [*programs, *tracked(*TEXTS)]

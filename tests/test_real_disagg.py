@@ -51,16 +51,16 @@ class Pair:
     processes: dict[str, psutil.Popen]
     """The worker processes, by role, which is also the worker id."""
 
-    def legs(self) -> list[Path]:
+    def kv_folders(self) -> list[Path]:
         """Return the folders of stored prefill phases."""
         return list(self.folder.iterdir())
 
     @contextlib.asynccontextmanager
-    async def between_legs(
+    async def between_phases(
         self, rb: rollbus.Client, request: GenerateRequest
     ) -> AsyncIterator["asyncio.Task[Generation]"]:
         """Run the block after the KV of `request` has been stored and before a decode worker has loaded it."""
-        assert self.legs() == []
+        assert self.kv_folders() == []
         self.processes["decode"].suspend()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -79,7 +79,7 @@ class Pair:
             asyncio.run(wait_until_serving(self.url, self.fleet, SOON_S))
         except TimeoutError:
             return False
-        return self.legs() == []
+        return self.kv_folders() == []
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ async def connected(pair: Pair) -> AsyncIterator[rollbus.Client]:
         yield rb
 
 
-def check_legs(generation: Generation, request: GenerateRequest) -> None:
+def check_phases(generation: Generation, request: GenerateRequest) -> None:
     """Assert that the request had both phases and that its transferred tokens count as cached."""
     check_generation(generation, request)
     assert generation.attempts == 1
@@ -175,13 +175,13 @@ async def test_prompts_of_all_lengths_give_the_results_of_a_single_worker(pair: 
                 # The unique salt prevents prefix cache hits.
                 request = greedy(length, NUM_TOKENS, routed_experts_prompt_start=start, cache_salt=f"{length}-{start}")
                 generation = await rb.complete(request)
-                check_legs(generation, request)
+                check_phases(generation, request)
                 assert_same(generation, await single.complete(request))
         # A repeated prompt with cached prefixes on both workers has the same results.
         repeated = greedy(500, NUM_TOKENS, routed_experts_prompt_start=9, cache_salt="500-0")
         assert_same(await rb.complete(repeated), await single.complete(repeated))
         assert rb.stats().prefill_legs == 3 * 4 + 1
-    assert pair.legs() == []
+    assert pair.kv_folders() == []
 
 
 async def test_32_parallel_prompts_equal_each_prompt_alone(pair: Pair, real_fleet: str) -> None:
@@ -195,18 +195,18 @@ async def test_32_parallel_prompts_equal_each_prompt_alone(pair: Pair, real_flee
             generation = together[request.request_id]
             check_generation(generation, request)
             assert_same(generation, await single.complete(request))
-        in_two_legs = [g for g in together.values() if g.worker_ids == ROLES]
-        assert {g.cached_tokens for g in in_two_legs} == {480}
+        in_two_phases = [g for g in together.values() if g.worker_ids == ROLES]
+        assert {g.cached_tokens for g in in_two_phases} == {480}
         # On a slow machine some requests may wait too long for the prefill worker.
-        assert len(in_two_legs) + rb.stats().prefill_fallbacks["busy"] == 32
-    assert pair.legs() == []
+        assert len(in_two_phases) + rb.stats().prefill_fallbacks["busy"] == 32
+    assert pair.kv_folders() == []
 
 
 async def test_requests_without_a_prefill_phase_get_fresh_rows(pair: Pair, real_fleet: str) -> None:
     """A request without a prefill phase gets fresh rows, even if the decode worker has the prompt's transferred KV."""
     request = greedy(100, NUM_TOKENS, seed=77)
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
-        check_legs(await rb.complete(request), request)
+        check_phases(await rb.complete(request), request)
         async with rollbus.connect(pair.url, fleet=pair.fleet, prefill_min_tokens=10_000) as alone:
             generation = await alone.complete(request)
         assert generation.worker_ids == ("decode",)
@@ -242,8 +242,8 @@ async def test_a_request_whose_kv_is_lost_needs_a_second_attempt(pair: Pair, rea
     # The salt prevents the decode worker from using its own cache instead of loading the KV.
     request = greedy(100, NUM_TOKENS, seed=13, cache_salt="lost")
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
-        async with pair.between_legs(rb, request) as running:
-            shutil.rmtree(pair.legs()[0])
+        async with pair.between_phases(rb, request) as running:
+            shutil.rmtree(pair.kv_folders()[0])
         generation = running.result()
         check_generation(generation, request)
         assert_same(generation, await single.complete(request))
@@ -251,18 +251,18 @@ async def test_a_request_whose_kv_is_lost_needs_a_second_attempt(pair: Pair, rea
         assert generation.worker_ids[0] == "prefill"
         # The engine and its transfers still work.
         again = replace(request, cache_salt="again")
-        check_legs(await rb.complete(again), again)
+        check_phases(await rb.complete(again), again)
 
 
 async def test_old_kv_that_no_worker_loads_is_deleted(pair: Pair) -> None:
     """Old KV that no worker loads is deleted, even if no engine has requests."""
-    leg = pair.folder / uuid.uuid4().hex
-    leg.mkdir()
-    (leg / "pp0-tp0.safetensors").touch()
+    kv_folder = pair.folder / uuid.uuid4().hex
+    kv_folder.mkdir()
+    (kv_folder / "pp0-tp0.safetensors").touch()
     then = time.time() - ABANDONED_AFTER_S - 1
-    os.utime(leg, (then, then))
+    os.utime(kv_folder, (then, then))
     async with asyncio.timeout(SOON_S):
-        while leg.exists():  # noqa: ASYNC110 - nothing tells of it
+        while kv_folder.exists():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.1)
 
 
@@ -273,7 +273,7 @@ async def test_an_update_between_the_phases_never_mixes_weights(
     """An update between the phases never mixes weights: KV of old weights is used only with the old weights."""
     request = greedy(100, 200, seed=21, cache_salt="between")
     async with connected(pair) as rb, rollbus.connect(pair.url, fleet=real_fleet) as single:
-        async with asyncio.TaskGroup() as tasks, pair.between_legs(rb, request) as running:
+        async with asyncio.TaskGroup() as tasks, pair.between_phases(rb, request) as running:
             update = tasks.create_task(rb.fleet.update_weights(tiny_moes[1], version=WEIGHT_VERSION + 1))
         assert update.result().is_complete
         check_generation(running.result(), request)
@@ -283,7 +283,7 @@ async def test_an_update_between_the_phases_never_mixes_weights(
             for seed in (21, 77):
                 fresh = greedy(100, NUM_TOKENS, seed=seed)
                 generation = await rb.complete(fresh)
-                check_legs(generation, fresh)
+                check_phases(generation, fresh)
                 assert set(generation.weight_versions) == {WEIGHT_VERSION + 1}
                 assert_same(generation, await alone.complete(fresh))
         back = await rb.fleet.update_weights(tiny_moes[0], version=WEIGHT_VERSION + 2)

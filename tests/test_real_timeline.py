@@ -22,7 +22,7 @@ async def test_a_timeline_agrees_with_the_result(nats_url: str, real_fleet: str)
         [second] = (await rb.fleet.timelines(whole.request_id)).timelines
 
     for timeline in (first, second):
-        check_life(timeline)
+        check_event_order(timeline)
         assert (timeline.client, timeline.attempt, timeline.child, timeline.prompt_tokens) == ("alice", 0, 0, 200)
         assert timeline.events[1].weight_version == WEIGHT_VERSION
         assert timeline.events[3].tokens == 200
@@ -37,7 +37,7 @@ async def test_a_timeline_agrees_with_the_result(nats_url: str, real_fleet: str)
     assert result.cached_tokens
 
 
-def check_life(timeline: WorkerTimeline) -> None:
+def check_event_order(timeline: WorkerTimeline) -> None:
     """Assert that the events have the expected order by the clock of the worker, which runs on the server's machine."""
     assert [event.event for event in timeline.events] == LIFE
     times = [event.at for event in timeline.events]

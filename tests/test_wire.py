@@ -35,14 +35,14 @@ def sending(data: bytes, *, stays: bool) -> Serve:
 async def connected(serve: Serve) -> AsyncIterator[NatsTransport]:
     """Run a server with `serve` and connect to it."""
 
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             await serve(reader, writer)
         writer.close()
         served.set()
 
     served = asyncio.Event()
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         wire = NatsTransport()
         port = server.sockets[0].getsockname()[1]
         await wire.connect(urlparse(f"nats://127.0.0.1:{port}"), 0, 3)
@@ -61,11 +61,11 @@ async def carry_all_sizes(nats_url: str, fleet: str) -> None:
     sent = [(os.urandom(size), headers) for size in sizes for headers in (None, {"k": "v" * 20})] * 3
     received: list[Msg] = []
 
-    async def take(message: Msg) -> None:
+    async def receive(message: Msg) -> None:
         received.append(message)
 
     subject = f"test.{fleet}"
-    await subscribe(nats, subject, take)
+    await subscribe(nats, subject, receive)
     for payload, headers in sent:
         await publish(nats, subject, payload, headers=headers)
     await until_true(lambda: len(received) == len(sent))

@@ -27,7 +27,7 @@ async def test_fifty_streams_and_the_page_receive_a_new_worker(browser: Chrome, 
     ):
         looking = asyncio.Semaphore(0)
 
-        async def look() -> None:
+        async def view() -> None:
             async with client.stream("GET", "/v1/rl/events") as answer:
                 assert answer.status_code == 200
                 async for line in answer.aiter_lines():
@@ -36,7 +36,7 @@ async def test_fifty_streams_and_the_page_receive_a_new_worker(browser: Chrome, 
                     if line.startswith("data:") and '"w1"' in line:
                         return
 
-        viewers = [tasks.create_task(look()) for _ in range(VIEWERS)]
+        viewers = [tasks.create_task(view()) for _ in range(VIEWERS)]
         for _ in viewers:
             await looking.acquire()
         await page.until_text("[data-testid=tile-workers-value]", "1 of 1")

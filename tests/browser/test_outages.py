@@ -33,7 +33,7 @@ async def service(nats_url: str, fleet: str, address: str) -> AsyncIterator[None
         yield
 
 
-async def until_well(page: Page) -> None:
+async def until_live(page: Page) -> None:
     """Wait until the page receives data and shows no banner."""
     await page.until("return document.querySelector('[data-testid=link]').dataset.state", "live")
     await page.until("return document.querySelector('[data-testid=banner]').checkVisibility()", False)
@@ -58,11 +58,11 @@ async def test_a_hidden_page_closes_its_connection(browser: Chrome, nats_url: st
         script = await page.command("Page.addScriptToEvaluateOnNewDocument", source=SHORT_WAIT)
         await page.goto(f"{http.url}/?again")
         await page.command("Page.removeScriptToEvaluateOnNewDocument", **script)
-        await until_well(page)
+        await until_live(page)
         await page.run(SET_HIDDEN, True)
         await page.until("return document.querySelector('[data-testid=link]').dataset.state", "resting")
         await page.run(SET_HIDDEN, False)
-        await until_well(page)
+        await until_live(page)
         await page.until_text(SERVING, "1 of 1")
 
 
@@ -76,14 +76,14 @@ async def test_the_page_recovers_after_the_service_restarts(browser: Chrome, nat
         await first.enter_async_context(service(nats_url, fleet, address))
         async with opened(browser, f"http://{address}/", may_fail=True) as page:
             await page.until_text(SERVING, "1 of 1")
-            await until_well(page)
+            await until_live(page)
             await first.aclose()
             await page.until_text("[data-testid=banner]", lambda text: bool(text) and "No data since" in text)
             # The page keeps the last known data and marks them as stale.
             assert {*await rows(page)} == {"w0"}
             assert await page.run("return document.body.classList.contains('stale')")
             async with synthetic_worker(nats_url, fleet, worker_id="w1"), service(nats_url, fleet, address):
-                await until_well(page)
+                await until_live(page)
                 await page.until_text(SERVING, "2 of 2")
                 assert not await page.run("return document.body.classList.contains('stale')")
 
@@ -98,10 +98,10 @@ async def test_the_page_stays_connected_while_the_nats_server_is_down(browser: C
         opened(browser, f"{http.url}/") as page,
     ):
         await page.until_text(SERVING, "1 of 1")
-        await until_well(page)
+        await until_live(page)
         await server.kill()
         await page.until_text("[data-testid=banner]", lambda text: bool(text) and "NATS" in text)
         assert await page.run("return document.querySelector('[data-testid=link]').dataset.state") == "live"
         await server.restart()
-        await until_well(page)
+        await until_live(page)
         await page.until_text(SERVING, "1 of 1")

@@ -37,7 +37,7 @@ async def workers(
         worker = await stack.enter_async_context(worker_by_hand(nats_url, fleet, name, pulls=False))
         known: set[str] = set()
 
-        async def take(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             given = decode_command(message.data)
             if given.id in known or (given.workers is not None and name not in given.workers):
                 return
@@ -47,7 +47,7 @@ async def workers(
             for status in says:
                 await publish(worker.nats, worker.subjects.ack(controller, name), encode_json(ack(given, name, status)))
 
-        await subscribe(worker.nats, worker.subjects.controls, take)
+        await subscribe(worker.nats, worker.subjects.controls, receive)
         await worker.nats.flush()
         await worker.announce()
         return worker

@@ -25,7 +25,7 @@ sys.exit(7)
 """
 
 
-class Heard:
+class LineRecorder:
     """A recorder of the workers' output lines, which signals when it has `count` lines."""
 
     def __init__(self, count: int) -> None:
@@ -50,24 +50,24 @@ def spec(source: str, name: str = "w") -> ProcessSpec:
 
 async def test_workers_end_with_the_body() -> None:
     """When the body ends, all workers are stopped by SIGTERM. Their output lines arrive with their names."""
-    heard = Heard(2)
+    recorder = LineRecorder(2)
 
-    async with run_workers([spec(SERVE, "a"), spec(SERVE, "b")], heard):
-        await heard.is_enough.wait()
-        assert all(map(is_alive, heard.pids))
+    async with run_workers([spec(SERVE, "a"), spec(SERVE, "b")], recorder):
+        await recorder.is_enough.wait()
+        assert all(map(is_alive, recorder.pids))
 
-    assert {name for name, _ in heard.lines} == {"a", "b"}
-    assert not any(map(is_alive, heard.pids))
+    assert {name for name, _ in recorder.lines} == {"a", "b"}
+    assert not any(map(is_alive, recorder.pids))
 
 
 async def test_a_worker_that_does_not_stop_is_killed() -> None:
     """A worker that ignores SIGTERM is killed after the stop timeout."""
-    heard = Heard(1)
+    recorder = LineRecorder(1)
 
-    async with run_workers([spec(IGNORE_SIGTERM)], heard, stop_s=0.05):
-        await heard.is_enough.wait()
+    async with run_workers([spec(IGNORE_SIGTERM)], recorder, stop_s=0.05):
+        await recorder.is_enough.wait()
 
-    assert not any(map(is_alive, heard.pids))
+    assert not any(map(is_alive, recorder.pids))
 
 
 async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
@@ -75,17 +75,17 @@ async def test_a_dead_worker_ends_the_others_and_is_reported() -> None:
 
     The error has exit code and last lines.
     """
-    heard = Heard(3)
+    recorder = LineRecorder(3)
 
     with pytest.raises(ExceptionGroup) as caught:
-        async with run_workers([spec(SERVE, "a"), spec(LEAVE_A_CHILD, "b")], heard):
+        async with run_workers([spec(SERVE, "a"), spec(LEAVE_A_CHILD, "b")], recorder):
             await asyncio.Event().wait()
 
     error = cause_of(caught.value)
     assert isinstance(error, WorkerDied)
-    child = dict(heard.lines)["b"]
+    child = dict(recorder.lines)["b"]
     assert str(error) == f"worker b ended with exit code 7; its last lines:\n  {child}"
-    assert becomes_true(lambda: not any(map(is_alive, heard.pids)))
+    assert becomes_true(lambda: not any(map(is_alive, recorder.pids)))
 
 
 RULE = RestartRule(first_delay_s=0.01, max_restarts=2)
@@ -146,18 +146,18 @@ async def test_a_worker_that_waits_for_its_restart_is_stopped() -> None:
 
 async def test_an_error_of_the_body_stops_the_workers() -> None:
     """If the body raises an error, all workers are stopped."""
-    heard = Heard(1)
+    recorder = LineRecorder(1)
 
     async def run() -> None:
-        async with run_workers([spec(SERVE)], heard):
-            await heard.is_enough.wait()
+        async with run_workers([spec(SERVE)], recorder):
+            await recorder.is_enough.wait()
             raise CommandFailed("enough")
 
     with pytest.raises(ExceptionGroup) as caught:
         await run()
 
     assert str(cause_of(caught.value)) == "enough"
-    assert not any(map(is_alive, heard.pids))
+    assert not any(map(is_alive, recorder.pids))
 
 
 @pytest.mark.proves("P29")
@@ -194,13 +194,13 @@ async def test_the_error_of_a_failed_tool_has_its_last_line() -> None:
 
 async def test_a_line_without_an_end_does_not_fill_memory() -> None:
     """An endless line of a worker arrives in pieces, which bounds the memory."""
-    heard = Heard(4)
+    recorder = LineRecorder(4)
     endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
 
-    async with run_workers([spec(endless)], heard, stop_s=1):
-        await heard.is_enough.wait()
+    async with run_workers([spec(endless)], recorder, stop_s=1):
+        await recorder.is_enough.wait()
 
-    assert max(len(line) for _, line in heard.lines) <= 2 * 65536
+    assert max(len(line) for _, line in recorder.lines) <= 2 * 65536
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ async def test_fields_are_accepted_or_refused_as_in_the_table(nats_url: str, fle
         for body, (_, path, base, prefix) in BODIES.items():
             for row in field_rows(body):
                 answer = await http.client.post(path, json=_with(base, prefix, row))
-                if not _is_as_said(row, prefix, answer.status_code, answer.text):
+                if not _agrees_with_row(row, prefix, answer.status_code, answer.text):
                     wrong.append(f"{body}: {row} {answer.status_code} {answer.text[:300]}")
     assert wrong == []
 
@@ -146,7 +146,7 @@ WITH: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "top_logp
 """The other fields that a field requires."""
 
 
-def _is_as_said(row: FieldRow, prefix: str, status: int, text: str) -> bool:
+def _agrees_with_row(row: FieldRow, prefix: str, status: int, text: str) -> bool:
     error = msgspec.json.decode(text).get("error") if status >= 400 else None
     if row.served in ("yes", "no effect"):
         return status == 200

@@ -61,21 +61,21 @@ class ControlHistory:
         tokens = subject.split(".")
         try:
             if tokens[0] == "$KV":
-                self._take_desired(data)
+                self._add_desired(data)
             elif len(tokens) < 5:
                 return  # answers to requests of the observer itself
             elif tokens[3] == "control":
-                self._take_command(data)
+                self._add_command(data)
             elif tokens[3] == "ack":
-                self._take_ack(decode_ack(data))
+                self._add_ack(decode_ack(data))
             elif tokens[3] == "frame":
-                self._take_frame(tokens[4], decode_frame(data))
+                self._add_frame(tokens[4], decode_frame(data))
             elif tokens[3] == "plain":
-                self._take_frame("", decode_frame(data))
+                self._add_frame("", decode_frame(data))
         except (InvalidRequest, RemoteProtocolError):
             return
 
-    def _take_command(self, data: bytes) -> None:
+    def _add_command(self, data: bytes) -> None:
         command = decode_command(data)
         for key, promise in list(self._promises.items()):
             ack = promise.ack
@@ -84,7 +84,7 @@ class ControlHistory:
             if command.register == promise.register and is_meant and is_news:
                 del self._promises[key]
 
-    def _take_desired(self, data: bytes) -> None:
+    def _add_desired(self, data: bytes) -> None:
         try:
             state = decode_desired(data)
         except RemoteProtocolError:
@@ -96,7 +96,7 @@ class ControlHistory:
             if promise.ack.model == state.model and (recorded is None or recorded.command.id != promise.ack.id):
                 del self._promises[key]
 
-    def _take_ack(self, ack: Ack) -> None:
+    def _add_ack(self, ack: Ack) -> None:
         key = ack.worker, ack.incarnation, ack.id
         final = self._finals.get(key)
         if ack.status is AckStatus.ACCEPTED:
@@ -125,7 +125,7 @@ class ControlHistory:
         recorded = None if state is None else effective(state, ack.worker).get(register)
         return recorded is not None and ack.epoch is not None and recorded.epoch > ack.epoch
 
-    def _take_frame(self, client: str, frame: Frame) -> None:
+    def _add_frame(self, client: str, frame: Frame) -> None:
         link = f"{client}/{frame.client_incarnation}"
         numbers = self._numbers.setdefault(frame.incarnation, {})
         numbers[link] = max(numbers.get(link, 0), frame.number + 1)

@@ -27,10 +27,12 @@ async def until_worker(
     A worker that was killed or disconnected keeps its last presence until its lease expires.
     """
 
-    def is_as_wanted(worker: WorkerPresence) -> object:
+    def is_as_expected(worker: WorkerPresence) -> object:
         return worker.state is is_met if isinstance(is_met, WorkerState) else is_met(worker)
 
-    state = await until_state(rb, lambda state: any(one.worker == name and is_as_wanted(one) for one in state.workers))
+    state = await until_state(
+        rb, lambda state: any(one.worker == name and is_as_expected(one) for one in state.workers)
+    )
     return worker_of(state, name)
 
 

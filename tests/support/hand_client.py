@@ -70,12 +70,12 @@ class HandClient:
 
     async def open(self) -> None:
         """Subscribe to frames and presence, create the queue and ping the workers."""
-        await subscribe(self.nats, self.subjects.frames_to(self.name), self._take)
-        await subscribe(self.nats, self.subjects.presences, self._take_presence)
+        await subscribe(self.nats, self.subjects.frames_to(self.name), self._receive_frame)
+        await subscribe(self.nats, self.subjects.presences, self._receive_presence)
         await ensure_queue(self.nats, self.subjects, MODEL)
         await publish(self.nats, self.subjects.ping, b"")
 
-    async def _take(self, message: Msg) -> None:
+    async def _receive_frame(self, message: Msg) -> None:
         worker = message.subject.rpartition(".")[2]
         frame = decode_frame(message.data)
         self.frames.append((worker, frame))
@@ -93,7 +93,7 @@ class HandClient:
         if self.answers:
             await self.answer(worker)
 
-    async def _take_presence(self, message: Msg) -> None:
+    async def _receive_presence(self, message: Msg) -> None:
         presence = decode_presence(message.data)
         self.presences[presence.worker] = presence
         self._changed.set()

@@ -36,9 +36,9 @@ class HandController:
 
     async def open(self) -> None:
         """Subscribe once to all subjects of the fleet, because one subscription keeps the order."""
-        await subscribe(self.nats, self.subjects.presences.replace("presence.*", ">"), self._take)
+        await subscribe(self.nats, self.subjects.presences.replace("presence.*", ">"), self._receive)
 
-    async def _take(self, message: Msg) -> None:
+    async def _receive(self, message: Msg) -> None:
         kind = message.subject.split(".")[3]
         if kind == "frame":
             self.said.append(decode_frame(message.data))

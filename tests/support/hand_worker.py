@@ -154,23 +154,23 @@ class HandWorker:
             keys += (await self.links.get()).abort
         return keys
 
-    def take_queued(self, queued: QueuedRequest) -> None:
+    def add_queued(self, queued: QueuedRequest) -> None:
         """Store a request from the queue."""
-        self._take(Taken(decode_request_message(queued.data), queued))
+        self._add(Taken(decode_request_message(queued.data), queued))
 
-    async def take_direct(self, message: Msg) -> None:
+    async def receive_direct(self, message: Msg) -> None:
         """Store a direct request."""
-        self._take(Taken(decode_request_message(message.data), None))
+        self._add(Taken(decode_request_message(message.data), None))
 
-    def _take(self, taken: Taken) -> None:
+    def _add(self, taken: Taken) -> None:
         self.client_incarnation = taken.message.incarnation
         self.requests.put_nowait(taken)
 
-    async def take_link(self, message: Msg) -> None:
+    async def receive_link(self, message: Msg) -> None:
         """Store a link message of the client."""
         self.links.put_nowait(decode_link_message(message.data))
 
-    async def take_presence(self, message: Msg) -> None:
+    async def receive_presence(self, message: Msg) -> None:
         """Store a client's presence."""
         presence = decode_client_presence(message.data)
         self.client_incarnation = presence.incarnation
@@ -196,8 +196,8 @@ async def worker_by_hand(
     worker = HandWorker(nats, Subjects(fleet), name=name)
     acking: asyncio.Queue[QueuedRequest] = asyncio.Queue(10_000)
 
-    def take(queued: QueuedRequest) -> None:
-        worker.take_queued(queued)
+    def add(queued: QueuedRequest) -> None:
+        worker.add_queued(queued)
         acking.put_nowait(queued)
 
     async def ack() -> None:
@@ -209,13 +209,13 @@ async def worker_by_hand(
     try:
         await ensure_queue(nats, worker.subjects, MODEL)
         await subscribe(nats, worker.subjects.ping, worker.answer_ping)
-        await subscribe(nats, worker.subjects.links_to(name), worker.take_link)
-        await subscribe(nats, worker.subjects.directs_to(name), worker.take_direct)
-        await subscribe(nats, worker.subjects.clients, worker.take_presence)
+        await subscribe(nats, worker.subjects.links_to(name), worker.receive_link)
+        await subscribe(nats, worker.subjects.directs_to(name), worker.receive_direct)
+        await subscribe(nats, worker.subjects.clients, worker.receive_presence)
         # The server must know the subscriptions before a client pings.
         await nats.flush()
         async with asyncio.TaskGroup() as tasks:
-            puller = QueuePuller(nats, worker.subjects, MODEL, room=lambda: 1000, on_request=take)
+            puller = QueuePuller(nats, worker.subjects, MODEL, room=lambda: 1000, on_request=add)
             background = [tasks.create_task(ack())]
             if pulls:
                 background.append(tasks.create_task(puller.run()))

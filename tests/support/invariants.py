@@ -160,7 +160,7 @@ class Observer:
         self._num_servers = num_servers
         self._subjects = Subjects(fleet)
         self._root = self._subjects.ping.removesuffix("ping")
-        self._hears_frames = False
+        self._is_subscribed_to_frames = False
         self.history = ControlHistory()
         """The observed commands, acks and frames."""
 
@@ -175,13 +175,13 @@ class Observer:
         # Here the messages still have their order of arrival; each subscription has a separate handler.
         self._nats._process_msg = note  # type: ignore[method-assign]
         for kind in ("control.*", "ack.*.*"):
-            await subscribe(self._nats, f"{self._root}{kind}", self._hear_frames)
-        await subscribe(self._nats, f"$KV.rollbus.{self._subjects.fleet}.*", self._hear_frames)
+            await subscribe(self._nats, f"{self._root}{kind}", self._subscribe_to_frames)
+        await subscribe(self._nats, f"$KV.rollbus.{self._subjects.fleet}.*", self._subscribe_to_frames)
         assert await self._nats.confirm(timeout_s=SOON_S)
 
-    async def _hear_frames(self, _message: Msg) -> None:
-        if not self._hears_frames:
-            self._hears_frames = True
+    async def _subscribe_to_frames(self, _message: Msg) -> None:
+        if not self._is_subscribed_to_frames:
+            self._is_subscribed_to_frames = True
             for kind in ("frame.*.*", "plain.>"):
                 await subscribe(self._nats, f"{self._root}{kind}", _ignore)
 
@@ -231,12 +231,12 @@ class Observer:
         found: dict[str, WorkerPresence] = {}
         changed = asyncio.Event()
 
-        async def take(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             presence = decode_presence(message.data)
             found[presence.worker] = presence
             changed.set()
 
-        subscription = await subscribe(self._nats, self._subjects.presences, take)
+        subscription = await subscribe(self._nats, self._subjects.presences, receive)
         try:
             await publish(self._nats, self._subjects.ping, b"")
             async with asyncio.timeout(SOON_S):
@@ -292,13 +292,13 @@ class Observer:
         answers: list[dict[str, Any]] = []
         has_all = asyncio.Event()
 
-        async def take(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             answers.append(json.loads(message.data))
             if len(answers) >= num_wanted:
                 has_all.set()
 
         inbox = self._nats.new_inbox()
-        subscription = await subscribe(self._nats, inbox, take)
+        subscription = await subscribe(self._nats, inbox, receive)
         try:
             await publish(self._nats, subject, b"" if question is None else json.dumps(question).encode(), reply=inbox)
             async with asyncio.timeout(SOON_S):

@@ -177,7 +177,7 @@ class NatsCluster:
         return [index for index, server in enumerate(self.servers) if server.is_running and index not in self._stopped]
 
     async def _meta(self, index: int) -> dict[str, Any]:
-        meta: dict[str, Any] = (await self._look(index, "jsz")).get("meta_cluster") or {}
+        meta: dict[str, Any] = (await self._get_json(index, "jsz")).get("meta_cluster") or {}
         return meta
 
     async def meta_leader(self) -> int:
@@ -219,7 +219,7 @@ class NatsCluster:
         return NAMES.index(found[0])
 
     async def _leader_at(self, index: int, stream: str, consumer: str | None) -> str:
-        seen = await self._look(index, "jsz?accounts=true&streams=true&consumers=true")
+        seen = await self._get_json(index, "jsz?accounts=true&streams=true&consumers=true")
         for account in seen.get("account_details") or ():
             for one in account.get("stream_detail") or ():
                 if one["name"] != stream:
@@ -230,7 +230,7 @@ class NatsCluster:
                         return str(detail.get("cluster", {}).get("leader", ""))
         return ""
 
-    async def _look(self, index: int, path: str) -> dict[str, Any]:
+    async def _get_json(self, index: int, path: str) -> dict[str, Any]:
         """Return the monitoring answer of a server, or an empty dict if it does not answer."""
 
         def get() -> dict[str, Any]:

@@ -35,7 +35,7 @@ class NatsNoise:
         unread = bytearray()
         delayed: list[list[int | bytes]] = []
 
-        def take(message: bytes) -> bytes:
+        def apply(message: bytes) -> bytes:
             """Choose the outcome of one message and append the delayed messages that are due."""
             outcome = self._choose()
             due = b"".join(bytes(late[1]) for late in delayed if late[0] == 0)
@@ -55,7 +55,7 @@ class NatsNoise:
                     break
                 whole = bytes(unread[:size])
                 del unread[:size]
-                written += take(whole) if head and self._subjects.search(head[1]) else whole
+                written += apply(whole) if head and self._subjects.search(head[1]) else whole
             return bytes(written)
 
         return rewrite

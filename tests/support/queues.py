@@ -25,12 +25,12 @@ class Publishing:
     def __init__(self, nats: Connection, fleet: str, name: str) -> None:
         self.nats = nats
         self.fleet, self.name = fleet, name
-        self.publisher = QueuePublisher(nats, Subjects(fleet), name, self._take_result)
+        self.publisher = QueuePublisher(nats, Subjects(fleet), name, self._add_result)
         self.results: dict[str, list[PublishResult]] = {}
         self._numbers = itertools.count()
         self._arrived = asyncio.Event()
 
-    def _take_result(self, token: str, result: PublishResult) -> None:
+    def _add_result(self, token: str, result: PublishResult) -> None:
         self.results.setdefault(token, []).append(result)
         self._arrived.set()
 
@@ -88,14 +88,14 @@ class Pulling:
         self.capacity = capacity
         self.num_held = 0
         self.puller = QueuePuller(
-            nats, Subjects(fleet), model, room=self._room, on_request=self._take_request, limits=limits
+            nats, Subjects(fleet), model, room=self._room, on_request=self._add_request, limits=limits
         )
         self._requests: asyncio.Queue[QueuedRequest] = asyncio.Queue()
 
     def _room(self) -> int:
         return self.capacity - self.num_held
 
-    def _take_request(self, request: QueuedRequest) -> None:
+    def _add_request(self, request: QueuedRequest) -> None:
         self.num_held += 1
         self._requests.put_nowait(request)
 

@@ -93,16 +93,16 @@ class TcpProxy:
     def freeze(self, direction: Direction = Direction.BOTH) -> None:
         """Hold back all bytes in `direction`, also those of new connections, without closing a connection."""
         self.held |= direction
-        self._look_again()
+        self._update_pipes()
 
     def thaw(self) -> None:
         """Forward all bytes, beginning with those held back."""
         self.held = Direction(0)
-        self._look_again()
+        self._update_pipes()
 
-    def _look_again(self) -> None:
+    def _update_pipes(self) -> None:
         for pipe in self._pipes:
-            pipe.pause_or_go_on()
+            pipe.pause_or_resume()
 
     def _accept(self) -> "_Pipe":
         return _Pipe(self, Direction.TO_SERVER)
@@ -153,7 +153,7 @@ class _Pipe(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self.pause_or_go_on()
+        self.pause_or_resume()
         self._proxy.add(self)
 
     def join(self, peer: "_Pipe") -> None:
@@ -161,9 +161,9 @@ class _Pipe(asyncio.Protocol):
         self._peer = peer
         if self._transport.is_closing():
             peer.abort()
-        self.pause_or_go_on()
+        self.pause_or_resume()
 
-    def pause_or_go_on(self) -> None:
+    def pause_or_resume(self) -> None:
         """Read only while the network forwards bytes and the peer can accept them."""
         if self._transport.is_closing():
             return
@@ -180,25 +180,25 @@ class _Pipe(asyncio.Protocol):
         self._peer._transport.write(data if self._filter is None else self._filter(data))
         if self._proxy.bytes_per_s is not None and self.direction is Direction.TO_CLIENT:
             pause_s = len(data) / self._proxy.bytes_per_s
-            self._rests = asyncio.get_running_loop().call_later(pause_s, self._go_on)
-            self.pause_or_go_on()
+            self._rests = asyncio.get_running_loop().call_later(pause_s, self._end_pause)
+            self.pause_or_resume()
 
-    def _go_on(self) -> None:
+    def _end_pause(self) -> None:
         self._rests = None
-        self.pause_or_go_on()
+        self.pause_or_resume()
 
     def pause_writing(self) -> None:
         """Pause the peer's reading, because this socket is full."""
-        self._tell_peer(is_full=True)
+        self._set_peer_full(is_full=True)
 
     def resume_writing(self) -> None:
         """Resume the peer's reading, because this socket accepts bytes again."""
-        self._tell_peer(is_full=False)
+        self._set_peer_full(is_full=False)
 
-    def _tell_peer(self, *, is_full: bool) -> None:
+    def _set_peer_full(self, *, is_full: bool) -> None:
         if self._peer is not None:
             self._peer._is_peer_full = is_full
-            self._peer.pause_or_go_on()
+            self._peer.pause_or_resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Close the peer after it has sent its buffered bytes."""

@@ -17,7 +17,7 @@ async def test_messages_are_dropped_duplicated_and_delayed(nats_url: str, fleet:
     received: dict[str, list[int]] = {"noisy": [], "quiet": []}
     has_all = asyncio.Event()
 
-    async def take(message: Msg) -> None:
+    async def receive(message: Msg) -> None:
         assert len(message.data) > 5000
         received[message.subject.rpartition(".")[2]].append(int(message.data[:5]))
         if received["quiet"][-1:] == [199]:
@@ -26,7 +26,7 @@ async def test_messages_are_dropped_duplicated_and_delayed(nats_url: str, fleet:
     async with tcp_proxy(nats_url) as proxy:
         proxy.make_filter = noise.filter
         async with opened(proxy.url) as connection:
-            await subscribe(connection, f"{fleet}.*", take)
+            await subscribe(connection, f"{fleet}.*", receive)
             for number in range(200):
                 for subject in received:
                     await publish(connection, f"{fleet}.{subject}", b"%05d" % number + b"MSG a 1 2\r\n" * 500)

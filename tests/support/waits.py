@@ -11,23 +11,23 @@ __all__ = ["until", "until_true"]
 LOOK_AGAIN_S = 0.01
 
 
-async def until(look: Callable[[], Awaitable[object]], expected: object) -> None:
-    """Poll until `look` returns `expected`, for changes in other processes that send no notification."""
+async def until(read: Callable[[], Awaitable[object]], expected: object) -> None:
+    """Poll until `read` returns `expected`, for changes in other processes that send no notification."""
     seen: object = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SOON_S):
-            while (seen := await look()) != expected:  # noqa: ASYNC110 - nothing tells of it
+            while (seen := await read()) != expected:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(LOOK_AGAIN_S)
 
     # Explicit message, because pytest explains only assertions in test files.
-    assert seen == expected, f"{look.__qualname__} is {seen} and not {expected}"
+    assert seen == expected, f"{read.__qualname__} is {seen} and not {expected}"
 
 
 async def until_true(is_met: Callable[[], object]) -> None:
     """Poll until `is_met` returns true."""
 
-    async def look() -> bool:
+    async def read() -> bool:
         return bool(is_met())
 
-    look.__qualname__ = is_met.__qualname__
-    await until(look, True)
+    read.__qualname__ = is_met.__qualname__
+    await until(read, True)
