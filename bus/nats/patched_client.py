@@ -21,6 +21,7 @@
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 MIN_APART_BYTES: Final = 8 * 1024
 """Minimum size of a payload that is sent without a copy, separately from its command. Above it, a copy costs more than
 three pieces."""
+SILENT_S: Final = 1.0
+"""Seconds after which an attempt without a byte from the server counts as silent, also if the server closed it."""
 
 
 class PatchedNatsClient(Client):
@@ -110,12 +113,14 @@ class PatchedNatsClient(Client):
 
     async def _process_connect_init(self) -> None:
         is_tls_first = self.options["tls_handshake_first"]
-        is_silent = False
+        is_silent, started = False, time.monotonic()
         self.options["tls_hostname"] = self._name_to_prove()
         try:
             await super()._process_connect_init()
         except (nats_errors.Error, OSError) as error:
-            is_silent = isinstance(error, TimeoutError) and not self._wire.has_received
+            # By default, the server and this client both wait for two seconds, and either may end the attempt first.
+            has_waited = isinstance(error, TimeoutError) or time.monotonic() - started >= SILENT_S
+            is_silent = has_waited and not self._wire.has_received
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             # nats-py does not validate INFO. These errors would end the reconnecting task.
