@@ -263,16 +263,16 @@ async def test_optional_tls_of_the_server_is_used_if_the_client_requires_tls(
         assert (asks._wire.is_secure, does_not._wire.is_secure) == (True, False)
 
 
-@pytest.mark.parametrize("options", [{"timeout": SOON_S}, {"timeout": 1.2}], ids=["client-ends", "server-ends"])
+@pytest.mark.parametrize("waits_s", [SOON_S, 1.2], ids=["client-ends", "server-ends"])
 async def test_a_server_that_requires_the_handshake_first_is_served(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, float]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waits_s: float
 ) -> None:
     """If a server sends nothing before the handshake, the second attempt and the next connection begin with TLS.
 
     This holds if the client ends the first attempt, and if the server ends it.
     """
     async with (
-        real_server(monkeypatch, tmp_path, handshake_first=True, **options) as (address, tls),
+        real_server(monkeypatch, tmp_path, handshake_first=True, timeout=waits_s) as (address, tls),
         opened(Server(f"tls://{address}", tls=tls)) as connection,
     ):
         assert connection._wire.is_secure

@@ -178,7 +178,7 @@ class Trainer:
     async def _kill_publisher(self, how: str) -> None:
         self._version += 1
         folder = self._checkpoints.write(self._version)
-        with pytest.raises(RuntimeError, match="has ended"):
+        with pytest.raises(RuntimeError, match="has exited"):
             await self._way.ask(self._version, folder, how)
         await self._lives.aclose()
         self._way = await self._lives.enter_async_context(self._publisher("trainer"))

@@ -154,15 +154,15 @@ def test_the_demo_shows_experts_pause_new_weights_and_an_empty_cache(
     out = capsys.readouterr().out
     assert len(re.findall(r"^ +\d+  ['\"].*['\"] +-\d+\.\d{3} ( +\d+){4}$", out, re.MULTILINE)) in range(1, 17)
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", out)
-    assert f"all {len(prompts)}: " in out
+    assert f"All {len(prompts)} answers: " in out
     assert re.findall(r"^(\d)  +\d+ \(\d+%\)", out, re.MULTILINE) == list("0123")
     assert f"{min(len(prompts), 8)} requests sent meanwhile: all of them wait in the queue" in out
     versions = re.findall(r"^ +\d+  ['\"].*['\"] +([12])$", out, re.MULTILINE)
     assert versions == sorted(versions)
     assert set(versions) == {"1", "2"}
-    [cached] = re.findall(r"sent again: (\d+) of them are in the cache", out)
+    [cached] = re.findall(r"sent again: (\d+) tokens are in the cache", out)
     assert int(cached) > 0
-    assert out.rstrip().endswith("and once more: 0")
+    assert out.rstrip().endswith("sent after the flush: 0 tokens are in the cache")
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

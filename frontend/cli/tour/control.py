@@ -95,10 +95,10 @@ async def flush_cache(guide: Guide) -> None:
     )
     await guide.rb.complete(request)
     cached = await _cached_tokens(guide, request)
-    guide.write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} of them are in the cache")
+    guide.write(f"      a prompt of {request.prompt_len} tokens, sent again: {cached} tokens are in the cache")
     guide.write_result(await guide.rb.fleet.flush_cache())
     left = await _cached_tokens(guide, request)
-    guide.write(f"      and once more: {left}")
+    guide.write(f"      sent after the flush: {left} tokens are in the cache")
     require(left == 0, "the flushed cache is not empty")
     guide.report["flush"] = {"cached_before": cached, "cached_after": left}
 
