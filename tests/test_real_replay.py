@@ -48,7 +48,7 @@ def logprobs_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 async def test_replay_with_the_workers_weights_changes_nothing(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
-    """Logprobs with and without replay agree to 1e-5, and both agree with the worker's to the tolerance."""
+    """Logprobs with and without replay agree to 1e-5, and both agree with the worker's within the tolerance."""
     async with rollbus.connect(nats_url, fleet=real_fleet) as rb:
         samples = [await talk(rb, seed) for seed in range(5)]
     (batch,) = pack(samples, max_tokens=1024, pad_to_multiple_of=64)

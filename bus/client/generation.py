@@ -59,7 +59,7 @@ class Generation:
     cache or another attempt, the engine computes all earlier KV again. None if a worker did not report recomputed KV,
     or if there are no tokens."""
     kv_lora_version_spans: Spans | None = None
-    """The same spans with the version of the adapter. None also without an adapter."""
+    """The same spans with the version of the adapter. Also None if the request uses no adapter."""
     kv_mixed: npt.NDArray[np.bool_] | None = None
     """bool[G]: True if earlier KV had another weight version or adapter version than this token when it was sampled.
     None if a worker did not report recomputed KV."""

@@ -36,7 +36,7 @@ class PrefillStats:
 
 
 class PrefillDispatcher:
-    """Requests of one client that wait for a prefill worker, or run on one.
+    """The requests of one client that wait for a prefill worker or run on a prefill worker.
 
     Args:
         placement: knows which workers have a prompt in their cache.

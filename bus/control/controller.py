@@ -291,7 +291,7 @@ def check_command(command: Kind) -> Kind:
 
 
 def _for_model(command: AnyCommand, workers: tuple[WorkerPresence, ...]) -> AnyCommand:
-    """Return `command` for these workers of one model."""
+    """Return `command` for one model: if it names workers, the result names exactly `workers`."""
     if command.workers is None:
         return command
     return replace(command, workers=tuple(worker.worker for worker in workers))

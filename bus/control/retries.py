@@ -32,9 +32,10 @@ class Retries:
         return f"<Retries ends_at={self._ends_at}>"
 
     async def note_refusal(self, sequence: int) -> None:
-        """Record that the server refused a write because another write came first, when `sequence` was the last one.
+        """Record that the server refused a write because another write came first.
 
-        If this repeats for the same number, wait, because the other write is not stored yet. A leader without a
+        `sequence` is the number of the newest write that this program had read before its own write. If the server
+        refuses again with the same number, wait, because the other write is not stored yet. A leader without a
         majority refuses writes immediately and repeatedly.
 
         Raises:

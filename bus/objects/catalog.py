@@ -209,7 +209,7 @@ async def bucket_state(nats: Client, bucket: str) -> BucketState:
 async def list_subjects(nats: Client, bucket: str, subjects: str) -> list[str]:
     """Return the subjects of the bucket that have messages. The server returns up to 100,000 at a time.
 
-    A missing bucket has none.
+    If the bucket does not exist, the list is empty.
 
     Raises:
         ApiError: the server rejects the request.

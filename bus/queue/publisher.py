@@ -70,7 +70,7 @@ class PublisherStats:
 
     publishes: int = 0
     repeats: int = 0
-    """Publishes that were repeated without an answer."""
+    """Publishes that were repeated because no answer arrived."""
     late_answers: int = 0
     """Answers to publishes that had been removed, or answered before."""
     bad_answers: int = 0

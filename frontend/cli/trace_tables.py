@@ -13,8 +13,8 @@ SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", 
 """Columns of the second table. A single table would be too wide for a terminal of 80 columns."""
 EVENTS = ("attempt", "worker", "at", "took", "event", "")
 MAX_SHOWN = 16
-"""Maximum number of timelines whose events are listed. The timelines of a group then fit on a few screens. --json has
-all."""
+"""Maximum number of timelines whose events are listed. The timelines of a group then fit on a few screens. --json lists
+the events of all timelines."""
 MAX_TEXT_CHARS = 80
 """Maximum length of a name or reason from a peer."""
 

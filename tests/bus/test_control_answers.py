@@ -87,7 +87,7 @@ async def test_a_lost_command_is_repeated_to_workers_without_a_final_ack(nats_ur
 
 @pytest.mark.usefixtures("brief")
 async def test_a_lost_final_ack_is_requested_again(nats_url: str, fleet: str) -> None:
-    """A worker that has only accepted receives the command again, and repeats its final ack."""
+    """If only the ack `accepted` has arrived, the worker receives the command again and repeats its final ack."""
     async with controlled(nats_url, fleet, "a") as control:
         control["a"].reply = lambda _: (ACCEPTED,) if len(control["a"].heard) < 2 else (APPLIED,)
 

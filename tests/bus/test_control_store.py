@@ -238,7 +238,7 @@ async def test_a_writer_that_loses_the_race_decides_again_on_the_new_state(nats_
 async def test_a_missing_bucket_is_created_by_the_next_command(tmp_path: Path) -> None:
     """The first command creates the bucket, although a subscription exists on its subject.
 
-    A command after its deletion creates it again.
+    If the bucket is deleted, the next command creates it again.
     """
     require_binary()
     async with EmbeddedServer(store_dir=tmp_path) as server, opened(server.url) as nats:

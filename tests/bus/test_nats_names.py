@@ -51,7 +51,8 @@ PRIVATE_NAMES = {
     "_subs": "",
     "_transport": "",
 }
-"""The contract with nats-py beyond its documentation. An attribute has no signature, so its value is an empty string.
+"""The private names of nats-py on which rollbus depends, with their signatures. An attribute has no
+signature, so its value is an empty string.
 
 Procedure for a new release of nats-py: install it, run this file, read the changes of the reported names, then raise
 the upper bound in pyproject.toml.

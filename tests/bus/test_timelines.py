@@ -72,7 +72,8 @@ async def test_the_timeline_of_a_queued_request_is_in_order_of_time(one_worker: 
 async def test_timelines_show_that_samples_wait_for_a_slot(nats_url: str, fleet: str) -> None:
     """Samples that wait at a worker of four slots are offered immediately and started later.
 
-    On a slow machine, some samples go to the queue. These have a timeline for each path.
+    On a slow machine, some samples go to the queue. These samples have one timeline for the direct
+    message and one for the queue.
     """
     async with fleet_of(nats_url, fleet, 1) as (rb, _):
         await rb.complete(group(1, max_tokens=40))

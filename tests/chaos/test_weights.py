@@ -1,4 +1,4 @@
-"""A short run through published versions. `python -m tests.chaos.weights` runs longer."""
+"""A short chaos run while versions are published. `python -m tests.chaos.weights` runs longer."""
 
 from pathlib import Path
 

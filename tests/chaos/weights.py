@@ -47,9 +47,9 @@ __all__ = ["Settings", "walk"]
 ENGINE = SyntheticConfig(step_s=0.003, max_num_seqs=8, faults=SyntheticFaults(load_s=0.03))
 """Loads and canaries take long enough for a fault to hit them."""
 NUM_STREAMS = 4
-"""Number of streams in flight throughout."""
+"""Number of streams that are in flight during the whole run."""
 NUM_QUESTIONS = 3
-"""Number of requests after each version, when every worker has it."""
+"""Number of requests after each version, sent when every worker has the version."""
 GRACE_S = 60.0
 """Seconds for a lost request to find a worker, because all workers may be away for a while."""
 

@@ -1,4 +1,4 @@
-"""The added load reports of vLLM's engine cores, with vLLM's own classes and without an engine."""
+"""`LoadMeter` adds up the load reports of vLLM's engine cores. The tests use vLLM's own classes, but no engine."""
 
 from typing import Any
 

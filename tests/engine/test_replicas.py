@@ -31,7 +31,9 @@ def stream(seed: int, salt: str, max_tokens: int = NUM_TOKENS) -> GenerateReques
 async def paused_under_load(
     running: RunningEngine, salt: str, *, short: int, new: Path | None
 ) -> tuple[bool, bool, list[list[int]]]:
-    """Pause while one of two replicas has a request, load weights and resume. Request number `short` has ended.
+    """Pause while only one of two replicas has a request, load weights and resume.
+
+    Request number `short` ends before the pause; the other request is in flight.
 
     Returns:
         The results of two resets of the cache, without and with preemption, and the tokens of both requests.

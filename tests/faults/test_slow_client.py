@@ -62,7 +62,7 @@ async def test_a_slow_client_loses_nothing(
 
         assert {generation.attempts for generation in results} == {1}
         check_legs(results, shape)
-        # The server counts a write in progress as a whole.
+        # Until a write is complete, the server counts all of its bytes as pending.
         assert most.pending_bytes < 1.5 * MAX_WINDOW_BYTES
         # The worker buffered the engine's output less the bytes in transit, and no more than the engine made.
         assert TOTAL_BYTES / 4 < most.held_bytes < 1.1 * TOTAL_BYTES

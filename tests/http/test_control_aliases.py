@@ -1,4 +1,4 @@
-"""Names and bodies of the clients of vLLM and prime-rl, and the fields that they read in the responses."""
+"""The control routes support clients of vLLM and prime-rl: their paths and bodies, and the fields that they read."""
 
 from pathlib import Path
 

@@ -39,7 +39,10 @@ async def test_the_page_needs_no_token(nats_url: str, fleet: str) -> None:
 
 
 def test_the_policy_allows_only_own_files() -> None:
-    """The policy forbids inline code, code from text, other hosts, frames and other openers."""
+    """The policy forbids inline code, `eval`, other hosts and frames.
+
+    It isolates the page from windows of other sites.
+    """
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules["default-src"] == "'none'"
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"

@@ -98,7 +98,7 @@ async def check_scores(rb: rollbus.Client, samples: list[dict[str, Any]]) -> Non
 async def check_turns(rb: rollbus.Client, trace: dict[str, Any], **sampling: Any) -> None:
     """Assert that a bus client which repeats each turn of a greedy trace receives equal results.
 
-    Equal results are tokens, log probabilities, weight versions and routed experts.
+    The comparison covers tokens, log probabilities, weight versions and routed experts.
     """
     (sample,) = trace["samples"]
     at, rows = 0, rows_of(sample)

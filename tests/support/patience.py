@@ -18,12 +18,12 @@ def patient(seconds: float) -> float:
 
 
 SOON_S = patient(60.0)
-"""For operations that take milliseconds or at most a lease, on a machine with enough cores."""
+"""Limit of operations that take milliseconds or at most a lease, on a machine with enough cores."""
 HANGS_AFTER_S = patient(300.0)
-"""For a whole test without an engine."""
+"""Limit of a whole test without an engine."""
 ENGINE_STARTS_S = patient(480.0)
-"""For several vLLM engines that start in parallel: minutes on a busy machine that first reads vLLM from disk."""
+"""Limit of several vLLM engines that start in parallel: minutes on a busy machine that first reads vLLM from disk."""
 ENGINE_HANGS_AFTER_S = patient(540.0)
-"""For a whole test that may start engines. It is shorter than `faulthandler_timeout`, which ends the test run."""
+"""Limit of a whole test that may start engines. It is shorter than `faulthandler_timeout`, which ends the test run."""
 UNHURRIED_LEASE_S = 60.0
 """The longest allowed lease, for tests of other topics: a process without a core for seconds keeps its requests."""

@@ -45,7 +45,7 @@ def canary(routing: Rows | None = None, **fields: Any) -> Canary:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("row_dtype", ["u1", "<u2"])
 def test_equal_canaries_agree(dtype: str, row_dtype: str) -> None:
-    """A canary agrees with itself, whatever its dtypes are."""
+    """A canary agrees with itself for all dtypes."""
     assert agrees(canary(rows(row_dtype)), canary(rows(row_dtype)), dtype=dtype) is None
 
 

@@ -94,7 +94,7 @@ async def test_a_fence_is_stale_if_the_worker_has_later_weights(controlled_worke
 async def test_a_command_applied_before_its_message_arrives_is_acked_immediately(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker applies a recorded command before the command message arrives. It then answers without a timer."""
+    """If a worker applied a recorded command before the message arrives, it acks the message without a timer."""
     monkeypatch.setattr("rollbus.workers.worker.HEARTBEAT_S", 3600.0)
     monkeypatch.setattr("rollbus.workers.control.reading.READ_S", 3600.0)
     async with controlled_worker() as (client, boss, *_):

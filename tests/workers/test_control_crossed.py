@@ -34,7 +34,7 @@ def fields_of(root: Path) -> dict[str, Any]:
 
 
 def checkpoint(root: Path, fill: int) -> dict[str, str]:
-    """Return the source of other weights."""
+    """Write a checkpoint in which each byte is `fill`, and return its source."""
     return {"path": str(write_checkpoint(root / str(fill), fill=fill))}
 
 
@@ -193,7 +193,7 @@ async def test_an_engine_that_refuses_to_pause_or_resume_counts_as_dead(
 async def test_a_resume_during_the_last_frames_of_a_pause_is_applied_next(
     controlled_worker: StartControlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume that arrives while a pause's last frames leave is applied next."""
+    """If a resume arrives while the worker sends the last frames of a pause, the worker applies it next."""
     is_leaving, may_leave = asyncio.Event(), asyncio.Event()
 
     async def leave(_self: OutboundPublisher) -> None:

@@ -15,7 +15,8 @@ CAPACITY = NUM_BLOCKS * BLOCK
 def test_the_age_is_unknown_until_the_cache_was_filled_once() -> None:
     """No age is known until the cache was filled once.
 
-    From then on the age is that of the tokens that fill it, and grows while no token is computed.
+    From then on, the age is that of the oldest of the last tokens that fill the cache. It grows while no token is
+    computed.
     """
     age = PrefixAge(CAPACITY, BLOCK)
     for second in range(10):

@@ -16,7 +16,7 @@ NORM: Final = "model.norm.weight"
 
 
 def sources(tmp_path: Path, *, own: Path | None = None, roots: tuple[Path, ...] | None = None) -> WeightSources:
-    """Sources that allow `tmp_path / "root"`."""
+    """Return sources that allow `tmp_path / "root"`."""
     allowed = (tmp_path / "root",) if roots is None else roots
     return WeightSources(roots=allowed, own=own, cache=tmp_path / "cache", model="m", worker="w1", objects=None)
 
@@ -271,7 +271,7 @@ async def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_a_file_or_a_missing_folder_is_rejected_by_name(tmp_path: Path) -> None:
-    """A file or a missing folder is rejected by name."""
+    """A file or a missing folder is rejected, and the error states the reason."""
     folder = write_checkpoint(tmp_path / "root" / "step-1")
     checked = sources(tmp_path)
 
@@ -282,6 +282,6 @@ async def test_a_file_or_a_missing_folder_is_rejected_by_name(tmp_path: Path) ->
 
 
 async def test_a_worker_without_an_object_store_rejects_sources_in_the_store(tmp_path: Path) -> None:
-    """A worker without an object store rejects sources in the store by name."""
+    """A worker without an object store rejects sources in the store, and the error names the source."""
     with pytest.raises(ControlError, match="objects:bucket/step-1 is refused: this worker reads no object store"):
         await sources(tmp_path).checkpoint(WeightSource(objects="bucket/step-1"), ignore)

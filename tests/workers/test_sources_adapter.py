@@ -113,7 +113,7 @@ async def test_an_adapter_that_contradicts_itself_is_refused(
     ],
 )
 async def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    """Settings that engines do not support, or would apply wrongly, are rejected by name."""
+    """Settings that engines do not support, or would apply wrongly, are rejected. The error names the setting."""
     folder = write_adapter(tmp_path / "root" / "lora", **config)
 
     assert said in (await refusal(sources(tmp_path), folder)).message

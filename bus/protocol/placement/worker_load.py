@@ -53,11 +53,11 @@ class WorkerLoad:
     worker: str
     incarnation: str
     free_slots: int = 0
-    """Requests that it would start immediately: as published, less those that it received since."""
+    """Requests that it would start immediately: the published number minus those that it received since."""
     slots: int = 0
     """Requests that it can run, as published: running requests and free slots."""
     running: int = 0
-    """Requests that it has: as published, plus those that it received since."""
+    """Requests that it has: the published number plus those that it received since."""
     weight_version: int = 0
     loras: Mapping[str, int] = field(default_factory=dict)
     """Versions of its adapters, by name."""

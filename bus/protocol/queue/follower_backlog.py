@@ -3,11 +3,12 @@
 One request of a group has its turn, from the queue or as a placed request. This request is the *leader*. The others are
 *followers*: they may wait here, because the worker computes their prompt anyway. So a full fleet serves group after
 group, slot by slot. Followers of a leader from the queue share its turn. Placed requests lead only while the queue is
-known to be empty, and their followers begin in the turns of placed requests. So a client bypasses the queue by neither.
+known to be empty, and their followers begin in the turns of placed requests. So a client can use neither kind of
+follower to bypass the queue.
 
 Invariants: each turn of the queue gives its client at most `MAX_FOLLOWERS` followers, within `FOLLOW_S`, and only as
 far as `FollowerShares` permits. While requests wait in the queue, a placed request gives no followers. Followers of one
-kind begin in the order of their arrival. No follower waits while none of its lane begins for `STALLED_S`.
+kind begin in the order of their arrival. A follower waits at most `STALLED_S` while no follower of its lane begins.
 """
 
 import math
@@ -27,11 +28,13 @@ MAX_FOLLOWERS: Final = 31
 FOLLOW_S: Final = 2.0
 """Seconds after its turn in which a leader may get followers: its client sends them after it learns of the turn."""
 STALLED_S: Final = 2.0
-"""Seconds that followers wait while none of their lane begins: about the time that another worker needs for a long
-prompt.
+"""Seconds that followers wait while no follower of their lane begins: about the time that another worker needs for a
+long prompt.
 """
 MAX_GROUPS: Final = 1024
-"""Groups whose leaders are remembered. The least recent is removed first, and its followers go to the queue."""
+"""Groups whose leaders are remembered. The group whose last leader is the oldest is removed first, and its later
+followers go to the queue.
+"""
 LEADERS_SEEN: Final = 8
 """Leaders in the mean of `mean_followers`."""
 

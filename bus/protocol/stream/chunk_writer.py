@@ -351,7 +351,7 @@ class ChunkWriter:
         return self._cut_short(_TerminalChunk(FinishReason.ERROR, None, error), weight_version)
 
     def abort(self, weight_version: int) -> Chunk:
-        """End the request as aborted on its client's wish; otherwise as `fail`.
+        """End the request as `fail` does, with the finish reason `abort`, because its client aborted it.
 
         The number of its rows may differ from the row rule.
 

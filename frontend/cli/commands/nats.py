@@ -36,7 +36,7 @@ READS_NO_CREDENTIALS = True
 LEAF_PORT = 7422
 """The default port of NATS for leaf nodes."""
 REPLICATED_S = 600.0
-"""Seconds for each stream. A copy of a full object store of 32 GiB takes minutes on a fast network."""
+"""Time limit for each stream, in seconds. A copy of a full object store of 32 GiB takes minutes on a fast network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

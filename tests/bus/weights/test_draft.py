@@ -228,7 +228,7 @@ def test_different_ranks_never_use_the_same_object_name(monkeypatch: pytest.Monk
 def test_other_tensors_than_expected_are_refused(
     tensors: list[tuple[str, object]], message: str, has_snapshot: bool
 ) -> None:
-    """Unexpected, duplicate, missing and mismatching tensors are rejected by name."""
+    """Unexpected, duplicate, missing and mismatching tensors are rejected, and the error names the tensor."""
     snapshot = Snapshot()
     kinds = {name: TensorKind("F32", (3,)) for name in ("a", "b")}
     if has_snapshot:

@@ -1,4 +1,7 @@
-"""`read_tensor` returns the bytes of a tensor of any library, and rejects values that are no whole tensor by name."""
+"""`read_tensor` returns the bytes of a tensor of any library, and rejects values that are no whole tensor.
+
+The error names the tensor.
+"""
 
 from typing import Any
 
@@ -90,13 +93,13 @@ class DTensor(torch.Tensor):
     [[1.0], 1.0, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse(), np.array(["a"]), np.array([object()])],
 )
 def test_a_value_that_is_no_dense_tensor_is_refused_by_name(bad: Any) -> None:
-    """A value that is no dense tensor with data is rejected by name."""
+    """A value that is no dense tensor with data is rejected, and the error names the tensor."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\]"):
         read_tensor("model.w", bad)
 
 
 def test_a_sharded_tensor_is_refused_by_name() -> None:
-    """A sharded tensor is rejected by name."""
+    """A sharded tensor is rejected, and the error names it."""
     with pytest.raises(InvalidRequest, match=r"named_tensors\['model.w'\] is a DTensor.*gather it first"):
         read_tensor("model.w", torch.ones(2).as_subclass(DTensor))
 

@@ -37,7 +37,7 @@ def test_if_the_newest_version_is_cached_the_first_plan_fetches_nothing() -> Non
 
 
 def test_an_anchor_is_fetched_before_deltas_that_are_larger() -> None:
-    """An anchor is fetched before deltas that are larger, as deltas after large training steps may be."""
+    """If the deltas are larger than an anchor, as after large training steps, the anchor is fetched instead."""
     chain = [link(0, delta=None, anchor=100), link(1, delta=80), link(2, delta=80, anchor=100)]
 
     assert fetch_plans(chain, digests(0))[0] == FetchPlan(None, chain[2], ())

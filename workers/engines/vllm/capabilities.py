@@ -72,7 +72,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         max_lora_rank=None if refusals.loras is not None else config.lora_config.max_lora_rank,
         world_size=config.parallel_config.world_size_across_dp,
         version_labels=True,
-        # If vLLM cannot return it, vLLM rejects the option (config/vllm.py: _verify_sampling_replay_config).
+        # If vLLM cannot return a sampling mask, it rejects the option (config/vllm.py: _verify_sampling_replay_config).
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
         weight_deltas=not _may_span_machines(config),
     )
