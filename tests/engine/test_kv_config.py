@@ -87,7 +87,7 @@ def test_the_example_connector_is_replaced() -> None:
 def test_a_role_and_a_connector_that_contradict_each_other_are_rejected(
     role: Any, given: dict[str, Any] | None, message: str
 ) -> None:
-    """A role and a connector that contradict each other are rejected by name before any process starts."""
+    """If role and connector contradict each other, an error names the conflict before any process starts."""
     with pytest.raises(InvalidRequest) as refused:
         VllmEngine("/model", engine_args={} if given is None else {"kv_transfer_config": given}, role=role)
     assert message in str(refused.value)

@@ -91,7 +91,7 @@ def test_a_request_with_kv_that_was_not_requested_fails() -> None:
 
 
 def test_only_decode_phases_share_cached_blocks_of_decode_phases() -> None:
-    """Only decode phases share the prefix-cache blocks of decode phases, whatever salt users choose."""
+    """Only decode phases share the prefix-cache blocks of decode phases, with any salt that users choose."""
     loaded = LoadSerials()
     salts = [
         loaded.salt_of(GenerateRequest(prompt_token_ids=[1], cache_salt=salt), takes_kv=takes_kv)

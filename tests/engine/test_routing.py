@@ -1,4 +1,4 @@
-"""Tokens, log probabilities and routed experts are those of the model, whatever else the engine is doing."""
+"""Tokens, log probabilities and routed experts are those of the model, regardless of the other work of the engine."""
 
 from pathlib import Path
 from typing import Any

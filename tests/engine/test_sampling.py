@@ -1,4 +1,4 @@
-"""Every sampling parameter reaches vLLM, or is rejected by name."""
+"""Every sampling parameter reaches vLLM, or is rejected with an error that names it."""
 
 from pathlib import Path
 from typing import Any

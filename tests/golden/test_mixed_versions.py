@@ -47,7 +47,7 @@ def test_more_than_a_third_of_the_golden_messages_omit_fields() -> None:
 
 
 def check_same(data: bytes, expected: Message) -> None:
-    """Assert that these bytes decode to `expected`, whatever else they contain."""
+    """Assert that these bytes decode to `expected`. Their other content has no effect."""
     if isinstance(expected, RequestMessage):
         message = decode_request_message(data)
         assert envelope(message) == envelope(expected)
@@ -59,7 +59,7 @@ def check_same(data: bytes, expected: Message) -> None:
 @pytest.mark.proves("P12")
 @every_message
 def test_another_wire_version_is_refused_by_its_number(name: str) -> None:
-    """A message of another wire version is rejected, whatever else it contains. The error names both versions."""
+    """A message of another wire version is rejected, regardless of its content. The error names both versions."""
     message = VECTORS[name]
     with pytest.raises((RemoteProtocolError, InvalidRequest)) as caught:
         check_decodes_to(of_version(message, OTHER), message)

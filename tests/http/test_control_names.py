@@ -43,7 +43,7 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> N
 
 
 async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:
-    """`sleep` and `wake_up` accept vLLM's query parameters, and refuse those with another effect by name."""
+    """`sleep` and `wake_up` accept vLLM's query parameters. They reject those with another effect and name them."""
     async with control_http(nats_url, fleet, tmp_path) as c:
         client = c.http.client
         answers = [

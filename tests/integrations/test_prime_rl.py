@@ -243,7 +243,10 @@ async def scores(admin: Admin, model: str, token_ids: list[int]) -> list[float]:
 async def test_unsupported_broadcasts_and_missing_folders_are_rejected_by_name(
     nats_url: str, real_fleet: str, tiny_moe_float32: Path
 ) -> None:
-    """Broadcasts by NCCL and NIXL and a missing folder are rejected by name, and the workers keep their weights."""
+    """Broadcasts by NCCL and NIXL and a missing folder are rejected.
+
+    Each error names what is rejected, and the workers keep their weights.
+    """
     async with trainer(nats_url, real_fleet, 1) as (admin, http, model):
         (worker,) = http.own.fleet.workers
         known = await turn(admin, model, prompt(20, 0).tolist(), salt=0)

@@ -1,4 +1,4 @@
-"""A model name is one label of one series for every reader of the format, whatever the name contains."""
+"""A model name with any characters is one label of one series for every reader of the format."""
 
 from collections.abc import Callable
 

@@ -37,7 +37,7 @@ def test_leases_restart_after_an_outage_of_the_client() -> None:
 
 @pytest.mark.parametrize("state", [WorkerState.STOPPED, WorkerState.FAILED])
 def test_a_final_presence_ends_a_worker(state: WorkerState) -> None:
-    """A final presence ends a worker, whatever its incarnation."""
+    """A final presence ends a worker with any incarnation."""
     view = PresenceTable()
     view.update(HERE, 0.0)
     gone = view.update(replace(HERE, state=state, incarnation="2"), 1.0)

@@ -62,7 +62,7 @@ def test_a_flood_of_placed_requests_gets_half_of_the_slots(num_slots: int) -> No
 
 @given(st.lists(st.tuples(st.sampled_from(CLIENTS), LANES), max_size=50))
 def test_with_an_empty_queue_placed_requests_get_every_free_slot(requests: list[tuple[str, Lane]]) -> None:
-    """If the queue is empty, placed requests get every free slot, whatever was accepted before."""
+    """If the queue is empty, placed requests get every free slot, regardless of the requests accepted before."""
     shares = IntakeShares()
     placed(shares)
     for client, lane in requests:

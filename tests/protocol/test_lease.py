@@ -186,7 +186,7 @@ def test_an_outage_of_the_worker_ends_no_client() -> None:
 
 
 def test_each_lease_ends_within_a_maximum_time() -> None:
-    """The lease of a client ends within a maximum time, whatever lease it announces."""
+    """The lease of a client ends within a maximum time, regardless of the lease that the client announces."""
     leases = ClientLeases(margin_s=1.0)
     leases.renew(presence(lease_s=1e300), 0.0)
 

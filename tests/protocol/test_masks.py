@@ -90,7 +90,7 @@ def test_masks_stay_with_their_tokens(masks: list[list[int]], segment_bytes: int
     ],
 )
 def test_a_mask_that_contradicts_itself_is_refused(counts: list[int], ids: list[int], why: str) -> None:
-    """A mask whose counts contradict its ids is rejected, whatever the counts claim."""
+    """A mask is rejected if its counts contradict its ids or if a count or an id is out of range."""
     with pytest.raises(ValueError, match=why):
         SamplingMask(i4(*counts), i4(*ids))
 

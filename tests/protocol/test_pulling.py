@@ -147,7 +147,7 @@ def play(world: World, events: list[Callable[[World], None]]) -> None:
 @settings(max_examples=400)
 @given(st.lists(EVENTS, min_size=20, max_size=40))
 def test_a_pull_claims_at_most_three_more_requests_than_the_room(events: list[Callable[[World], None]]) -> None:
-    """After each pull, at most three more requests than the room may arrive, whatever happened before."""
+    """After each pull, at most three more requests than the room may arrive, regardless of earlier events."""
     play(World(), events)  # World.pull asserts the rule
 
 

@@ -76,7 +76,7 @@ class OneWorker:
 @pytest.mark.proves("P49")
 @given(st.booleans(), st.sampled_from(["one", "each", "none"]))
 def test_while_queued_requests_wait_placed_requests_get_every_second_slot(has_led: bool, groups: str) -> None:
-    """A flood of placed requests gets one slot for each slot of the queue, whatever its groups.
+    """A flood of placed requests gets one slot for each slot of the queue, regardless of its groups.
 
     Followers that have waited since the queue was empty use the same turns.
     """

@@ -104,7 +104,10 @@ def test_the_table_covers_every_field() -> None:
 
 @pytest.mark.parametrize("kind", [SamplingParams, GenerateRequest], ids=lambda kind: kind.__name__)
 def test_none_is_valid_only_in_fields_that_document_a_meaning(kind: type[Any]) -> None:
-    """None is valid only in fields that document it as not requested. Other fields reject None by name."""
+    """None is valid only in fields that document it as not requested.
+
+    Other fields reject None, and the error names the field.
+    """
     base = {"prompt_token_ids": [1]} if kind is GenerateRequest else {}
     for name in kind.__struct_fields__:
         if name in NULLABLE:

@@ -57,7 +57,7 @@ def test_prompts_share_the_hashes_of_the_pieces_before_their_first_difference(co
 
 
 def test_hashes_depend_on_token_ids_and_not_on_the_memory_layout() -> None:
-    """Equal token ids have equal hashes, whatever the array's layout or integer type."""
+    """Equal token ids have equal hashes for any layout and integer type of the array."""
     token_ids = prompt(1)
 
     assert piece_hashes(np.repeat(token_ids, 2)[::2], PrefixScope()) == piece_hashes(token_ids, PrefixScope())

@@ -126,7 +126,7 @@ def test_an_accepted_request_resets_the_count_of_refusals() -> None:
 
 
 def test_a_silent_worker_gets_no_request_for_ten_seconds() -> None:
-    """A silent worker gets no request for ten seconds, whatever it announces, also as another incarnation."""
+    """A silent worker gets no request for ten seconds, regardless of its presence, also as another incarnation."""
     table = table_of("a")
     table.placed("a", 0, 1)
     table.silent("a", 2)

@@ -62,7 +62,7 @@ def test_workers_that_cannot_answer_are_listed_with_their_reason() -> None:
 
 
 def test_every_worker_is_in_the_sum_or_listed_with_a_reason() -> None:
-    """Each worker is part of the sum or listed with a reason, whatever its status and answer."""
+    """Each worker is part of the sum or listed with a reason, for every status and answer."""
     error = AckError(code=ControlCode.UNSUPPORTED, message="too many experts")
     bad = ExpertCounts(weight_version=1, prompt=b"?")
     broken = ExpertLoad(number=1, first=1, seconds=5.0, num_layers=2, num_experts=4, top_k=2, counts=(bad,))

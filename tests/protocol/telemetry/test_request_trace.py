@@ -55,7 +55,7 @@ def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
 
 
 def test_timelines_are_sorted_by_client_sample_and_attempt() -> None:
-    """Timelines are sorted by client, sample and attempt, in whatever order the workers answered."""
+    """Timelines are sorted by client, sample and attempt, regardless of the order in which the workers answered."""
     trace = merge_timelines(
         "r",
         result(

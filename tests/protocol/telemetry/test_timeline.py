@@ -195,7 +195,7 @@ def test_the_callback_is_called_once_for_each_end(book: TimelineBook) -> None:
 
 @pytest.mark.parametrize("name", ["", "r", "x" * 128, "../..", "<script>", "r'; --", "*", "\u202e"])
 def test_a_request_id_finds_only_its_own_timelines(book: TimelineBook, name: str) -> None:
-    """A request id finds only its own timelines, whatever characters it contains."""
+    """A request id finds only its own timelines, even if it contains special characters."""
     offered(book, name)
     offered(book, "other")
 

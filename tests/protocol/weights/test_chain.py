@@ -213,7 +213,7 @@ def test_a_commit_is_added_once_and_only_to_its_own_chain() -> None:
 
 
 def test_a_history_is_bounded_without_losing_what_is_recorded() -> None:
-    """The history is bounded, but the chains of recorded versions stay, whatever is published later."""
+    """The history is bounded, but the chains of recorded versions stay, regardless of later publications."""
     record = ChainRecord(model="m", noted=("b/versions/2-1-00000002",))
     links = (anchor(1), link(2), link(3), anchor(4))
     record = replace(record, links=links)

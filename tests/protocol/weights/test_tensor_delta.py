@@ -38,7 +38,7 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 
 @given(pair=pairs(), has_old=st.booleans())
 def test_applying_is_the_inverse_of_encoding(pair: tuple[np.ndarray, np.ndarray, int], has_old: bool) -> None:
-    """Applying a delta restores the new content bit for bit, whatever changed."""
+    """Applying a delta restores the new content bit for bit after any change."""
     old, new, item_bytes = pair
     encoded = encode_delta(old if has_old else None, new, item_bytes)
     content = old.copy() if has_old else np.zeros_like(new)
