@@ -202,6 +202,20 @@ async def test_the_configuration_can_have_tls(tmp_path: Path) -> None:
     assert (seen.returncode, "no live workers" in seen.stderr) == (5, True)
 
 
+def test_tls_for_an_existing_configuration_without_it_is_an_error(tmp_path: Path) -> None:
+    """`auth init` with a certificate fails if the configuration exists without TLS, and names the next step."""
+    init(tmp_path / "auth")
+    options = ("--server-cert", "c.pem", "--server-key", "k.pem")
+    failed = rollbus("auth", "init", "--dir", str(tmp_path / "auth"), *options)
+    (tmp_path / "auth" / "nats-server.conf").unlink()
+    written, repeated = (rollbus("auth", "init", "--dir", str(tmp_path / "auth"), *options) for _ in range(2))
+
+    assert failed.returncode == 1
+    assert 'Add `tls { cert_file: "c.pem", key_file: "k.pem" }` to it and restart the server' in failed.stderr
+    assert (written.returncode, repeated.returncode) == (0, 0)
+    assert "already exists with TLS and was not changed" in repeated.stderr
+
+
 def test_the_error_for_a_missing_tls_file_names_the_file() -> None:
     """The error for a missing TLS file names the file."""
     with pytest.raises(BusBroken, match=r"/nonexistent\.pem is not possible"):

@@ -14,6 +14,7 @@ user, because the user's name is part of its subjects.
 """
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,15 +120,25 @@ def _init(
         raise CommandFailed(
             "TLS requires --server-cert and --server-key; --client-ca is allowed only with both", ExitCode.USAGE
         )
+    has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
+    if has_cluster and args.server_cert:
+        raise CommandFailed(
+            f"{args.dir} has the servers of a cluster; give --server-cert and --server-key to `rollbus nats init`",
+            ExitCode.USAGE,
+        )
     # An existing publisher may be named without its models.
     entries = ensure_users(args.dir, users, {one: names for one, names in models.items() if names})
     tls = Tls(ca=args.client_ca, cert=args.server_cert, key=args.server_key)
     server = args.dir / SERVER_FILE
-    has_cluster = next(args.dir.glob("node-*.conf"), None) is not None
     if has_cluster:
         server = args.dir / CONFIG_FILE
     elif not write_server_config(args.dir, args.listen, tls) and args.server_cert:
-        note(f"{server} already exists and stays unchanged: add TLS to it yourself")
+        if not re.search(r"^\s*tls\b", server.read_text(), re.MULTILINE):
+            raise CommandFailed(
+                f"{server} exists without TLS and was not changed; the users are written. Add `tls {{ cert_file: "
+                f'"{args.server_cert}", key_file: "{args.server_key}" }}` to it and restart the server'
+            )
+        note(f"{server} already exists with TLS and was not changed")
     if args.json:
         print_json({"server": str(server), "users": [_as_json(entry) for entry in entries]})
     else:
