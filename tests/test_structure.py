@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docker.context import copy_stage
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("bus", "frontend", "integrations", "schemas", "trainer", "workers")
 ROOT_ENTRIES = {
@@ -76,10 +78,15 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install rollbus without extras into a fresh environment, as for a trainer; return its `bin` folder."""
+    """Install rollbus without extras into a fresh environment, as for a trainer; return its `bin` directory.
+
+    The wheel is built from the files that the Dockerfile copies for the wheel of its images, and from no others.
+    """
     folder = tmp_path_factory.mktemp("client")
+    copy_stage("wheel", folder)
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", ROOT, cwd=folder)
+    pip = [folder / "venv/bin/python", "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "install", "--quiet", folder / "src", cwd=folder)
     return folder / "venv" / "bin"
 
 
@@ -94,9 +101,10 @@ def test_client_install_is_light(client_bin: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_client_install_has_the_command(client_bin: Path, tmp_path: Path) -> None:
-    """Without extras, `rollbus --help` works."""
+def test_client_install_has_the_command_and_the_integrations(client_bin: Path, tmp_path: Path) -> None:
+    """Without extras, `rollbus --help` and `import rollbus.integrations` work."""
     assert "rollbus" in run(client_bin / "rollbus", "--help", cwd=tmp_path)
+    run(client_bin / "python", "-I", "-c", "import rollbus.integrations", cwd=tmp_path)
 
 
 def test_import_contracts_hold() -> None:

@@ -55,6 +55,14 @@ class CliParser(argparse.ArgumentParser):
             if text.startswith("--") and " " not in text.partition("=")[0]:
                 yield text.partition("=")[0]
 
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        # Before an option, Python 3.11 ends each positional argument that may be empty. Its words may follow the
+        # option: `auth certify --dir DIR FILE`.
+        while counts and counts[-1] == 0 and "O" in arg_strings_pattern[sum(counts) :]:
+            counts.pop()
+        return counts
+
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:
             return

@@ -1,0 +1,56 @@
+"""Each bench runs, here with tiny loads: `python -m bench` measures for more than an hour, and nothing else runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHES
+from tests.support.patience import SOON_S
+from tests.support.processes import ROOT
+
+SMALL = {
+    "accounts": "--loads 2x4 --frames 10 --rounds 1",
+    "control": "--workers 1 --rounds 1",
+    "experts": "--tokens-per-s 100 --rounds 1",
+    "flood": "--flood 20 --samples 2",
+    "http_memory": "--megabytes 1 --rounds 1",
+    "latency": "--concurrency 100 --rounds 1",
+    "objects": "--megabytes 1 --peer-megabytes 1 --rounds 1",
+    "placement_decision": "--workers 2 --tokens 200",
+    "viewers": "--viewers 1 --seconds 0.2 --rounds 1",
+}
+"""Options with which a bench takes seconds."""
+ELSEWHERE = {
+    "placement": "tests/bus/test_bench_placement.py",
+    "routing": "tests/bus/test_bench_routing.py",
+    "scale": "tests/bus/test_bench_scale.py",
+    "trainer": "tests/trainer/test_bench.py",
+    "transport": "tests/engine/test_transport_bench.py",
+    "weights": "tests/engine/test_weights_bench.py",
+}
+"""Files with a short run of a bench."""
+WITH_ENGINE = {"real_engine", "steps"}
+"""Benches that need a real engine for minutes. docs/performance.md has the commit of their last run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", SMALL)
+def test_a_bench_writes_its_figures(bench: str, tmp_path: Path) -> None:
+    """A bench with tiny loads ends with code 0 and writes figures."""
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"bench.{bench}", *SMALL[bench].split(), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SOON_S)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(file.read_text())
+
+
+def test_each_bench_has_a_short_run() -> None:
+    """Each program of `python -m bench` has a short run in CI, except those that need an engine for minutes."""
+    assert set(BENCHES) - SMALL.keys() - ELSEWHERE.keys() == WITH_ENGINE
+    assert [file for file in ELSEWHERE.values() if not (ROOT / file).is_file()] == []
+    for bench in WITH_ENGINE:
+        assert f"`python -m bench.{bench} " in (ROOT / "docs/performance.md").read_text()
