@@ -2,12 +2,14 @@
 
 import asyncio
 import inspect
+import os
 import signal
 
 import hypothesis
 import pytest
 
-from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S
+from tests.support.own_cache import RUN, OwnCache
+from tests.support.patience import ENGINE_HANGS_AFTER_S, HANGS_AFTER_S, busy_timeout
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -21,6 +23,31 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 
 # A shell starts background programs with SIGINT ignored, and child processes inherit that. Some tests send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+OWN_CACHE = pytest.StashKey[OwnCache]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run its own cache directory, which processes of pytest-xdist inherit."""
+    if RUN not in os.environ:
+        config.stash[OWN_CACHE] = OwnCache()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if it has left files in the user's cache directory."""
+    cache = session.config.stash.get(OWN_CACHE, None)
+    if cache is not None and (left := cache.left_behind()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"tests left in the user's cache directory: {', '.join(map(str, left))}", red=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the cache directory of the run."""
+    cache = config.stash.get(OWN_CACHE, None)
+    if cache is not None:
+        del os.environ[RUN]
+        cache.remove()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +76,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     async def bounded() -> None:
         # The time limit lies inside the loop, so a traceback shows where a test hangs, and other tests still run.
-        async with asyncio.timeout(limit_s):
+        async with busy_timeout(limit_s):
             await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
     names = inspect.signature(pyfuncitem.obj).parameters

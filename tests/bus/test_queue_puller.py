@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from nats.aio.msg import Msg
 
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
@@ -186,7 +187,9 @@ async def test_a_paused_worker_leaves_requests_to_workers_that_serve(nats_url: s
         assert worker.puller.stats.given_back == 0
 
 
-async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(nats_url: str, fleet: str) -> None:
+async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a request is on its way to a worker that pauses, the worker returns it, and another worker receives it."""
     async with (
         publishing(nats_url, fleet) as client,
@@ -194,10 +197,19 @@ async def test_a_request_that_arrives_after_a_pause_goes_to_another_worker(nats_
         pulling(nats_url, fleet, capacity=0) as other,
     ):
         given_back: list[bytes] = []
+        receive = worker.puller._receive_request
+
+        async def pause_first(message: Msg) -> None:
+            # Pause between the server's delivery and its receipt. After an earlier pause, the end of another pull may
+            # wake the puller, which then withdraws its pulls before the request arrives.
+            worker.puller.pause()
+            await receive(message)
+
+        monkeypatch.setattr(worker.puller, "_receive_request", pause_first)
         worker.puller.on_given_back = lambda request: given_back.append(request.data)
-        await until(lambda: num_pulls(client, fleet), 1)
-        worker.puller._is_paused = True  # the state in `pause()` before the pull is withdrawn
+        await until(lambda: exists_queue(client, fleet), True)
         assert (await client.publish(b"x")).ok
+        await until_true(lambda: given_back)
         other.capacity = 1
         other.puller.wake()
         request = await other.take()

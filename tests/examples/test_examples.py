@@ -18,7 +18,7 @@ import pytest
 import rollbus
 from tests.cli.support import running_up, serves
 from tests.support.one_name import FOLDERS, ROOT
-from tests.support.patience import ENGINE_HANGS_AFTER_S
+from tests.support.patience import patient
 from tests.support.processes import becomes_true
 from tests.support.shared import Shared
 
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         """Run an example to its end; return its output."""
         with self.start(name, *arguments) as program:
             try:
-                said, complained = program.communicate(timeout=ENGINE_HANGS_AFTER_S)
+                said, complained = program.communicate(timeout=patient(540.0))
             finally:
                 program.kill()
         assert program.returncode == 0, said + complained

@@ -14,7 +14,7 @@ import pytest
 from tests.cli.support import running_up, serves
 from tests.integrations.support import PYTHON, ROOT, needs_trainers
 from tests.support.one_name import FOLDERS
-from tests.support.patience import ENGINE_HANGS_AFTER_S
+from tests.support.patience import patient
 from tests.support.shared import Shared
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_trainers]
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         """Run an example until it exits."""
         return subprocess.run(
             [PYTHON, name, "--nats", self.nats, *arguments], cwd=self.folder, env=ENVIRONMENT,
-            capture_output=True, text=True, check=False, timeout=ENGINE_HANGS_AFTER_S,
+            capture_output=True, text=True, check=False, timeout=patient(540.0),
         )  # fmt: skip
 
 

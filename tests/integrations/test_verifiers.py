@@ -16,7 +16,7 @@ from tests.http.support import Http, http_before
 from tests.integrations.environments import CALL, CALL_END, token_id
 from tests.integrations.support import ROOT, needs_trainers, run_program, started
 from tests.support.fleet_states import until_state
-from tests.support.patience import ENGINE_HANGS_AFTER_S
+from tests.support.patience import ENGINE_HANGS_AFTER_S, busy_timeout
 from tests.support.real_fleet import RealWorkers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.routing, needs_trainers]
@@ -220,7 +220,7 @@ async def test_the_verifiers_example_runs_with_the_command_in_its_header(
     async with http_before(nats_url, caller_workers.fleet) as http:
         await http.own.fleet.wait_for_workers()
         async with (
-            asyncio.timeout(ENGINE_HANGS_AFTER_S),
+            busy_timeout(ENGINE_HANGS_AFTER_S),
             started(str(ROOT / "examples" / "verifiers_env.py"), "--http", http.url, "--steps", 1) as process,
         ):
             said = (await process.communicate())[0].decode()

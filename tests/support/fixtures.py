@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import functools
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.own_cache import RUN
 
 if TYPE_CHECKING:
     from tests.support.fleet import StartServed
@@ -28,7 +31,7 @@ def nats_url() -> Iterator[str]:
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest) -> Iterator[str]:
     """Return a fleet name for this test only, and delete the fleet's data on the shared server afterwards."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
+    name = f"test-{os.environ[RUN]}-{uuid.uuid4().hex[:8]}"
     yield name
     if "nats_url" in request.fixturenames:
         # Queues reserve storage, which the server has only a limited amount of.

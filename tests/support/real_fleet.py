@@ -1,6 +1,7 @@
 """vLLM worker processes that several test files share, and requests to them."""
 
 import json
+import os
 import sys
 import uuid
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import psutil
 import rollbus
 from rollbus import GenerateRequest, SamplingParams
 from rollbus.schemas.errors import NoWorkers
+from tests.support.own_cache import RUN
 from tests.support.patience import ENGINE_STARTS_S, SOON_S, patient
 
 __all__ = ["WEIGHT_VERSION", "RealWorkers", "greedy", "prompt"]
@@ -120,7 +122,7 @@ class RealWorkers:
 
 
 def _new_name() -> str:
-    return f"real-{uuid.uuid4().hex[:8]}"
+    return f"real-{os.environ[RUN]}-{uuid.uuid4().hex[:8]}"
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

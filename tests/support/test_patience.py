@@ -1,7 +1,10 @@
 """Time limits of tests are long and scalable, and one module defines them."""
 
+import asyncio
+import os
 import re
 import runpy
+import tomllib
 
 import pytest
 
@@ -16,15 +19,53 @@ EXPECTED_TO_RUN_OUT_S = 1.0
 @pytest.mark.parametrize(("factor", "scale"), [("", 1.0), ("1", 1.0), ("2.5", 2.5)])
 def test_limits_scale_with_the_environment(monkeypatch: pytest.MonkeyPatch, factor: str, scale: float) -> None:
     """`$ROLLBUS_TEST_PATIENCE` multiplies each limit."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.delenv("ROLLBUS_TEST_PATIENCE", raising=False)
     plain = runpy.run_path(patience.__file__)
     monkeypatch.setenv("ROLLBUS_TEST_PATIENCE", factor)
     scaled = runpy.run_path(patience.__file__)
 
     for name in patience.__all__:
-        if name not in {"patient", "UNHURRIED_LEASE_S"}:
+        if name.endswith("_S") and name != "UNHURRIED_LEASE_S":
             assert scaled[name] == scale * plain[name]
     assert scaled["patient"](4.0) == scale * 4.0
+
+
+@pytest.mark.parametrize(("processes", "factor"), [(0, 1.0), (1, 1.0), (3, 3.0), (40, patience.MAX_SLOWNESS)])
+def test_limits_follow_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch, processes: int, factor: float) -> None:
+    """Limits grow with the processes that want a core, up to a bound."""
+    load = float(processes * len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("ROLLBUS_TEST_PATIENCE", "")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+
+    assert patience.slowness() == factor
+    assert runpy.run_path(patience.__file__)["SOON_S"] == 60.0 * factor
+
+
+@pytest.mark.parametrize(("slow", "ends"), [(1.0, True), (4.0, False)])
+async def test_a_limit_in_progress_grows_while_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, slow: float, ends: bool
+) -> None:
+    """A timeout that has begun counts only the share of the time in which the test had a core."""
+    monkeypatch.setattr(patience, "slowness", lambda: slow)
+    monkeypatch.setattr(patience, "LOOK_AGAIN_S", 0.01)
+    timed_out = False
+    try:
+        async with patience.busy_timeout(0.2):
+            await asyncio.sleep(0.4)
+    except TimeoutError:
+        timed_out = True
+
+    assert timed_out is ends
+
+
+def test_the_run_ends_a_hanging_test_after_its_own_limit() -> None:
+    """The longest limit of a test is shorter than `faulthandler_timeout`, in pytest's settings and in `.ci/test`."""
+    longest_s = patience.ENGINE_HANGS_AFTER_S / patience.FACTOR * patience.MAX_SLOWNESS
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+
+    assert longest_s < settings["faulthandler_timeout"]
+    assert f"print {settings['faulthandler_timeout']} * factor" in (ROOT / ".ci/test").read_text()
 
 
 def test_each_limit_comes_from_the_patience_module() -> None:

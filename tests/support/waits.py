@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from tests.support.patience import SOON_S
+from tests.support.patience import SOON_S, busy_timeout
 
 __all__ = ["until", "until_true"]
 
@@ -15,7 +15,7 @@ async def until(read: Callable[[], Awaitable[object]], expected: object) -> None
     """Poll until `read` returns `expected`, for changes in other processes that send no notification."""
     seen: object = None
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SOON_S):
+        async with busy_timeout(SOON_S):
             while (seen := await read()) != expected:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(LOOK_AGAIN_S)
 
