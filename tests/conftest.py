@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -38,8 +39,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     cache = session.config.stash.get(OWN_CACHE, None)
     if cache is not None and (left := cache.left_behind()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"tests left in the user's cache directory: {', '.join(map(str, left))}", red=True)
+        sys.stderr.write(f"\ntests left in the user's cache directory: {', '.join(map(str, left))}\n")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

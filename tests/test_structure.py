@@ -85,8 +85,8 @@ def client_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("client")
     copy_stage("wheel", folder)
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    pip = [folder / "venv/bin/python", "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "install", "--quiet", folder / "src", cwd=folder)
+    pip = (folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, folder / "src", cwd=folder)
     return folder / "venv" / "bin"
 
 

@@ -43,21 +43,22 @@ async def busy_timeout(seconds: float) -> AsyncIterator[None]:
     """Raise `TimeoutError` in the block after this time, of which a busy machine counts only its share."""
     loop = asyncio.get_running_loop()
     counted = loop.time()
+    calls: list[asyncio.TimerHandle] = []
 
     def extend() -> None:
-        nonlocal later, counted
+        nonlocal counted
         passed, counted = loop.time() - counted, loop.time()
         end = timeout.when()
         if end is not None and not timeout.expired():
             timeout.reschedule(end + passed * (1 - 1 / slowness()))
-            later = loop.call_later(LOOK_AGAIN_S, extend)
+            calls[:] = [loop.call_later(LOOK_AGAIN_S, extend)]
 
-    later = loop.call_later(LOOK_AGAIN_S, extend)
-    try:
-        async with asyncio.timeout(seconds) as timeout:
+    async with asyncio.timeout(seconds) as timeout:
+        calls.append(loop.call_later(LOOK_AGAIN_S, extend))
+        try:
             yield
-    finally:
-        later.cancel()
+        finally:
+            calls[0].cancel()
 
 
 SLOWNESS_AT_START = slowness()

@@ -56,4 +56,4 @@ def test_files_in_the_cache_directory_of_the_user_fail_the_run(tmp_path: Path) -
     done = run(tmp_path, LEAKY)
 
     assert done.returncode == 1, done.stdout
-    assert f"tests left in the user's cache directory: {tmp_path}/user/rollbus/test-" in done.stdout
+    assert f"tests left in the user's cache directory: {tmp_path}/user/rollbus/test-" in done.stderr

@@ -49,10 +49,11 @@ async def test_a_limit_in_progress_grows_while_the_machine_is_busy(
     """A timeout that has begun counts only the share of the time in which the test had a core."""
     monkeypatch.setattr(patience, "slowness", lambda: slow)
     monkeypatch.setattr(patience, "LOOK_AGAIN_S", 0.01)
-    timed_out = False
+    timed_out, over = False, asyncio.Event()
+    asyncio.get_running_loop().call_later(0.4, over.set)
     try:
         async with patience.busy_timeout(0.2):
-            await asyncio.sleep(0.4)
+            await over.wait()
     except TimeoutError:
         timed_out = True
 
