@@ -29,7 +29,8 @@ BOUNDS_S: Final = (
 )
 """Upper bounds of the buckets in seconds, from one round trip to the longest usual request."""
 MAX_MODELS: Final = 256
-"""Maximum number of models in a client's counters. Durations of further models are not counted."""
+"""Maximum number of models in a client's counters, more than one client uses. Beyond it, the counters of the model that
+was counted first are removed. They begin at 0 again with its next request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class DurationsByModel:
         counts = self._counts.get(model)
         if counts is None:
             if len(self._counts) >= MAX_MODELS:
-                return
+                first = next(iter(self._counts))
+                del self._counts[first], self._totals_s[first]
             self._totals_s[model] = 0.0
             # Add the counts last: a thread that copies meanwhile then finds a sum for every model with counts.
             counts = self._counts[model] = [0] * (len(BOUNDS_S) + 1)
@@ -72,4 +74,6 @@ class DurationsByModel:
 
     def copy(self) -> dict[str, Durations]:
         """Return a copy of all counts."""
-        return {model: Durations(tuple(counts), self._totals_s[model]) for model, counts in list(self._counts.items())}
+        counted = [(model, counts, self._totals_s.get(model)) for model, counts in list(self._counts.items())]
+        # A model without a sum was removed meanwhile.
+        return {model: Durations(tuple(counts), total) for model, counts, total in counted if total is not None}

@@ -230,8 +230,10 @@ class AttemptCoordinator:
 
     def _count_loss(self, model: str, is_retried: bool) -> None:
         self.stats.attempts_lost += 1
-        if is_retried and (model in self.retries or len(self.retries) < MAX_MODELS):
+        if is_retried:
             self.retries[model] = self.retries.get(model, 0) + 1
+            if len(self.retries) > MAX_MODELS:
+                del self.retries[next(iter(self.retries))]
 
     # For `ClientLinks`.
 

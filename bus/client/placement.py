@@ -6,7 +6,7 @@ first.
 """
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,13 +19,8 @@ from ...schemas.presence import WorkerPresence
 from ..protocol.attempt.states import UNPUBLISHED
 from ..protocol.fleet.presence_table import FleetSnapshot, LostWorker, PresenceTable
 from ..protocol.placement.group_leaders import GroupLeaders
-from ..protocol.placement.policy import (
-    SIBLINGS_PER_PIECE,
-    Placement,
-    PlacementNeeds,
-    PlacementPolicy,
-    PlacementReason,
-)
+from ..protocol.placement.model_policies import ModelPolicies
+from ..protocol.placement.policy import SIBLINGS_PER_PIECE, Placement, PlacementNeeds, PlacementReason
 from ..protocol.placement.prefix_index import PIECE_TOKENS, CacheId, PrefixScope, piece_hashes
 from ..protocol.placement.worker_load import WorkerLoad
 from ..protocol.queue.follower_backlog import MAX_FOLLOWERS
@@ -81,16 +76,13 @@ class RequestPlacement:
     def __init__(self, table: PresenceTable, *, is_on: bool) -> None:
         self._table = table
         self._is_on = is_on
-        # By model. Each policy has at most one load for each serving worker.
-        self._policies: dict[str, PlacementPolicy] = {}
+        self._policies = ModelPolicies()
         self._serving: dict[str, list[WorkerLoad]] = {}
         self._seen: FleetSnapshot | None = None
-        # The requests in flight bound these collections.
+        # The requests in flight bound these collections. A model without any has no entry.
         self._held: dict[ChildRequest, _PlacedRequest] = {}
         self._unanswered: Counter[str] = Counter()
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
-        # By model: group leaders in the queue.
-        self._in_queue: defaultdict[str, set[ChildRequest]] = defaultdict(set)
         # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
         self.stats = PlacementStats()
@@ -115,16 +107,16 @@ class RequestPlacement:
     def update(self, presence: WorkerPresence) -> None:
         """Process the presence of a worker after the presence table has accepted it."""
         if self._is_on and self._table.get(presence.worker) is presence:
-            policy, now = self._policy(presence.model), time.monotonic()
-            policy.update(presence, now)
+            now = time.monotonic()
+            policy = self._policies.update(presence, now)
             # The worker published its room before it received the requests that it has not answered.
             for _ in range(self._unanswered[presence.worker]):
                 policy.loads.placed(presence.worker, 0, now)
 
     def remove_worker(self, gone: LostWorker) -> None:
         """Remove a lost worker."""
-        if gone.is_final and gone.model in self._policies:
-            self._policies[gone.model].remove(gone.worker)
+        if gone.is_final:
+            self._policies.remove(gone.worker)
 
     def reads_siblings(self, worker: str | None) -> bool:
         """Return True if several samples of a request may go to the worker in one message."""
@@ -133,9 +125,6 @@ class RequestPlacement:
     def _presents(self, worker: str, capability: Literal["request_groups", "group_backlog"]) -> bool:
         presence = self._table.get(worker)
         return presence is not None and bool(getattr(presence.capabilities, capability, False))
-
-    def _policy(self, model: str) -> PlacementPolicy:
-        return self._policies.setdefault(model, PlacementPolicy())
 
     def _loads(self, model: str) -> list[WorkerLoad]:
         """Return the loads of the workers that serve whole requests."""
@@ -147,7 +136,7 @@ class RequestPlacement:
         return self._serving[model]
 
     def _loads_of(self, model: str, workers: Sequence[str]) -> list[WorkerLoad]:
-        known = map(self._policy(model).loads.get, workers)
+        known = map(self._policies.of(model).loads.get, workers)
         return [load for load in known if load is not None]
 
     # Decisions.
@@ -158,18 +147,18 @@ class RequestPlacement:
         Requests that are not returned follow another request of their group: `pop_followers` or `remove` returns them.
         """
         open_call, now = child.open_call, time.monotonic()
-        leaders = self._leaders.setdefault(open_call.model, GroupLeaders())
-        if child in leaders:
+        leaders = self._leaders.get(open_call.model)
+        if leaders is not None and child in leaders:
             return ()
         is_due = child.num_refusals <= MAX_REFUSALS and (
             child.is_first_attempt or open_call.call.request.session_id is not None
         )
         if not self._is_on or not is_due:
             return (Placed(None, [child]),)
-        if leaders.leads(child):
+        if leaders is not None and leaders.leads(child):
             # The connection did not accept the message.
             self._forget(child)
-            self._in_queue[open_call.model].add(child)
+            leaders.queued.add(child)
             return (Placed(None, [child]),)
         able, wanted, scope = self._wanted(child, self._loads(open_call.model))
         siblings = [other for other in open_call.children if self._is_due_with(other, child)]
@@ -178,8 +167,8 @@ class RequestPlacement:
         # Each worker computes a prompt that is too short to be cached. Requests in the queue go first.
         is_group = wanted.group is not None and bool(wanted.pieces) and child.is_first_attempt
         placements: Sequence[Placement] = ()
-        if not child.num_refusals and not (is_group and self._in_queue[open_call.model]):
-            policy = self._policy(open_call.model)
+        if not child.num_refusals and not (is_group and self._has_queued_leader(open_call.model)):
+            policy = self._policies.of(open_call.model)
             if len(siblings) > 1:
                 placements = policy.place_group(wanted, len(siblings), able, now)
             else:
@@ -190,7 +179,7 @@ class RequestPlacement:
             return *placed, *self._queue(left)
         if placed:
             leader = placed[0].children[0]
-            leaders.add_leader(wanted.group or 0, leader, leader.lane)
+            self._leaders_of(leader).add_leader(wanted.group or 0, leader, leader.lane)
         return *placed, *self._follow(left, wanted)
 
     def _is_due_with(self, other: ChildRequest, child: ChildRequest) -> bool:
@@ -203,14 +192,20 @@ class RequestPlacement:
         limit = min(MAX_FOLLOWERS, SIBLINGS_PER_PIECE * len(wanted.pieces) - 1)
         queued: list[Placed] = []
         for child in children:
-            if self._leaders[child.open_call.model].add(wanted.group or 0, child, child.lane, limit):
+            if self._leaders_of(child).add(wanted.group or 0, child, child.lane, limit):
                 queued += self._lead([child])
         return queued
 
+    def _leaders_of(self, child: ChildRequest) -> GroupLeaders[ChildRequest]:
+        return self._leaders.setdefault(child.open_call.model, GroupLeaders())
+
     def _lead(self, children: Sequence[ChildRequest]) -> list[Placed]:
         for child in children:
-            self._in_queue[child.open_call.model].add(child)
+            self._leaders_of(child).queued.add(child)
         return self._queue(children)
+
+    def _has_queued_leader(self, model: str) -> bool:
+        return model in self._leaders and bool(self._leaders[model].queued)
 
     def pop_followers(self) -> list[Placed]:
         """Return followers of admitted leaders, for a worker with room, and leaders for which the queue has room."""
@@ -226,9 +221,9 @@ class RequestPlacement:
         model = children[0].open_call.model
         able, wanted, scope = self._wanted(children[0], self._loads(model))
         placements: list[Placement] = []
-        if not self._in_queue[model]:
+        if not self._has_queued_leader(model):
             # No request of this client goes first.
-            placements = self._policy(model).place_group(wanted, len(children), able, now)
+            placements = self._policies.of(model).place_group(wanted, len(children), able, now)
         placed = self._note_all(children, placements, wanted, scope, now)
         left = [child for child in children if child not in self._held]
         if left and self._presents(worker, "group_backlog") and worker in (load.worker for load in able):
@@ -293,7 +288,7 @@ class RequestPlacement:
         now: float,
     ) -> list[Placed]:
         """Record placements while their workers have room. Return the placed samples by worker."""
-        loads = self._policy(children[0].open_call.model).loads
+        loads = self._policies.of(children[0].open_call.model).loads
         together: dict[str, list[ChildRequest]] = {}
         for child, placement in zip(children, placements, strict=False):
             self._forget(child)
@@ -306,7 +301,7 @@ class RequestPlacement:
         self, child: ChildRequest, placement: Placement, wanted: PlacementNeeds, scope: PrefixScope, now: float
     ) -> None:
         self.stats.placed[placement.reason] += 1
-        self._policy(child.open_call.model).placed(wanted, placement, now)
+        self._policies.of(child.open_call.model).placed(wanted, placement, now)
         held = self._held[child] = _PlacedRequest(placement.worker or "", wanted, scope, placement)
         self._unanswered[held.worker] += 1
 
@@ -322,7 +317,7 @@ class RequestPlacement:
         held = self._held.pop(child, None)
         if held is not None:
             self._note_answer(held)
-            self._policy(child.open_call.model).loads.ended(held.worker)
+            self._policies.of(child.open_call.model).loads.ended(held.worker)
 
     # Prefill phases, which have their own queue.
 
@@ -331,14 +326,14 @@ class RequestPlacement:
         if not self._is_on:
             return None
         able, wanted, _ = self._wanted(child, self._loads_of(child.open_call.model, workers))
-        return self._policy(child.open_call.model).place(wanted, able, time.monotonic()).worker
+        return self._policies.of(child.open_call.model).place(wanted, able, time.monotonic()).worker
 
     def record_prefill(self, child: ChildRequest, worker: str) -> None:
         """Record that this prefill worker computes the prompt of a request."""
         if self._is_on:
             _, wanted, scope = self._wanted(child, self._loads_of(child.open_call.model, [worker]))
             now = time.monotonic()
-            cached = self._policy(child.open_call.model).index.longest(wanted.pieces, now).get(worker, 0)
+            cached = self._policies.of(child.open_call.model).index.longest(wanted.pieces, now).get(worker, 0)
             reason = PlacementReason.PLACED_PREFIX if cached else PlacementReason.PLACED_GROUP
             self._note(child, Placement(worker, reason, cached), wanted, scope, now)
 
@@ -357,7 +352,7 @@ class RequestPlacement:
         if followers:
             self._admitted.append((child.worker, followers))
         self._note_answer(held)
-        policy = self._policy(child.open_call.model)
+        policy = self._policies.of(child.open_call.model)
         held.is_admitted = True
         held.cache = policy.admitted(held.wanted, held.worker, time.monotonic(), was_placed=was_placed)
 
@@ -380,11 +375,16 @@ class RequestPlacement:
     def _end_lead(self, child: ChildRequest) -> list[ChildRequest]:
         """Remove a request as leader and follower, and return its followers."""
         model = child.open_call.model
-        self._in_queue[model].discard(child)
-        return self._leaders[model].remove(child) if model in self._leaders else []
+        leaders = self._leaders.get(model)
+        if leaders is None:
+            return []
+        followers = leaders.remove(child)
+        if leaders.is_empty:
+            del self._leaders[model]
+        return followers
 
     def _settle(self, child: ChildRequest, held: _PlacedRequest, refusal: RequestError | None) -> None:
-        policy, stream, now = self._policy(child.open_call.model), child.stream, time.monotonic()
+        policy, stream, now = self._policies.of(child.open_call.model), child.stream, time.monotonic()
         self.stats.placements_refused += refusal is not None
         if refusal is not None and not held.is_admitted:
             answer = policy.silent if refusal.code is ErrorCode.WORKER_LOST else policy.refused

@@ -47,7 +47,7 @@ class PrefillDispatcher:
         self._watcher = watcher
         self._placement = placement
         self._wake = wake
-        # By model, for models that had a prefill worker.
+        # By model with requests that wait for a prefill worker or are at one, or with workers to skip for a while.
         self._queues: dict[str, PrefillQueue[ChildRequest]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.stats = PrefillStats()
@@ -89,6 +89,7 @@ class PrefillDispatcher:
         """Return the requests that stop waiting, each with a prefill worker or without one."""
         decided: list[tuple[ChildRequest, PrefillDecided]] = []
         now = time.monotonic()
+        self._queues = {model: queue for model, queue in self._queues.items() if not queue.is_idle(now)}
         for model, queue in self._queues.items():
             for child, worker, reason in queue.decide(self._prefill_workers(model), now) if len(queue) else ():
                 presence = None if worker is None else self._watcher.table.get(worker)

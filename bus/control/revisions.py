@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 HISTORY: Final = 64
 """Number of commands of each model that the history keeps, the maximum of a KV bucket."""
+MAX_KNOWN: Final = 1024
+"""Models whose last valid state is remembered. Beyond it, models without a valid state are removed first: programs that
+may write into the bucket can invent names, and a state of a model is at most 1 MB."""
 STREAM: Final = f"KV_{BUCKET}"
 BASE: Final = "Rollbus-Base"
 """Header of a publisher's state: the last state of an admin or a frontend, in base64."""
@@ -118,8 +121,15 @@ class Revisions:
         known = self._known.get(subject)
         if known is not None and (known.newest.sequence, known.newest.data) == (newest.sequence, newest.data):
             return known.found
-        known = self._known[subject] = await self._catch_up(subject, model, newest, known)
+        known = await self._catch_up(subject, model, newest, known)
+        self._keep(subject, known)
         return known.found
+
+    def _keep(self, subject: str, known: _ReadRevisions) -> None:
+        self._known[subject] = known
+        if len(self._known) > MAX_KNOWN:
+            stateless = (other for other, read in self._known.items() if read.found.state is None)
+            del self._known[next(stateless, next(iter(self._known)))]
 
     def remember(self, model: str, over: Found, sequence: int, data: bytes, headers: dict[str, str]) -> None:
         """Store a revision that this program wrote over `over`, so that it counts even if it cannot be read back."""
@@ -127,7 +137,7 @@ class Revisions:
             revision = _Revision(sequence, data, headers)
             subject = self.subject(model)
             created = self._known[subject].created if subject in self._known else ""
-            self._known[subject] = _ReadRevisions(revision, self._follow(subject, model, over, revision), created)
+            self._keep(subject, _ReadRevisions(revision, self._follow(subject, model, over, revision), created))
 
     async def newest(self, model: str) -> Found:
         """Return the newest state without a check of its author."""

@@ -1,18 +1,18 @@
 """Prometheus metrics: the counters and timers of the service, and the metrics of its workers.
 
 The number of labels is bounded. Routes come from the route tables, and models and workers from the fleet. Only the
-newest weight versions of a model have their own series.
+models that were used last have series, and of each only the newest weight versions.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from prometheus_client import (
@@ -34,8 +34,14 @@ __all__ = ["GenerationTimer", "HttpRequestRecord", "Metrics"]
 
 MAX_VERSIONS: Final = 8
 """Number of weight versions of a model that have series. A training run creates a version in each step."""
+MAX_MODELS: Final = 64
+"""Number of models that have series, beside those with open requests: more than a fleet serves at once. Names of models
+come from workers, so a worker could make endless series."""
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 @dataclass(slots=True)
@@ -62,8 +68,11 @@ class Metrics:
         registry.register(self._fleet)
         ProcessCollector(registry=registry)
         self._versions: dict[str, OrderedDict[str, None]] = {}
-        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        # Number of open token requests by model, the least recently used model first; and the metrics with this label.
+        self._models: OrderedDict[str, int] = OrderedDict()
+        self._of_models: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
+        histogram = partial(self._add, Histogram)
         self._requests = counter(
             "rollbus_http_requests",
             "Answered HTTP requests; status 499: the client disconnected before the answer",
@@ -125,6 +134,31 @@ class Metrics:
             buckets=TOKEN_SECONDS,
         )
 
+    def _add(self, kind: Callable[..., M], name: str, text: str, labels: tuple[str, ...], **options: object) -> M:
+        """Return a new metric of the registry."""
+        metric = kind(name, text, labels, registry=self._registry, **options)
+        if "model" in labels:
+            self._of_models.append((metric, labels))
+        return metric
+
+    def _note_use(self, model: str, num_opened: int = 0) -> None:
+        """Count opened or closed token requests of a model. Remove the series of models that were not used for long."""
+        self._models[model] = self._models.get(model, 0) + num_opened
+        self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            # The series of open requests stay: a gauge without its increments would fall below zero.
+            idle = next((name for name, num_open in self._models.items() if not num_open and name != model), None)
+            if idle is not None:
+                self._remove_model(idle)
+
+    def _remove_model(self, model: str) -> None:
+        del self._models[model]
+        self._versions.pop(model, None)
+        for metric, names in self._of_models:
+            samples = [sample for family in metric.collect() for sample in family.samples]
+            for values in {tuple(map(each.labels.get, names)) for each in samples if each.labels["model"] == model}:
+                metric.remove(*values)
+
     @contextmanager
     def request(self, method: str, route: str) -> Iterator[HttpRequestRecord]:
         """Count one HTTP request with any outcome."""
@@ -135,6 +169,7 @@ class Metrics:
             yield seen
         finally:
             _seen.reset(token)
+            self._note_use(seen.model)
             self._requests.labels(method, route, str(seen.status), seen.model).inc()
             self._request_seconds.labels(method, route).observe(time.perf_counter() - begun)
 
@@ -152,6 +187,7 @@ class Metrics:
     def generation(self, model: str, prompt_len: int) -> Iterator["GenerationTimer"]:
         """Count one token request while it is open, and then its outcome."""
         self.is_for(model)
+        self._note_use(model, 1)
         self.prompt_tokens.labels(model).inc(prompt_len)
         progress = GenerationTimer(self, model)
         outcome = "internal_error"
@@ -169,6 +205,7 @@ class Metrics:
             self.in_flight.labels(model).dec()
             self.ended.labels(model, outcome).inc()
             self.seconds.labels(model).observe(time.perf_counter() - progress.begun)
+            self._note_use(model, -1)
 
     def version(self, model: str, weight_version: int) -> str:
         """Return the label of a version.

@@ -68,7 +68,7 @@ class Service:
         """Return True if the tokenizer of a worker's model is loaded or cannot be loaded. Wait some seconds for it."""
         try:
             return await self.loads.has_ended(self._tokenizer_folder(worker))
-        except HttpError:
+        except (HttpError, TokenizerUnavailable):
             return True
 
     def _tokenizer_folder(self, worker: WorkerPresence) -> Path:

@@ -15,14 +15,18 @@ logger = logging.getLogger(__name__)
 
 PRELOAD_WAIT_S: Final = 5.0
 """Seconds that a readiness probe waits for a load. Most tokenizers load faster."""
+MAX_LOADS: Final = 16
+"""Tokenizers that are kept or being loaded: a fleet serves few models, and a tokenizer occupies up to 100 MB. Workers
+choose the names of the folders. Beyond the limit, the tokenizer that was used least recently is removed."""
 STOP_WAIT_S: Final = 5.0
 """Seconds that a stopping service waits for a load. Most loads end faster."""
 
 
 class TokenizerLoads:
-    """The loaded tokenizers and the running loads by folder. A fleet serves few models."""
+    """The loaded tokenizers and the running loads by folder, at most `MAX_LOADS`."""
 
     def __init__(self) -> None:
+        # Least recently used first.
         self._loads: dict[Path, asyncio.Future[Tokenizer]] = {}
         # One load at a time: if several threads import transformers at once, they see a partly imported module.
         self._turn = threading.Lock()
@@ -41,7 +45,7 @@ class TokenizerLoads:
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded.
         """
-        load = self._loads.get(folder)
+        load = self._find(folder)
         if load is None or (load.done() and load.exception() is not None):
             load = self._begin(folder)
         return await asyncio.shield(load)
@@ -53,7 +57,7 @@ class TokenizerLoads:
 
         Cancellation: the load continues.
         """
-        load = self._loads.get(folder)
+        load = self._find(folder)
         if load is None:
             load = self._begin(folder)
             # Log the error, because no request receives it.
@@ -70,7 +74,25 @@ class TokenizerLoads:
         for load in loading:
             load.cancel()
 
+    def _find(self, folder: Path) -> asyncio.Future[Tokenizer] | None:
+        """Return the load of a folder, and move it to the end of the order."""
+        load = self._loads.pop(folder, None)
+        if load is not None:
+            self._loads[folder] = load
+        return load
+
     def _begin(self, folder: Path) -> asyncio.Future[Tokenizer]:
+        """Load a tokenizer in a thread.
+
+        Raises:
+            TokenizerUnavailable: too many other tokenizers are being loaded.
+        """
+        self._loads.pop(folder, None)
+        if len(self._loads) >= MAX_LOADS:
+            ended = next((known for known, load in self._loads.items() if load.done()), None)
+            if ended is None:
+                raise TokenizerUnavailable(f"no tokenizer: {MAX_LOADS} other tokenizers are being loaded")
+            del self._loads[ended]
         found: Future[Tokenizer] = Future()
         # A daemon thread: with a pool, the process would wait at its exit for a thread that hangs.
         threading.Thread(target=self._run, args=(folder, found), name="tokenizer-load", daemon=True).start()

@@ -31,16 +31,16 @@ def test_a_bucket_includes_its_upper_bound() -> None:
 
 
 def test_the_number_of_counted_models_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the maximum number of models, only the first models are counted. A copy does not change later."""
+    """Beyond the maximum number of models, the model that was counted first is removed. A copy does not change."""
     monkeypatch.setattr(durations, "MAX_MODELS", 2)
     waits = DurationsByModel()
     for model in "abc":
         waits.add(model, 1.0)
     found = waits.copy()
-    waits.add("a", 1.0)
+    waits.add("b", 1.0)
 
-    assert {model: sum(each.counts) for model, each in found.items()} == {"a": 1, "b": 1}
-    assert sum(waits.copy()["a"].counts) == 2
+    assert {model: sum(each.counts) for model, each in found.items()} == {"b": 1, "c": 1}
+    assert sum(waits.copy()["b"].counts) == 2
 
 
 async def test_each_attempt_with_an_offer_counts_its_wait_once(nats_url: str, fleet: str) -> None:

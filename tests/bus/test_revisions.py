@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 from rollbus.bus.auth.credentials import Role, load_credentials
 from rollbus.bus.auth.signatures import Signatures
 from rollbus.bus.auth.users import ensure_users
+from rollbus.bus.control import revisions as module
 from rollbus.bus.control.revisions import Revisions
 from rollbus.bus.nats.connection import Connection
 from rollbus.bus.nats.jetstream import NO_MESSAGE
@@ -132,3 +133,19 @@ async def test_a_read_of_a_known_state_needs_one_call(bucket: Bucket) -> None:
     assert [await cost(), await cost()] == [2, 1]
     bucket.write(61, 9, is_signed=False)
     assert [await cost(), await cost()] == [3, 1]
+
+
+async def test_names_without_a_valid_state_do_not_displace_valid_states(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader remembers a limited number of models; invented names leave the last valid state in memory."""
+    monkeypatch.setattr(module, "MAX_KNOWN", 3)
+    revisions = reader(bucket)
+    before = await bucket.epochs(revisions)
+    for number in range(20):
+        assert (await revisions.find(f"invented-{number}")).state is None
+    bucket.messages.clear()
+    bucket.write(60, 9, is_signed=False)
+
+    assert repr(revisions) == "<Revisions of 3 models refused=40>"
+    assert (await bucket.epochs(revisions))[0] == before[0] == 2

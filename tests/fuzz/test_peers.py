@@ -12,7 +12,7 @@ from rollbus.bus.client.exchange import AttemptCoordinator
 from rollbus.bus.client.links import ClientLinks
 from rollbus.bus.client.losses import Losses
 from rollbus.bus.nats.connection import Connection
-from rollbus.bus.protocol.fleet import presence_table
+from rollbus.bus.protocol.fleet import lease, presence_table
 from rollbus.bus.protocol.fleet.lease import MAX_LEASE_S
 from rollbus.bus.protocol.fleet.presence_table import PresenceTable
 from rollbus.bus.protocol.link import link_sender
@@ -79,6 +79,20 @@ def test_unacknowledged_rejections_break_the_link(monkeypatch: pytest.MonkeyPatc
     assert links.stats.links_broken > 0
     assert most < 21_000
     assert links.outbound.held_bytes < 21_000
+
+
+def test_links_to_invented_incarnations_end() -> None:
+    """A client whose direct requests name ever new incarnations leaves no links: those without a lease end, too."""
+    links = make_links()
+    for i in range(1000):
+        links.reject(Ear(links, incarnation=f"i{i}").origin("r"), REFUSAL, NOW)
+    links.expire(NOW)
+    lost = [link.lost_at for link in links.outbound.links()]
+    links.expire(NOW + 1000.0)
+    links.expire(NOW + 2000.0)
+
+    assert lost.count(None) == lease.MAX_INCARNATIONS
+    assert not list(links.outbound.links())
 
 
 def test_a_client_ignores_new_workers_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 import rollbus
+from rollbus.frontend.http import metrics
 from rollbus.frontend.http.calls import Admission
 from rollbus.frontend.http.fleet_metrics import FleetCollector
 from rollbus.frontend.http.metrics import MAX_VERSIONS, GenerationTimer, Metrics
@@ -341,6 +342,26 @@ async def test_labels_are_bounded(nats_url: str, fleet: str) -> None:
     for name in ("rollbus_http_generated_tokens_total", "rollbus_http_routing_bytes_total", TO_FIRST, BETWEEN):
         versions = [dict(labels)["weight_version"] for found_name, labels in found if found_name == name]
         assert sorted(map(int, versions)) == list(range(2 * MAX_VERSIONS, 3 * MAX_VERSIONS))
+
+
+async def test_models_that_were_not_used_for_long_lose_their_series(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the maximum number of models, the one used least recently has no series; open requests keep theirs."""
+    monkeypatch.setattr(metrics, "MAX_MODELS", 4)
+    async with rollbus.connect(nats_url, fleet=fleet) as rb:
+        counted = Service(rb, Settings(), Admission(8)).metrics
+        with counted.generation("open", 1):
+            for number in range(50):
+                with counted.request("POST", "/r"), counted.generation(f"m{number}", 1) as progress:
+                    progress.add(a_chunk(0))
+                    progress.add(a_chunk(0))
+            found = parse((await counted.text()).decode())
+        after = parse((await counted.text()).decode())
+
+    assert {dict(labels).get("model") for _, labels in found} - {None} == {"open", "m47", "m48", "m49"}
+    assert value(found, "rollbus_http_generations_in_flight", model="open") == 1
+    assert value(after, "rollbus_http_generations_in_flight", model="open") == 0
 
 
 async def test_an_unknown_model_is_no_label(nats_url: str, fleet: str) -> None:

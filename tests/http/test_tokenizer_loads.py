@@ -17,6 +17,7 @@ from tests.http.openai_support import COMPLETIONS
 from tests.http.small_tokenizers import byte_level, make_byte_level, save
 from tests.http.support import http_service
 from tests.support.patience import SOON_S
+from tests.support.waits import until_true
 
 TEXT = {"prompt": "a", "max_tokens": 1}
 
@@ -65,6 +66,34 @@ async def test_a_rust_panic_fails_only_the_load(
         await loads.tokenizer(tmp_path)
     assert await loads.tokenizer(tmp_path) is byte_level()
     assert caplog.messages.count(f"tokenizer.load_panicked folder={tmp_path}") == 2
+
+
+async def test_the_number_of_kept_tokenizers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit, the tokenizer used least recently is loaded again, and no thread begins while all load."""
+    loaded: list[str] = []
+    may_end = threading.Event()
+
+    def load(folder: Path) -> Tokenizer:
+        loaded.append(folder.name)
+        assert folder.name != "hangs" or may_end.wait(SOON_S)
+        return byte_level()
+
+    monkeypatch.setattr(loads_module, "load_tokenizer", load)
+    monkeypatch.setattr(loads_module, "MAX_LOADS", 2)
+    loads = TokenizerLoads()
+    for name in ("a", "b", "a", "c", "a", "b"):
+        await loads.tokenizer(tmp_path / name)
+    assert loaded == ["a", "b", "c", "b"]
+
+    loads, begun = TokenizerLoads(), len(loaded)
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("hangs", "waits"):
+            tasks.create_task(loads.tokenizer(tmp_path / name))
+        await until_true(lambda: len(loaded) > begun)
+        with pytest.raises(TokenizerUnavailable, match="2 other tokenizers are being loaded"):
+            await loads.tokenizer(tmp_path / "more")
+        may_end.set()
+    assert loaded[begun:] == ["hangs", "waits"]
 
 
 async def test_a_service_stops_while_a_load_hangs(

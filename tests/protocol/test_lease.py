@@ -207,3 +207,18 @@ def test_the_number_of_known_clients_is_bounded(monkeypatch: pytest.MonkeyPatch)
     assert first == ["c0", "c1", "c2"]
     assert not leases._live
     assert [leases.is_dead(f"c{i}", "a") for i in range(7)] == [False, False, True, False, False, True, True]
+
+
+def test_invented_incarnations_of_one_client_are_bounded() -> None:
+    """Messages with ever new incarnations of one client keep few leases, and none ends the lease with presence."""
+    leases = ClientLeases(margin_s=1.0)
+    leases.renew(presence("real"), 0.0)
+    for i in range(1000):
+        leases.renew_lease("c", f"invented-{i}", 0.0)
+    leases.renew_lease("other", "a", 0.0)
+
+    assert repr(leases).startswith(f"<ClientLeases live={lease.MAX_INCARNATIONS + 1} ")
+    assert leases.is_live("c", "real")
+    assert leases.renew(presence("next"), 1.0)
+    assert leases.is_live("c", "next")
+    assert leases.is_live("other", "a")

@@ -321,6 +321,11 @@ class WorkerLinks:
             self.break_link(link, instructions)
         for ended in self.leases.expire(now):
             self._mark_lost(ended, now, instructions)
+        for link in [link for link in self.outbound.links() if link.lost_at is None]:
+            if not self.leases.is_live(link.client, link.incarnation):
+                # There are too many leases. Without one, the link would never end.
+                ended = EndedIncarnation(link.client, link.incarnation, "it has no lease", is_closed=False)
+                self._mark_lost(ended, now, instructions)
         lost = [(link.lost_at, link) for link in self.outbound.links() if link.lost_at is not None]
         excess = self.outbound.held_bytes - self._max_held_bytes
         for lost_at, link in sorted(lost, key=lambda item: item[0]):

@@ -17,6 +17,11 @@ MAX_LEASE_S = 60.0
 MAX_CLIENTS = 65_536
 """The number of live client incarnations, and also that of remembered dead ones. The oldest dead ones are removed."""
 
+MAX_INCARNATIONS = 8
+"""The number of live incarnations of one client name. Each presence of a new one ends the others, so more than two mean
+messages with invented incarnations. The one that was first heard longest ago ends, unless it has published presence.
+"""
+
 
 class WorkerLease:
     """The lease of this process. Its peers treat it as lost after `lease_s` without presence.
@@ -141,6 +146,9 @@ class ClientLeases:
                 return None
             del self._dead[client, incarnation]
         lease = _Lease(DEFAULT_LEASE_S, now + DEFAULT_LEASE_S, is_announced=False)
+        if len(leases) >= MAX_INCARNATIONS:
+            oldest = next(other for other, known in leases.items() if not known.is_announced)
+            self._mark_dead(client, oldest, is_final=False)
         self._live.setdefault(client, {})[incarnation] = lease
         self._num_live += 1
         return lease
@@ -158,6 +166,10 @@ class ClientLeases:
         return [
             EndedIncarnation(client, incarnation, "its lease expired", is_closed=False) for client, incarnation in late
         ]
+
+    def is_live(self, client: str, incarnation: str) -> bool:
+        """Return True if this incarnation has a lease."""
+        return incarnation in self._live.get(client, {})
 
     def restart_leases(self, now: float) -> None:
         """Restart every lease: no presence could arrive while this process was disconnected."""

@@ -41,6 +41,8 @@ class GroupLeaders(Generic[K]):
         # The lane of each leader and follower, and their number by lane.
         self._lane_of: dict[K, Lane] = {}
         self._ahead: Counter[Lane] = Counter()
+        self.queued: set[K] = set()
+        """The leaders that the caller has sent to the queue. The caller adds them, `remove` removes them."""
         # By lane, in order of arrival: group and limit of the requests that wait until they may lead or follow.
         self._waiting: dict[Lane, dict[K, tuple[int, int]]] = {lane: {} for lane in get_args(Lane)}
 
@@ -55,6 +57,11 @@ class GroupLeaders(Generic[K]):
     def __contains__(self, key: K) -> bool:
         """Return True if the request follows, or waits until it may lead or follow."""
         return key in self._leader_of or any(key in waiting for waiting in self._waiting.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no request leads, follows or waits."""
+        return not self._followers and not len(self)
 
     @property
     def has_due(self) -> bool:
@@ -108,6 +115,7 @@ class GroupLeaders(Generic[K]):
 
     def remove(self, key: K) -> list[K]:
         """Remove a request, whether it leads, follows or waits. Return its followers, in order."""
+        self.queued.discard(key)
         for waiting in self._waiting.values():
             waiting.pop(key, None)
         leader = self._leader_of.pop(key, None)

@@ -123,6 +123,10 @@ class PrefillQueue(Generic[K]):
         """Return the number of requests in the prefill queue."""
         return len(self._waiting)
 
+    def is_idle(self, now: float) -> bool:
+        """Return True if no request waits or is at a worker, and no worker must be skipped."""
+        return not (self._waiting or self._worker_of or any(until > now for until in self._passed_over.values()))
+
     def add(self, key: K, requirements: PrefillRequirements, *, until: float) -> None:
         """Add a request that neither waits nor is at a worker to the prefill queue, until the time `until`."""
         entry = _WaitingPrefill(requirements, until, next(self._serials))
