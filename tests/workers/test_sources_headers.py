@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollbus.bus.objects import safetensors_header
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.workers.sources.headers import Tensor, read_header
 from tests.support.checkpoints import MODEL, write_safetensors
@@ -73,10 +74,10 @@ def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
     """The length of a header is checked against a maximum before it is used, also in a sparse file of that size."""
     path = tmp_path / "x"
     with path.open("wb") as file:
-        file.write((2**40).to_bytes(8, "little"))
+        file.write((99_000_000).to_bytes(8, "little"))
         file.truncate(2**41)
 
-    with pytest.raises(ControlError, match="with a header of 1099511627776"):
+    with pytest.raises(ControlError, match="has a header of 99000000 bytes; allowed: 33554432"):
         read_header(path)
 
 
@@ -99,3 +100,31 @@ def test_a_damaged_file_gives_a_header_or_a_control_error(tmp_path: Path, data: 
     else:
         assert not is_cut
         assert len(header) <= len(MODEL) + 1
+
+
+def refused(path: Path) -> str:
+    """Return why the header of a file is refused."""
+    with pytest.raises(ControlError) as caught:
+        read_header(path)
+    assert caught.value.code is ControlCode.BAD_SOURCE
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (
+            b"{" + b",".join(b'"%x":0' % i for i in range(1000)) + b"}",
+            "has a header with 1000 colons; allowed: 25, for 5",
+        ),
+        (b"{" + b",".join(b'"%x":0' % i for i in range(6)) + b"}", "has 6 tensors; allowed: 5 in one file"),
+    ],
+)
+def test_the_number_of_tensors_in_a_file_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes, said: str
+) -> None:
+    """A header with too many tensors is refused, and one with far too many keys is not decoded at all."""
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 5)
+    monkeypatch.setattr(safetensors_header, "MAX_COLONS", 25)
+
+    assert said in refused(write(tmp_path / "x", header))
