@@ -24,7 +24,7 @@ from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
 from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
-from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError
+from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
 from ..schemas.presence import Role
 from .config import (
@@ -42,7 +42,7 @@ from .reach import wait_for_server
 from .request_spans import RequestSpans
 from .worker import Worker
 
-__all__ = ["main"]
+__all__ = ["main", "serve"]
 
 logger = logging.getLogger("rollbus.workers")
 
@@ -257,7 +257,7 @@ async def _run(
     worker: Worker | None = None
 
     def stop() -> None:
-        if worker is None:
+        if worker is None or not worker.is_assembled:
             waiting.cancel()
         else:
             worker.stop()
@@ -274,19 +274,44 @@ async def _run(
             )
             await until_ended.enter_async_context(probe)
             logger.info("probe.started port=%s", probe.port)
-        try:
-            await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
-        except asyncio.CancelledError:
-            # Only `stop` cancels this task.
-            logger.info("worker.start_cancelled worker=%s", config.worker_id)
-            return
         tracer = make_tracer(tracing, service_name="rollbus-worker", field="--otel")
         export = None
         if tracer is not None:
             until_ended.push_async_callback(asyncio.to_thread, tracer.close)
             export = RequestSpans(tracer, worker=config.worker_id, model=config.model).export
-        worker = Worker(config, engine, export)
-        await worker.run()
+
+        def make() -> Worker:
+            nonlocal worker
+            worker = Worker(config, engine, export)
+            return worker
+
+        try:
+            await serve(config, make)
+        except asyncio.CancelledError:
+            # Only `stop` cancels this task.
+            logger.info("worker.start_cancelled worker=%s", config.worker_id)
+
+
+async def serve(config: WorkerConfig, make: Callable[[], Worker]) -> None:
+    """Wait for a NATS server and run a worker. If the server is lost before the worker has connected, wait again.
+
+    Args:
+        make: returns a new worker.
+
+    Raises:
+        RollbusError: as `Worker.run`, but a server that does not answer yet is no error.
+    """
+    while True:
+        await wait_for_server(config.server, name=f"rollbus worker {config.worker_id}")
+        worker = make()
+        try:
+            await worker.run()
+        except ServerUnreachable:
+            # Between the two connections, the servers restarted or lost each other.
+            if worker.is_assembled:
+                raise
+        else:
+            return
 
 
 def watch_parent(fd: int, on_end: Callable[[], object]) -> None:

@@ -13,6 +13,11 @@ import rollbus
 from rollbus.bus.auth.credentials import Role
 from rollbus.bus.auth.users import ensure_users
 from rollbus.bus.nats.embedded import EmbeddedServer
+from rollbus.bus.nats.server import Server
+from rollbus.workers import __main__ as main
+from rollbus.workers.config import WorkerConfig
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.worker import Worker
 from tests.support.nats_server import require_binary
 from tests.support.patience import HANGS_AFTER_S, SOON_S
 from tests.support.tcp_proxy import tcp_proxy
@@ -68,6 +73,36 @@ async def test_without_a_server_a_worker_waits_for_the_server(nats_url: str, fle
 
     assert f"worker.server_awaited error=no NATS server at {proxy.url}" in line.decode()
     assert b"server_awaited" not in rest
+
+
+async def test_a_worker_waits_again_if_the_server_is_lost_before_it_has_connected(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the server answered, but not at the worker's own connection, the worker waits and serves without a restart."""
+    waits = 0
+
+    async def wait(server: Server, *, name: str) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 2:  # the first connection of the worker has failed
+            await proxy.restore()
+
+    monkeypatch.setattr(main, "wait_for_server", wait)
+    async with tcp_proxy(nats_url) as proxy, asyncio.timeout(HANGS_AFTER_S), asyncio.TaskGroup() as tasks:
+        proxy.cut()
+        config = WorkerConfig(nats_url=proxy.url, fleet=fleet, worker_id="w", model="m", listen_s=0)
+        workers: list[Worker] = []
+
+        def make() -> Worker:
+            workers.append(Worker(config, SyntheticEngine(SyntheticConfig())))
+            return workers[-1]
+
+        tasks.create_task(main.serve(config, make))
+        async with rollbus.connect(nats_url, fleet=fleet) as rb:
+            await rb.fleet.wait_for_workers(timeout_s=SOON_S)
+        workers[-1].stop()
+
+    assert (waits, len(workers)) == (2, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
