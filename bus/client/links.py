@@ -22,6 +22,7 @@ from ..protocol.link.worker_links import FollowedLinks
 from ..subjects import Subjects
 from .exchange import AttemptCoordinator
 from .losses import Losses
+from .result_check import ResultCheck
 
 __all__ = ["ClientLinkStats", "ClientLinks"]
 
@@ -89,6 +90,8 @@ class ClientLinks:
         self._coordinator = coordinator
         self._losses = losses
         self._incarnations_of = incarnations_of
+        self.check: ResultCheck | None = None
+        """Finds chunks that their worker cannot have made; None: they are not checked."""
         # The least recently heard worker first.
         self._links: dict[str, _WorkerLink] = {}
         # Requests to abort, by worker: requests in flight, and offers of requests that are not open.
@@ -113,6 +116,8 @@ class ClientLinks:
             self._receive_unreadable(worker, message.data, exc)
             return
         self.stats.frames += 1
+        if frame.chunks and self.check is not None and not self.check.is_plausible(worker, frame):
+            frame = await self.check.without_false(worker, frame)
         now = time.monotonic()
         receiver = self._receiver(worker, frame, now)
         if receiver is None:

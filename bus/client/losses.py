@@ -3,10 +3,12 @@
 from collections.abc import Callable, Container
 
 from ...schemas.chunk import ChunkError
-from ...schemas.errors import ErrorCode, RequestFailed
+from ...schemas.errors import ErrorCode
 from ...schemas.frame_header import FrameHeader
+from ...schemas.messages import RequestKey
 from ..protocol.attempt import events as on
 from ..protocol.fleet.presence_table import LostWorker
+from ..protocol.queue.suspects import Engine
 from .children import ChildRequest
 from .exchange import AttemptCoordinator, is_at
 
@@ -65,11 +67,15 @@ class Losses:
     def fail_unreadable(self, worker: str, header: FrameHeader, reason: str) -> None:
         """Fail the one request that an undecodable frame of `worker` names, unless another worker has it."""
         (key,) = header.keys
+        self.fail_false((worker, header.incarnation), key, _unreadable(worker, reason))
+
+    def fail_false(self, engine: Engine, key: RequestKey, message: str) -> None:
+        """Fail the request of a chunk that is wrong as `protocol_error`, unless another worker has the request."""
         child = self._coordinator.find(key.request_id, key.attempt, key.child)
-        if child is not None and (child.worker, child.incarnation) in ((None, None), (worker, header.incarnation)):
-            self._coordinator.send(child, on.Failed(_unreadable(child, worker, reason)))
+        if child is not None and (child.worker, child.incarnation) in ((None, None), engine):
+            self._coordinator.send(child, on.Failed(child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)))
             child = None
-        self._coordinator.refuse_offer(child, worker, key)
+        self._coordinator.refuse_offer(child, engine[0], key)
 
     def retry_unreadable(self, incarnation: tuple[str, str], header: FrameHeader | None, reason: str) -> None:
         """Resume the requests of a worker whose frame cannot be decoded as new attempts.
@@ -85,11 +91,12 @@ class Losses:
             )
         ):
             is_suspect = not suspects or child.key in suspects
-            error = _unreadable(child, worker, reason)
+            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
             self._coordinator.send(child, on.Lost(error, unreadable_at=worker if is_suspect else None))
         # The unreadable frame may also have contained their offers.
         for child in self._coordinator.open_children(lambda child: child.handed_to == worker):
-            self._coordinator.send(child, on.WorkerSilent(_unreadable(child, worker, reason)))
+            error = child.open_call.failure(ErrorCode.PROTOCOL_ERROR, _unreadable(worker, reason))
+            self._coordinator.send(child, on.WorkerSilent(error))
 
     def mark_all_lost(self, reason: str) -> None:
         """Mark every attempt at a worker as lost, because messages in transit may be lost."""
@@ -100,6 +107,5 @@ class Losses:
             self._coordinator.send(child, on.Lost(child.open_call.failure(code, message)))
 
 
-def _unreadable(child: ChildRequest, worker: str, reason: str) -> RequestFailed:
-    message = f"worker {worker} sent a frame that cannot be decoded: {reason}"
-    return child.open_call.failure(ErrorCode.PROTOCOL_ERROR, message)
+def _unreadable(worker: str, reason: str) -> str:
+    return f"worker {worker} sent a frame that cannot be decoded: {reason}"

@@ -30,6 +30,7 @@ from .links import ClientLinks
 from .losses import Losses
 from .pauses import PauseWarnings
 from .presence_watcher import PresenceWatcher
+from .result_check import ResultCheck
 
 __all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
 
@@ -122,9 +123,9 @@ class ClientRuntime:
         )
         self.controller = Controller(nats, config.subjects, config.client, self.watcher)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
-        self.links = ClientLinks(
-            nats, config.subjects, identity, self.coordinator, self.losses, self.watcher.table.incarnations_of
-        )
+        table = self.watcher.table
+        self.links = ClientLinks(nats, config.subjects, identity, self.coordinator, self.losses, table.incarnations_of)
+        self.links.check = ResultCheck(table, self.controller.store, self.losses, self.coordinator.find)
         self.dispatcher = RequestDispatcher(nats, config, self.watcher, self.coordinator)
         self.pauses = PauseWarnings(self.watcher, self.coordinator, self.controller.store)
         self.coordinator.connect(self.dispatcher, self.links)
