@@ -151,6 +151,8 @@ class RequestDispatcher:
         model, request = child.open_call.model, child.open_call.call.request
         serving, others = self._watcher.table.serving(model), self._watcher.snapshot.describe_others(model)
         wanted, lora = request.min_weight_version, request.lora
+        if child.token in self._published and (problem := self.publisher.problem(model, child.lane)):
+            return problem
         if lora is not None and all(lora not in (info.name for info in worker.loras) for worker in serving):
             return f"the request waits for a worker with the adapter {lora!r}{others}"
         newest = max((worker.weight_version for worker in serving), default=None)

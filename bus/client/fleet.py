@@ -117,6 +117,20 @@ class Fleet:
             desired = {}
         return FleetState(fleet=self._name, workers=workers, queues=queues, queue_problems=problems, desired=desired)
 
+    async def check_queues(self) -> dict[str, str]:
+        """Return the models whose queue confirms no request, each with the reason. Publish a probe to each queue.
+
+        A user that may not send requests gets no reasons.
+
+        Raises:
+            BusBroken: the connection to NATS is gone.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._check_queues())
+
+    async def _check_queues(self) -> dict[str, str]:
+        return await self._watcher.check_queues(self._runtime.client)
+
     async def paused_since(self, model: str) -> datetime | None:
         """Return the time of the last command that pauses a worker of `model`, by the clock of the NATS server.
 

@@ -14,6 +14,7 @@ from ..nats.connection import Connection, publish
 from ..nats.jetstream import Unanswered
 from ..nats.reachable import describe_reachable
 from ..protocol.fleet.presence_table import LostWorker, PresenceTable, Survivor, accepts_whole_requests
+from ..queue.storing import probe_queue
 from ..queue.streams import QueueDepth, queue_depths
 from ..subjects import Subjects
 
@@ -155,6 +156,18 @@ class PresenceWatcher:
         depths = tuple(depth for depths in found if not isinstance(depths, str) for depth in depths)
         problems = {model: one for model, one in zip(models, found, strict=True) if isinstance(one, str)}
         return depths, problems
+
+    async def check_queues(self, client: str) -> dict[str, str]:
+        """Publish a probe to the queue of each live worker's model. Return by model why it was not stored.
+
+        Args:
+            client: name of this client, which the probes carry.
+        """
+        models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
+        async with asyncio.TaskGroup() as tasks:
+            probes = [tasks.create_task(probe_queue(self._nats, self._subjects, client, model)) for model in models]
+        found = zip(models, (probe.result() for probe in probes), strict=True)
+        return {model: problem for model, problem in found if problem is not None}
 
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
         """Return the depths of the queue of `model`, or the reason why it does not answer."""

@@ -135,6 +135,11 @@ class ClientRuntime:
         return f"<ClientRuntime {self.coordinator} {self.dispatcher} {self.links} {self.watcher} {self.controller}>"
 
     @property
+    def client(self) -> str:
+        """Name of this client."""
+        return self._config.client
+
+    @property
     def _uptime_s(self) -> float:
         return time.monotonic() - self._started_at
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from ...schemas.request import Lane
 from ..nats.connection import Connection, publish, subscribe
 from ..protocol.queue.held_back import HeldBack
 from ..subjects import Subjects
+from .storing import why_unstored
 
 __all__ = ["PublishResult", "PublisherStats", "QueuePublisher"]
 
@@ -82,6 +83,8 @@ class PublisherStats:
 @dataclass(slots=True)
 class _UnansweredPublish:
     token: str
+    model: str
+    lane: Lane
     subject: str
     data: bytes
     msg_id: str
@@ -126,6 +129,8 @@ class QueuePublisher:
         self._unanswered: dict[int, _UnansweredPublish] = {}
         self._number_of: dict[str, int] = {}
         self._has_unanswered = asyncio.Event()
+        # By subject with unanswered publishes: the rounds of repeats since its last answer, and the reason.
+        self._silences: dict[str, tuple[int, str]] = {}
         # By number: publishes that wait for room, and not for an answer.
         self._kept: dict[int, _UnansweredPublish] = {}
         self._held_back = HeldBack()
@@ -196,9 +201,30 @@ class QueuePublisher:
                 now = time.monotonic()
                 is_new = self._nats.counters().reconnects != reconnects
                 reconnects = self._nats.counters().reconnects
-                await self._repeat(now if is_new else now - REPEAT_S)
+                repeated = await self._repeat(now if is_new else now - REPEAT_S)
+                await self._note_silences(() if is_new else repeated)
             if not self._unanswered:
                 self._has_unanswered.clear()
+                self._silences.clear()
+
+    async def _note_silences(self, repeated: Iterable[_UnansweredPublish]) -> None:
+        """Count the rounds of repeats of each subject. Log round 1, 2, 4, 8 ... with the reason."""
+        for subject, each in {each.subject: each for each in repeated}.items():
+            rounds, reason = self._silences.get(subject, (0, ""))
+            rounds += 1
+            if rounds.bit_count() == 1:
+                reason = (
+                    f"the queue of {each.model} {await why_unstored(self._nats, self._subjects, each.model, each.lane)}"
+                )
+                logger.warning(
+                    "queue.unanswered client=%s lane=%s rounds=%s reason=%s", self._client, each.lane, rounds, reason
+                )
+            if any(other.subject == subject for other in self._unanswered.values()):  # not answered meanwhile
+                self._silences[subject] = rounds, reason
+
+    def problem(self, model: str, lane: Lane) -> str:
+        """Return why the queue has not confirmed publications to a lane, or an empty string if it has."""
+        return self._silences.get(self._subjects.request(self._client, model, lane), (0, ""))[1]
 
     async def publish(self, *, token: str, model: str, lane: Lane, data: bytes, msg_id: str, ttl_s: float) -> None:
         """Publish one request. `on_result` receives the result. Wait only while too much data is unsent.
@@ -223,7 +249,7 @@ class QueuePublisher:
             return
         subject = self._subjects.request(self._client, model, lane)
         number = next(self._numbers)
-        unanswered = _UnansweredPublish(token, subject, data, msg_id, time.monotonic() + ttl_s)
+        unanswered = _UnansweredPublish(token, model, lane, subject, data, msg_id, time.monotonic() + ttl_s)
         self._number_of[token] = number
         self.stats.publishes += 1
         if self._held_back.holds(subject):
@@ -255,8 +281,9 @@ class QueuePublisher:
         }
         await publish(self._nats, unanswered.subject, unanswered.data, reply=f"{self._inbox}.{number}", headers=headers)
 
-    async def _repeat(self, before: float) -> None:
-        """Repeat the publishes that were made before that time."""
+    async def _repeat(self, before: float) -> list[_UnansweredPublish]:
+        """Repeat the publishes that were made before that time. Return those that were repeated."""
+        repeated: list[_UnansweredPublish] = []
         due: list[int] = []
         for number, unanswered in self._unanswered.items():
             if unanswered.published_at > before or len(due) == MAX_REPEATS:
@@ -268,9 +295,11 @@ class QueuePublisher:
                 continue
             self.stats.repeats += 1
             if not await self._send_again(number, again):
-                return
+                return []
+            repeated.append(again)
         if due:
             logger.info("queue.repeated client=%s publishes=%s", self._client, len(due))
+        return repeated
 
     async def _send_again(self, number: int, unanswered: _UnansweredPublish) -> bool:
         """Publish a request again, as the newest one. Return False if the connection accepts no more."""
@@ -307,6 +336,7 @@ class QueuePublisher:
             return
         if result is None:
             return
+        self._silences.pop(unanswered.subject, None)
         if result.code is ErrorCode.QUEUE_FULL and _SHARE_FULL in result.message:
             self.stats.kept_back += 1
             self._keep_back(number, unanswered)

@@ -24,7 +24,7 @@ from ..nats.jetstream import API
 from ..protocol.queue.pull_plan import MAX_OVER, STANDING_S, Pull, PullPlan, PullStatus, decode_status
 from ..subjects import LANES, Subjects
 from .limits import QueueLimits
-from .streams import ensure_queue, stream_name
+from .streams import PROBE_HEADER, ensure_queue, stream_name
 
 __all__ = ["NAK_DELAY_S", "PullerStats", "QueuePuller", "QueuedRequest"]
 
@@ -54,6 +54,8 @@ class PullerStats:
     handed_over: int = 0
     given_back: int = 0
     """Requests that arrived while paused, or without room."""
+    probes: int = 0
+    """Messages that test whether the queue stores messages."""
     ensured: int = 0
     """The number of times that the queue was created or checked."""
 
@@ -267,6 +269,10 @@ class QueuePuller:
         # A redelivered request usually comes with others, which are not in `num_pending`.
         again = REDELIVERED if request.num_delivered > 1 else 0
         self._plan.count_message(request.lane, waiting=max(request.num_pending, again))
+        if message.headers and PROBE_HEADER in message.headers:
+            self.stats.probes += 1
+            await request.ack()
+            return
         if self._is_paused or self._room() <= -MAX_OVER:
             self.stats.given_back += 1
             self.on_given_back(request)

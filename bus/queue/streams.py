@@ -21,6 +21,7 @@ from ..subjects import LANES, Subjects, encode_token
 from .limits import QueueLimits
 
 __all__ = [
+    "PROBE_HEADER",
     "STREAM_LANES",
     "QueueDepth",
     "StoredRange",
@@ -40,6 +41,8 @@ REMADE_MARGIN_S: Final = 5.0
 LOOK_S: Final = 2.0
 """Seconds for the server to confirm that a queue exists. While a cluster elects a leader, no server does, and workers
 ask again."""
+PROBE_HEADER: Final = "Rollbus-Probe"
+"""Header of a message that is no request: it tests whether the queue stores messages, and workers remove it."""
 MAX_NAME_CHARS: Final = 240
 """The server allows 255 characters, file systems 255 bytes."""
 

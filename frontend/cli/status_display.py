@@ -1,11 +1,14 @@
 """Shows the state of a fleet for `rollbus status`, once or every second."""
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+
+from msgspec.structs import replace
 
 from ...bus import BusBroken, Client, FleetState
 from . import fleet_tables as tables
@@ -16,6 +19,10 @@ __all__ = ["print_state", "watch_state"]
 
 INTERVAL_S: Final = 1.0
 """Seconds between two updates. Workers publish presence at the same interval."""
+
+
+CHECK_S: Final = 10.0
+"""Seconds between two probes of the queues."""
 
 
 def print_state(state: FleetState) -> None:
@@ -37,11 +44,14 @@ async def watch_state(rb: Client, *, nothing: str, as_json: bool) -> None:
         as_json: print each state as one line of JSON.
     """
     with _shown_in_place(nothing) if sys.stdout.isatty() and not as_json else _printed(nothing, as_json) as show:
-        is_read = True
+        is_read, checked_at = True, -math.inf
         while is_read:
             began = time.monotonic()
             try:
-                is_read = show(await rb.fleet.state())
+                if began - checked_at >= CHECK_S:
+                    checked_at, problems = began, await rb.fleet.check_queues()
+                state = await rb.fleet.state()
+                is_read = show(replace(state, queue_problems=problems | state.queue_problems))
             except BusBroken as exc:
                 note(f"rollbus: {exc}")
             await asyncio.sleep(began + INTERVAL_S - time.monotonic())

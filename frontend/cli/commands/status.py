@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _print(args: argparse.Namespace) -> int:
+    from msgspec.structs import replace
+
     from .... import bus
     from ..console import print_json
     from ..fleet_tables import state_as_json
@@ -46,6 +48,7 @@ async def _print(args: argparse.Namespace) -> int:
 
     async with bus.connect(args.nats, fleet=args.fleet) as rb:
         state = await rb.fleet.state()
+        state = replace(state, queue_problems=await rb.fleet.check_queues() | state.queue_problems)
     if args.json:
         print_json(state_as_json(state))
     elif state.workers:

@@ -18,6 +18,7 @@ from ....bus.nats.permitted import check_permitted
 from ....bus.nats.reachable import describe_reachable
 from ....bus.nats.server import Server
 from ....bus.nats.storage import free_storage
+from ....bus.queue.storing import RESTART_ADVICE
 from ....bus.subjects import BUCKET, Subjects
 from ....schemas.errors import BusBroken, PermissionDenied
 from ..byte_counts import gib, size
@@ -77,7 +78,7 @@ async def examine_bus(target: DoctorTarget) -> AsyncIterator[Finding]:
                 async for finding in examine_streams(nats, fleet):
                     yield finding
             if credentials is None or credentials.role in CLIENT_ROLES:
-                async for finding in _fleet(nats, fleet):
+                async for finding in _fleet(nats, fleet, PROBE if credentials is None else credentials.name):
                     yield finding
             for_models = await _published_models(nats, fleet, credentials)
             async for finding in examine_published(nats, fleet, for_models):
@@ -246,7 +247,7 @@ async def _reads(nats: Connection, subjects: Subjects, credentials: Credentials)
     return ok("subscriptions", "receives presence of the workers and its own frames")
 
 
-async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
+async def _fleet(nats: Connection, fleet: str, client: str) -> AsyncIterator[Finding]:
     """Check the workers of the fleet without publishing a client's presence.
 
     Presence would end the requests of a live client with the same name.
@@ -269,5 +270,8 @@ async def _fleet(nats: Connection, fleet: str) -> AsyncIterator[Finding]:
             yield warn(f"worker {worker.worker}", worker.last_error, "see docs/operate/troubleshoot.md")
     for model, problem in sorted(problems.items()):
         yield fail(f"queue of {model}", problem, NO_LEADER_ADVICE)
+    for model, problem in sorted((await watch.check_queues(client)).items()):
+        if model not in problems:
+            yield fail(f"queue of {model}", problem, RESTART_ADVICE)
     for model in sorted({worker.model for worker in workers} - {depth.model for depth in queues} - problems.keys()):
         yield warn(f"queue of {model}", "does not exist", f"an admin can create it: rollbus make-queue {model}")
