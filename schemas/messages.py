@@ -21,6 +21,7 @@ from .errors import InvalidRequest, RemoteProtocolError
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest
 from .request_fields import build_request, decode_token_ids
+from .telemetry import LostAttempt
 from .wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
 
 __all__ = [
@@ -73,15 +74,13 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     params: Annotated[bytes, Meta(max_length=limits.MAX_KV_PARAMS_BYTES)] = b""
-    """`End.kv_params` of the prefill phase: a msgpack map in the format of the KV connector. The bus does not decode
-    it."""
+    """`End.kv_params` of the prefill phase: a msgpack map in the connector's format, which the bus does not decode."""
     connector: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """`Capabilities.kv_connector` of the prefill worker. Other connectors cannot use `params`."""
     weight_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
     """Version of the weights that computed the KV cache. Workers with another version cannot use the cache."""
     lora_version: Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)] | None = None
-    """Version of the request's adapter. Workers with another version cannot use the cache. None: the request uses no
-    adapter."""
+    """Version of the request's adapter, with the same effect. None: the request uses no adapter."""
 
     @property
     def is_prefill(self) -> bool:
@@ -130,8 +129,9 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `request_id`) that the worker has accepted. Only in direct messages to workers with `Capabilities.group_backlog`.
     The worker offers the waiting requests and may still reject them with `queue_full` before their first token."""
     placed_for: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
-    """Reason of a placement, which the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`.
-    Empty: not placed, or no reason given."""
+    """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
+    lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
+    """Attempts that the client has lost before this one, oldest first. The worker reports them in its timeline."""
 
     def __post_init__(self) -> None:
         """Check that the client is a subject token, that an answer is possible, and that the siblings are valid."""

@@ -15,6 +15,7 @@ __all__ = [
     "COUNT_DTYPE",
     "ExpertCounts",
     "ExpertLoad",
+    "LostAttempt",
     "RequestTimeline",
     "TimelineEvent",
     "TimelineEventName",
@@ -79,11 +80,22 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 TimelineEventName = Literal[
-    "published", "offered", "started", "prefilled", "first_token", "held", "resumed", "weights", "restarted", "ended"
+    "published",
+    "offered",
+    "started",
+    "prefilled",
+    "first_token",
+    "held",
+    "resumed",
+    "weights",
+    "restarted",
+    "ended",
+    "lost",
 ]
 """`published`: in the queue, by the server's clock. `offered`: the worker has accepted the request. `started`: the
 engine has the request. `prefilled`: the prompt is computed. `held` and `resumed`: a pause. `weights`: tokens of another
-weight version begin. `restarted`: the engine recomputes the prompt."""
+weight version begin. `restarted`: the engine recomputes the prompt. `lost`: the client has lost the attempt; only in
+attempts that no worker reports."""
 
 
 class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -102,6 +114,21 @@ class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     reason: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
     """With `ended`: the finish reason, the error code, or `returned` if the worker returned the request to the queue.
     With `held`: the cause of the pause, which is `pause`, `weights` or `lora`."""
+
+
+class LostAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An attempt that the client has lost, as it tells the worker of the next attempt."""
+
+    attempt: Count = 0
+    """Its `RequestMessage.attempt`."""
+    worker: Name = ""
+    """Worker that had it; empty: no worker had accepted it."""
+    at: Annotated[float, Meta(ge=0, le=limits.MAX_UNIX_S)] = 0.0
+    """Unix time of the loss in seconds, by the client's clock."""
+    tokens: Count = 0
+    """Tokens of this and all earlier attempts that the client keeps."""
+    reason: Name = ""
+    """Error code of the loss."""
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,3 +150,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """W3C trace context of the request; None: the client sent none."""
     events: Annotated[tuple[TimelineEvent, ...], Meta(max_length=limits.MAX_TIMELINE_EVENTS)] = ()
     """Events in order. If there are too many, the events in the middle are left out."""
+    phase: Literal["prefill", "decode"] | None = None
+    """Phase of the attempt at this worker; None: this worker serves the whole attempt."""
+    lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
+    """Attempts of this sample that the client has lost before this one, oldest first."""

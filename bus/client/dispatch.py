@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ...schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
 from ...schemas.messages import KvTransfer, RequestMessage, Sibling, encode
 from ...schemas.request import Lane
+from ...schemas.telemetry import LostAttempt
 from ..nats.connection import Connection, publish
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event
@@ -251,7 +252,8 @@ class RequestDispatcher:
     def _message_of(self, published: tuple[on.Publish, ChildRequest]) -> tuple[str | None, KvTransfer | None, int, int]:
         """Return a key that is equal for requests of one call that go into one message."""
         publish, child = published
-        alone = 0 if self.placement.reads_siblings(publish.worker) else child.stream.child
+        # A message has the lost attempts of one sample.
+        alone = 0 if not child.stream.lost and self.placement.reads_siblings(publish.worker) else child.stream.child + 1
         return publish.worker, publish.kv, child.stream.attempt, alone
 
     async def _publish(self, children: Sequence[ChildRequest], worker: str | None, kv: KvTransfer | None) -> None:
@@ -292,6 +294,7 @@ class RequestDispatcher:
                 may_wait=child.may_wait,
                 # Any decode worker may serve a decode phase.
                 placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
+                lost=_in_unix_time(child.stream.lost),
             )
         )
 
@@ -372,3 +375,9 @@ class RequestDispatcher:
                 self.stats.orphans += 1
                 message = "the request left the queue, and no worker has offered to run it"
                 self._coordinator.send(child, on.Lost(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
+
+
+def _in_unix_time(lost: Sequence[LostAttempt]) -> tuple[LostAttempt, ...]:
+    """Return lost attempts with their times on the clock of other machines."""
+    ahead_s = time.time() - time.monotonic() if lost else 0.0
+    return tuple(replace(each, at=round(each.at + ahead_s, 6)) for each in lost)

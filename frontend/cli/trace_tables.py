@@ -8,7 +8,7 @@ from .console import print_table, write
 
 __all__ = ["attempt_rows", "event_rows", "notes", "phase_rows", "print_trace"]
 
-ATTEMPTS = ("attempt", "worker", "lane", "prompt", "tokens", "versions", "end")
+ATTEMPTS = ("attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end")
 SECONDS = ("attempt", "worker", "queue", "slot", "prefill", "decode", "paused", "tokens/s")
 """Columns of the second table. A single table would be too wide for a terminal of 80 columns."""
 EVENTS = ("attempt", "worker", "at", "took", "event", "")
@@ -35,22 +35,30 @@ def print_trace(trace: RequestTrace) -> None:
 def attempt_rows(trace: RequestTrace) -> Iterator[list[str]]:
     """Yield a line for each timeline: its worker, its size and its end."""
     for timeline in trace.timelines:
-        ended = _find(timeline, "ended")
+        ended, lost = _find(timeline, "ended"), _find(timeline, "lost")
+        last = ended or lost
         versions = [event.weight_version for event in timeline.events if event.weight_version is not None]
         yield [
             _label(trace, timeline),
-            timeline.worker,
-            "placed" if timeline.lane is None else _text(timeline.lane),
-            f"{timeline.prompt_tokens:,}",
-            "" if ended is None or ended.tokens is None else f"{ended.tokens:,}",
+            _text(timeline.worker),
+            timeline.phase or "",
+            "" if lost else "placed" if timeline.lane is None else _text(timeline.lane),
+            "" if lost else f"{timeline.prompt_tokens:,}",
+            "" if last is None or last.tokens is None else f"{last.tokens:,}",
             ", ".join(map(str, dict.fromkeys(versions))),
-            "in flight" if ended is None else _text(ended.reason or ""),
+            f"lost: {_text(lost.reason or '')}"
+            if lost
+            else "in flight"
+            if ended is None
+            else _text(ended.reason or ""),
         ]
 
 
 def phase_rows(trace: RequestTrace) -> Iterator[list[str]]:
-    """Yield a line for each timeline: its time in each phase."""
+    """Yield a line for each timeline that a worker reports: its time in each phase."""
     for timeline in trace.timelines:
+        if _find(timeline, "lost"):
+            continue
         phases = phases_of(timeline)
         seconds = map(_seconds, (phases.queue_s, phases.slot_s, phases.prefill_s, phases.decode_s))
         rate = _rate(_find(timeline, "ended"), phases)
@@ -85,7 +93,7 @@ def notes(trace: RequestTrace) -> Iterator[str]:
 
 def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
     """Return the attempt, with the sample and the client if the trace has several of them."""
-    label = str(timeline.attempt)
+    label = str(timeline.number)
     if any(other.child for other in trace.timelines):
         label += f" of sample {timeline.child}"
     if len({other.client for other in trace.timelines}) > 1:

@@ -4,15 +4,21 @@ import asyncio
 import json
 
 import pytest
+from msgspec.structs import replace
 
 import rollbus
 from rollbus import RequestTrace, WorkerTimeline
+from rollbus.bus.protocol.fleet.command_result import CommandResult
+from rollbus.bus.protocol.telemetry.request_trace import merge_timelines
 from rollbus.frontend.cli.exits import ExitCode
 from rollbus.frontend.cli.trace_tables import MAX_SHOWN, attempt_rows, event_rows, notes, phase_rows
-from rollbus.schemas.telemetry import TimelineEvent
+from rollbus.schemas.acks import Ack, AckStatus
+from rollbus.schemas.presence import WorkerState
+from rollbus.schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.cli.support import run_rollbus
 from tests.support.fleet import StartServed, synthetic_worker
+from tests.support.hand_worker import chunk, worker_by_hand
 from tests.support.requests import endless, short
 from tests.support.streams import start_stream
 
@@ -43,30 +49,89 @@ def test_each_attempt_has_a_line_and_each_event() -> None:
 
     Durations add up, and times are relative to the first event of all attempts.
     """
-    again = timeline(TimelineEvent(at=106.0, event="offered", weight_version=8), worker="b", attempt=1)
+    again = timeline(TimelineEvent(at=106.0, event="offered", weight_version=8), worker="b", attempt=1, number=2)
     trace = RequestTrace(
         request_id="r", timelines=(timeline(*LIFE, lane="normal", prompt_tokens=1200), again), workers_asked=2
     )
 
     assert list(attempt_rows(trace)) == [
-        ["0", "a", "normal", "1,200", "41", "7, 8", "stop"],
-        ["1", "b", "placed", "0", "", "8", "in flight"],
+        ["1", "a", "", "normal", "1,200", "41", "7, 8", "stop"],
+        ["2", "b", "", "placed", "0", "", "8", "in flight"],
     ]
     assert list(phase_rows(trace)) == [
-        ["0", "a", "0.250", "0.000", "0.500", "2.000", "2.000", "20.0"],
-        ["1", "b", "", "", "", "", "", ""],
+        ["1", "a", "0.250", "0.000", "0.500", "2.000", "2.000", "20.0"],
+        ["2", "b", "", "", "", "", "", ""],
     ]
     rows = list(event_rows(trace))
     assert [row[:5] for row in rows[:3]] == [
-        ["0", "a", "0.000", "", "published"],
-        ["0", "a", "0.250", "0.250", "offered"],
-        ["0", "a", "0.250", "0.000", "started"],
+        ["1", "a", "0.000", "", "published"],
+        ["1", "a", "0.250", "0.250", "offered"],
+        ["1", "a", "0.250", "0.000", "started"],
     ]
     assert [row[5] for row in rows] == [
         "", "version 7", "", "1,200 tokens, 1,000 cached", "", "20 tokens, weights", "",
         "version 8, 20 tokens", "41 tokens, stop", "version 8",
     ]  # fmt: skip
-    assert rows[-1][:4] == ["1", "b", "6.000", ""]
+    assert rows[-1][:4] == ["2", "b", "6.000", ""]
+
+
+def test_a_lost_attempt_and_both_phases_have_a_line_with_one_number() -> None:
+    """An attempt whose worker is gone has a line from the next attempt's worker. Both phases have the same number."""
+    lost = (LostAttempt(attempt=1, worker="gone", at=101.5, tokens=7, reason="worker_lost"),)
+    offered = TimelineEvent(at=102.0, event="offered", weight_version=7)
+    again = {"request_id": "r", "client": "alice", "lost": lost}
+    result = CommandResult(
+        command="read_request",
+        id="i",
+        seconds=0.0,
+        applied={
+            "p": ack("p", RequestTimeline(**again, attempt=2, phase="prefill", events=(offered,))),
+            "d": ack("d", RequestTimeline(**again, attempt=3, phase="decode", events=(offered,))),
+        },
+    )
+    trace = merge_timelines("r", result)
+
+    assert [row[:3] + row[5:6] + row[-1:] for row in attempt_rows(trace)] == [
+        ["1", "gone", "", "7", "lost: worker_lost"],
+        ["2", "p", "prefill", "", "in flight"],
+        ["2", "d", "decode", "", "in flight"],
+    ]
+    assert [row[0] for row in phase_rows(trace)] == ["2", "2"]
+    assert next(iter(event_rows(trace))) == ["1", "gone", "0.000", "", "lost", "7 tokens, worker_lost"]
+
+
+def ack(worker: str, timeline: RequestTimeline) -> Ack:
+    """Return the answer of a worker with one timeline."""
+    return Ack(
+        id="i", command="read_request", worker=worker, incarnation="1", model="m", status=AckStatus.APPLIED,
+        timelines=(timeline,),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_the_attempt_of_a_killed_worker_is_shown(nats_url: str, fleet: str) -> None:
+    """After the loss of a worker, the next worker reports the lost attempt with its worker, time and kept tokens."""
+    async with (
+        rollbus.connect(nats_url, fleet=fleet, placement=False, client="me") as rb,
+        asyncio.TaskGroup() as tasks,
+    ):
+        async with worker_by_hand(nats_url, fleet, "killed") as first:
+            await first.announce()
+            await rb.fleet.wait_for_workers()
+            completing = tasks.create_task(rb.complete(short("r", model="m")))
+            key = await first.next_key()
+            await first.frame(0, replace(chunk(key, 0, 7), logprobs_data=bytes(4)), admitted=(key,))
+            await first.acked(1)
+            await first.announce(WorkerState.FAILED)
+        async with synthetic_worker(nats_url, fleet, model="m", worker_id="second"):
+            generation = await completing
+            trace = await rb.fleet.timelines("r")
+
+    assert generation.attempts == 2
+    lost, second = trace.timelines
+    assert (lost.number, lost.worker, lost.events[0].event, lost.events[0].tokens) == (1, "killed", "lost", 1)
+    assert (second.number, second.worker, second.phase) == (2, "second", None)
+    assert 0 <= second.events[0].at - lost.events[0].at < 3600
 
 
 def test_the_pause_of_a_paused_request_ends_with_now() -> None:
@@ -83,13 +148,13 @@ def test_rows_name_sample_and_client_if_there_are_several() -> None:
     samples = RequestTrace(request_id="r", timelines=many, left_out=3)
     clients = RequestTrace(request_id="r", timelines=(timeline(LIFE[1]), timeline(LIFE[1], client="bob")))
 
-    assert [row[0] for row in attempt_rows(samples)][:2] == ["0 of sample 0", "0 of sample 1"]
+    assert [row[0] for row in attempt_rows(samples)][:2] == ["1 of sample 0", "1 of sample 1"]
     assert len(list(event_rows(samples))) == MAX_SHOWN
     assert list(notes(samples)) == [
         "The events of 2 more timelines: --json.",
         "3 earlier timelines did not fit into the answers.",
     ]
-    assert [row[0] for row in phase_rows(clients)] == ["0 of alice", "0 of bob"]
+    assert [row[0] for row in phase_rows(clients)] == ["1 of alice", "1 of bob"]
 
 
 def test_the_notes_name_wrong_clocks_and_silent_workers() -> None:
@@ -127,8 +192,8 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
     head, attempts, _, phases, _, events = shown.stdout.split("\n\n")
     assert head == "request r of client alice"
     assert [line.split() for line in attempts.splitlines()] == [
-        ["attempt", "worker", "lane", "prompt", "tokens", "versions", "end"],
-        ["0", "w0", "normal", "3", "3", "0", "length"],
+        ["attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end"],
+        ["1", "w0", "normal", "3", "3", "0", "length"],
     ]
     assert len(phases.splitlines()) == 2
     words = [[cell for cell in line.split() if cell[0].isalpha()] for line in events.splitlines()[1:]]

@@ -6,6 +6,7 @@ from rollbus.schemas.messages import KvTransfer, RequestMessage, Sibling, encode
 from rollbus.schemas.presence import Capabilities, WorkerCounters, WorkerPresence, WorkerState
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
+from rollbus.schemas.telemetry import LostAttempt
 
 __all__ = ["PLACEMENT_VECTORS"]
 
@@ -59,5 +60,15 @@ PLACEMENT_VECTORS: dict[str, RequestMessage | WorkerPresence] = {
         incarnation="life-1",
         request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2], request_id="l"))),
         placed_for="placed_group",
+    ),
+    "request_resumed": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        attempt=2,
+        request=msgspec.Raw(encode(GenerateRequest(prompt_token_ids=[1, 2, 7], request_id="m"))),
+        lost=(
+            LostAttempt(attempt=0, worker="w0", at=1_700_000_000.5, tokens=1, reason="worker_lost"),
+            LostAttempt(attempt=1, at=1_700_000_030.25, tokens=1, reason="worker_lost"),
+        ),
     ),
 }

@@ -108,6 +108,8 @@ class IncomingRequest:
                 RequestKey(request_id, attempt, sample.child),
                 self.message if number == 0 else None,
                 envelope.reply_to,
+                None if envelope.kv is None else "prefill" if envelope.kv.is_prefill else "decode",
+                envelope.lost,
             )
             for number, sample in enumerate(self.samples)
         ]

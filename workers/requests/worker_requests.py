@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ...bus.protocol.states import WORKER_REQUEST, WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
@@ -10,6 +11,7 @@ from ...bus.protocol.telemetry.timeline import RETURNED, OpenTimeline, TimelineB
 from ...bus.queue.puller import QueuedRequest
 from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
+from ...schemas.telemetry import LostAttempt
 from .outbound import Outbound
 
 __all__ = ["Instructions", "RequestOrigin", "WorkerRequest", "WorkerRequestTable"]
@@ -27,6 +29,10 @@ class RequestOrigin:
     """The queue message, or None for a direct request."""
     reply_to: str | None = None
     """Subject of the frames in plain mode, otherwise None."""
+    phase: Literal["prefill", "decode"] | None = None
+    """Phase of the attempt; None: this worker serves all of it."""
+    lost: tuple[LostAttempt, ...] = ()
+    """Attempts that the client has lost before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +148,9 @@ class WorkerRequestTable:
     def _begin_timeline(self, origin: RequestOrigin) -> OpenTimeline:
         message = origin.message
         lane, published_at = (None, None) if message is None else (message.lane, message.published_at)
-        return self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
+        timeline = self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
+        timeline.phase, timeline.lost = origin.phase, origin.lost
+        return timeline
 
     def note_refused(self, origin: RequestOrigin, reason: str = RETURNED) -> None:
         """Write the timeline of a request that was rejected for `reason` or returned to the queue.

@@ -334,8 +334,8 @@ class AttemptMachine:
         self._last_error = lost.error
         self._has_failed_handover |= lost.error.code is ErrorCode.KV_TRANSFER_FAILED
         self._prefill_deadline = math.inf
+        more = self.stream.next_attempt(self.worker or "", lost.error.code.value, now)
         self._reset_worker()
-        more = self.stream.next_attempt()
         self._began_as = self.stream.attempt
         if isinstance(more, Chunk):
             self._move(RequestEvent.FINISHED, now)

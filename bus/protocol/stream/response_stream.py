@@ -20,6 +20,7 @@ from ....schemas.chunk import Chunk, End, FinishReason
 from ....schemas.continuation import rest_of, why_ended
 from ....schemas.messages import KvTransfer
 from ....schemas.request import GenerateRequest
+from ....schemas.telemetry import LostAttempt
 from .chunk_verifier import ChunkVerifier
 from .kv_versions import kv_arrays
 from .result_arrays import join_chunks
@@ -74,6 +75,8 @@ class ResponseStream:
         """The KV of the last prefill phase; None: there is none."""
         self.is_exact = True
         """True if an undisturbed run could have given the same output."""
+        self.lost: list[LostAttempt] = []
+        """The lost attempts, oldest first. Their times are those that the caller passed in."""
         self.end: End | None = None
         """The end of the whole stream; None while it is open."""
 
@@ -190,23 +193,30 @@ class ResponseStream:
             kv_params=None,
         )
 
-    def next_attempt(self) -> GenerateRequest | Chunk:
+    def next_attempt(self, worker: str = "", reason: str = "", now: float = 0.0) -> GenerateRequest | Chunk:
         """End the lost current attempt. Return the request of the next attempt, or the terminal chunk.
 
         Delivered tokens are not generated again if a continuation gives the output of an undisturbed run. Otherwise
         (`SamplingParams.is_continuable`) a kept stream restarts. A stream whose chunks were already read continues with
         another seed and is no longer exact.
+
+        Args:
+            worker: the worker that had the lost attempt; empty: none had accepted it.
+            reason: error code of the loss.
+            now: time of the loss.
         """
         self._held = []
-        self.attempt += 1
         request = self._request
         if self._num_tokens and self._keep and not request.sampling.is_continuable:
             self._start_over()
+        lost = LostAttempt(attempt=self.attempt, worker=worker, at=now, tokens=self._num_tokens, reason=reason)
+        self.lost.append(lost)
+        self.attempt += 1
         if not self._num_tokens:
             return self._start_attempt(request)
-        reason = self._reached()
-        if reason is not None:
-            return self._finish(*reason)
+        reached = self._reached()
+        if reached is not None:
+            return self._finish(*reached)
         return self._start_attempt(self._continuation())
 
     def _start_attempt(self, request: GenerateRequest, phase: Literal["decode"] | None = None) -> GenerateRequest:

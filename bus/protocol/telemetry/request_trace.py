@@ -21,12 +21,19 @@ milliseconds."""
 
 
 class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=False):
-    """One attempt of one sample of a request, and the worker that reports it."""
+    """One attempt of one sample of a request, or one phase of it, and the worker that reports it.
+
+    An attempt that was lost with its worker is reported by the worker of a later attempt, with the one event `lost`.
+    """
 
     worker: str
-    """The worker's id."""
+    """The id of the worker that had the attempt; empty if no worker had accepted it."""
     incarnation: str
-    """The worker's present incarnation. After a fence it may differ from that of the attempt."""
+    """The worker's present incarnation. After a fence it may differ from that of the attempt. Empty: the attempt was
+    lost with its worker."""
+    number: int = 1
+    """Number of the attempt as `Generation.attempts` counts: 1 for the first, and the same for both of its phases.
+    Publications that no worker accepted do not count."""
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +60,8 @@ def merge_timelines(request_id: str, result: CommandResult) -> RequestTrace:
         result: result of the command; it may have no answers.
     """
     acks = result.applied.values()
-    found = sorted((each for ack in acks for each in _of_worker(ack)), key=_order)
+    reported = [each for ack in acks for each in _of_worker(ack)]
+    found = sorted([*reported, *_lost_attempts(reported)], key=_order)
     refused = [*result.failed.items(), *result.unsupported.items(), *result.stale.items(), *result.late.items()]
     silent = {worker: _why(ack) for worker, ack in refused} | result.missing
     return RequestTrace(
@@ -73,13 +81,35 @@ def _why(ack: Ack) -> str:
 def _of_worker(ack: Ack) -> Iterable[WorkerTimeline]:
     for timeline in ack.timelines or ():
         fields = msgspec.structs.asdict(timeline)
-        yield WorkerTimeline(**fields, worker=ack.worker, incarnation=ack.incarnation)
+        number = len(timeline.lost) + 1
+        yield WorkerTimeline(**fields, worker=ack.worker, incarnation=ack.incarnation, number=number)
 
 
-def _order(timeline: WorkerTimeline) -> tuple[str, int, int, float, str]:
-    # A prefill and a decode phase are one attempt. Both were published together and reached their workers in turn.
+def _lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimeline]:
+    """Return the lost attempts that no worker reports: usually their worker was killed."""
+    known = {(each.client, each.child, each.number, each.worker) for each in reported}
+    for timeline in reported:
+        for index, lost in enumerate(timeline.lost):
+            key = timeline.client, timeline.child, index + 1, lost.worker
+            if key not in known:
+                known.add(key)
+                event = TimelineEvent(at=lost.at, event="lost", tokens=lost.tokens, reason=lost.reason)
+                yield WorkerTimeline(
+                    request_id=timeline.request_id,
+                    client=timeline.client,
+                    child=timeline.child,
+                    attempt=lost.attempt,
+                    worker=lost.worker,
+                    incarnation="",
+                    events=(event,),
+                    lost=timeline.lost[:index],
+                    number=index + 1,
+                )
+
+
+def _order(timeline: WorkerTimeline) -> tuple[str, int, int, int, float, str]:
     came_at = next((event.at for event in timeline.events if event.event != "published"), 0.0)
-    return timeline.client, timeline.child, timeline.attempt, came_at, timeline.worker
+    return timeline.client, timeline.child, timeline.number, timeline.attempt, came_at, timeline.worker
 
 
 @dataclass(frozen=True, slots=True)

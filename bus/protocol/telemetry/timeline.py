@@ -11,11 +11,11 @@ timelines, and as many of requests that were never offered. The oldest are remov
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
-from ....schemas.telemetry import RequestTimeline, TimelineEvent, TimelineEventName
+from ....schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent, TimelineEventName
 
 __all__ = ["MAX_ENDED", "RETURNED", "OpenTimeline", "TimelineBook"]
 
@@ -37,7 +37,7 @@ class OpenTimeline:
     """
 
     __slots__ = (
-        "_clock", "_offset_s", "attempt", "child", "client", "events", "is_held", "is_offered", "lane",
+        "_clock", "_offset_s", "attempt", "child", "client", "events", "is_held", "is_offered", "lane", "lost", "phase",
         "prompt_tokens", "request_id", "serial", "traceparent", "weight_version",
     )  # fmt: skip
 
@@ -49,6 +49,8 @@ class OpenTimeline:
         self.serial = serial
         self.client, self.lane = client, lane
         self.request_id, self.attempt, self.child = key.request_id, key.attempt, key.child
+        self.phase: Literal["prefill", "decode"] | None = None
+        self.lost: tuple[LostAttempt, ...] = ()
         self.prompt_tokens = 0
         self.traceparent: str | None = None
         self.weight_version = 0
@@ -118,6 +120,8 @@ class OpenTimeline:
             prompt_tokens=self.prompt_tokens,
             traceparent=self.traceparent,
             events=tuple(self.events),
+            phase=self.phase,
+            lost=self.lost,
         )
 
 

@@ -4,7 +4,7 @@ import { el, setText } from "./dom.js";
 import { address, route } from "./router.js";
 import { count, duration, plural } from "./format.js";
 import { ask } from "./session.js";
-import { drawTimelines, listOf } from "./timeline.js";
+import { drawTimelines, listOf, nameOf } from "./timeline.js";
 import { askForToken } from "./token_dialog.js";
 
 function legendOf() {
@@ -13,21 +13,23 @@ function legendOf() {
 }
 
 function attempt(timeline, first) {
-  const { worker, attempt: number, child, client, lane, prompt_tokens: prompt, traceparent } = timeline;
-  const facts = [`client ${client}`, lane ? `lane ${lane}` : "placed at this worker", `${count(prompt)} prompt tokens`];
+  const { worker, events, client, lane, prompt_tokens: prompt, traceparent } = timeline;
+  const isLost = events[0].event === "lost";
+  const facts = isLost ? [`client ${client}`] : [`client ${client}`, lane ? `lane ${lane}` : "placed at this worker", `${count(prompt)} prompt tokens`];
   if (traceparent) facts.push(`trace ${traceparent.split("-")[1] ?? traceparent}`);
-  return el("article", { class: "attempt", data: { testid: "attempt" } }, el("h3", { text: `Attempt ${(number ?? 0) + 1}${child ? `, sample ${child}` : ""} at ${worker}` }), el("p", { class: "hint", text: facts.join(", ") }), listOf(timeline, first));
+  return el("article", { class: "attempt", data: { testid: "attempt" } }, el("h3", { text: `${nameOf(timeline).replace("a", "A")} at ${worker || "no worker"}` }), el("p", { class: "hint", text: facts.join(", ") }), listOf(timeline, first));
 }
 
 function found(body, room) {
-  const timelines = body.timelines.map((each) => ({ attempt: 0, child: 0, prompt_tokens: 0, events: [], ...each })).filter(({ events }) => events.length).sort((a, b) => a.events[0].at - b.events[0].at);
+  const timelines = body.timelines.map((each) => ({ number: (each.attempt ?? 0) + 1, child: 0, prompt_tokens: 0, events: [], ...each })).filter(({ events }) => events.length).sort((a, b) => a.events[0].at - b.events[0].at);
   if (!timelines.length) return [el("p", { class: "empty", text: "The workers know the request, but have no events of it." })];
   const all = timelines.flatMap(({ events }) => events.map(({ at }) => at));
   const [first, last] = [Math.min(...all), Math.max(...all)];
+  const attempts = new Set(timelines.map(({ client, child, number }) => `${client} ${child} ${number}`)).size;
   const workers = new Set(timelines.map(({ worker }) => worker)).size;
   return [
     el("section", { class: "panel", "aria-labelledby": "request-title", data: { testid: "request-found" } },
-      el("div", { class: "panel-head" }, el("h2", { id: "request-title", text: body.request_id }), el("span", { class: "hint", text: `${plural(timelines.length, "attempt")} at ${plural(workers, "worker")}, ${duration(last - first)}; ${count(body.workers_answered)} of ${plural(body.workers_asked, "worker")} answered.` })),
+      el("div", { class: "panel-head" }, el("h2", { id: "request-title", text: body.request_id }), el("span", { class: "hint", text: `${plural(attempts, "attempt")} at ${plural(workers, "worker")}, ${duration(last - first)}; ${count(body.workers_answered)} of ${plural(body.workers_asked, "worker")} answered.` })),
       el("div", { class: "panel-body" }, ...caveats(body).map((text) => el("p", { class: "hint", text })), legendOf(), el("div", { class: "scroll-x" }, drawTimelines(timelines, room)))),
     el("section", { class: "panel", "aria-label": "Events" }, ...timelines.map((each) => attempt(each, first))),
   ];

@@ -8,7 +8,7 @@ const TOP = 26;
 const MIN_WIDE = 560;
 const LABEL_PX = 70;
 const PHASES = { published: ["in the queue", "wait"], offered: ["accepted", "wait"], started: ["prefill", "prefill"], prefilled: ["to the first token", "prefill"], first_token: ["decode", "decode"], resumed: ["decode", "decode"], held: ["held", "held"], restarted: ["prompt again", "prefill"] };
-const WORDS = { published: "in the queue", offered: "accepted by the worker", started: "sent to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "new weights", restarted: "prompt is computed again", ended: "ended" };
+const WORDS = { published: "in the queue", offered: "accepted by the worker", started: "sent to the engine", prefilled: "prompt computed", first_token: "first token", held: "held", resumed: "resumed", weights: "new weights", restarted: "prompt is computed again", ended: "ended", lost: "lost" };
 
 const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at }) => at));
 
@@ -16,7 +16,7 @@ const times = (timelines) => timelines.flatMap(({ events }) => events.map(({ at 
 export function detailsOf({ event, weight_version: of, tokens, cached_tokens: cached, reason }) {
   const parts = [];
   if (of !== null && of !== undefined) parts.push(`weights ${version(of)}`);
-  if (tokens !== null && tokens !== undefined) parts.push(event === "prefilled" ? plural(tokens, "prompt token") : `${plural(tokens, "token")} ${event === "ended" ? "in all" : "so far"}`);
+  if (tokens !== null && tokens !== undefined) parts.push(event === "prefilled" ? plural(tokens, "prompt token") : `${plural(tokens, "token")} ${event === "ended" ? "in all" : event === "lost" ? "kept" : "so far"}`);
   if (cached) parts.push(`${count(cached)} of them cached`);
   if (reason) parts.push(reason);
   return parts.join(", ");
@@ -33,12 +33,17 @@ export function phasesOf(events) {
   return found;
 }
 
-function lane({ worker, attempt, child, events }, row, x, until, wide) {
+/** Return the name of an attempt: its number, its sample if there are several, and its phase if two workers serve it. */
+export function nameOf({ number, child, phase }) {
+  return `attempt ${number}${child ? `, sample ${child}` : ""}${phase ? `, ${phase} phase` : ""}`;
+}
+
+function lane({ worker, events, ...attempt }, row, x, until, wide) {
   const y = TOP + row * ROW;
   const group = svg("g", {});
   group.append(svg("line", { x1: 0, x2: wide, y1: y + ROW - 2, y2: y + ROW - 2, class: "lane-line" }));
   const name = svg("text", { x: 4, y: y + 12, class: "lane-name" });
-  name.textContent = `${worker}, attempt ${attempt + 1}${child ? `, sample ${child}` : ""}`;
+  name.textContent = `${worker || "no worker"}, ${nameOf(attempt)}`;
   group.append(name);
   for (const { from, to, words, kind } of phasesOf(events)) {
     const title = svg("title");
@@ -79,7 +84,7 @@ export function drawTimelines(timelines, room) {
   const wide = Math.max(MIN_WIDE, room);
   const all = times(timelines);
   const [first, last] = [Math.min(...all), Math.max(...all)];
-  const isOpen = timelines.some(({ events }) => events.at(-1)?.event !== "ended");
+  const isOpen = timelines.some(({ events }) => !["ended", "lost"].includes(events.at(-1)?.event));
   const until = isOpen ? Math.max(last, Date.now() / 1000) : last;
   const x = (at) => 2 + ((at - first) / (until - first || 1)) * (wide - 6);
   const drawing = svg("svg", { width: wide, height: TOP + timelines.length * ROW + 6, role: "img", "aria-label": `Timeline of ${timelines.length} attempts, ${duration(last - first)} in all`, class: "timeline" });
@@ -96,5 +101,5 @@ export function listOf(timeline, first) {
     return el("tr", { data: { event: event.event } }, el("td", { class: "numeric" }, at), el("th", { scope: "row", text: WORDS[event.event] ?? event.event }), el("td", { class: "wide", text: detailsOf(event) }), el("td", { class: "numeric", text: next ? duration(next.at - event.at) : "" }));
   });
   const head = el("tr", {}, ...[["At", "numeric"], ["Event", ""], ["", ""], ["Until the next", "numeric"]].map(([text, name]) => el("th", { scope: "col", class: name, text })));
-  return el("div", { class: "scroll-x" }, el("table", { class: "plain", "aria-label": `Events of attempt ${(timeline.attempt ?? 0) + 1}` }, el("thead", {}, head), el("tbody", {}, ...rows)));
+  return el("div", { class: "scroll-x" }, el("table", { class: "plain", "aria-label": `Events of ${nameOf(timeline)}` }, el("thead", {}, head), el("tbody", {}, ...rows)));
 }
