@@ -110,10 +110,10 @@ class CallRegistry:
 
         Raises:
             RequestRejected: the request was not published.
-            BusClosed: the client belongs to the parent of this forked process.
+            BusClosed: the client belongs to the parent of this forked process, or to an event loop that has ended.
             BusBroken: the connection is permanently lost.
         """
-        self._thread.check_process()
+        self._thread.check_usable()
         if self._failure is not None:
             raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
         if self._runtime.nats.lost is not None:
@@ -126,6 +126,7 @@ class CallRegistry:
                 request_id=request_id,
             )
         call = Call(request, self._inbox, streams, self.tracer)
+        call.other_loop = self._thread.other_loop()
         self._calls[request_id] = call
         try:
             call.model = await self._resolve_model(call)
@@ -199,7 +200,7 @@ class CallRegistry:
         self._failure = error
         self._end_calls("the client was closed" if error is None else f"the client has failed: {error!r}")
         for call in self._calls.values():
-            call.notify()
+            call.notify_caller()
 
     def _end_calls(self, message: str) -> None:
         for request_id, call in self._calls.items():

@@ -6,6 +6,7 @@ that reads the result first and the chunks second therefore misses none.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class Inbox:
         while self._calls:
             call = self._calls.popleft()
             call.is_due = False
-            call.notify()
+            call.notify_caller()
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +118,8 @@ class Call:
     """Deadline on `time.monotonic()`."""
     spans: CallSpans | None = field(init=False, default=None)
     """Spans of the trace. None if the request is not sampled."""
+    other_loop: asyncio.AbstractEventLoop | None = None
+    """Loop of a caller that is not in the owner's loop but in that of another thread."""
     # Written in the caller's loop.
     is_submitted: bool = False
     is_aborted: bool = False
@@ -191,6 +194,15 @@ class Call:
         if self.result is not None and self._on_end is not None:
             callback, self._on_end = self._on_end, None
             callback(self)
+
+    def notify_caller(self) -> None:
+        """Call `notify` in the loop of the caller. Call this in the owner's loop."""
+        if self.other_loop is None:
+            self.notify()
+            return
+        # If that loop was closed, nobody waits.
+        with contextlib.suppress(RuntimeError):
+            self.other_loop.call_soon_threadsafe(self.notify)
 
     def when_ended(self, callback: Callable[["Call"], None]) -> None:
         """Call `callback` once when the call has ended, or immediately if it has ended."""

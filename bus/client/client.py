@@ -104,8 +104,9 @@ def connect(  # noqa: PLR0913 - each has a default, and most callers name one or
 class Client:
     """Sends requests and receives their results over one connection. Create it with `connect`.
 
-    Use a client from one event loop. Its connection runs on a separate thread. While the caller's event loop is
-    blocked, the client still receives results and keeps its leases.
+    Use a client while the event loop that connected it runs. Its connection runs on a separate thread. While the event
+    loop is blocked, the client still receives results and keeps its leases. If that loop has ended, the client raises
+    `BusClosed` in every other loop. It can still be closed there.
 
     In a forked process, the copy of the client raises `BusClosed`; that process must connect its own client. The client
     of the parent process is not affected.
@@ -164,7 +165,7 @@ class Client:
     def _registry(self) -> CallRegistry:
         if self._connected is None:
             raise BusClosed("this client is not connected; use it inside `async with`")
-        self._connected.thread.check_process()
+        self._connected.thread.check_usable()
         return self._connected
 
     def stats(self) -> ClientStats:

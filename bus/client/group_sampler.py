@@ -113,6 +113,7 @@ class GroupSampler:
         """
         if not self._is_entered:
             raise BusClosed("these groups are not open; call `step` inside `async with`")
+        self._registry.thread.check_usable()
         if self._is_stepping:
             raise RuntimeError("a step of these groups is still running; wait for it before the next step")
         self._is_stepping = True

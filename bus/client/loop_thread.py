@@ -27,13 +27,16 @@ CLEAN_UP_S: Final = 5.0
 """Seconds for the cleanup of cancelled coroutines. The resident is left only after that: the cleanup may need it."""
 
 FORKED: Final = "this client belongs to the process that forked this one; connect a new client in this process"
+OWNER_ENDED: Final = (
+    "the event loop that connected this client does not run any more; connect a new client in this loop"
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class LoopThread(Generic[T]):
-    """Runs one async context manager on a daemon thread. Use it from one event loop, the owner's. Start it once.
+    """Runs one async context manager on a daemon thread. Use it while the owner's event loop runs. Start it once.
 
     Args:
         resident: entered and left on the thread. It owns every lasting task there.
@@ -94,6 +97,23 @@ class LoopThread(Generic[T]):
         if self._is_abandoned:
             raise BusClosed(FORKED)
 
+    def check_usable(self) -> None:
+        """Check that the thread belongs to this process, and that the owner's loop can receive results.
+
+        A caller in another loop would otherwise wait for ever, because the thread reports to the owner's loop.
+
+        Raises:
+            BusClosed: the thread was abandoned, or the caller is in another loop and the owner's loop does not run.
+        """
+        self.check_process()
+        if not self._owner.is_running() and _is_in_loop():
+            raise BusClosed(OWNER_ENDED)
+
+    def other_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the running loop if it is not the owner's. Call this in a loop."""
+        loop = asyncio.get_running_loop()
+        return None if loop is self._owner else loop
+
     async def start(self) -> T:
         """Start the thread, enter the resident there, and return the result of entering.
 
@@ -136,11 +156,11 @@ class LoopThread(Generic[T]):
         Cancellation: also cancels `coroutine`, which may continue to clean up. `stop` waits `CLEAN_UP_S` for that.
 
         Raises:
-            BusClosed: the thread was stopped or abandoned.
+            BusClosed: the thread was stopped or abandoned, or the owner's loop does not run any more.
             BusBroken: the thread has failed. The cause is the error.
             Exception: `coroutine` raised it.
         """
-        self._add_run(coroutine)
+        self._add_run(coroutine, self.check_usable)
         try:
             # The loop runs submitted callbacks in order, so a wake-up for posts comes first.
             running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -167,7 +187,7 @@ class LoopThread(Generic[T]):
         Raises:
             BusClosed: the thread has ended, or was abandoned.
         """
-        self._add_run(coroutine)
+        self._add_run(coroutine, self.check_process)
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
@@ -177,7 +197,7 @@ class LoopThread(Generic[T]):
     async def stop(self) -> None:
         """Leave the resident after all earlier posts, and end the thread. Calling this twice is allowed.
 
-        This has no effect if the thread was abandoned.
+        This has no effect if the thread was abandoned. It works in another loop even if the owner's loop has ended.
 
         Cancellation: raised after the thread has ended. The resident bounds the time that leaving takes.
 
@@ -187,7 +207,11 @@ class LoopThread(Generic[T]):
         if self._is_abandoned:
             return
         self.post(self.request_stop)
-        await self._until_ended()
+        if self._owner.is_running():
+            await self._until_ended()
+        else:
+            # The thread can report its end only to the owner's loop.
+            await asyncio.to_thread(self._thread.join)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -197,10 +221,11 @@ class LoopThread(Generic[T]):
         self._is_stopping = True
         self._wake.set()
 
-    def _add_run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        if self._is_abandoned:
-            coroutine.close()
-        self.check_process()
+    def _add_run(self, coroutine: Coroutine[Any, Any, Any], check: Callable[[], None]) -> None:
+        with contextlib.ExitStack() as unless_usable:
+            unless_usable.callback(coroutine.close)
+            check()
+            unless_usable.pop_all()
         self._runs.add(coroutine)
 
     def _why_ended(self) -> Exception:
@@ -311,3 +336,11 @@ class LoopThread(Generic[T]):
             self._entered.set_exception(self._error or BusClosed(f"{self._name} was stopped before it was ready"))
         elif not self._entered.cancelled():
             self._on_end(self._error)
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
