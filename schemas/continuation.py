@@ -58,6 +58,10 @@ class StoppedAnswer(Protocol):
         """Generated tokens, i4[G]."""
 
     @property
+    def model(self) -> str | None:
+        """Model that generated it; None if it is unknown."""
+
+    @property
     def routed_experts(self) -> Rows | None:
         """Rows from `start` on; None without routed experts."""
 
@@ -113,7 +117,8 @@ def rest_of_answer(
     if num_tokens and inexact == "refuse":
         check_continuable(sampling)
     seed = None if sampling.seed is None else sampling.seed + answer.child
-    request = replace(request, sampling=replace(sampling, n=1, seed=seed), request_id=request_id)
+    model = request.model or answer.model
+    request = replace(request, sampling=replace(sampling, n=1, seed=seed), request_id=request_id, model=model)
     if not num_tokens:
         return request
     return rest_of(request, answer.token_ids, num_kept_rows(answer))

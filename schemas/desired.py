@@ -60,3 +60,8 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Check the model's name."""
         check_name("model", self.model)
+
+    @property
+    def is_first(self) -> bool:
+        """True if no command was ever recorded. Such a state only makes the model known."""
+        return not (self.registers or self.workers or self.seen)

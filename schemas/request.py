@@ -113,7 +113,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
         The prompt of the new request is this prompt plus the tokens of `generation`. `routed_experts_prompt_start` is
         the first missing row. `max_tokens` and `min_tokens` are reduced by the number of generated tokens. The new
-        request asks for no prompt logprobs. It is for one sample, has its own id, and its `timeout_s` starts again.
+        request asks for no prompt logprobs. It is for one sample, names the model of `generation`, and has its own id.
+        Its `timeout_s` starts again.
         `Generation.joined` joins both parts. A generation without tokens gives a request for the same prompt.
 
         Args:

@@ -144,6 +144,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Number of the sample, 0 to n - 1."""
     lane: Name | None = None
     """Lane of the queue; None: a client placed the request at this worker."""
+    lora: Name | None = None
+    """Name of the adapter; None: no adapter, or the worker runs an earlier release."""
     prompt_tokens: Count = 0
     """Prompt tokens of the request; for resumed attempts, these include the tokens generated before."""
     traceparent: Name | None = None

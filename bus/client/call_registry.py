@@ -140,12 +140,12 @@ class CallRegistry:
         return call
 
     async def _resolve_model(self, call: Call) -> str:
-        snapshot = self._runtime.watcher.snapshot
-        model = call.request.model
-        if snapshot.is_served(model):
-            return snapshot.resolve_model(model)
+        models = self._runtime.models
+        model = models.fixed if call.request.model is None else call.request.model
+        if model is not None and self._runtime.watcher.snapshot.is_served(model):
+            return model
         try:
-            return await self._thread.run(self._runtime.watcher.resolve_model(model))
+            return await self._thread.run(models.resolve(model))
         except NoWorkers:
             if not call.is_aborted:
                 raise

@@ -253,4 +253,4 @@ class Call:
     def generation(self) -> Generation:
         """Return the result of an ended call that was not streamed. A failed call has the tokens received before."""
         samples = () if self.result is None else self.result.samples
-        return join_samples(self.request, samples, self.error)
+        return join_samples(self.request, samples, self.error, self.model)

@@ -162,12 +162,29 @@ class Fleet:
             BusBroken: JetStream or the connection failed.
             BusClosed: the client was closed.
         """
-        return await self._thread.run(self._reset(model))
+        return await self._thread.run(self._runtime.models.reset(model))
 
-    async def _reset(self, model: str | None) -> tuple[str, ...]:
-        store = self._runtime.controller.store
-        models = await store.models() if model is None else (check_name("model", model),)
-        return tuple([name for name in models if await store.reset(name)])
+    async def known_models(self) -> tuple[str, ...]:
+        """Return the models of live workers and of stored desired states, sorted. Some may have no workers.
+
+        Raises:
+            BusBroken: JetStream or the connection failed.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.models.known())
+
+    async def forget_model(self, model: str) -> bool:
+        """Delete the queue and the desired state of a model without workers. For administrators.
+
+        Returns:
+            True if the model was known.
+
+        Raises:
+            InvalidRequest: the model has workers, or its queue has requests. Nothing was deleted.
+            BusBroken: JetStream or the connection failed, or this user has no permission.
+            BusClosed: the client was closed.
+        """
+        return await self._thread.run(self._runtime.models.forget(model))
 
     async def wait_for_workers(self, count: int = 1, *, model: str | None = None, timeout_s: float = 300.0) -> None:
         """Wait until at least `count` workers serve `model`, or any model if it is None.

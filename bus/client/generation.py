@@ -85,12 +85,19 @@ class Generation:
     """True if an undisturbed run could have produced this result; see `rollbus.bus.protocol.stream.response_stream`."""
     worker_ids: tuple[str, ...] = ()
     """Ids of the workers that served the request, in order."""
+    model: str | None = None
+    """Name of the model that answered, without an adapter. None if the request failed before its model was known."""
     parts: int = 1
     """Number of requests that produced this result: more than 1 if it was stopped and continued."""
     siblings: tuple["Generation", ...] = ()
     """With n > 1, on child 0: the other children, in order. Otherwise empty."""
     error: RequestError | None = None
     """Cause of the failure. None unless `finish_reason` is ERROR."""
+
+    @property
+    def lora(self) -> str | None:
+        """Name of the adapter that answered. None without an adapter."""
+        return self.request.lora
 
     def __repr__(self) -> str:
         """Return one line with sizes, without contents."""
@@ -111,11 +118,13 @@ class Generation:
             rest: result of `generation.request.continuing(generation)`.
 
         Raises:
-            InvalidRequest: `rest` has another prompt, or its rows do not follow the rows of this part.
+            InvalidRequest: `rest` has another prompt or another model, or its rows do not follow the rows of this part.
         """
         sequence = np.concatenate([np.asarray(self.request.prompt_token_ids), self.token_ids])
         if rest.prompt_len != len(sequence) or not np.array_equal(rest.request.prompt_token_ids, sequence):
             raise _unfit(f"has another prompt, of {rest.prompt_len} tokens", f"the {len(sequence)} tokens of this part")
+        if rest.model and self.model and rest.model != self.model:
+            raise _unfit(f"is by the model {rest.model!r}", f"the model of this part, {self.model!r}")
         parts = [part for part in (self, rest) if len(part.token_ids)] or [rest]
         first, last = parts[0], parts[-1]
         arrays: dict[str, Any] = {name: _concatenated([getattr(part, name) for part in parts]) for name in _BY_TOKEN}
@@ -123,6 +132,7 @@ class Generation:
             rest,
             request=self.request,
             request_id=self.request_id,
+            model=rest.model or self.model,
             child=self.child,
             prompt_len=self.prompt_len,
             start=self.start,
@@ -194,22 +204,30 @@ class ChildResult:
     """Ids of the workers that served the attempts, in order."""
 
 
-def join_samples(request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError | None) -> Generation:
-    """Return the first sample with the others as siblings. Without `samples`, return empty results."""
+def join_samples(
+    request: GenerateRequest, samples: Sequence[ChildResult], error: RequestError | None, model: str | None = None
+) -> Generation:
+    """Return the first sample with the others as siblings. Without `samples`, return empty results.
+
+    Args:
+        model: the model that answered. None: the model that the request names.
+    """
+    model = model or request.model
     if not samples:
         samples = [
             ChildResult(i, ResponseStream(request, child=i, attempt=0, keep=True)) for i in range(request.sampling.n)
         ]
     first, *others = samples
-    return _join(request, first, error, tuple(_join(request, sample, error) for sample in others))
+    return replace(
+        _join(request, first, error, model), siblings=tuple(_join(request, sample, error, model) for sample in others)
+    )
 
 
-def _join(
-    request: GenerateRequest, sample: ChildResult, error: RequestError | None, siblings: tuple[Generation, ...] = ()
-) -> Generation:
+def _join(request: GenerateRequest, sample: ChildResult, error: RequestError | None, model: str | None) -> Generation:
     stream, end = sample.stream, sample.stream.end
     return Generation(
         request=request,
+        model=model,
         request_id=request.request_id,
         child=sample.child,
         prompt_len=request.prompt_len,
@@ -220,7 +238,6 @@ def _join(
         attempts=stream.num_attempts,
         worker_ids=sample.workers,
         exact=stream.is_exact,
-        siblings=siblings,
         error=error,
         **stream.arrays(),
     )

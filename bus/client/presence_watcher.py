@@ -195,23 +195,16 @@ class PresenceWatcher:
                 + self.snapshot.describe_others(model)
             )
 
-    async def resolve_model(self, model: str | None) -> str:
-        """Return the model that serves a request for `model`. Ask the workers first if none seems to serve it.
+    async def look_for(self, model: str) -> None:
+        """Ask the workers if none seems to serve `model`. Wait until one does, or until all had time to answer.
 
         Raises:
-            NoWorkers: no worker serves the model.
-            InvalidRequest: no model was named and the fleet serves several, or the fleet serves only other models.
+            BusBroken: the connection to NATS is permanently lost.
         """
         if not self.snapshot.is_served(model):
             await self._ping()
             left_s = self._pinged_at + PING_WAIT_S - time.monotonic()
             await self._wait(lambda: self.snapshot.is_served(model), left_s)
-        try:
-            return self.snapshot.resolve_model(model)
-        except NoWorkers as exc:
-            if self._nats.is_connected:
-                raise
-            raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
 
     async def _ping(self) -> None:
         # All callers that wait at the same time share one ping.

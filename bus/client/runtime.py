@@ -28,6 +28,7 @@ from .durations import Durations
 from .exchange import AttemptCoordinator
 from .links import ClientLinks
 from .losses import Losses
+from .model_names import ModelNames
 from .pauses import PauseWarnings
 from .presence_watcher import PresenceWatcher
 from .result_check import ResultCheck
@@ -122,6 +123,7 @@ class ClientRuntime:
             self._on_worker_heard,
         )
         self.controller = Controller(nats, config.subjects, config.client, self.watcher)
+        self.models = ModelNames(nats, config.subjects, self.watcher, self.controller.store)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
         table = self.watcher.table
         self.links = ClientLinks(nats, config.subjects, identity, self.coordinator, self.losses, table.incarnations_of)

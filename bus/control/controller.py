@@ -32,7 +32,7 @@ from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
 from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult, Quorum
 from ..protocol.fleet.presence_table import LostWorker
-from ..protocol.fleet.roster import Roster, workers_that_must_ack
+from ..protocol.fleet.roster import Roster, needs_known_models, workers_that_must_ack
 from ..subjects import Subjects
 from .ack_collector import MARGIN_S, AckCollector, CommandMessage, OnAck
 from .store import DesiredStore
@@ -160,10 +160,11 @@ class Controller:
             NoWorkers, InvalidRequest: as in `workers_that_must_ack`.
             BusBroken: the connection is lost.
         """
+        known = await self.store.models() if needs_known_models(command) else ()
         try:
-            return workers_that_must_ack(await self._watcher.known_workers(), command)
+            return workers_that_must_ack(await self._watcher.known_workers(), command, known)
         except (NoWorkers, InvalidRequest):
-            return workers_that_must_ack(await self._watcher.ping_workers(), command)
+            return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
         """Check that this user may send the command to workers of these models. Each worker checks this again.

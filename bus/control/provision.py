@@ -24,7 +24,7 @@ async def provision(
     *,
     upload_bytes: int | None = None,
 ) -> None:
-    """Create the queues of `models` and the bucket of desired states. Safe to repeat.
+    """Create the queues of `models` and the bucket of desired states, and make the models known. Safe to repeat.
 
     Args:
         limits: limits of the queues, by the field names of `QueueLimits`; queues that exist get them too.
@@ -38,10 +38,13 @@ async def provision(
     """
     subjects = Subjects(fleet)
     async with connected(server, name=f"rollbus provision {fleet}") as nats:
+        store = DesiredStore(nats, subjects)
+        await store.ensure_bucket()
         for model in models:
             await ensure_queue(nats, subjects, model)
             if limits:
                 await set_limits(nats, subjects, model, limits)
             if upload_bytes:
                 await set_bucket_bytes(nats, published_bucket(fleet, model), upload_bytes)
-        await DesiredStore(nats, subjects).ensure_bucket()
+            # Last, because the state makes the model known.
+            await store.begin(model)

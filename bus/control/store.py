@@ -148,7 +148,7 @@ class DesiredStore:
         for _ in range(MAX_TRIES):
             try:
                 found = self._usable(model, await self._revisions.find(model))
-                before = _named(found.state or _empty(model, found.sequence))
+                before = _named(found.state or await self._first(model, found))
                 for written, over in unanswered:
                     if desired.contains(before, written, over):
                         return written
@@ -164,6 +164,42 @@ class DesiredStore:
                 await retries.wait(error)
         raise _contended(model)
 
+    async def begin(self, model: str) -> None:
+        """Write an empty first state, which makes the model known, unless a state is stored.
+
+        Raises:
+            Unanswered: the state may have been stored. This method does not wait for an election.
+        """
+        found = await self._revisions.find(model)
+        if not found.sequence:
+            # If another writer is first, the model is known too.
+            await self._write(model, _named(await self._first(model, found)), found)
+
+    async def forget(self, model: str) -> None:
+        """Delete the desired state of `model` with its history. The model is then unknown."""
+        try:
+            await ask(self._nats, f"STREAM.PURGE.{STREAM}", {"filter": self.subject(model)})
+        except ApiError as error:
+            if error.code != NO_STREAM:
+                raise BusBroken(f"the desired state of {model!r} cannot be deleted: {error}") from error
+
+    async def _first(self, model: str, found: Found) -> DesiredState:
+        """Return an empty state after a lost state, or in place of none.
+
+        Its epoch is a sequence number that no earlier epoch exceeds. If no state is stored, earlier states may have
+        been forgotten. Readers that remember a signed state would reject lower epochs.
+        """
+        sequence = found.sequence
+        if not sequence and self._nats.signatures.are_demanded:
+            try:
+                info = await ask(self._nats, f"STREAM.INFO.{STREAM}", timeout_s=TRY_S)
+            except ApiError as error:
+                if error.code != NO_STREAM:
+                    raise BusBroken(f"the state of the bucket of desired states cannot be read: {error}") from error
+            else:
+                sequence = info["state"]["last_seq"]
+        return DesiredState(model=model, epoch=sequence)
+
     async def reset(self, model: str) -> bool:
         """Clear the desired state of `model`, even if it cannot be decoded. Return False if nothing is recorded.
 
@@ -173,7 +209,7 @@ class DesiredStore:
         for _ in range(MAX_TRIES):
             try:
                 found = await self._revisions.find(model)
-                before = found.state or _empty(model, found.sequence)
+                before = found.state or DesiredState(model=model, epoch=found.sequence)
                 if found.problem is not None:
                     logger.warning("desired.decode_failed model=%s error=%s", model, found.problem)
                 elif not before.registers and not before.workers:
@@ -203,7 +239,20 @@ class DesiredStore:
         raise _contended(model)
 
     async def models(self) -> tuple[str, ...]:
-        """Return the models of the fleet with recorded commands, sorted."""
+        """Return the models of the fleet that have a stored state, also without recorded commands, sorted.
+
+        While there is a connection, wait during an election.
+        """
+        retries = Retries()
+        while True:
+            try:
+                return await self._list_models()
+            except Unanswered as error:
+                if not self._nats.is_connected:
+                    raise
+                await retries.wait(error)
+
+    async def _list_models(self) -> tuple[str, ...]:
         prefix = f"{_SUBJECTS}.{self._subjects.fleet}."
         try:
             answer = await ask(self._nats, f"STREAM.INFO.{STREAM}", {"subjects_filter": f"{prefix}*"})
@@ -220,15 +269,15 @@ class DesiredStore:
         return tuple(sorted(found))
 
     async def read_all(self) -> dict[str, DesiredState]:
-        """Return the desired state of each model whose state can be decoded."""
+        """Return the desired state of each model with recorded commands whose state can be decoded."""
         states = {}
-        for model in await self.models():
+        for model in await self._list_models():
             try:
                 state = await self.read(model)
             except RemoteProtocolError as exc:
                 logger.warning("desired.decode_failed model=%s error=%s", model, exc)
                 continue
-            if state is not None:
+            if state is not None and not state.is_first:
                 states[model] = state
         return states
 
@@ -281,11 +330,6 @@ class DesiredStore:
             if error.code != NO_STREAM:
                 raise
             await create_stream(self._nats, _stream_config())
-
-
-def _empty(model: str, sequence: int) -> DesiredState:
-    """Return an empty state after a lost state. Its epoch is the sequence number, which no earlier epoch exceeds."""
-    return DesiredState(model=model, epoch=sequence)
 
 
 def _named(state: DesiredState) -> DesiredState:

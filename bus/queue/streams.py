@@ -25,6 +25,7 @@ __all__ = [
     "STREAM_LANES",
     "QueueDepth",
     "StoredRange",
+    "delete_queue",
     "ensure_queue",
     "queue_clients",
     "queue_depths",
@@ -160,6 +161,21 @@ async def _ensure_lane(
         "max_waiting": MAX_WAITING,
     }
     await ask(nats, f"CONSUMER.CREATE.{name}.{lane}", {"stream_name": name, "config": consumer, "action": ""})
+
+
+async def delete_queue(nats: Client, subjects: Subjects, model: str) -> None:
+    """Delete the streams of `model` with all their requests. Safe to repeat.
+
+    Raises:
+        PermissionDenied: this user has no permission.
+        BusBroken: JetStream does not answer, or refuses; the message quotes it.
+    """
+    for lanes in STREAM_LANES:
+        try:
+            await ask(nats, f"STREAM.DELETE.{stream_name(subjects, model, lanes[0])}")
+        except ApiError as error:
+            if error.code != NO_STREAM:
+                raise BusBroken(f"the queue of {model!r} cannot be deleted: {error}") from error
 
 
 async def queue_depths(nats: Client, subjects: Subjects, models: tuple[str, ...]) -> tuple[QueueDepth, ...]:

@@ -81,6 +81,12 @@ def check_parsers(args: argparse.Namespace) -> None:
 def add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that apply to every request."""
     parser.add_argument(
+        "--default-model",
+        metavar="NAME",
+        help="model or adapter of HTTP requests that name none (default: the only known model; with several, such "
+        "requests are rejected)",
+    )
+    parser.add_argument(
         "--request-timeout",
         metavar="S",
         type=request_timeout,
@@ -113,6 +119,7 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
     return replace(
         settings_from_environment(),
         allowed_hosts=frozenset({host, *args.allowed_host}),
+        default_model=args.default_model,
         timeout_s=args.request_timeout,
         returns_tokens=args.return_tokens,
         otel=args.otel,

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ... import bus
 from ...bus import GenerateRequest, Generation, InvalidRequest, NoWorkers, RequestError
 from ...schemas.presence import WorkerPresence
@@ -29,6 +31,8 @@ class Counts:
     """Line and error message of the first request that failed."""
     retryable: int = 0
     """Number of failed requests that may succeed in a retry."""
+    models: list[str] = field(default_factory=list)
+    """Models that answered, in the order of their first answers."""
     tokens: int = 0
     seconds: float = 0.0
     seconds_to: dict[str, float] = field(default_factory=dict)
@@ -94,6 +98,9 @@ class GenerateRun:
             except InvalidRequest as exc:
                 self._add_error(prompt, exc)
                 continue
+            if request.model is None and self.results.model is not None:
+                # The model that began the output completes it.
+                request = replace(request, model=self.results.model)
             self._in_flight[prompt.request_id] = prompt
             yield request
 
@@ -105,6 +112,8 @@ class GenerateRun:
             return
         self.results.append(result_line(prompt, generation, self._tokenizer, self.results.rows))
         self.counts.done += 1
+        if generation.model is not None and generation.model not in self.counts.models:
+            self.counts.models.append(generation.model)
         self.counts.tokens += sum(len(sample.token_ids) for sample in (generation, *generation.siblings))
         self._show_counts()
 

@@ -7,7 +7,7 @@ lines of prompts that failed or whose rows are missing. Then it appends to the o
 import base64
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -46,6 +46,7 @@ class _ResultLine(msgspec.Struct, frozen=True):
     index: int
     fingerprint: str
     error: dict[str, object] | None = None
+    model: str | None = None
     routed_experts: _Rows | None = None
     siblings: list[_SiblingResult] = []
 
@@ -62,11 +63,15 @@ _line_decoder = msgspec.json.Decoder(_ResultLine)
 class ResultsFile:
     """Results of one input, for one writer at a time. `open_results` creates it."""
 
-    def __init__(self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str]) -> None:
+    def __init__(
+        self, file: IO[bytes], rows: RowsFile | None, finished: Mapping[int, str], models: Collection[str] = ()
+    ) -> None:
         self.rows = rows
         """File for routed experts. None: the lines contain the routed experts."""
         self.finished = finished
         """Fingerprints of the prompts that had results when the file was opened, by index."""
+        self.model = next(iter(models)) if len(models) == 1 else None
+        """Model that generated all of these results. None if there are none, or if there are several models."""
         self._file = file
 
     def append(self, line: Mapping[str, object]) -> None:
@@ -89,16 +94,20 @@ def open_results(path: Path, rows_path: Path | None) -> Iterator[ResultsFile]:
     with ExitStack() as stack:
         file = stack.enter_context(_open_locked(path))
         rows = None if rows_path is None else stack.enter_context(RowsFile(rows_path))
-        finished, dropped = _scan(file, path, rows)
+        finished, dropped, models = _scan(file, path, rows)
         if dropped:
             file = stack.enter_context(_without(file, path, dropped))
-        yield ResultsFile(file, rows, finished)
+        yield ResultsFile(file, rows, finished, models)
         os.fsync(file.fileno())
 
 
-def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int, str], set[int]]:
-    """Return the finished prompts and the numbers of the lines to remove. Cut off an incomplete last line."""
+def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int, str], set[int], set[str]]:
+    """Return the finished prompts, the numbers of the lines to remove, and the models of the finished prompts.
+
+    Cut off an incomplete last line.
+    """
     finished: dict[int, str] = {}
+    models: set[str] = set()
     dropped: set[int] = set()
     torn = b""
     end = file.seek(0)
@@ -120,9 +129,11 @@ def _scan(file: IO[bytes], path: Path, rows: RowsFile | None) -> tuple[dict[int,
             dropped.add(number)
         else:
             finished[line.index] = line.fingerprint
+            if line.model is not None:
+                models.add(line.model)
     if torn:
         file.truncate(end)
-    return finished, dropped
+    return finished, dropped, models
 
 
 def _without(file: IO[bytes], path: Path, dropped: set[int]) -> IO[bytes]:
@@ -160,6 +171,8 @@ def result_line(
         "index": prompt.index,
         "request_id": generation.request_id,
         "fingerprint": prompt.fingerprint,
+        "model": generation.model,
+        "lora": generation.lora,
         "prompt_len": generation.prompt_len,
         **_sample(prompt, generation, tokenizer, rows),
     }

@@ -22,7 +22,8 @@ MAX_TEXT_CHARS = 80
 def print_trace(trace: RequestTrace) -> None:
     """Print a trace that has a timeline."""
     clients = ", ".join(dict.fromkeys(_text(timeline.client) for timeline in trace.timelines))
-    write(f"request {trace.request_id} of client {clients}\n")
+    models = ", ".join(dict.fromkeys(map(_model, trace.timelines)))
+    write(f"request {trace.request_id} of client {clients} to {models}\n")
     print_table(ATTEMPTS, list(attempt_rows(trace)))
     write("\nseconds in each phase\n")
     print_table(SECONDS, list(phase_rows(trace)))
@@ -99,6 +100,11 @@ def _label(trace: RequestTrace, timeline: WorkerTimeline) -> str:
     if len({other.client for other in trace.timelines}) > 1:
         label += f" of {_text(timeline.client)}"
     return label
+
+
+def _model(timeline: WorkerTimeline) -> str:
+    adapter = "" if timeline.lora is None else f" with adapter {_text(timeline.lora)}"
+    return f"model {_text(timeline.model)}{adapter}"
 
 
 def _find(timeline: WorkerTimeline, name: str) -> TimelineEvent | None:

@@ -102,6 +102,9 @@ class GenerateAnswer(msgspec.Struct):
 
     request_id: str
     model: str
+    """Name of the model, or of the adapter if the request named one."""
+    lora: str | None
+    """Name of the adapter. Null without an adapter."""
     created: int
     choices: list[GenerateChoice]
     usage: Usage

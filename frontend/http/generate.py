@@ -1,6 +1,6 @@
 """`POST /inference/v1/generate`: token ids in, token ids out, as in vLLM 0.30."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -36,7 +36,7 @@ async def generate(service: Service, request: Request) -> Response:
     service.admit(request)
     body = decode_body(await read_body(request, service.settings), GenerateBody)
     check_supported(body)
-    target = find_target(service, body.model)
+    target = await find_target(service, body.model)
     check_length("token_ids", len(body.token_ids), target)
     tokenizer = await _tokenizer(service, target, body.sampling_params)
     room = target.room(len(body.token_ids))
@@ -48,7 +48,7 @@ async def generate(service: Service, request: Request) -> Response:
         for child in range(built.sampling.n)
     ]
     if body.stream:
-        events = _events(service, service.user_of(request), body, built, choices, names)
+        events = _events(service, service.user_of(request), body, target, built, choices)
         return await service.stream(request, events, id_headers(built))
     with named_errors(names, built):
         await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
@@ -89,25 +89,25 @@ async def _events(
     service: Service,
     user: str,
     body: GenerateBody,
+    target: RequestTarget,
     request: bus.GenerateRequest,
     choices: Sequence[AnswerChoice],
-    names: Mapping[str, str],
 ) -> AsyncGenerator[bytes, None]:
     """Yield one event for each chunk, with its routed experts. If the body asks for it, a last event has the usage."""
     options = body.stream_options or GenerateStreamOptions()
     with_prompt = service.settings.returns_tokens or body.return_token_ids
     prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
-    with named_errors(names, request):
+    with named_errors(body_names(body), request):
         async with aclosing(updates(service, user, [request], choices)) as found:
             async for choice, update in found:
                 usage: Usage | None = None
                 if options.include_usage and options.continuous_usage_stats:
                     usage = usage_of(request.prompt_len, choice.num_tokens)
-                yield event_json(request, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
+                yield event_json(request, target, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
                 prompt = None
         if options.include_usage:
             num_tokens = sum(choice.num_tokens for choice in choices)
-            yield event_json(request, None, usage=usage_of(request.prompt_len, num_tokens))
+            yield event_json(request, target, None, usage=usage_of(request.prompt_len, num_tokens))
 
 
 ROUTES: RouteTable = {("POST", "/inference/v1/generate"): HttpRoute(generate, GenerateBody, GenerateAnswer)}

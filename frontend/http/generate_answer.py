@@ -33,6 +33,7 @@ def answer_json(
     small = {
         "request_id": request.request_id,
         "model": target.name,
+        "lora": target.lora,
         "created": int(time.time()),
         "usage": usage_of(request.prompt_len, sum(choice.num_tokens for choice in choices), [choices[0].cached_tokens]),
         "prompt_token_ids": np.asarray(request.prompt_token_ids).tolist() if with_prompt else None,
@@ -55,13 +56,14 @@ def answer_json(
 
 def event_json(
     request: bus.GenerateRequest,
+    target: RequestTarget,
     update: tuple[AnswerChoice, Tokens] | None,
     *,
     usage: Usage | None = None,
     prompt_token_ids: list[int] | None = None,
 ) -> bytes:
     """Return one event of a stream. Without an `update` of a choice, it is the last event, with the usage only."""
-    small: dict[str, Any] = {"request_id": request.request_id, "usage": usage}
+    small: dict[str, Any] = {"request_id": request.request_id, "model": target.name, "usage": usage}
     if prompt_token_ids is not None:
         small["prompt_token_ids"] = prompt_token_ids
     pieces = [msgspec.json.encode(small)[:-1], b',"choices":[']

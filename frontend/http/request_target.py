@@ -10,9 +10,10 @@ from typing import Any
 from starlette.requests import Request
 
 from ... import bus
+from ...bus.protocol.fleet.presence_table import list_names
 from ...schemas import limits
 from ...schemas.checks import check_name, describe
-from ...schemas.errors import ErrorCode, InvalidRequest, RollbusError
+from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RollbusError
 from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
 from .edge import REQUEST_ID_HEADER, given_request_id
@@ -48,36 +49,66 @@ class RequestTarget:
         return self.capabilities.max_model_len - prompt_len
 
 
-def find_target(service: Service, name: str | None) -> RequestTarget:
-    """Return the model or adapter of that name. Without a name, return the fleet's only model.
+async def find_target(service: Service, name: str | None) -> RequestTarget:
+    """Return the model or adapter of that name. Without a name, return `--default-model`, or the only known model.
+
+    A model is known if a live worker or a stored desired state names it. The service remembers no earlier request, so
+    all services of a fleet answer alike.
 
     Raises:
-        HttpError: 404, no worker serves it; 503, there are no workers or they are starting; 400, there is no name and
-            the fleet has several models.
+        HttpError: 404, the name is unknown; 503, the model or all models have no workers, or they are starting; 400,
+            there is no name and several models are known, or several models have an adapter of that name.
     """
+    # An empty name is a missing name, as in vLLM.
+    model = name or service.settings.default_model
+    if model is None:
+        model = await _only_model(service)
     workers = service.rb.fleet.workers
-    if not workers:
+    # The name of a model wins over the name of an adapter.
+    of_model = [worker for worker in workers if worker.model == model]
+    having = of_model or [worker for worker in workers if any(lora.name == model for lora in worker.loras)]
+    bases = sorted({worker.model for worker in having})
+    if len(bases) > 1:
+        message = f"model {model!r} is an adapter of several models: {list_names(bases)}; load it under other names"
+        raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
+    for worker in having:
+        if worker.capabilities is not None:
+            service.metrics.is_for(worker.model)
+            return RequestTarget(worker=worker, capabilities=worker.capabilities, lora=None if of_model else model)
+    raise await _not_served(service, model)
+
+
+async def _only_model(service: Service) -> str:
+    """Return the only known model."""
+    try:
+        known = await service.rb.fleet.known_models()
+    except BusBroken as exc:
+        raise HttpError(
+            503, f"model is missing, and the fleet's models are unknown: {exc}", code=ErrorCode.NO_WORKERS
+        ) from exc
+    if not known:
         raise HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
-    models = sorted({worker.model for worker in workers})
-    allowed = f"allowed: {', '.join(models)}"
-    if name is None and len(models) > 1:
-        raise HttpError(400, f"model is missing; {allowed}", code=ErrorCode.INVALID_REQUEST, param="model")
-    model = models[0] if name is None else name
-    found = None
-    for worker in workers:
-        if worker.capabilities is None:
-            continue
-        if worker.model == model:
-            found = RequestTarget(worker=worker, capabilities=worker.capabilities, lora=None)
-            break
-        if any(lora.name == model for lora in worker.loras):
-            found = RequestTarget(worker=worker, capabilities=worker.capabilities, lora=model)
-    if found is None and model in models:
-        raise HttpError(503, f"model {model!r} is starting", code=ErrorCode.NO_WORKERS)
-    if found is None:
-        raise HttpError(404, f"model {model!r} is unknown; {allowed}", code=ErrorCode.UNKNOWN_MODEL, param="model")
-    service.metrics.is_for(found.worker.model)
-    return found
+    if len(known) > 1:
+        message = f"model is missing; allowed: {list_names(known)}; the option --default-model sets a default"
+        raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param="model")
+    return known[0]
+
+
+async def _not_served(service: Service, model: str) -> HttpError:
+    """Return the error for a model or adapter that no worker serves."""
+    workers = service.rb.fleet.workers
+    if any(worker.model == model for worker in workers):
+        return HttpError(503, f"model {model!r} is starting", code=ErrorCode.NO_WORKERS)
+    try:
+        known = await service.rb.fleet.known_models()
+    except BusBroken as exc:
+        return HttpError(503, f"no worker serves model {model!r}: {exc}", code=ErrorCode.NO_WORKERS)
+    if model in known:
+        return HttpError(503, f"model {model!r} has no workers", code=ErrorCode.NO_WORKERS)
+    if not known:
+        return HttpError(503, "the fleet has no workers", code=ErrorCode.NO_WORKERS)
+    message = f"model {describe(model)} is unknown; allowed: {list_names(known)}"
+    return HttpError(404, message, code=ErrorCode.UNKNOWN_MODEL, param="model")
 
 
 def check_length(field: str, prompt_len: int, target: RequestTarget) -> None:

@@ -43,5 +43,7 @@ class Settings:
     """vLLM's name of the tool call parser; None if requests with tools are rejected."""
     reasoning_parser: str | None = None
     """vLLM's name of the reasoning parser; None if reasoning stays in the content."""
+    default_model: str | None = None
+    """Model or adapter of requests that name none. None: the only known model of the fleet."""
     tokenizer: Path | None = None
     """Folder of the tokenizer; None for the model folder of a worker on this machine."""

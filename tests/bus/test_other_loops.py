@@ -53,8 +53,8 @@ def calls(rb: rollbus.Client, fleet: rollbus.Fleet) -> dict[str, Callable[[], Co
     """Return the calls of a client that wait for its thread, by name."""
     return {
         "complete": lambda: rb.complete(greedy(1, 2)),
-        "generate": lambda: anext(rb.generate(greedy(1, 2))),  # type: ignore[dict-item]
-        "complete_many": lambda: anext(rb.complete_many([greedy(1, 2)])),  # type: ignore[dict-item]
+        "generate": lambda: anext(rb.generate(greedy(1, 2))),
+        "complete_many": lambda: anext(rb.complete_many([greedy(1, 2)])),
         "abort": lambda: rb.abort(["x"]),
         "state": fleet.state,
         "pause": fleet.pause,

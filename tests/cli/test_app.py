@@ -18,7 +18,7 @@ from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, Request
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "auth", "bench", "demo", "doctor", "drain", "experts", "flush-cache", "frontend"),
+    *("abort", "auth", "bench", "demo", "doctor", "drain", "experts", "flush-cache", "forget-model", "frontend"),
     *("generate", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
     *("update-weights", "wake", "weights", "worker"),
@@ -27,6 +27,7 @@ NEEDED = {
     "abort": ["id"],
     "auth": ["init", "--dir", "d"],
     "drain": ["worker"],
+    "forget-model": ["m"],
     "generate": ["--input", "a", "--output", "b"],
     "load-lora": ["name", "path"],
     "make-queue": ["m"],

@@ -138,6 +138,7 @@ def test_a_run_is_summed_up_in_one_line() -> None:
         "failed": 0,
         "first_error": None,
         "retryable": 0,
+        "models": ["m"],
         "tokens": 80,
         "seconds": 0.5,
         "seconds_to": {"50": 0.2, "90": 0.3, "99": 0.4, "100": 0.4},
@@ -146,11 +147,11 @@ def test_a_run_is_summed_up_in_one_line() -> None:
     }
 
     assert describe(report) == (
-        "5 of 5 prompts done; 80 tokens in 0.5 s; "
+        "5 of 5 prompts done; model m; 80 tokens in 0.5 s; "
         "requests complete: 50 % after 0.2 s, 90 % after 0.3 s, 99 % after 0.4 s, 100 % after 0.4 s: o"
     )
     failed = {"resumed": 2, "done": 2, "failed": 2, "first_error": "line 4: no token", "retryable": 1, "seconds_to": {}}
-    assert describe({**report, **failed, "npz": "o.npz"}) == (
+    assert describe({**report, **failed, "models": ["m", "n"], "npz": "o.npz"}) == (
         "2 of 5 prompts done, 2 were done in earlier runs, 2 failed (the first, line 4: no token), "
-        "run again to retry 1 of them; 80 tokens in 0.5 s: o, o.npz"
+        "run again to retry 1 of them; models m, n; 80 tokens in 0.5 s: o, o.npz"
     )

@@ -48,7 +48,7 @@ def test_a_line_has_all_values_of_its_result(tmp_path: Path) -> None:
     adapter = np.array([5, 5], np.int32)
     masks = TokenMasks(np.array([2, 1], np.int32), np.array([7, 9, 8], np.int32))
     result = generation(
-        1, stop_reason=8, cached_tokens=0, worker_ids=("w",), lora_versions=adapter, sampling_mask=masks
+        1, model="m", stop_reason=8, cached_tokens=0, worker_ids=("w",), lora_versions=adapter, sampling_mask=masks
     )
 
     with open_results(path, None) as results:
@@ -62,6 +62,8 @@ def test_a_line_has_all_values_of_its_result(tmp_path: Path) -> None:
         "index": 1,
         "request_id": "input-1",
         "fingerprint": PROMPTS[1].fingerprint,
+        "model": "m",
+        "lora": None,
         "prompt_len": 1,
         "token_ids": [7, 8],
         "finish_reason": "length",
@@ -215,3 +217,17 @@ def test_two_runs_do_not_write_to_one_output(tmp_path: Path) -> None:
         open_results(path, None),
     ):
         pass
+
+
+def test_an_output_has_a_model_only_if_one_model_generated_it(tmp_path: Path) -> None:
+    """The model of an output is that of all its results. It has none if it is empty, or if there are several models."""
+    path = tmp_path / "out.jsonl"
+    found = []
+    for prompt, model in zip(PROMPTS, ("a", "a", "b"), strict=True):
+        with open_results(path, None) as results:
+            found.append(results.model)
+            results.append(line_of(prompt, results, model=model))
+    with open_results(path, None) as results:
+        found.append(results.model)
+
+    assert found == [None, "a", "a", None]

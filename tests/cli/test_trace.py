@@ -27,7 +27,8 @@ SLOW = SyntheticConfig(step_s=0.005, max_model_len=10_000_000)
 
 def timeline(*events: TimelineEvent, **fields: object) -> WorkerTimeline:
     """Return a timeline of request `r`, by default on worker `a`."""
-    given: dict[str, object] = {"worker": "a", "client": "alice", "incarnation": "1", "request_id": "r"} | fields
+    given: dict[str, object] = {"worker": "a", "client": "alice", "incarnation": "1", "model": "m", "request_id": "r"}
+    given |= fields
     return WorkerTimeline(events=events, **given)  # type: ignore[arg-type]
 
 
@@ -190,7 +191,7 @@ async def test_a_request_is_shown(one_worker: StartServed, nats_url: str, fleet:
 
     assert (shown.code, shown.stderr, as_json.code, as_json.stderr) == (0, "", 0, "")
     head, attempts, _, phases, _, events = shown.stdout.split("\n\n")
-    assert head == "request r of client alice"
+    assert head == "request r of client alice to model synthetic"
     assert [line.split() for line in attempts.splitlines()] == [
         ["attempt", "worker", "phase", "lane", "prompt", "tokens", "versions", "end"],
         ["1", "w0", "normal", "3", "3", "0", "length"],

@@ -59,7 +59,7 @@ async def test_the_response_has_the_fields_of_vllm_and_the_tokens_of_the_bus(nat
     body = answer.json()
     assert (answer.status_code, body["model"], body["prompt_token_ids"]) == (200, "synthetic", PROMPT)
     assert body.keys() == {
-        *("request_id", "model", "created", "choices", "usage", "prompt_logprobs", "prompt_token_ids"),
+        *("request_id", "model", "lora", "created", "choices", "usage", "prompt_logprobs", "prompt_token_ids"),
         *("mm_placeholders", "kv_transfer_params", "ec_transfer_params"),
     }
     usage = {"prompt_tokens": 4, "completion_tokens": 15, "total_tokens": 19}

@@ -57,7 +57,14 @@ def make_control(
     weights = WeightManager(config, in_flight, sources, loras, versions)
     registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
     store = DesiredStore(nats, Subjects(config.fleet))
-    reader = DesiredReader(store, model=config.model, worker=config.worker_id, max_age_s=config.lease_s)
+    # A worker with credentials may write no state: an admin creates the first one with the queue.
+    reader = DesiredReader(
+        store,
+        model=config.model,
+        worker=config.worker_id,
+        max_age_s=config.lease_s,
+        may_begin=config.credentials is None,
+    )
     lifecycle.knows_target = lambda: reader.is_fresh
     stager = Stager(sources, lambda: in_flight.runner.engine.capabilities)
     reconciler = Reconciler(

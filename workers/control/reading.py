@@ -12,7 +12,7 @@ from ...bus.control.store import DesiredStore
 from ...bus.protocol.fleet.desired import desired_loras, effective, target_version
 from ...bus.protocol.fleet.read_order import ReadOrder, ReadVerdict
 from ...schemas.desired import DesiredState, Recorded
-from ...schemas.errors import BusBroken, BusClosed, RemoteProtocolError
+from ...schemas.errors import BusBroken, BusClosed, ControlError, RemoteProtocolError
 
 __all__ = ["DesiredReader"]
 
@@ -39,13 +39,18 @@ class DesiredReader:
     Args:
         max_age_s: seconds for which a read is valid: one lease. After that, controllers continue without this worker,
             and the desired state may have changed.
+        may_begin: True: write an empty first state if none is stored.
     """
 
-    def __init__(self, store: DesiredStore, *, model: str, worker: str, max_age_s: float) -> None:
+    def __init__(
+        self, store: DesiredStore, *, model: str, worker: str, max_age_s: float, may_begin: bool = False
+    ) -> None:
         self._store = store
         self._model = model
         self._worker = worker
         self._max_age_s = max_age_s
+        self._may_begin = may_begin
+        self._has_failed_to_begin = False
         self.on_read: Callable[[], None] = lambda: None
         """Called after each successful read that was not stale."""
         self._is_requested = asyncio.Event()
@@ -177,6 +182,18 @@ class DesiredReader:
             raise
         self._update(state)
         self._known_at = asked_at - confirmed_s
+        if state is None and self._may_begin:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        """Write the first state of the model, so that clients know the model also without workers."""
+        try:
+            await self._store.begin(self._model)
+        except (BusBroken, ControlError) as exc:
+            # The next read tries again. The state that was read stays valid.
+            if not self._has_failed_to_begin:
+                logger.warning("desired.first_write_failed model=%s error=%s", self._model, exc)
+            self._has_failed_to_begin = True
 
     def _update(self, state: DesiredState | None) -> None:
         verdict = self._order.judge(state, time.monotonic())

@@ -139,7 +139,9 @@ class WorkerLinks:
         self.stats.offered += 1
         self.stats.prompt_tokens += request.prompt_len
         worker_request = self._accept(origin, writer, now, deadline, request.lora)
-        worker_request.timeline.offer(self.versions.weight_version, request.prompt_len, request.traceparent)
+        worker_request.timeline.offer(
+            self.versions.weight_version, request.prompt_len, request.traceparent, request.lora
+        )
         worker_request.awaits_kv, worker_request.last_at = kv is not None, now
         worker_request.prompt_len = request.prompt_len
         # An adapter may change while the base weights stay, so its tokens are forwarded immediately with the current

@@ -78,6 +78,8 @@ class BlockingFleet:
     paused_since = _blocking(Fleet.paused_since)
     mute_pause = _blocking(Fleet.mute_pause)
     reset = _blocking(Fleet.reset)
+    known_models = _blocking(Fleet.known_models)
+    forget_model = _blocking(Fleet.forget_model)
     wait_for_workers = _blocking(Fleet.wait_for_workers)
     send = _blocking(Fleet.send)
     timelines = _blocking(Fleet.timelines)

@@ -1,7 +1,7 @@
 """The live workers, by their presence. The caller passes in the time; nothing here waits."""
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,6 +20,7 @@ __all__ = [
     "Survivor",
     "accepts_whole_requests",
     "connector_of",
+    "list_names",
     "slots_of",
 ]
 
@@ -29,6 +30,8 @@ MAX_ENDED: Final = 8
 """Ended incarnations of one worker that are remembered: a worker starts rarely."""
 MAX_NAMESAKES: Final = 4
 """Further workers with one id that are followed. More than one worker with an id is a mistake in their setup."""
+MAX_LISTED: Final = 16
+"""Largest number of models that an error lists, because workers choose the names."""
 MAX_WORKERS: Final = 16_384
 """Workers that are followed, far above any fleet. Further workers are ignored until one is lost."""
 
@@ -100,22 +103,49 @@ class FleetSnapshot:
         """Return True if a worker accepts requests for `model`, or for any model if None, now or soon."""
         return bool(self.served) if model is None else model in self.served
 
-    def resolve_model(self, model: str | None) -> str:
-        """Return the model for a request with `model`; None means the fleet's only model.
+    def choose_model(self, known: Collection[str] = ()) -> str:
+        """Return the model of requests that name none: the only one of the live workers' models and `known`.
+
+        Raises:
+            NoWorkers: there is no model.
+            InvalidRequest: there are several.
+        """
+        names = self._names(known)
+        if len(names) > 1:
+            raise InvalidRequest(field="model", problem="is missing", allowed=self._one_of(names))
+        if not names:
+            raise NoWorkers(message="no live worker serves any model")
+        return names[0]
+
+    def resolve_model(self, model: str | None, known: Collection[str] = ()) -> str:
+        """Return the model for a request with `model`; None means the only model.
+
+        Args:
+            known: models that count although no live worker may have them.
 
         Raises:
             NoWorkers: no worker serves it.
-            InvalidRequest: no model was named and the fleet serves several, or the fleet serves only other models.
+            InvalidRequest: no model was named and there are several, or there are only other models.
         """
-        if model is None and len(self.served) > 1:
-            raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(self.served)}")
-        if model is None and self.served:
-            return self.served[0]
-        if model is not None and model in self.served:
+        model = self.choose_model(known) if model is None else model
+        if model in self.served:
             return model
-        if model is not None and self.served and all(worker.model != model for worker in self.workers):
-            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=f"one of {', '.join(self.served)}")
-        raise NoWorkers(message=f"no live worker serves {model or 'any model'}{self.describe_others(model)}")
+        names = self._names(known)
+        if names and model not in names:
+            raise InvalidRequest(field="model", problem=f"is {model!r}", allowed=self._one_of(names))
+        raise NoWorkers(message=f"no live worker serves {model}{self.describe_others(model)}")
+
+    def _names(self, known: Collection[str]) -> list[str]:
+        return sorted({worker.model for worker in self.workers}.union(known))
+
+    def _one_of(self, names: Sequence[str]) -> str:
+        """Return the allowed names for people, with the command that forgets a name without workers."""
+        live = {worker.model for worker in self.workers}
+        idle = [name for name in names if name not in live]
+        text = f"one of {list_names(names)}"
+        if idle:
+            text += f" (without workers: {list_names(idle)}; `rollbus forget-model {idle[0]}` forgets a model)"
+        return text
 
     def describe_others(self, model: str | None) -> str:
         """Return the states of the workers of `model`, or of all, that do not serve, in brackets; may be empty."""
@@ -334,6 +364,12 @@ class PresenceTable:
 def _held_s(presence: WorkerPresence) -> float:
     """Return how long a worker has held its id, by its presence."""
     return presence.uptime_s if presence.held_s is None else presence.held_s
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return names for an error message, the first `MAX_LISTED` of them."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(names[:MAX_LISTED])}{more}"
 
 
 def accepts_whole_requests(worker: WorkerPresence) -> bool:

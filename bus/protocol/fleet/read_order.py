@@ -54,7 +54,9 @@ class ReadOrder:
             if now < self._stale_since + STALE_S:
                 return verdict
             verdict = ReadVerdict.LOST
-        self._last, self._stale_since = state, None
+        # Nothing is lost with a state without commands.
+        self._last = None if state is None or state.is_first else state
+        self._stale_since = None
         return verdict
 
     def _compare(self, state: DesiredState | None) -> ReadVerdict:

@@ -1,6 +1,6 @@
 """Decides which workers must ack a command."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from ....schemas.control import (
@@ -15,8 +15,9 @@ from ....schemas.control import (
 )
 from ....schemas.errors import InvalidRequest, NoWorkers
 from ....schemas.presence import WorkerPresence, WorkerState
+from .presence_table import list_names
 
-__all__ = ["Roster", "workers_that_must_ack"]
+__all__ = ["Roster", "needs_known_models", "workers_that_must_ack"]
 
 Roster = dict[str, tuple[WorkerPresence, ...]]
 """The workers that must ack, by model and in the order of their ids. Each model has at least one worker."""
@@ -35,8 +36,21 @@ _OF_ONE_MODEL: Final = (
 """Commands that apply to one model only."""
 
 
-def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand) -> Roster:
+def needs_known_models(command: AnyCommand) -> bool:
+    """Return True if the command applies to one model and names neither the model nor workers.
+
+    The only model with live workers need not be the model that the caller means.
+    """
+    return isinstance(command, _OF_ONE_MODEL) and command.model is None and command.workers is None
+
+
+def workers_that_must_ack(
+    workers: Sequence[WorkerPresence], command: AnyCommand, known_models: Collection[str] = ()
+) -> Roster:
     """Return the live `workers` that must ack `command`.
+
+    Args:
+        known_models: models that count although they may have no live workers; see `needs_known_models`.
 
     Raises:
         NoWorkers: no live worker can ack; the message has the states of the other workers.
@@ -66,8 +80,9 @@ def workers_that_must_ack(workers: Sequence[WorkerPresence], command: AnyCommand
     roster: dict[str, tuple[WorkerPresence, ...]] = {}
     for worker in sorted(able, key=lambda presence: (presence.model, presence.worker)):
         roster[worker.model] = (*roster.get(worker.model, ()), worker)
-    if len(roster) > 1 and isinstance(command, _OF_ONE_MODEL):
-        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {', '.join(roster)}")
+    named = sorted(roster.keys() | set(known_models))
+    if len(named) > 1 and isinstance(command, _OF_ONE_MODEL):
+        raise InvalidRequest(field="model", problem="is missing", allowed=f"one of {list_names(named)}")
     _check_label([worker for worker in known if worker.model in roster], command)
     return roster
 

@@ -31,6 +31,8 @@ class WorkerTimeline(RequestTimeline, frozen=True, kw_only=True, omit_defaults=F
     incarnation: str
     """The worker's present incarnation. After a fence it may differ from that of the attempt. Empty: the attempt was
     lost with its worker."""
+    model: str
+    """The worker's model."""
     number: int = 1
     """Number of the attempt as `Generation.attempts` counts: 1 for the first, and the same for both of its phases.
     Publications that no worker accepted do not count."""
@@ -81,8 +83,8 @@ def _why(ack: Ack) -> str:
 def _of_worker(ack: Ack) -> Iterable[WorkerTimeline]:
     for timeline in ack.timelines or ():
         fields = msgspec.structs.asdict(timeline)
-        number = len(timeline.lost) + 1
-        yield WorkerTimeline(**fields, worker=ack.worker, incarnation=ack.incarnation, number=number)
+        fields.update(worker=ack.worker, incarnation=ack.incarnation, model=ack.model)
+        yield WorkerTimeline(**fields, number=len(timeline.lost) + 1)
 
 
 def _lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimeline]:
@@ -101,6 +103,8 @@ def _lost_attempts(reported: Iterable[WorkerTimeline]) -> Iterable[WorkerTimelin
                     attempt=lost.attempt,
                     worker=lost.worker,
                     incarnation="",
+                    model=timeline.model,
+                    lora=timeline.lora,
                     events=(event,),
                     lost=timeline.lost[:index],
                     number=index + 1,

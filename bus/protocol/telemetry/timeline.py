@@ -37,7 +37,8 @@ class OpenTimeline:
     """
 
     __slots__ = (
-        "_clock", "_offset_s", "attempt", "child", "client", "events", "is_held", "is_offered", "lane", "lost", "phase",
+        "_clock", "_offset_s", "attempt", "child", "client", "events", "is_held", "is_offered", "lane", "lora", "lost",
+        "phase",
         "prompt_tokens", "request_id", "serial", "traceparent", "weight_version",
     )  # fmt: skip
 
@@ -53,6 +54,7 @@ class OpenTimeline:
         self.lost: tuple[LostAttempt, ...] = ()
         self.prompt_tokens = 0
         self.traceparent: str | None = None
+        self.lora: str | None = None
         self.weight_version = 0
         self.is_offered = self.is_held = False
         self.events: list[TimelineEvent] = []
@@ -74,9 +76,9 @@ class OpenTimeline:
         happened = TimelineEvent(at=self._now(), event=event, tokens=tokens, cached_tokens=cached_tokens, reason=reason)
         self._add(happened)
 
-    def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None) -> None:
+    def offer(self, weight_version: int, prompt_tokens: int, traceparent: str | None, lora: str | None = None) -> None:
         """Record that the worker has admitted the request."""
-        self.is_offered = True
+        self.is_offered, self.lora = True, lora
         self.weight_version, self.prompt_tokens, self.traceparent = weight_version, prompt_tokens, traceparent
         self._add(TimelineEvent(at=self._now(), event="offered", weight_version=weight_version))
 
@@ -117,6 +119,7 @@ class OpenTimeline:
             attempt=self.attempt,
             child=self.child,
             lane=self.lane,
+            lora=self.lora,
             prompt_tokens=self.prompt_tokens,
             traceparent=self.traceparent,
             events=tuple(self.events),

@@ -7,7 +7,8 @@ options below set the fields that a line does not set.
 The output has one JSON object for each prompt, in the order in which the prompts end. "index" is the line number of the
 prompt, counted from 0. The command checks the whole input before it sends the first request. The object of a prompt
 that fails has an "error", and the command exits with 1. Run the same command again to continue after an interruption,
-or to retry failed prompts.
+or to retry failed prompts. Without a model, the model that answered the first prompt answers all. A line has its
+"model" and, if it names one, the adapter as "lora".
 """
 
 import argparse
@@ -142,6 +143,8 @@ def describe(report: Mapping[str, Any]) -> str:
         text += f", {report['failed']:,} failed (the first, {report['first_error']})"
     if report["retryable"]:
         text += f", run again to retry {report['retryable']:,} of them"
+    if report["models"]:
+        text += f"; model{'s' * (len(report['models']) > 1)} {', '.join(report['models'])}"
     if report["tokens"]:
         text += f"; {report['tokens']:,} tokens in {report['seconds']} s"
     if report["seconds_to"]:

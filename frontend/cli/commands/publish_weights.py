@@ -90,10 +90,9 @@ async def only_model(rb: "Client") -> str:
     Raises:
         CommandFailed: the fleet has no model, or several models.
     """
-    state = await rb.fleet.state()
-    models = sorted({worker.model for worker in state.workers} | state.desired.keys())
+    models = await rb.fleet.known_models()
     if len(models) != 1:
-        found = f"the fleet has the models {', '.join(models)}" if models else "no worker states its model"
+        found = f"the fleet has the models {', '.join(models)}" if models else "the fleet has no model"
         raise CommandFailed(f"--model NAME is required: {found}", ExitCode.USAGE)
     return models[0]
 

@@ -200,7 +200,8 @@ async def _up(
             http = None
             if listening is not None:
                 host, _ = address(args.http or DEFAULT_ADDRESS)
-                settings = settings_of(args, host)
+                # Users without a model name mean the only model of this command, also if another model joins.
+                settings = replace(settings_of(args, host), default_model=args.default_model or fleet.served_model)
                 http = await services.enter_async_context(serve_http(server, args.fleet, settings, listening))
             display.end_start()
             _announce(args, fleet, server.url, http)

@@ -45,7 +45,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
     check_served(body)
-    target = find_target(service, body.model)
+    target = await find_target(service, body.model)
     options = read_options(body, target, returns_tokens=service.settings.returns_tokens)
     sampling = sampling_fields(body, options, None)
     with named_errors(bus_names(body, "prompt")):

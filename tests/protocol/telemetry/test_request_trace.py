@@ -39,7 +39,7 @@ def timeline(*events: tuple[float, str], attempt: int = 0, child: int = 0, clien
 
 def at(worker: str, told: RequestTimeline) -> WorkerTimeline:
     """Return a timeline with the worker that reported it."""
-    return WorkerTimeline(**msgspec.structs.asdict(told), worker=worker, incarnation="1")
+    return WorkerTimeline(**msgspec.structs.asdict(told), worker=worker, incarnation="1", model="m")
 
 
 def result(*acks: Ack, missing: dict[str, str] | None = None) -> CommandResult:
@@ -107,8 +107,9 @@ def test_all_fields_of_a_timeline_are_in_its_json() -> None:
     told = msgspec.json.decode(msgspec.json.encode(at("a", timeline((1.5, "offered")))))
 
     assert told == {
-        "request_id": "r", "client": "alice", "attempt": 0, "child": 0, "lane": None, "prompt_tokens": 0,
+        "request_id": "r", "client": "alice", "attempt": 0, "child": 0, "lane": None, "lora": None, "prompt_tokens": 0,
         "traceparent": None, "events": [{"at": 1.5, "event": "offered"}], "worker": "a", "incarnation": "1",
+        "model": "m",
     }  # fmt: skip
 
 

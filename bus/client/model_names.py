@@ -1,0 +1,133 @@
+"""Selects the model of each request. Runs on the bus thread.
+
+A request that names no model goes to the model that its client resolved first. Workers that come and go never change
+it. The stored desired states name the models of a fleet, also models whose workers are all gone.
+"""
+
+import asyncio
+import math
+import time
+
+from ...schemas.checks import check_name
+from ...schemas.errors import BusBroken, InvalidRequest, NoWorkers
+from ..control.store import DesiredStore
+from ..nats.connection import Connection
+from ..protocol.fleet.presence_table import list_names
+from ..queue.streams import delete_queue, queue_depths
+from ..subjects import Subjects
+from .presence_watcher import PresenceWatcher
+
+__all__ = ["ModelNames"]
+
+
+class ModelNames:
+    """The models that a client knows.
+
+    Attributes:
+        fixed: the model of requests that name none. None until the first of them is resolved. It never changes
+            afterwards, so any thread may read it.
+    """
+
+    def __init__(self, nats: Connection, subjects: Subjects, watcher: PresenceWatcher, store: DesiredStore) -> None:
+        self.fixed: str | None = None
+        self._nats = nats
+        self._subjects = subjects
+        self._watcher = watcher
+        self._store = store
+        self._reading = asyncio.Lock()
+        self._read_at = -math.inf
+        self._recorded: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return one line with the model of requests that name none."""
+        return f"<ModelNames fixed={self.fixed}>"
+
+    async def known(self) -> tuple[str, ...]:
+        """Return the models that live workers or stored desired states name, sorted.
+
+        Raises:
+            BusBroken: the stored states cannot be listed.
+        """
+        await self._watcher.known_workers()
+        recorded = await self._recorded_models()
+        return tuple(sorted({worker.model for worker in self._watcher.table.workers()}.union(recorded)))
+
+    async def reset(self, model: str | None) -> tuple[str, ...]:
+        """Clear the desired state of `model`, or of all models. Return the models that had recorded commands."""
+        models = await self._store.models() if model is None else (check_name("model", model),)
+        return tuple([name for name in models if await self._store.reset(name)])
+
+    async def forget(self, model: str) -> bool:
+        """Delete the queue and the desired state of a model that has no workers. Return False if it was unknown.
+
+        Raises:
+            InvalidRequest: the model has workers, or its queue has requests. Nothing was deleted.
+            BusBroken: the connection or JetStream failed, or this user may not delete them. A repetition continues.
+        """
+        check_name("model", model)
+        workers = [worker.worker for worker in await self._watcher.ping_workers() if worker.model == model]
+        if workers:
+            allowed = "a model without workers"
+            raise InvalidRequest(
+                field="model", problem=f"{model!r} has workers: {list_names(workers)}", allowed=allowed
+            )
+        depths = await queue_depths(self._nats, self._subjects, (model,))
+        held = sum(depth.waiting + depth.in_hand for depth in depths)
+        if held:
+            problem = f"{model!r} has {held} requests in its queue"
+            raise InvalidRequest(field="model", problem=problem, allowed="a model with an empty queue")
+        was_known = bool(depths) or model in await self._recorded_models()
+        # The state is deleted last. Until then the model is known, and the command can be repeated.
+        await delete_queue(self._nats, self._subjects, model)
+        await self._store.forget(model)
+        return was_known
+
+    async def resolve(self, model: str | None) -> str:
+        """Return the model that serves a request for `model`. Ask the workers first if none seems to serve it.
+
+        Raises:
+            NoWorkers: no worker serves the model.
+            InvalidRequest: no model was named and several are known, or only other models are known.
+            BusBroken: no model was named, and the stored states cannot be listed.
+        """
+        try:
+            return await self._resolve(self.fixed if model is None else model)
+        except NoWorkers as exc:
+            if self._nats.is_connected:
+                raise
+            raise NoWorkers(message=f"{exc.message}; the connection to NATS is down") from exc
+
+    async def _resolve(self, model: str | None) -> str:
+        if model is None:
+            model = await self._fix()
+        await self._watcher.look_for(model)
+        known: tuple[str, ...] = (model,)
+        if all(worker.model != model for worker in self._watcher.snapshot.workers):
+            try:
+                known = await self._recorded_models()
+            except BusBroken:
+                # The model may be known. A request that fails as `no_workers` may be sent again.
+                known = (model,)
+        return self._watcher.snapshot.resolve_model(model, known)
+
+    async def _fix(self) -> str:
+        """Choose the model of requests that name none, once."""
+        try:
+            known = await self.known()
+        except BusBroken:
+            if self._nats.is_connected:
+                raise
+            raise NoWorkers(message="the models of the fleet are unknown") from None
+        if self.fixed is None:
+            self.fixed = self._watcher.snapshot.choose_model(known)
+        return self.fixed
+
+    async def _recorded_models(self) -> tuple[str, ...]:
+        """List the stored states. Calls that wait at the same time share one list."""
+        asked_at = time.monotonic()
+        async with self._reading:
+            if self._read_at < asked_at:
+                began_at = time.monotonic()
+                self._recorded = await self._store.models()
+                self._read_at = began_at
+            return self._recorded
