@@ -54,7 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
     """Id of the request, unique among the open requests of one client; random by default."""
     model: str | None = None
-    """Served model name; None: the only model of the fleet."""
+    """Served model name; None: the model of the client's first request without a name, which was the only known one."""
     return_routed_experts: bool | None = None
     """Whether to return routed experts. None: return them if the model has experts. True: reject the request if the
     model has none. False: do not return them."""
