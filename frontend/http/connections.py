@@ -11,8 +11,9 @@ import resource
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
+from starlette.types import Message, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
@@ -33,6 +34,7 @@ __all__ = [
     "Stage",
     "max_connections",
     "raise_descriptor_limit",
+    "unframed",
 ]
 
 C = TypeVar("C")
@@ -190,11 +192,33 @@ class OpenConnections:
         return True
 
 
+def unframed(send: Send) -> Send:
+    """Return a `send` that ends the body of an answer without a length by closing the connection.
+
+    HTTP/1.0 has no chunks, but uvicorn's httptools implementation would send them. h11 does the right thing itself.
+
+    Args:
+        send: uvicorn's own `send` of one answer, before the answer has begun.
+    """
+    cycle: Any = getattr(send, "__self__", None)
+    if not hasattr(cycle, "chunked_encoding"):
+        return send
+    cycle.chunked_encoding = False
+
+    async def send_next(message: Message) -> None:
+        # uvicorn counts the body's bytes against this number.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_next
+
+
 class HttpConnection(HttpProtocol):
     """uvicorn's connection, which reports its stage to `OpenConnections`.
 
-    It uses these parts of uvicorn: the constructor, the methods of `asyncio.Protocol`, `send_400_response`, `on_body`,
-    `parser` and `cycle` with its `more_body`. pyproject.toml lists the releases in which these are the same.
+    It uses these parts of uvicorn: the constructor, the methods of `asyncio.Protocol`, `send_400_response`, the
+    callbacks of httptools, `parser` and `cycle` with its `more_body`. `unframed` uses two more fields of the cycle.
+    pyproject.toml lists the releases in which these are the same.
     """
 
     def __init__(
@@ -206,6 +230,7 @@ class HttpConnection(HttpProtocol):
         # Counts the body bytes of the latest request, and the bytes outside bodies since then.
         self._num_body_bytes = 0
         self._num_other_bytes = 0
+        self._is_in_head = True
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
@@ -233,6 +258,21 @@ class HttpConnection(HttpProtocol):
         if hasattr(self, "parser") and self._num_other_bytes > MAX_HEAD_BYTES + self._num_body_bytes:
             message = f"the request's head or trailers are too large; allowed: {MAX_HEAD_BYTES} bytes"
             self._refuse(HttpError(431, message, code="head_too_large"))
+
+    def on_message_begin(self) -> None:
+        """Begin the head of a request. httptools calls this."""
+        self._is_in_head = True
+        super().on_message_begin()  # type: ignore[misc]  # h11's has no such method, and does not call it
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header of the head. httptools also calls this for trailers, which must not count as headers."""
+        if self._is_in_head:
+            super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        """End the head of a request. httptools calls this."""
+        self._is_in_head = False
+        super().on_headers_complete()  # type: ignore[misc]
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a body part. httptools calls this."""

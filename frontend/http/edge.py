@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...schemas.checks import check_request_id
 from ...schemas.errors import InvalidRequest
-from .connections import HttpConnection, OpenConnections
+from .connections import HttpConnection, OpenConnections, unframed
 from .errors import HttpError, error_response
 
 __all__ = ["REQUEST_ID_HEADER", "SEND_BYTES", "Edge", "ResponseSender", "given_request_id"]
@@ -88,6 +88,7 @@ class ResponseSender:
         self.has_begun = False
         self.has_stalled = False
         self._headers = Headers(scope=scope)
+        self._has_chunks = scope["http_version"] != "1.0"
         self._transport = transport
         self._send = send
         self._timeout_s = timeout_s
@@ -104,6 +105,8 @@ class ResponseSender:
             if all(name != REQUEST_ID_HEADER.lower().encode() for name, _ in headers):
                 request_id = given_request_id(self._headers) or uuid.uuid4().hex
                 headers.append((REQUEST_ID_HEADER.lower().encode(), request_id.encode()))
+            if not self._has_chunks and all(name != b"content-length" for name, _ in headers):
+                self._send = unframed(self._send)
             await self._send({**message, "headers": headers})
             return
         body = message.get("body", b"")

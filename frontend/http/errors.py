@@ -53,6 +53,8 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.UNKNOWN: 502,
 }
 """HTTP status of each error code of a token request."""
+NO_RETRY: Final = {"X-Should-Retry": "false"}
+"""Header of a permanent refusal. The clients of OpenAI and Anthropic retry any other status from 500 on."""
 
 CONTROL_STATUS: Final[dict[ControlCode, int]] = {
     ControlCode.INVALID_COMMAND: 400,
@@ -94,6 +96,8 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
         if status in (429, 503):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+        if status == 501 or code == ErrorCode.POISON_REQUEST:
+            self.headers.update(NO_RETRY)
         super().__init__(f"{status} {code}: {message}")
 
 

@@ -17,6 +17,7 @@ from .errors import HttpError
 __all__ = ["check_media_type", "check_origin"]
 
 JSON: Final = "application/json"
+IDENTITY: Final = "identity"
 OWN_SITES: Final = ("same-origin", "none")
 """Values of `Sec-Fetch-Site` for a page of this service, and for an address that the user typed."""
 DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
@@ -52,9 +53,16 @@ def check_origin(headers: Headers, allowed_hosts: Collection[str], *, allows_lin
 def check_media_type(headers: Headers) -> None:
     """Reject a body that is not declared as JSON. Browsers let web pages send other types without asking the service.
 
+    A compressed body is rejected too: the service would read its bytes as JSON.
+
     Raises:
-        HttpError: 415, naming the declared type.
+        HttpError: 415, naming the declared type or encoding.
     """
+    coding = ", ".join(headers.getlist("content-encoding"))[:MAX_SHOWN_CHARS]
+    if coding.strip().lower() not in ("", IDENTITY):
+        message = f"Content-Encoding is {coding!r}; allowed: {IDENTITY}, that is a body without compression"
+        refused = {"Accept-Encoding": IDENTITY}
+        raise HttpError(415, message, code="unsupported_encoding", param="Content-Encoding", headers=refused)
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     given = headers.getlist("content-type")
     if has_body and (len(given) != 1 or given[0].partition(";")[0].strip().lower() != JSON):
