@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from ...schemas.errors import ErrorCode
 from .errors import HttpError, nearest
+from .lax import LaxReader
 from .settings import Settings
 
 __all__ = ["decode_body", "read_body"]
@@ -64,23 +65,33 @@ def _too_large(max_bytes: int) -> HttpError:
     return HttpError(413, f"the body is too large; allowed: {max_bytes} bytes", code="too_large", headers=CLOSE)
 
 
-def decode_body(data: bytes, kind: type[T], *, strict: bool = True) -> T:
+def decode_body(data: bytes, kind: type[T]) -> T:
     """Decode JSON into a struct that forbids unknown fields.
 
-    Args:
-        strict: if False, strings may represent numbers and booleans, as in a query.
+    Values of another type are read as vLLM's server reads them (`lax.py`). Only bodies that have one cost that time.
 
     Raises:
         HttpError: 400, naming the field that is unknown, missing, or of another type.
     """
     try:
         _refuse_duplicates(data)
-        return msgspec.json.decode(data or b"{}", type=kind, strict=strict)
+        try:
+            return msgspec.json.decode(data or b"{}", type=kind)
+        except msgspec.ValidationError as error:
+            return _decode_leniently(data, kind, error)
     except msgspec.ValidationError as error:
         message, field = _explain(str(error), kind)
         raise HttpError(400, message, code=ErrorCode.INVALID_REQUEST, param=field) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", code=ErrorCode.INVALID_REQUEST) from None
+
+
+def _decode_leniently(data: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
+    try:
+        found = msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        raise error from None  # a number is too large: `error` names its field
+    return msgspec.convert(LaxReader().read(found, kind), kind, str_keys=True)
 
 
 def _refuse_duplicates(data: bytes) -> None:

@@ -80,6 +80,8 @@ SAME_NAME: Final = (
     "prompt_logprobs",
 )
 """Fields of `rollbus.SamplingParams` with the same names and meanings."""
+NO_SEED: Final = -1
+"""vLLM's number for no seed."""
 EXTRA: Final = (
     *("structured_outputs", "thinking_token_budget", "repetition_detection", "watermarking", "extra_args"),
     *("skip_reading_prefix_cache", "trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
@@ -118,6 +120,8 @@ def bus_sampling(body: SamplingFields, tokenizer: Tokenizer | None, prefix: str 
         HttpError: 400, a bad word has no tokens.
     """
     fields = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.seed == NO_SEED:
+        del fields["seed"]
     bad_words = list(body.bad_words_token_ids or ())
     if body.bad_words and tokenizer is not None:
         bad_words += bad_words_ids(body.bad_words, tokenizer, f"{prefix}bad_words")

@@ -214,7 +214,7 @@ async def test_workers_that_never_answer_are_504(nats_url: str, fleet: str, monk
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pause", {"mode": "stop"}, "mode"),
-    ("pause", {"clear_cache": "yes"}, "clear_cache"),
+    ("pause", {"clear_cache": "maybe"}, "clear_cache"),
     ("pause", {"timeout_s": 0}, "timeout_s"),
     ("pause", {"timeout_s": 1e99}, "timeout_s"),
     ("pause", {"workers": []}, "workers"),
@@ -237,7 +237,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("update_weights", {"path": "/x", "weight_dir": "/x"}, "weight_dir"),
     ("update_weights", {"path": "/x", "version": -1}, "version"),
     ("update_weights", {"path": "/x", "version": 2**31}, "version"),
-    ("update_weights", {"path": "/x", "version": "2"}, "version"),
+    ("update_weights", {"path": "/x", "version": "two"}, "version"),
     ("update_weights", {"path": "/x", "upload": True}, "upload"),
     ("update_weights", {"path": "/x", "expected_canary": {"token_ids": []}}, "expected_canary.logprobs"),
     ("update_weights", {"update_info": {}, "version": 2}, "version"),

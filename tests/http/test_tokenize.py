@@ -94,7 +94,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
     ("tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
     ("tokenize", {"prompt": "a", "colour": 1}, "colour"),
-    ("tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("tokenize", {"prompt": "a", "add_special_tokens": 2}, "add_special_tokens"),
     ("tokenize", {"messages": []}, "messages"),
     ("tokenize", {"messages": [USER, {"content": "a"}]}, "messages[1].role"),
     ("tokenize", {"messages": [{"role": "nobody", "content": "a"}]}, "messages"),

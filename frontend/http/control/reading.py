@@ -48,7 +48,7 @@ def read_query(request: Request, kind: type[Query]) -> Query:
         values = request.query_params.getlist(name)
         given[name] = values if name in REPEATED or len(values) > 1 else values[0]
     # All values in a query are strings. The type of each field decides how its string is converted.
-    return decode_body(msgspec.json.encode(given), kind, strict=False)
+    return decode_body(msgspec.json.encode(given), kind)
 
 
 def either(name: str, value: Value | None, other_name: str, other: Value | None) -> Value | None:

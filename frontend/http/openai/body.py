@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from ....schemas import limits
 from ..errors import unsupported
+from ..lax import NO_TEXT, STRICT
 from ..sampling import SamplingFields, TokenIds, check_sampling
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
@@ -67,6 +68,8 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     response_format: dict[str, Any] | None = None
 
     # vLLM's fields.
+    thinking_token_budget: Annotated[int, STRICT] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS), NO_TEXT] | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     """A lower number is more urgent."""
@@ -120,7 +123,7 @@ class ChatBody(CommonBody, kw_only=True, frozen=True):
     max_completion_tokens: int | None = None
     """Maximum number of generated tokens; null: the rest of the model's context."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS), NO_TEXT] | None = None
     add_generation_prompt: bool | None = None
     """Null: true unless `continue_final_message` is true."""
     continue_final_message: bool | None = None
@@ -157,7 +160,8 @@ class CompletionBody(CommonBody, kw_only=True, frozen=True):
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)] | None = None
     """A text, token ids, or a list of texts or of token id lists. Optional if `tokens` or `nvext` has token ids."""
-    logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS), NO_TEXT] | None = None
+    """Number of alternatives to each token. As in vLLM, `true` is 1 and `false` is 0."""
     best_of: int | None = None
     echo: bool | None = None
     """True: the prompt precedes its answer; with `logprobs`, the log probabilities of the prompt precede those of the

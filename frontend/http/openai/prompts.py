@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 from ...tokenization import Tokenizer
 from ..chat import Chat, encode_chat, encode_text
 from ..errors import invalid
+from ..lax import LaxReader
 from .body import ChatBody, CommonBody, CompletionBody
 
 __all__ = [
@@ -100,6 +101,10 @@ async def completion_prompts(body: CompletionBody, load: TokenizerLoader) -> lis
         token_ids = await encode_text(await load(), body.prompt, add_special_tokens=add_special_tokens)
         return [BodyPrompt(token_ids, "prompt", body.prompt)]
     ids = [item for item in body.prompt if isinstance(item, int)]
+    if ids and len(ids) < len(body.prompt):
+        # As in vLLM, ids may be texts if other items show that the list has ids. A list of texts alone has prompts.
+        read = LaxReader().read(body.prompt, list[int])
+        ids = [item for item in read if isinstance(item, int)]
     if len(ids) == len(body.prompt):
         return [BodyPrompt(ids, "prompt")]
     if ids or len({type(item) for item in body.prompt}) > 1:
