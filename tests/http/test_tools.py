@@ -175,6 +175,23 @@ async def test_if_a_parser_raises_an_error_the_text_is_the_content(
             assert (message["content"], reason) == (TWO, "stop")
 
 
+async def test_a_broken_call_is_the_same_streamed_or_not(
+    nats_url: str, fleet: str, tmp_path: Path, writes: list[str]
+) -> None:
+    """A malformed call, and a second call that is cut, have the same message and finish reason streamed or not."""
+    broken = CALL.replace("}}", "}")
+    async with serving(nats_url, fleet, tmp_path) as (_, client):
+        for text, limit in ((broken, 400), (TWO, 100), (f"{CALL}\n{broken}", 400)):
+            writes[:] = [text]
+            whole, *rest = [await asked(client, stream=stream, max_tokens=limit) for stream in (False, True)]
+            message, reason, _ = whole
+            assert message["content"] == text[: len(message["content"])]
+            assert "tool_calls" not in message
+            assert reason == ("length" if limit == 100 else "stop")
+            message.pop("role")
+            assert rest == [whole]
+
+
 async def test_long_texts_are_parsed_in_a_thread(
     nats_url: str, fleet: str, tmp_path: Path, writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

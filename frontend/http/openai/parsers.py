@@ -141,9 +141,14 @@ def load_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> 
 
 
 class AnswerReader:
-    """Splits one answer into parts. If the parser fails, all later text of the answer is content.
+    """Splits one answer into parts. If the parser fails, all text that has no part yet is content.
+
+    With tools, a stream has the same parts as a whole answer. A call may turn out to be malformed or cut only at the
+    end, and the parsers then decide about the whole text. So the first sign of a call holds all later text back until
+    the whole text is parsed.
 
     Args:
+        make: creates a parser.
         prompt: the prompt's token ids.
         show_reasoning: False: omit the reasoning.
         one_call: True: omit calls after the first.
@@ -151,32 +156,46 @@ class AnswerReader:
 
     def __init__(
         self,
-        parser: AnswerParser,
+        make: Callable[[], AnswerParser],
         question: ToolQuestion,
         prompt: list[int],
         *,
         show_reasoning: bool,
         one_call: bool,
     ) -> None:
-        self._parser = parser
+        self._make = make
+        self._parser = make()
         self._question = question
         self._prompt = prompt
         self._show_reasoning = show_reasoning
         self._one_call = one_call
+        self._may_call = bool(question.tools) and question.choice != "none"
         self._has_failed = False
         self._has_calls = False
         self._num_given = 0
         self._texts: list[str] = []
         self._ids: list[int] = []
+        # The next fields are only for streams with tools.
+        self._is_holding = False
+        self._whole_text: list[str] = []
+        self._whole_ids: list[int] = []
+        self._num_streamed = 0
+        self._streamed = AnswerParts()
+        self._blanks = AnswerParts()
 
     async def whole(self, text: str, token_ids: list[int]) -> AnswerParts:
         """Return the parts of a whole answer."""
-        found = await self._parsed(text, len(text), lambda: self._parser.whole(text, token_ids))
-        # A forced call that was cut off is not a valid call. Parsers drop its text, so the text becomes content.
-        return self._shown(found if found else AnswerParts(content=text))
+        return self._shown(await self._parsed(text, len(text), lambda: self._parser.whole(text, token_ids)))
 
     async def add(self, text: str, token_ids: list[int], *, final: bool) -> AnswerParts:
-        """Return the additions from new text; empty parts if there is too little new text to call the parser."""
+        """Return the additions from new text; empty parts if the text is held back, or too short to call the parser."""
+        if self._may_call:
+            self._whole_text.append(text)
+            self._whole_ids += token_ids
+            if final:
+                return self._shown(await self._last())
+        if self._is_holding:
+            return AnswerParts()
         self._texts.append(text)
         self._ids += token_ids
         num_new = sum(map(len, self._texts))
@@ -188,11 +207,44 @@ class AnswerReader:
         found = await self._parsed(
             text, self._num_given, lambda: self._parser.add(text, ids, prompt=self._prompt, final=final)
         )
-        return self._shown(found)
+        return self._shown(self._certain(found) if self._may_call else found)
+
+    def _certain(self, found: AnswerParts) -> AnswerParts:
+        """Return the new text that the whole answer has too, and hold the rest back."""
+        self._is_holding = self._has_failed or bool(found.calls)
+        if self._has_failed:
+            # The parser of whole answers may accept this text.
+            self._has_failed = False
+            return AnswerParts()
+        self._num_streamed = self._num_given
+        # Parsers of whole answers drop blanks around calls.
+        content, self._blanks = _without_blanks(self._blanks, found)
+        self._streamed = AnswerParts(
+            (self._streamed.content or "") + (content.content or ""),
+            (self._streamed.reasoning or "") + (content.reasoning or ""),
+        )
+        return content
+
+    async def _last(self) -> AnswerParts:
+        """Return the parts of the whole answer without those that were streamed."""
+        text, ids = "".join(self._whole_text), self._whole_ids
+        found = await self._parsed(text, len(text), lambda: self._make().whole(text, ids))
+        content, reasoning = self._streamed.content or "", self._streamed.reasoning or ""
+        if self._has_failed and reasoning:
+            return AnswerParts((self._blanks.content or "") + text[self._num_streamed :])
+        if not (found.content or "").startswith(content) or not (found.reasoning or "").startswith(reasoning):
+            # The two parsers disagree about text that is already sent.
+            return AnswerParts(calls=found.calls)
+        return AnswerParts(
+            (found.content or "")[len(content) :] or None,
+            (found.reasoning or "")[len(reasoning) :] or None,
+            found.calls,
+        )
 
     def finish_reason(self, of_engine: str) -> str:
-        """Return OpenAI's finish reason. As in OpenAI's API, a call of a named function ends with `stop`."""
-        is_called = self._has_calls and of_engine == "stop" and self._question.choice != "named"
+        """Return the finish reason as vLLM's server does. A call of a named function ends with `stop`."""
+        choice = self._question.choice
+        is_called = self._has_calls if choice == "auto" else choice == "required" and of_engine == "stop"
         return "tool_calls" if is_called else of_engine
 
     async def _parsed(self, text: str, size: int, parse: Callable[[], AnswerParts]) -> AnswerParts:
@@ -217,3 +269,11 @@ class AnswerReader:
             parts = replace(parts, reasoning=None)
         self._has_calls = self._has_calls or bool(parts.calls)
         return parts
+
+
+def _without_blanks(blanks: AnswerParts, found: AnswerParts) -> tuple[AnswerParts, AnswerParts]:
+    """Return the text after earlier blanks without the blanks at its end, and those blanks."""
+    content = (blanks.content or "") + (found.content or "")
+    reasoning = (blanks.reasoning or "") + (found.reasoning or "")
+    kept = AnswerParts(content.rstrip() or None, reasoning.rstrip() or None)
+    return kept, AnswerParts(content[len(kept.content or "") :], reasoning[len(kept.reasoning or "") :])

@@ -30,7 +30,7 @@ class Reading:
     def reader(self, request: bus.GenerateRequest) -> AnswerReader:
         """Create the reader of one answer."""
         return AnswerReader(
-            self.plan.answer_parser(),
+            self.plan.answer_parser,
             self.question,
             np.asarray(request.prompt_token_ids).tolist(),
             show_reasoning=self.body.include_reasoning is not False,
