@@ -123,9 +123,26 @@ def _checked(params: SamplingParams) -> dict[str, object]:
         )
     if params.bad_words_token_ids is not None:
         checked["bad_words_token_ids"] = _checked_bad_words(params.bad_words_token_ids)
+    _check_allowed(checked)
     if params.extra is not None:
         checked["extra"] = _checked_extra(params.extra)
     return checked
+
+
+def _check_allowed(checked: Mapping[str, Any]) -> None:
+    """Check that a token is left to sample. Without one, an engine computes NaN."""
+    allowed = checked.get("allowed_token_ids")
+    if not allowed:
+        return
+    forbidden = {word[0] for word in checked.get("bad_words_token_ids", ()) if len(word) == 1}
+    if checked["min_tokens"]:
+        forbidden.update(checked["stop_token_ids"])
+    if forbidden.issuperset(allowed):
+        raise InvalidRequest(
+            field="sampling.allowed_token_ids",
+            problem="allows only tokens that bad_words_token_ids, or stop_token_ids with min_tokens, forbid",
+            allowed="a list with at least one other token",
+        )
 
 
 def _check_together(checked: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Conversion of an HTTP request to a token request, shared by all routes that generate tokens."""
 
 import hashlib
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from ... import bus
 from ...bus.protocol.fleet.presence_table import list_names
 from ...schemas import limits
 from ...schemas.checks import check_name, describe
-from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RollbusError
+from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, RequestError, RollbusError
 from ...schemas.model_limits import check_model_limits
 from ...schemas.presence import Capabilities, WorkerPresence
 from .edge import REQUEST_ID_HEADER, given_request_id
@@ -26,6 +27,8 @@ __all__ = ["RequestTarget", "build_request", "check_length", "find_target", "id_
 GROUP_ID_HEADER = "X-Group-ID"
 SESSION_ID_HEADER = "X-Session-ID"
 TIMEOUT_HEADER = "X-Request-Timeout"
+FIRST_NAME = re.compile(r"[.\[]")
+"""The end of the first name in a field such as `sampling.top_p`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,9 +244,10 @@ def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None =
     except (HttpError, RollbusError) as error:
         if isinstance(error, HttpError):
             failure = error
-        elif isinstance(error, InvalidRequest):
+        elif isinstance(error, RequestError) and (field := _field_of(error)) is not None:
             in_headers = {"session_id": SESSION_ID_HEADER, "group_id": GROUP_ID_HEADER}
-            failure = http_error(error, {error.field: _route_name(error.field, {**in_headers, **names})})
+            name = _route_name(field, {**in_headers, **names})
+            failure = HttpError(400, f"{name}{error.message.removeprefix(field)}", code=error.code, param=name)
         else:
             failure = http_error(error)
         if request is not None:
@@ -251,6 +255,18 @@ def named_errors(names: Mapping[str, str], request: bus.GenerateRequest | None =
         if failure is error:
             raise
         raise failure from error
+
+
+def _field_of(error: RequestError) -> str | None:
+    """Return the bus's name of the field that is wrong; None if the error is not about a field.
+
+    A worker's error has it only as the first word of its message.
+    """
+    if isinstance(error, InvalidRequest):
+        return error.field
+    first = error.message.partition(" ")[0]
+    is_field = FIRST_NAME.split(first)[0] in bus.GenerateRequest.__struct_fields__
+    return first if is_field and error.code is ErrorCode.INVALID_REQUEST else None
 
 
 def _route_name(field: str, names: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from rollbus.bus.protocol.stream.engine_step import RequestStep, TokenBatch, split
 from rollbus.schemas.chunk import FinishReason
+from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.presence import RoutedExpertsInfo
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
@@ -109,6 +110,21 @@ def test_a_logprob_of_nan_ends_the_request_and_minus_infinity_is_valid() -> None
     assert failed.error is not None
     assert "NaN" in failed.error
     assert len(failed.token_ids) == 0
+
+
+def test_a_request_that_allows_no_token_is_at_fault_itself() -> None:
+    """NaN after an allow-list with bad words or `min_tokens` is an error of the request, and else one of the engine."""
+    broken = LogprobTable(np.array([[7]], np.int32), np.array([[np.nan]], np.float32))
+    for sampling, code in (
+        ({"allowed_token_ids": [7], "bad_words_token_ids": [[7, 7]]}, ErrorCode.INVALID_REQUEST),
+        ({"allowed_token_ids": [7], "min_tokens": 1}, ErrorCode.INVALID_REQUEST),
+        ({"allowed_token_ids": [7]}, ErrorCode.ENGINE_ERROR),
+        ({"min_tokens": 1}, ErrorCode.ENGINE_ERROR),
+    ):
+        requests, engine_id = opened(logprobs=0, **sampling)
+        step = only(requests, StepOutput(engine_id=engine_id, token_ids=[7], logprobs=broken, routed_experts=rows(2)))
+        assert (step.finish_reason, step.error_code) == (FinishReason.ERROR, code)
+        assert requests.has_seen_nan
 
 
 def test_columns_of_other_requests_in_the_batch_are_cut_off() -> None:

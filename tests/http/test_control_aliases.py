@@ -146,7 +146,7 @@ async def test_the_adapter_routes_of_vllm_respond_with_a_line_of_text(
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter added successfully.")
     assert (twice.status_code, twice.json()["error"]["param"]) == (400, "lora_name")
     assert replaced.status_code == 200
-    assert [answer.status_code for answer in absents] == [404, 404, 502]
+    assert [answer.status_code for answer in absents] == [404, 404, 400]
     assert [answer.json()["error"]["code"] for answer in absents] == ["bad_source"] * 3
     assert [answer.status_code for answer in unloaded] == [200, 200]
 

@@ -175,6 +175,7 @@ SAMPLING_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"stop": ".", "detokenize": False}, "detokenize"),
     ({"bad_words": ["no"]}, "bad_words"),
     ({"bad_words": [""]}, "bad_words[0]"),
+    ({"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, "allowed_token_ids"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"routed_experts_prompt_start": "x"}, "routed_experts_prompt_start"),

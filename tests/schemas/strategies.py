@@ -77,6 +77,10 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     """Draw any valid `SamplingParams`."""
     max_tokens = draw(maybe(st.integers(1, limits.MAX_TOKENS)))
     n = draw(st.integers(1, limits.MAX_N))
+    bad_words = draw(maybe(st.lists(token_lists(1, 3), max_size=3)))
+    stop_token_ids = draw(token_lists(0))
+    forbidden = {*stop_token_ids, *(word[0] for word in bad_words or ())}
+    allowed = maybe(token_lists(1).filter(lambda ids: not forbidden.issuperset(ids)))
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, limits.MAX_TOKENS if max_tokens is None else max_tokens)),
@@ -85,7 +89,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         top_k=draw(st.integers(-1, limits.MAX_TOKEN_ID)),
         min_p=draw(st.floats(0, 1)),
         seed=draw(maybe(st.integers(0, limits.MAX_SEED - n + 1))),
-        stop_token_ids=draw(token_lists(0)),
+        stop_token_ids=stop_token_ids,
         ignore_eos=draw(st.booleans()),
         logprobs=draw(maybe(st.integers(0, limits.MAX_LOGPROBS))),
         prompt_logprobs=draw(maybe(st.integers(0, limits.MAX_LOGPROBS))),
@@ -94,8 +98,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
         logit_bias=draw(maybe(st.dictionaries(TOKEN_ID, st.floats(-100, 100), max_size=3))),
-        allowed_token_ids=draw(maybe(token_lists(1))),
-        bad_words_token_ids=draw(maybe(st.lists(token_lists(1, 3), max_size=3))),
+        allowed_token_ids=draw(allowed),
+        bad_words_token_ids=bad_words,
         extra=draw(maybe(st.dictionaries(names, json_values, max_size=3))),
     )
 

@@ -134,6 +134,21 @@ def test_lists_that_are_too_long_are_refused_by_their_length(name: str) -> None:
     assert len(getattr(make(**{name: np.zeros(high, "i4")}), name)) == high
 
 
+def test_a_token_is_left_to_sample() -> None:
+    """A list of allowed tokens needs one that neither bad words nor `min_tokens` forbid."""
+    empty: list[dict[str, Any]] = [
+        {"bad_words_token_ids": [[5], [6], [7]]},
+        {"stop_token_ids": [5, 6], "min_tokens": 1},
+        {"bad_words_token_ids": [[5]], "stop_token_ids": [6], "min_tokens": 1},
+    ]
+    for fields in empty:
+        with pytest.raises(InvalidRequest, match=r"sampling\.allowed_token_ids allows only tokens that .* forbid"):
+            SamplingParams(allowed_token_ids=[5, 6], **fields)
+        assert SamplingParams(allowed_token_ids=[5, 6, 8], **fields).allowed_token_ids == (5, 6, 8)
+        assert SamplingParams(**fields).allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], bad_words_token_ids=[[5, 5]]).min_tokens == 0
+
+
 def test_min_tokens_cannot_exceed_max_tokens() -> None:
     """`min_tokens` cannot exceed `max_tokens`.
 

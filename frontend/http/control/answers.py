@@ -28,6 +28,10 @@ NAMES: Final = {"label": "weight_version", "source": "path"}
 """The routes' names for fields of commands, where the names differ."""
 
 
+CALLERS_FAULTS: Final = frozenset({ControlCode.INVALID_COMMAND, ControlCode.BAD_SOURCE, ControlCode.UNSUPPORTED})
+"""Reasons of workers that the same command would get again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStyle:
     """The format of the answers of a family of routes."""
@@ -36,8 +40,9 @@ class ResponseStyle:
     """True if the clients were written for the servers of vLLM or prime-rl: missing fields get those defaults."""
     partial: int = 207
     """Status if only some workers applied a command."""
-    bad_source: int = 502
-    """Status if no worker could read the source of the weights or the adapter."""
+    bad_source: int = 400
+    """Status if no worker can use the source of the weights or the adapter. prime-rl's client ignores 404 for weights.
+    """
     may_replace: bool = True
     """True if an adapter may replace a loaded adapter of the same name when the client does not set `load_inplace`."""
     text: str | None = None
@@ -85,6 +90,6 @@ def status_of(ledger: bus.CommandResult, command: str, style: ResponseStyle = RL
         return 504, ControlCode.TIMEOUT
     if codes == {ControlCode.OLD_VERSION}:
         return 409, ControlCode.OLD_VERSION
-    if codes == {ControlCode.BAD_SOURCE}:
-        return style.bad_source, ControlCode.BAD_SOURCE
+    if codes <= CALLERS_FAULTS:
+        return style.bad_source if ControlCode.BAD_SOURCE in codes else 400, min(codes)
     return 502, codes.pop() if len(codes) == 1 else "not_applied"

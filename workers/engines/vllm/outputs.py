@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
-from ....schemas.errors import ErrorCode
+from ....schemas.errors import ErrorCode, InvalidRequest
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
@@ -222,7 +222,8 @@ class OpenRequests:
         try:
             step = self._step(request, output)
         except _UnusableOutput as exc:
-            step = _failed(request, str(exc))
+            step = _without_tokens(request) if isinstance(exc, _NotANumber) else None
+            step = step or _failed(request, str(exc))
             self.has_seen_nan |= isinstance(exc, _NotANumber)
             if output.finish_reason is None:
                 broken.append(output.engine_id)
@@ -353,6 +354,21 @@ def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR
         error=error,
         error_code=code,
     )
+
+
+def _without_tokens(request: _Open) -> RequestStep | None:
+    """Return the end of a request whose own parameters may have left no token to sample; None: they leave some.
+
+    Checks before the engine find most of these requests. They do not know the model's end token and the tokens that
+    complete a bad word.
+    """
+    sampling = request.sampling
+    if sampling.allowed_token_ids is None or not (sampling.bad_words_token_ids or sampling.min_tokens):
+        return None
+    problem = "allows no token that bad words and min_tokens leave"
+    allowed = "a list with at least one such token at each position"
+    error = InvalidRequest(field="sampling.allowed_token_ids", problem=problem, allowed=allowed)
+    return _failed(request, error.message, ErrorCode.INVALID_REQUEST)
 
 
 def _logprobs(

@@ -110,7 +110,10 @@ def to_vllm(
 def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
     """Convert vLLM's error about a request to an `InvalidRequest` that names the field of rollbus."""
     parameter = getattr(exc, "parameter", None)
-    if parameter is None:
+    if parameter is None and "structured_outputs" in (sampling.extra or ()):
+        # vLLM names the parameter of all other errors that the checks before it leave.
+        field = "sampling.extra.structured_outputs"
+    elif parameter is None:
         field = "sampling"
     elif sampling.extra and parameter in sampling.extra:
         field = f"sampling.extra.{parameter}"
