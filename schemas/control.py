@@ -242,8 +242,9 @@ class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", t
 class Abort(Command, frozen=True, kw_only=True, tag_field="command", tag="abort"):
     """End requests in flight of any client."""
 
-    request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Ids of the requests, chosen by their clients."""
+    request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)] | None
+    """Ids of the requests, chosen by their clients; None: all requests in flight. Workers of earlier releases fail a
+    command with None as `invalid_command`."""
 
 
 class State(Command, frozen=True, kw_only=True, tag_field="command", tag="state"):

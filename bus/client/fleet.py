@@ -291,13 +291,17 @@ class Fleet:
         """Wake engines after `sleep`."""
         return await self._send(control.Wake, options)
 
-    async def abort(self, request_ids: Iterable[str], **options: Unpack[SendOptions]) -> CommandResult:
+    async def abort(self, request_ids: Iterable[str] | None, **options: Unpack[SendOptions]) -> CommandResult:
         """Abort requests in flight of any client. Requests that wait in the queue are not affected.
+
+        Args:
+            request_ids: ids of the requests, chosen by their clients. None: all requests in flight.
 
         `Ack.request_ids` lists the requests that a worker had. `CommandResult.not_found` lists the requests that no
         worker had. If no worker had any of them, this method raises `CommandIncomplete`.
         """
-        return await self._send(control.Abort, options, request_ids=unique_names("request_ids", request_ids))
+        names = None if request_ids is None else unique_names("request_ids", request_ids)
+        return await self._send(control.Abort, options, request_ids=names)
 
     async def check_weights(
         self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]

@@ -209,7 +209,7 @@ class Controller:
             await self.collector.collect(tracker, messages, wait_s, on_ack)
         epochs = {recording.model: recording.epoch for recording in recordings}
         result = tracker.result(time.monotonic(), epochs)
-        if isinstance(command, Abort):
+        if isinstance(command, Abort) and command.request_ids is not None:
             result = result.of_abort(command.request_ids)
         return CommandOutcome(result, recordings, tracker.lost)
 

@@ -100,6 +100,12 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         help="return token ids and log probabilities in every answer, even if the request does not ask for them",
     )
     parser.add_argument(
+        "--routed-experts-npy",
+        action="store_true",
+        help="return routed experts as vLLM's base64 .npy string in every choice "
+        "(default: as an object, and on OpenAI's routes only on request)",
+    )
+    parser.add_argument(
         "--trust-traceparent",
         action="store_true",
         help="let the flags of a client's traceparent decide whether its request is sampled (default: clear the flags)",
@@ -122,6 +128,7 @@ def settings_of(args: argparse.Namespace, host: str) -> Settings:
         default_model=args.default_model,
         timeout_s=args.request_timeout,
         returns_tokens=args.return_tokens,
+        routed_experts_npy=args.routed_experts_npy,
         otel=args.otel,
         trusts_traceparent=args.trust_traceparent,
         tool_call_parser=args.tool_call_parser,

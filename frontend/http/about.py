@@ -1,7 +1,9 @@
 """Routes that describe the service and its engines under vLLM's names: versions, settings and load."""
 
 import platform
-from typing import Any, Literal
+import re
+from collections.abc import Iterable
+from typing import Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -9,12 +11,16 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...schemas.errors import ErrorCode
+from ...schemas.presence import WorkerState
 from .control.reading import read_query
 from .errors import HttpError
 from .service import HttpRoute, RouteTable, Service
 from .status import json_response
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "parallel_config"]
+
+PARALLEL: Final = re.compile(r"\btp(\d{1,6})-pp(\d{1,6})-dp(\d{1,6})\b")
+"""The sizes in the signature of an engine."""
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +39,21 @@ class ServiceLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     server_load: int
     """Number of open token requests at this service, including those that wait."""
+
+
+class ServedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """An address that accepts the commands of vLLM's routes."""
+
+    url: str
+    """URL of this service, by the name that the client uses."""
+    models: tuple[str, ...]
+    """Models of the fleet."""
+    workers: tuple[str, ...]
+    """Ids of the workers of the fleet."""
+    is_healthy: bool
+    """True if a worker accepts requests."""
+    load: int
+    """Number of open token requests at this service."""
 
 
 class InfoQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +81,8 @@ async def load(service: Service, _request: Request) -> Response:
 async def server_info(service: Service, request: Request) -> Response:
     """Return the engine settings that each worker announces and the system of this service. The route is vLLM's.
 
-    `vllm_env` is empty, because workers do not announce their environment.
+    The settings have vLLM's `parallel_config` if all workers have the same. `vllm_env` is empty, because workers do not
+    announce their environment.
     """
     query = read_query(request, InfoQuery)
     config: dict[str, dict[str, Any]] = {
@@ -72,13 +94,50 @@ async def server_info(service: Service, request: Request) -> Response:
         f"{worker}: " + ", ".join(f"{name}={value!r}" for name, value in fields.items())
         for worker, fields in config.items()
     ]
+    known_workers = [worker.capabilities for worker in service.rb.fleet.workers]
+    parallel = parallel_config(each.signature for each in known_workers if each is not None)
+    if parallel is not None:
+        config["parallel_config"] = parallel
     system = {"rollbus": __version__, "python": platform.python_version(), "platform": platform.platform()}
     shown = config if query.config_format == "json" else "\n".join(lines)
     return json_response({"vllm_config": shown, "vllm_env": {}, "system_env": system})
 
 
+def parallel_config(signatures: Iterable[str]) -> dict[str, int] | None:
+    """Return the sizes of one engine under vLLM's names; None: engines differ, or do not announce them."""
+    found = {sizes and sizes.groups() for sizes in map(PARALLEL.search, signatures)}
+    if len(found) != 1 or None in found:
+        return None
+    tensor, pipeline, data = map(int, found.pop() or ())
+    return {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "data_parallel_size": data,
+        "world_size": tensor * pipeline,
+        "world_size_across_dp": tensor * pipeline * data,
+    }
+
+
+async def workers(service: Service, request: Request) -> Response:
+    """Return the addresses to which a client sends vLLM's commands: this service, once, for all workers of the fleet.
+
+    Routers of vLLM have this route. Their clients send a command to each address. Workers have no address, and this
+    service passes a command to all of them.
+    """
+    present = service.rb.fleet.workers
+    own = ServedWorker(
+        url=str(request.base_url).rstrip("/"),
+        models=tuple(sorted({worker.model for worker in present})),
+        workers=tuple(sorted(worker.worker for worker in present)),
+        is_healthy=any(worker.state is WorkerState.SERVING for worker in present),
+        load=service.admission.in_flight,
+    )
+    return json_response({"workers": [own], "total": 1})
+
+
 ROUTES: RouteTable = {
     ("GET", "/version"): HttpRoute(version, answer=Version),
     ("GET", "/load"): HttpRoute(load, answer=ServiceLoad),
+    ("GET", "/workers"): HttpRoute(workers),
     ("GET", "/server_info"): HttpRoute(server_info, query=InfoQuery),
 }

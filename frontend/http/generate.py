@@ -25,6 +25,7 @@ from .generate_body import (
     request_fields,
 )
 from .request_target import RequestTarget, build_request, check_length, find_target, id_headers, named_errors
+from .routing_json import rows_json
 from .service import HttpRoute, RouteTable, Service
 from .stops import AnswerText, stop_strings, text_of
 
@@ -53,7 +54,8 @@ async def generate(service: Service, request: Request) -> Response:
     with named_errors(names, built):
         await collect_answers(service, request, [built], choices, may_stop=bool(body.sampling_params.stop))
         with_prompt = service.settings.returns_tokens or bool(body.return_token_ids)
-        pieces = answer_json(built, target, choices, with_prompt=with_prompt)
+        as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
+        pieces = answer_json(built, target, choices, with_prompt=with_prompt, as_json=as_json)
         return JsonPieces(pieces, id_headers(built))
 
 
@@ -95,6 +97,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield one event for each chunk, with its routed experts. If the body asks for it, a last event has the usage."""
     options = body.stream_options or GenerateStreamOptions()
+    as_json = rows_json(body.routed_experts_format, npy=service.settings.routed_experts_npy)
     with_prompt = service.settings.returns_tokens or body.return_token_ids
     prompt: list[int] | None = np.asarray(request.prompt_token_ids).tolist() if with_prompt else None
     with named_errors(body_names(body), request):
@@ -103,7 +106,8 @@ async def _events(
                 usage: Usage | None = None
                 if options.include_usage and options.continuous_usage_stats:
                     usage = usage_of(request.prompt_len, choice.num_tokens)
-                yield event_json(request, target, (choice, update.tokens), usage=usage, prompt_token_ids=prompt)
+                tokens = (choice, update.tokens)
+                yield event_json(request, target, tokens, usage=usage, prompt_token_ids=prompt, as_json=as_json)
                 prompt = None
         if options.include_usage:
             num_tokens = sum(choice.num_tokens for choice in choices)

@@ -1,4 +1,4 @@
-"""The answers of `POST /inference/v1/generate`, as in vLLM 0.30, except that routed experts are a JSON object."""
+"""The answers of `POST /inference/v1/generate`, as in vLLM 0.30. By default, routed experts are a JSON object."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,24 @@ from .answer_types import SampledToken, TopToken, Usage
 from .answers import AnswerChoice, usage_of
 from .logprobs_json import list_json, prompt_logprobs_json
 from .request_target import RequestTarget
-from .routing_json import routed_experts_json
+from .routing_json import RowsJson, routed_experts_json
 from .tokens import BLOCK, Scored, Scores, Tokens, prompt_scores, whole_rows
 
 __all__ = ["answer_json", "event_json"]
 
 
 def answer_json(
-    request: bus.GenerateRequest, target: RequestTarget, choices: Sequence[AnswerChoice], *, with_prompt: bool
+    request: bus.GenerateRequest,
+    target: RequestTarget,
+    choices: Sequence[AnswerChoice],
+    *,
+    with_prompt: bool,
+    as_json: RowsJson = routed_experts_json,
 ) -> Iterator[bytes]:
     """Return the complete answer in pieces. All checks run before the first piece.
+
+    Args:
+        as_json: format of the routed experts.
 
     Raises:
         HttpError: 502, rows of routed experts or log probabilities of the prompt are missing.
@@ -46,7 +54,7 @@ def answer_json(
         yield msgspec.json.encode(small)[:-1] + b',"choices":['
         for choice, own, own_rows in zip(choices, tokens, rows, strict=True):
             yield b"," if choice.index else b""
-            yield from _choice_json(choice, own, own_rows)
+            yield from _choice_json(choice, own, own_rows, as_json)
         yield b'],"prompt_logprobs":'
         yield from prompt_logprobs_json(of_prompt)
         yield b"}"
@@ -61,6 +69,7 @@ def event_json(
     *,
     usage: Usage | None = None,
     prompt_token_ids: list[int] | None = None,
+    as_json: RowsJson = routed_experts_json,
 ) -> bytes:
     """Return one event of a stream. Without an `update` of a choice, it is the last event, with the usage only."""
     small: dict[str, Any] = {"request_id": request.request_id, "model": target.name, "usage": usage}
@@ -69,11 +78,11 @@ def event_json(
     pieces = [msgspec.json.encode(small)[:-1], b',"choices":[']
     if update is not None:
         choice, tokens = update
-        pieces += _choice_json(choice, tokens, tokens.rows)
+        pieces += _choice_json(choice, tokens, tokens.rows, as_json)
     return b"".join((*pieces, b"]}"))
 
 
-def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None) -> Iterator[bytes]:
+def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None, as_json: RowsJson) -> Iterator[bytes]:
     small = {
         "index": choice.index,
         "finish_reason": choice.finish_reason,
@@ -94,7 +103,7 @@ def _choice_json(choice: AnswerChoice, tokens: Tokens, rows: Rows | None) -> Ite
     if rows is None:
         yield b"null"
     else:
-        yield from routed_experts_json(rows, tokens.start)
+        yield from as_json(rows, tokens.start)
     yield b"}"
 
 

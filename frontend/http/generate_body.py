@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from ..tokenization import Tokenizer
 from .errors import unsupported
+from .routing_json import RowsFormat
 from .sampling import SamplingFields, bus_sampling, check_sampling, sampling_names
 
 __all__ = [
@@ -64,6 +65,9 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Lower is more urgent."""
     kv_hints: dict[str, Any] | None = None
     """Hints for the engine's KV connector. The field is rejected if the engine has no connector."""
+    routed_experts_format: RowsFormat | None = None
+    """`npy`: each choice has its routed experts as in vLLM's server, the base64 of a `.npy` file. Null: the format of
+    the service, which is an object unless it was started with `--routed-experts-npy`."""
     timeout_s: float | None = None
     """Seconds until the request fails with 504. The field has precedence over the header `X-Request-Timeout`."""
 

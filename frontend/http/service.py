@@ -1,10 +1,11 @@
 """State and types that the routes share."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +27,12 @@ from .turns import Turns
 
 __all__ = ["Handler", "HttpRoute", "RouteTable", "Service"]
 
+ABORT_AGAIN_S: Final = 0.02
+"""Seconds between two aborts of requests that wait for their turn."""
+ABORT_TIMEOUT_S: Final = 10.0
+"""Seconds in which the requests that wait must get their turns, so that all are aborted. Each turn takes milliseconds.
+"""
+
 
 @dataclass(slots=True)
 class Service:
@@ -42,6 +49,8 @@ class Service:
     """The client's tracer; None if tracing is off."""
     metrics: Metrics = field(init=False)
     turns: Turns = field(init=False)
+    _open_requests: dict[int, bus.GenerateRequest] = field(default_factory=dict)
+    """The open token requests by identity, because two clients may choose one id."""
     live: LiveFleet = field(init=False)
     """The live view of the fleet."""
 
@@ -111,7 +120,7 @@ class Service:
             return generation
 
     async def _complete(self, user: str, request: bus.GenerateRequest) -> bus.Generation:
-        async with self.turns.turn(user, request) as turn:
+        async with self._open(request), self.turns.turn(user, request) as turn:
             return await self.rb.complete(turn.request)
 
     async def chunks(self, request: bus.GenerateRequest, user: str = "") -> AsyncGenerator[bus.Chunk, None]:
@@ -122,12 +131,38 @@ class Service:
         """
         with self.metrics.generation(request.model or "", request.prompt_len) as progress:
             async with (
+                self._open(request),
                 self.turns.turn(user, request) as turn,
                 aclosing(self.rb.generate(turn.request, on_end=turn.end)) as chunks,
             ):
                 async for chunk in chunks:
                     progress.add(chunk)
                     yield chunk
+
+    @asynccontextmanager
+    async def _open(self, request: bus.GenerateRequest) -> AsyncIterator[None]:
+        self._open_requests[id(request)] = request
+        try:
+            yield
+        finally:
+            del self._open_requests[id(request)]
+
+    async def abort_open(self, model: str | None) -> set[str]:
+        """Abort the open requests of this service, also those that wait here or in the queue. Return their ids.
+
+        Args:
+            model: None: requests to any model.
+        """
+        meant = {key: each.request_id for key, each in self._open_requests.items() if model in (None, each.model)}
+        left = set(meant)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                # A request that waits for its turn is published when requests before it have ended.
+                while left := left & self._open_requests.keys():
+                    aborted = await self.rb.abort([meant[key] for key in left])
+                    left = {key for key in left if meant[key] not in aborted}
+                    await asyncio.sleep(ABORT_AGAIN_S)
+        return set(meant.values())
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

@@ -30,6 +30,9 @@ class Settings:
     """Default timeout of a token request in seconds."""
     returns_tokens: bool = False
     """If True, every answer has token ids and log probabilities, even if the request does not ask for them."""
+    routed_experts_npy: bool = False
+    """If True, choices of all token routes have their routed experts as vLLM's base64 `.npy` string, as from a vLLM
+    server with `--enable-return-routed-experts`. A request may choose otherwise."""
     client_timeout_s: float = 300.0
     """Seconds for a client to send its body, and to read each piece of its answer. This is long enough for a trainer
     that blocks its event loop during a training step. A client that never reads would hold its answer's memory."""

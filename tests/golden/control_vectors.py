@@ -96,6 +96,7 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_load_lora": LOAD_LORA,
     "command_unload_lora": UnloadLora(id="l-2", name="style"),
     "command_abort": Abort(id="a-1", request_ids=("r-1", "r-2")),
+    "command_abort_all": Abort(id="a-2", request_ids=None),
     "command_state": State(id="st-1"),
     "command_read_experts": ReadExperts(id="re-1", since=7),
     "command_read_request": ReadRequest(id="rr-1", request_id="r-1"),

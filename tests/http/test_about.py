@@ -8,6 +8,7 @@ import openai
 import pytest
 
 import rollbus
+from rollbus.frontend.http.about import parallel_config
 from rollbus.frontend.http.reference_page import STYLE
 from rollbus.frontend.http.settings import Settings
 from tests.http.control_support import control_http
@@ -33,6 +34,30 @@ async def test_versions_load_and_settings(nats_url: str, fleet: str) -> None:
     assert (text["vllm_env"], text["system_env"]["python"]) == ({}, platform.python_version())
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "config_format")
     assert [(ping.status_code, ping.content) for ping in pings] == [(200, b""), (200, b"")]
+
+
+def test_engines_that_agree_have_one_parallel_config() -> None:
+    """The sizes are in the settings if all engines announce the same."""
+    one = "vllm-0.30.0 cuda-NVIDIA-H100 tp2-pp3-dp4 bfloat16 kv-auto"
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 4}
+    assert parallel_config([one, one]) == {**sizes, "world_size": 6, "world_size_across_dp": 24}
+    for other in (one.replace("tp2", "tp4"), "synthetic 1"):
+        assert parallel_config([one, other]) is None
+    assert parallel_config([]) is None
+
+
+async def test_the_service_is_the_address_of_all_workers(nats_url: str, fleet: str) -> None:
+    """`/workers` has this service once, by the name in the request, because a command reaches the whole fleet."""
+    async with http_service(nats_url, fleet) as http:
+        answer = await http.client.get("/workers", headers={"Host": "localhost:8000"})
+        [worker] = (await http.rb.fleet.state()).workers
+        [own] = (await http.client.get("/workers")).json()["workers"]
+        aborted = await http.client.post(f"{own['url']}/abort_requests", json={})
+        load = await http.client.get(f"{own['url']}/load?include_inflight=true&inflight_limit=100")
+    known = {"models": ["synthetic"], "workers": [worker.worker], "is_healthy": True, "load": 0}
+    assert answer.json() == {"workers": [{"url": "http://localhost:8000", **known}], "total": 1}
+    assert own == {"url": http.url, **known}
+    assert (aborted.json()["aborted"], load.json()["server_load"]) == (0, 0)
 
 
 async def test_a_fleet_without_workers_has_no_release(nats_url: str, fleet: str) -> None:

@@ -1,10 +1,12 @@
 """More names of vLLM and prime-rl: abort by request id, sleep and wake, and routes that are not served."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import rollbus
 from rollbus.frontend.http.control.not_served import ROUTES as NOT_SERVED
+from rollbus.frontend.http.settings import Settings
 from rollbus.schemas.presence import WorkerState
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from tests.http.control_support import control_http
@@ -12,8 +14,10 @@ from tests.http.openai_support import CHAT, CONFIG, talking
 from tests.http.support import http_service
 from tests.http.test_safety import GENERATING
 from tests.support.fleet import until_idle
+from tests.support.waits import until
 
 GENERATE = "/inference/v1/generate"
+ENDLESS = rollbus.SamplingParams(max_tokens=10_000, ignore_eos=True)
 
 
 async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> None:
@@ -34,12 +38,42 @@ async def test_requests_are_aborted_by_their_ids(nats_url: str, fleet: str) -> N
         await until_idle(http.engine, http.rb)
         again = await http.client.post("/abort_requests", params={"request_ids": ["mine", "other"]})
         ours = await http.client.post("/v1/rl/abort", json={"request_ids": ["mine"]})
-        everything = await http.client.post("/abort_requests", json={})
+        without = await http.client.post("/v1/rl/abort", json={})
     assert ('"finish_reason":"abort"' in last, done) == (True, "data: [DONE]")
     assert (ended.status_code, ended.json()["status"], ended.json()["aborted"]) == (200, "aborted", 1)
     assert (again.status_code, again.json()["aborted"], again.json()["not_found"]) == (200, 0, ["mine", "other"])
     assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_found")
-    assert (everything.status_code, everything.json()["error"]["param"]) == (400, "request_ids")
+    assert (without.status_code, without.json()["error"]["param"]) == (400, "request_ids")
+
+
+async def test_all_requests_are_aborted(nats_url: str, fleet: str) -> None:
+    """Without ids, vLLM's route aborts the requests of this service, also those that wait, and of other clients."""
+    config = SyntheticConfig(step_s=0.01, max_num_seqs=2)
+    settings = Settings(token="data", admin_token="admin")
+    admin = {"Authorization": "Bearer admin"}
+    async with http_service(nats_url, fleet, settings, config=config) as http:
+        stream = http.rb.generate(request := rollbus.GenerateRequest(prompt_token_ids=[5], sampling=ENDLESS))
+        await anext(stream)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(http.client.post(GENERATE, json=GENERATING[GENERATE], headers=admin))
+                for _ in range(30)
+            ]
+
+            async def load() -> object:
+                return (await http.client.get("/load", headers=admin)).json()["server_load"]
+
+            await until(load, len(asked))
+            refused = await http.client.post("/abort_requests", json={}, headers={"Authorization": "Bearer data"})
+            answer = await http.client.post("/abort_requests", json={}, headers=admin)
+        *_, last = [chunk async for chunk in stream]
+        left = await load()
+    assert refused.status_code == 401
+    assert (answer.status_code, answer.json()["aborted"]) == (200, len(asked) + 1), answer.text
+    assert {task.result().json()["choices"][0]["finish_reason"] for task in asked} == {"abort"}
+    assert last.finish_reason is rollbus.FinishReason.ABORT
+    assert request.request_id == last.request_id
+    assert left == 0
 
 
 async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path) -> None:
@@ -51,19 +85,23 @@ async def test_engines_sleep_and_wake(nats_url: str, fleet: str, tmp_path: Path)
             await c.told("/is_sleeping", WorkerState.ASLEEP),
             await client.post("/wake_up"),
             await c.told("/is_sleeping", WorkerState.SERVING),
+            await client.post("/sleep"),
+            await client.post("/wake_up", params={"tags": ["weights"]}),
+            await client.post("/wake_up", params={"tags": ["kv_cache"]}),
+            await c.told("/is_sleeping", WorkerState.SERVING),
         ]
         wrong = [
             await client.post("/sleep", params={"level": "0"}),
             await client.post("/sleep", params={"mode": "wait"}),
-            await client.post("/wake_up", params={"tags": ["weights"]}),
+            await client.post("/wake_up", params={"tags": ["weights", "kv"]}),
         ]
         state = await c.http.rb.fleet.state()
-    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text for answer in answers]
-    assert [answers[i].json()["is_sleeping"] for i in (1, 3)] == [True, False]
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
+    assert [answers[i].json()["is_sleeping"] for i in (1, 3, 7)] == [True, False, False]
     assert [(answer.status_code, answer.json()["error"]["param"]) for answer in wrong] == [
         (400, "level"),
         (400, "mode"),
-        (400, "tags"),
+        (400, "tags[1]"),
     ]
     assert state.workers[0].state is WorkerState.SERVING
 

@@ -59,7 +59,7 @@ commands: st.SearchStrategy[Command] = st.one_of(
     ),
     command(control.LoadLora, name=names, source=sources, version=VERSION),
     command(control.UnloadLora, name=names),
-    command(control.Abort, request_ids=st.lists(request_ids, min_size=1, max_size=3).map(tuple)),
+    command(control.Abort, request_ids=maybe(st.lists(request_ids, min_size=1, max_size=3).map(tuple))),
     command(control.State),
     command(control.ReadExperts, since=VERSION, window=st.sampled_from(["recent", "versions"])),
     command(control.ReadRequest, request_id=request_ids),

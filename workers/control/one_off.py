@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from ...schemas import limits
 from ...schemas.control import (
     Abort,
     AnyCommand,
@@ -80,9 +81,10 @@ class OneOffCommands:
         return UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
 
     async def _abort(self, command: Abort) -> dict[str, Any]:
-        found = self._in_flight.links.requests.names_by_id(set(command.request_ids))
+        ids = None if command.request_ids is None else set(command.request_ids)
+        found = self._in_flight.links.requests.names_by_id(ids)
         await self._in_flight.abort_and_wait([name for names in found.values() for name in names])
-        return {"request_ids": tuple(sorted(found))}
+        return {"request_ids": tuple(sorted(found)[: limits.MAX_CHUNKS_PER_FRAME])}
 
     async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk) -> None:
         if self._registers.is_asleep:

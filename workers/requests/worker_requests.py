@@ -189,11 +189,15 @@ class WorkerRequestTable:
     def _using(self, lora: str | None) -> list[WorkerRequest]:
         return [request for request in self._by_name.values() if lora is None or request.lora == lora]
 
-    def names_by_id(self, request_ids: Collection[str]) -> dict[str, list[str]]:
-        """Return the engine names of the open requests with these ids, of any client. Omit ids without a request."""
+    def names_by_id(self, request_ids: Collection[str] | None) -> dict[str, list[str]]:
+        """Return the engine names of the open requests with these ids, of any client. Omit ids without a request.
+
+        Args:
+            request_ids: None: the ids of all open requests.
+        """
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
-            if request.origin.key.request_id in request_ids:
+            if request_ids is None or request.origin.key.request_id in request_ids:
                 names.setdefault(request.origin.key.request_id, []).append(request.name)
         return names
 

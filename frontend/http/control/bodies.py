@@ -171,9 +171,9 @@ class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=
 class AbortBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Abort requests in flight of any client."""
 
-    request_ids: Annotated[tuple[str, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_FRAME)]
-    """Request ids from answers, with or without the prefix `chatcmpl-` or `cmpl-`. To abort all requests, pause with
-    `mode=abort` and resume."""
+    request_ids: Annotated[tuple[str, ...], Meta(max_length=limits.MAX_CHUNKS_PER_FRAME)] | None = None
+    """Request ids from answers, with or without the prefix `chatcmpl-` or `cmpl-`. Null or empty on vLLM's route: all
+    requests in flight, and those of this service that wait. `/v1/rl/abort` needs ids."""
 
 
 class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,8 +188,9 @@ class SleepBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class WakeBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Restore the memory of sleeping engines."""
 
-    tags: tuple[str, ...] | None = None
-    """vLLM's field. Only null is allowed, because the engine restores all memory at once."""
+    tags: tuple[Literal["weights", "kv_cache", "scheduling"], ...] | None = None
+    """vLLM's field: parts of the memory. Any of them restores all memory, and workers accept requests again. To hold
+    the requests until there are new weights, pause before `sleep`."""
 
 
 class InitTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

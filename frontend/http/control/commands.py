@@ -1,6 +1,7 @@
 """Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -272,12 +273,18 @@ def _lora_name(fields: bodies.LoadLoraBody | bodies.UnloadLoraBody) -> str:
 
 async def abort(call: CommandCall[bodies.AbortBody]) -> Response:
     """Abort requests in flight of any client. If no worker has them, answer 404, or 200 under vLLM's route name."""
-    bare = map(without_prefix, call.fields.request_ids)
-    names = tuple(dict.fromkeys([*call.fields.request_ids, *bare]))
-    return await call.answer(_aborted(call, names), "abort", _num_aborted)
+    given = call.fields.request_ids
+    if given:
+        names = tuple(dict.fromkeys([*given, *map(without_prefix, given)]))
+        return await call.answer(_aborted(call, names), "abort", _num_aborted)
+    if not call.style.is_vllm:
+        raise invalid("request_ids", "is missing", "at least one id; /abort_requests without ids aborts all requests")
+    fields = call.fields
+    own = set() if fields.workers else await call.service.abort_open(fields.model)
+    return await call.answer(_aborted(call, None), "abort", lambda ledger: _num_aborted(ledger, own))
 
 
-async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...]) -> bus.CommandResult:
+async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...] | None) -> bus.CommandResult:
     try:
         return await call.fleet.abort(names, **call.options)
     except bus.CommandIncomplete as error:
@@ -287,8 +294,9 @@ async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...]) 
         raise
 
 
-def _num_aborted(ledger: bus.CommandResult) -> dict[str, object]:
-    return {"status": "aborted", "aborted": sum(len(ack.request_ids or ()) for ack in ledger.applied.values())}
+def _num_aborted(ledger: bus.CommandResult, own: AbstractSet[str] = frozenset()) -> dict[str, object]:
+    aborted = own.union(*(ack.request_ids or () for ack in ledger.applied.values()))
+    return {"status": "aborted", "aborted": len(aborted)}
 
 
 async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:
@@ -300,9 +308,7 @@ async def sleep(call: CommandCall[bodies.SleepBody]) -> Response:
 
 
 async def wake(call: CommandCall[bodies.WakeBody]) -> Response:
-    """Restore the memory of sleeping engines."""
-    if call.fields.tags:
-        raise invalid("tags", "is given", "null: the engine restores all memory at once")
+    """Restore the memory of sleeping engines. All memory returns at once, also with vLLM's `tags` of a part of it."""
     return await call.answer(call.fleet.wake(**call.options), "wake", {"status": "awake"})
 
 

@@ -8,6 +8,7 @@ from msgspec import Meta
 from ....schemas import limits
 from ..errors import unsupported
 from ..lax import NO_TEXT, STRICT
+from ..routing_json import RowsFormat
 from ..sampling import SamplingFields, TokenIds, check_sampling
 
 __all__ = ["AgentHints", "ChatBody", "CommonBody", "CompletionBody", "NvExt", "OpenAIStreamOptions", "check_served"]
@@ -81,6 +82,9 @@ class CommonBody(SamplingFields, kw_only=True, frozen=True):
     return_routed_experts: bool | None = None
     """True: each choice has `routed_experts`, as in `/inference/v1/generate`. Each event of a stream has the rows of
     its tokens."""
+    routed_experts_format: RowsFormat | None = None
+    """`npy`: the rows are the base64 of a `.npy` file, as in vLLM's server. A format without `return_routed_experts`
+    asks for the rows too. Null: the format of the service."""
     vllm_xargs: dict[str, Any] | None = None
     """Same as `extra_args`."""
     kv_hints: dict[str, Any] | None = None

@@ -20,7 +20,6 @@ from ..answers import AnswerChoice, Update, collect_answers, updates, usage_of
 from ..calls import JsonPieces
 from ..logprobs_json import prompt_logprobs_json
 from ..request_target import RequestTarget, id_headers, named_errors
-from ..routing_json import routed_experts_json
 from ..service import Service
 from ..stops import AnswerText, text_of
 from ..tokens import Scores, Tokens, prompt_scores, whole_rows
@@ -208,7 +207,7 @@ class CompletionHandler:
             yield from prompt_logprobs_json(of_prompt, self._namer.name)
         if self.options.routed_experts:
             yield b',"routed_experts":'
-            yield from (b"null",) if rows is None else routed_experts_json(rows, update.tokens.start)
+            yield from (b"null",) if rows is None else self.options.as_json(rows, update.tokens.start)
         yield b"}"
 
     def _nvext(self, tokens: Tokens) -> Iterator[bytes]:

@@ -8,7 +8,9 @@ from ....schemas.checks import describe
 from ...tokenization import Tokenizer
 from ..errors import invalid, nearest
 from ..request_target import RequestTarget
+from ..routing_json import RowsJson, rows_json
 from ..sampling import bus_sampling, sampling_names
+from ..settings import Settings
 from ..stops import stop_strings
 from .body import ChatBody, CommonBody, CompletionBody, NvExt
 from .prompts import one_of
@@ -53,6 +55,8 @@ class Options:
     """Fields of the answer's `nvext`."""
     routed_experts: bool
     """True if each choice has its routed experts."""
+    as_json: RowsJson
+    """Format of the routed experts of a choice."""
     usage: bool
     """True if a stream ends with the usage."""
     continuous_usage: bool
@@ -64,11 +68,8 @@ class Options:
         return self.routed_experts or not self.extra.isdisjoint({"engine_data", "routed_experts"})
 
 
-def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, returns_tokens: bool) -> Options:
+def read_options(body: ChatBody | CompletionBody, target: RequestTarget, settings: Settings) -> Options:
     """Return the contents of the answer.
-
-    Args:
-        returns_tokens: True: the answer has token ids and logprobs even if the body does not ask for them.
 
     Raises:
         HttpError: 400, an option contradicts another option or the model.
@@ -83,9 +84,14 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, retu
             raise invalid("best_of", f"is {body.best_of}", "the same as n")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is given without stream", "stream true")
-    if body.return_routed_experts and target.capabilities.routed_experts is None:
-        raise invalid("return_routed_experts", "is true", "null or false: this model returns no routed experts")
-    if returns_tokens and top_logprobs is None:
+    for name in ("return_routed_experts", "routed_experts_format"):
+        if getattr(body, name) and target.capabilities.routed_experts is None:
+            raise invalid(name, f"is {describe(getattr(body, name))}", "null: this model returns no routed experts")
+    with_rows = body.return_routed_experts
+    if with_rows is None:
+        has_rows = settings.routed_experts_npy and target.capabilities.routed_experts is not None
+        with_rows = body.routed_experts_format is not None or has_rows
+    if settings.returns_tokens and top_logprobs is None:
         top_logprobs = 0
     stream = body.stream_options
     return Options(
@@ -94,10 +100,11 @@ def read_options(body: ChatBody | CompletionBody, target: RequestTarget, *, retu
         include_stop=body.include_stop_str_in_output is True,
         skip_special_tokens=body.skip_special_tokens is not False,
         top_logprobs=top_logprobs,
-        token_ids=returns_tokens or bool(body.return_token_ids),
+        token_ids=settings.returns_tokens or bool(body.return_token_ids),
         as_token_ids=bool(body.return_tokens_as_token_ids),
         extra=_extra_fields(body, target),
-        routed_experts=body.return_routed_experts is True,
+        routed_experts=with_rows,
+        as_json=rows_json(body.routed_experts_format, npy=settings.routed_experts_npy),
         usage=stream is not None and bool(stream.include_usage),
         continuous_usage=stream is not None and bool(stream.include_usage and stream.continuous_usage_stats),
     )

@@ -2,7 +2,9 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +15,9 @@ from ..answer_types import ChatAnswer, CompletionAnswer
 from ..body import decode_body, read_body
 from ..errors import invalid
 from ..request_target import build_request, check_length, find_target, named_errors
+from ..sampling import SamplingFields
 from ..service import HttpRoute, RouteTable, Service
+from ..status import json_response
 from .body import ChatBody, CompletionBody, check_served
 from .echo import read_echo
 from .job import CompletionHandler
@@ -43,10 +47,61 @@ async def completions(service: Service, request: Request) -> Response:
     return await _answer(service, request, body, clock)
 
 
+async def render_chat(service: Service, request: Request) -> Response:
+    """Return the body of `/inference/v1/generate` that continues a chat. This generates nothing."""
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), ChatBody)
+    job = await _job(service, request, body, RequestClock())
+    return json_response(_rendered(body, job, job.requests[0]))
+
+
+async def render_completions(service: Service, request: Request) -> Response:
+    """Return a body of `/inference/v1/generate` for each prompt of a completion. This generates nothing."""
+    service.admit(request)
+    body = decode_body(await read_body(request, service.settings), CompletionBody)
+    job = await _job(service, request, body, RequestClock())
+    return json_response([_rendered(body, job, each) for each in job.requests])
+
+
+def _rendered(body: ChatBody | CompletionBody, job: CompletionHandler, request: bus.GenerateRequest) -> dict[str, Any]:
+    """Return the body of `/inference/v1/generate` that generates the tokens of a request."""
+    sampling, extra = request.sampling, dict(request.sampling.extra or {})
+    params = {name: value for name in SamplingFields.__struct_fields__ if (value := getattr(body, name)) is not None}
+    room = job.target.room(request.prompt_len)
+    computed = {
+        "max_tokens": room if sampling.max_tokens is None else sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "skip_special_tokens": job.options.skip_special_tokens,
+        "routed_experts_prompt_start": request.routed_experts_prompt_start,
+    }
+    hints = {"kv_hints": extra.pop("kv_hints")} if "kv_hints" in extra else {}
+    return {
+        "request_id": f"{job.shape.id_prefix}{request.request_id}",
+        "token_ids": np.asarray(request.prompt_token_ids).tolist(),
+        "sampling_params": {**params, **extra, **computed},
+        "model": job.target.name,
+        "stream": bool(body.stream),
+        "stream_options": body.stream_options,
+        "cache_salt": request.cache_salt,
+        "priority": request.priority,
+        "features": None,
+        **hints,
+    }
+
+
 async def _answer(service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock) -> Response:
+    job = await _job(service, request, body, clock)
+    return await (job.stream() if body.stream else job.answer())
+
+
+async def _job(
+    service: Service, request: Request, body: ChatBody | CompletionBody, clock: RequestClock
+) -> CompletionHandler:
     check_served(body)
     target = await find_target(service, body.model)
-    options = read_options(body, target, returns_tokens=service.settings.returns_tokens)
+    options = read_options(body, target, service.settings)
     sampling = sampling_fields(body, options, None)
     with named_errors(bus_names(body, "prompt")):
         # Check before the tokenizer is loaded and a long prompt is tokenized.
@@ -78,7 +133,7 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         with named_errors(names):
             # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
             requests.append(replace(made, request_id=f"{requests[0].request_id}-{index}") if requests else made)
-    job = CompletionHandler(
+    return CompletionHandler(
         service=service,
         http_request=request,
         shape=CHAT if isinstance(body, ChatBody) else COMPLETION,
@@ -91,7 +146,6 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
         reading=reading,
         echo=await read_echo(body, prompts, options, tokenizer),
     )
-    return await (job.stream() if body.stream else job.answer())
 
 
 _CHAT = HttpRoute(chat_completions, ChatBody, ChatAnswer)
@@ -99,5 +153,7 @@ ROUTES: RouteTable = {
     ("POST", "/v1/chat/completions"): _CHAT,
     # The path that prime-rl uses for requests with `tokens`.
     ("POST", "/v1/chat/completions/tokens"): _CHAT,
+    ("POST", "/v1/chat/completions/render"): HttpRoute(render_chat, ChatBody),
+    ("POST", "/v1/completions/render"): HttpRoute(render_completions, CompletionBody),
     ("POST", "/v1/completions"): HttpRoute(completions, CompletionBody, CompletionAnswer),
 }
