@@ -41,7 +41,7 @@ PREFIX = "rb.v1"
 BUCKET: Final = "rollbus"
 """The bucket that all fleets of a server share. Each fleet has its own keys."""
 LANES: Final[tuple[Lane, ...]] = get_args(Lane)
-"""The lanes in the order in which workers pull from them."""
+"""The lanes of the queue."""
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 
 

@@ -36,7 +36,7 @@ else:
 __all__ = ["GenerateRequest", "Lane", "TokenIds", "expand_children", "lane_of"]
 
 Lane = Literal["resume", "high", "normal", "low"]
-"""Lanes of the queue, in the order in which workers pull from them. `resume` is for later attempts only."""
+"""Lanes of the queue. `resume` is for later attempts and decode phases only."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, eq=False):

@@ -59,16 +59,18 @@ async def test_a_lane_is_first_in_first_out(nats_url: str, fleet: str) -> None:
 
 
 @pytest.mark.proves("P40")
-async def test_lanes_are_emptied_in_their_order(nats_url: str, fleet: str) -> None:
-    """A worker pulls lanes in the order resumed, high, normal and low, in any order of publication."""
+async def test_each_lane_gets_its_turns_and_the_rest_is_strict(nats_url: str, fleet: str) -> None:
+    """Of eight requests, a worker pulls one of each lane, and five of `resume`; if that is empty, six of `high`."""
     async with publishing(nats_url, fleet) as client:
         await ensure_queue(client.nats, Subjects(fleet), MODEL)
         for lane in reversed(LANES):
-            await client.publish_all(*[lane.encode()] * 10, lane=lane)
-        async with pulling(nats_url, fleet, capacity=3) as worker:
-            taken = await worker.take_all(40)
+            await client.publish_all(*[lane.encode()] * 20, lane=lane)
+        async with pulling(nats_url, fleet, capacity=1) as worker:
+            taken = [lane.decode() for lane in await worker.take_all(80)]
 
-    assert taken == [lane.encode() for lane in LANES for _ in range(10)]
+    assert [taken[:32].count(lane) for lane in LANES] == [20, 4, 4, 4]
+    assert [taken[32:48].count(lane) for lane in LANES] == [0, 12, 2, 2]
+    assert set(taken[60:]) == {"normal", "low"}
 
 
 async def test_an_idle_worker_receives_one_request_for_each_pull(nats_url: str, fleet: str) -> None:

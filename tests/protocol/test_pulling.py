@@ -1,4 +1,4 @@
-"""Which lanes a worker pulls next: never too many requests, the lanes in order, and no lane is missed."""
+"""Which lanes a worker pulls next: never too many requests, each lane in its turns, and no lane is missed."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +18,8 @@ from rollbus.bus.protocol.queue.pull_plan import (
     PULLED_BYTES,
     RETRY_S,
     STANDING_S,
+    STRICT,
+    TURNS,
     Pull,
     PullPlan,
     PullStatus,
@@ -164,28 +166,68 @@ def test_a_worker_with_room_finally_pulls_every_lane(events: list[Callable[[Worl
     assert sorted(lane for lane, _ in world.standing.values()) == sorted(LANES)
 
 
-@pytest.mark.slow
-@given(
-    st.lists(st.sampled_from(LANES), max_size=40),
-    st.lists(st.integers(0, 5), min_size=50, max_size=50),
-    st.data(),
-)
-def test_waiting_requests_are_pulled_lane_by_lane(published: list[Lane], rooms: list[int], data: st.DataObject) -> None:
-    """No waiting request is pulled before those of all earlier lanes, however the room changes."""
+def pull_all(published: dict[Lane, int], room: int = 1) -> list[Lane]:
+    """Return the lanes of all requests in the order in which a worker with room for `room` at a time pulls them."""
     world = World(room=0)
-    for lane in published:
-        world.publish(lane)
-    for room in [*rooms, 1000]:
-        world.room = room
-        world.pull()
-        for _ in range(data.draw(st.integers(0, 8))):
-            world.receive()
-            world.pull()
-        if data.draw(st.booleans()):
-            world.advance(STANDING_S)
-    world.settle()
+    for lane, count in published.items():
+        world.publish(lane, count)
+    while any(world.waiting.values()):
+        world.set_room(room)
+        world.settle()
+    return world.taken
 
-    assert world.taken == sorted(published, key=LANES.index)
+
+@pytest.mark.parametrize("room", [1, 8, 64, 200])
+def test_of_eight_requests_each_lane_gets_its_turns(room: int) -> None:
+    """Of eight requests, five come from `resume` and one from each other lane, if all lanes have requests."""
+    taken = pull_all(dict.fromkeys(LANES, 500), room)[: 8 * 100]
+
+    assert {lane: taken.count(lane) / 100 for lane in LANES} == pytest.approx(
+        {"resume": 5, "high": 1, "normal": 1, "low": 1}, abs=0.4
+    )
+
+
+@pytest.mark.parametrize("flooded", LANES)
+@pytest.mark.parametrize("lane", LANES)
+def test_a_flood_of_one_lane_delays_another_by_at_most_seven_requests_each(flooded: Lane, lane: Lane) -> None:
+    """A lane with requests gets one of eight, although another lane has any number of them."""
+    if flooded == lane:
+        return
+    taken = pull_all({flooded: 1000, lane: 20})
+    places = [place for place, one in enumerate(taken) if one == lane]
+
+    assert max(after - before for before, after in zip([-1, *places], places, strict=False)) <= len(TURNS)
+    assert taken[:40].count(lane) >= 5
+
+
+@pytest.mark.slow
+@given(st.fixed_dictionaries(dict.fromkeys(LANES, st.integers(0, 40))))
+def test_turns_of_an_empty_lane_go_to_the_first_lane_in_strict_order(published: dict[Lane, int]) -> None:
+    """Each request is of the lane of its turn, or of the first lane in strict order if that lane has no request."""
+    expected, left = [], dict(published)
+    for turn in range(sum(published.values())):
+        lane = next(lane for lane in (TURNS[turn % len(TURNS)], *STRICT) if left[lane])
+        left[lane] -= 1
+        expected.append(lane)
+
+    assert pull_all(published) == expected
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_without_resumed_requests_seven_of_eight_are_strict(
+    events: list[Callable[[World], None]],
+) -> None:
+    """After any events, seven of eight requests are of lane `normal` if lanes `normal` and `low` have requests."""
+    world = World()
+    play(world, events)
+    world.reconnect()
+    world.waiting = dict.fromkeys(LANES, 0) | {"normal": 100, "low": 100}
+    world.taken.clear()
+    for _ in range(80):
+        world.room = 1
+        world.settle()
+
+    assert 68 <= world.taken[:80].count("normal") <= 72
 
 
 def test_an_idle_worker_has_one_waiting_pull_on_each_lane() -> None:
@@ -317,13 +359,14 @@ def test_after_a_refusal_a_lane_is_pulled_later_and_the_other_lanes_meanwhile() 
     world.now = RETRY_S
     world.receive()
 
-    assert world.pull()[0].lane == "resume"
+    assert "resume" in [pull.lane for pull in world.pull()]
 
 
 def test_a_lane_counts_as_empty_only_after_the_last_answer_to_a_pull() -> None:
     """A lane counts as empty only after the last message or status of a pull."""
     world = World(room=3)
-    world.pull()
+    world.settle()
+    world.standing.clear()
     world.plan.count_message("resume", waiting=10)
     (probe,) = world.pull()
     world.plan.count_message("resume", waiting=0)
@@ -334,13 +377,13 @@ def test_a_lane_counts_as_empty_only_after_the_last_answer_to_a_pull() -> None:
 
     world.plan.end_pull(probe.number, PullStatus.EMPTY, world.now)
 
-    assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", True), ("high", False)]
+    assert [(pull.lane, pull.is_standing) for pull in world.pull()] == [("resume", True)]
 
 
 def test_if_requests_may_be_large_a_pull_limits_their_size_or_number() -> None:
     """If requests may be large, a pull requests many small messages or few of any size."""
     world = World(PullPlan(LANES, PULLED_BYTES // 4), room=1000)
-    world.pull()
+    world.settle()
     world.plan.count_message("resume", waiting=1000)
     (pull,) = world.pull()
 

@@ -9,7 +9,7 @@ from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.schemas.errors import ErrorCode
 from rollbus.schemas.limits import MAX_DELIVERIES
-from rollbus.schemas.messages import RequestKey
+from rollbus.schemas.messages import KvTransfer, RequestKey
 from rollbus.schemas.presence import ClientState
 from rollbus.workers.engines.synthetic import SyntheticConfig
 from rollbus.workers.worker import Worker
@@ -204,6 +204,23 @@ async def test_a_request_without_an_id_or_with_another_client_is_discarded(heard
 
         assert worker.stats().intake.bad == 2
         await client.until_left(0)
+
+
+@pytest.mark.proves("P40")
+async def test_the_lane_of_resumes_takes_only_what_was_begun(heard_worker: StartHeard) -> None:
+    """A first attempt in the lane `resume` is rejected, unless it is the decode phase of a prefilled request."""
+    async with heard_worker() as (client, *_):
+        await client.enqueue(short("new"), lane="resume")
+        await client.enqueue(short("prefill"), lane="resume", kv=KvTransfer())
+        await client.enqueue(short("later"), lane="resume", attempt=1)
+        await client.enqueue(short("decode"), lane="resume", kv=KvTransfer(params=b"x", connector="other"))
+        await client.until_ended("new", "prefill", "later", "decode")
+
+        ids = ("new", "prefill", "later", "decode")
+        assert [client.error_of(each) for each in ids] == [ErrorCode.INVALID_REQUEST] * 2 + [None] * 2
+        error = client.chunks["new"][-1].error
+        assert error is not None
+        assert (error.field, error.problem) == ("attempt", "is 0 in the lane resume")
 
 
 @pytest.mark.proves("P61")

@@ -7,7 +7,7 @@ import msgspec
 
 from ...bus.protocol.queue.follower_backlog import Turn
 from ...bus.queue.puller import QueuedRequest
-from ...schemas.errors import ErrorCode, RemoteProtocolError, RequestError, RequestRejected
+from ...schemas.errors import ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
 from ...schemas.messages import (
     RequestKey,
@@ -81,6 +81,25 @@ class IncomingRequest:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         return ids.request_id if ids.group_id is None else ids.group_id
+
+    def check_queued(self) -> None:
+        """Check what only a message of the queue must not have.
+
+        Raises:
+            InvalidRequest: the message has siblings, or is a first attempt in the lane `resume`, where it would go
+                before the first attempts of other clients.
+        """
+        if self.message is None:
+            return
+        if len(self.samples) > 1:
+            raise InvalidRequest(
+                field="siblings", problem=f"has {len(self.samples) - 1} entries", allowed="none in the queue"
+            )
+        kv = self.envelope.kv
+        if self.message.lane == "resume" and self.envelope.attempt == 0 and (kv is None or kv.is_prefill):
+            raise InvalidRequest(
+                field="attempt", problem="is 0 in the lane resume", allowed="at least 1 there, or a decode phase"
+            )
 
     def is_poison(self, request: GenerateRequest | RequestError) -> bool:
         """Return True if the queue delivered the message too often.

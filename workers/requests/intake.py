@@ -12,7 +12,7 @@ from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS, Turn
 from ...bus.protocol.queue.slot_turns import SlotRequest
 from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
 from ...bus.subjects import Subjects
-from ...schemas.errors import EngineDead, ErrorCode, InvalidRequest, RemoteProtocolError, RequestError, RequestRejected
+from ...schemas.errors import EngineDead, ErrorCode, RemoteProtocolError, RequestError, RequestRejected
 from ...schemas.limits import MAX_DELIVERIES
 from ...schemas.messages import KvTransfer, Sibling, priority_of, request_id_of
 from ...schemas.presence import Capabilities
@@ -362,10 +362,7 @@ class RequestIntake:
         Raises:
             RequestError: the request is rejected.
         """
-        if incoming.message is not None and len(incoming.samples) > 1:
-            raise InvalidRequest(
-                field="siblings", problem=f"has {len(incoming.samples) - 1} entries", allowed="none in the queue"
-            )
+        incoming.check_queued()
         if incoming.is_poison(request):
             self.stats.poison += 1
             raise RequestError(

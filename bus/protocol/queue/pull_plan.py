@@ -3,12 +3,13 @@
 Each pull asks for one message. A server that transfers the answers of a pull between accounts ends them at the first
 empty message (nats-server#6172). An empty request would hide the requests behind it, and these would count as poison.
 
-Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. The worker pulls from a
-lane only while every lane before it is known to be empty. It pulls from a lane as soon as all lanes before are empty.
+Invariants: the open pulls may deliver at most `MAX_OVER` messages more than there is room for. Each message takes a
+turn of `TURNS`. The lane of the turn delivers it, or, if that lane is known to be empty, the first of `STRICT` that is
+not. So a lane with messages gets at least its turns, whatever the other lanes have.
 
 A *probe* delivers the messages that a lane has now, and its answer says if there are more. After an empty answer, a
-*standing* pull waits for the next message of the lane. The queue is known to be empty only if every lane has a standing
-pull.
+*standing* pull waits for the next message of the lane, outside the turns. The queue is known to be empty only if every
+lane has a standing pull.
 """
 
 import enum
@@ -19,21 +20,25 @@ from typing import Final, NamedTuple
 
 from ....schemas.request import Lane
 
-__all__ = ["MAX_OVER", "STANDING_S", "Pull", "PullPlan", "PullStatus", "decode_status"]
+__all__ = ["MAX_OVER", "STANDING_S", "TURNS", "Pull", "PullPlan", "PullStatus", "decode_status"]
 
+TURNS: Final[tuple[Lane, ...]] = ("resume", "resume", "high", "resume", "normal", "resume", "low", "resume")
+"""The lanes of eight successive messages: resumes hold up results that have begun, and no lane starves another."""
+STRICT: Final[tuple[Lane, ...]] = ("high", "normal", "low", "resume")
+"""The order in which lanes take the turns of an empty lane. `resume` is last, because it has most turns."""
 STANDING_S: Final = 1.0
 """Seconds for which the server keeps a standing pull: the limit for which the pull of a dead worker claims a message.
 """
 MAX_OVER: Final = 3
 """With room for one request, a message may arrive on each of the four lanes, and the worker does not know on which."""
 MAX_BATCH: Final = 256
-"""Pulls of one probe: the round trip between two probes is small compared with this number."""
+"""Pulls of all probes: the round trip between two probes is small compared with this number."""
 PULLED_BYTES: Final = 32 * 1024 * 1024
-"""The maximum bytes of one probe: the server closes a connection with 64 MB of pending data."""
+"""The maximum bytes of all probes: the server closes a connection with 64 MB of pending data."""
 SMALL_BYTES: Final = PULLED_BYTES // MAX_BATCH
 """The largest request, with its subjects, that a probe of `MAX_BATCH` pulls may deliver, in bytes."""
 FEW_S: Final = 1.0
-"""Seconds for which pulls from a lane with a larger request are limited in number: all may have the largest size."""
+"""Seconds for which pulls are limited in number after a larger request: all may have the largest size."""
 LOST_S: Final = 1.0
 """Seconds after which a pull without its due answer counts as lost."""
 RETRY_S: Final = 0.25
@@ -96,18 +101,36 @@ class _LaneState:
     """Messages that the lane had behind the last delivered message; 0: none, or not known."""
     is_empty: bool = False
     """True if the lane had no more messages just now. Cleared if no standing pull follows immediately."""
+    was_found_empty: bool = False
+    """True if the last answer was no message. Otherwise the lane may have a standing pull only if the lanes before it
+    are empty, because each message of a lane takes a turn."""
     seen_empty_at: float = -math.inf
     """The last time when an answer reported no messages in the lane, or a pull was standing on it."""
     not_before: float = 0.0
     few_until: float = 0.0
     """Until this time, no probe limits the size of messages."""
 
+    @property
+    def is_known_empty(self) -> bool:
+        """True if a standing pull waits for the next message."""
+        return bool(self.left) and self.is_standing
+
+    def limit(self, now: float) -> int:
+        """Return the number of messages to ask for at once; 0: the lane takes no turns now.
+
+        It is twice the number that waited: in a burst, more messages have arrived since. A pull that finds nothing
+        costs the server as much as a pull that delivers a message.
+        """
+        if self.is_known_empty or (not self.left and self.not_before > now):
+            return 0
+        return self.left or max(1, 2 * self.waiting)
+
 
 class PullPlan:
     """The pulls of one worker.
 
     Args:
-        lanes: the lanes, in the order in which the worker pulls from them.
+        lanes: the lanes of the queue.
         max_payload: bytes of the largest message.
     """
 
@@ -115,6 +138,7 @@ class PullPlan:
         self._few = max(1, min(MAX_BATCH, PULLED_BYTES // max(1, max_payload)))
         self._lanes = {lane: _LaneState() for lane in lanes}
         self._next_number = 0
+        self._num_messages = 0
 
     def __repr__(self) -> str:
         """Return one line with the open pulls."""
@@ -137,26 +161,39 @@ class PullPlan:
                 state.left = 0
         pulls = []
         if room > 0:
-            for lane, state in self._lanes.items():
-                if state.left:
-                    if state.is_standing:
-                        continue
-                    break  # the answer decides if the next lane has its turn
-                free = room + MAX_OVER - self.claimed
-                if free <= 0:
-                    break
-                if state.not_before > now:
-                    continue
-                # Twice the number that waited: in a burst, more messages have arrived since. A pull that finds nothing
-                # costs the server as much as a pull that delivers a message.
-                pulls.append(self._pull(lane, state, min(room, free, max(1, 2 * state.waiting)), now))
-                if not state.is_standing:
-                    break
+            pulls = self._standing_pulls(room, now)
+            shares = self._shares(room, now)
+            max_bytes = SMALL_BYTES if sum(shares.values()) > self._few else None
+            for lane, share in shares.items():
+                count = min(share, room + MAX_OVER - self.claimed)
+                if not self._lanes[lane].left and count > 0:
+                    pulls.append(self._pull(lane, count, now, max_bytes=max_bytes))
         for state in self._lanes.values():
             state.is_empty = False
-            if state.left and state.is_standing:
+            if state.is_known_empty:
                 state.seen_empty_at = now
         return pulls
+
+    def _standing_pulls(self, room: int, now: float) -> list[Pull]:
+        pulls, are_empty = [], True
+        for lane, state in self._lanes.items():
+            may_stand = state.is_empty and (are_empty or state.was_found_empty)
+            if may_stand and not state.left and state.not_before <= now and self.claimed < room + MAX_OVER:
+                pulls.append(self._pull(lane, 1, now, is_standing=True))
+            are_empty &= state.is_known_empty
+        return pulls
+
+    def _shares(self, room: int, now: float) -> dict[Lane, int]:
+        """Return the number of the next `room` messages that each lane delivers, with those of its open probe."""
+        limits = {lane: state.limit(now) for lane, state in self._lanes.items()}
+        shares = dict.fromkeys(limits, 0)
+        has_large = any(now < state.few_until for state in self._lanes.values())
+        for turn in range(self._num_messages, self._num_messages + min(room, self._few if has_large else MAX_BATCH)):
+            lane = next((lane for lane in (TURNS[turn % len(TURNS)], *STRICT) if limits[lane]), None)
+            if lane is None or shares[lane] == limits[lane]:
+                break  # the answers decide which lane has the next turn
+            shares[lane] += 1
+        return shares
 
     def lanes_waiting(self, now: float) -> tuple[Lane, ...] | None:
         """Return the lanes that had more requests at their last pull; None: not known.
@@ -168,16 +205,14 @@ class PullPlan:
         oldest = min(state.seen_empty_at for state in self._lanes.values())
         return waiting if waiting or now - oldest <= STANDING_S else None
 
-    def _pull(self, lane: Lane, state: _LaneState, count: int, now: float) -> Pull:
-        state.is_standing = state.is_empty
-        state.number = self._next_number
+    def _pull(
+        self, lane: Lane, count: int, now: float, *, max_bytes: int | None = None, is_standing: bool = False
+    ) -> Pull:
+        state = self._lanes[lane]
+        state.number, state.left, state.is_standing = self._next_number, count, is_standing
         self._next_number += 1
-        if state.is_standing:
-            count = 1
-        count = min(count, MAX_BATCH if now >= state.few_until else self._few)
-        state.left = count
-        state.ends_at = now + LOST_S + (STANDING_S if state.is_standing else 0.0)
-        return Pull(lane, state.number, count, SMALL_BYTES if count > self._few else None, state.is_standing)
+        state.ends_at = now + LOST_S + (STANDING_S if is_standing else 0.0)
+        return Pull(lane, state.number, count, max_bytes, is_standing)
 
     def count_message(self, lane: Lane, *, waiting: int) -> None:
         """Record a message.
@@ -186,7 +221,8 @@ class PullPlan:
             waiting: further messages that the lane had when this one was sent; an estimate for redelivered messages.
         """
         state = self._lanes[lane]
-        state.waiting = waiting
+        self._num_messages += 1
+        state.waiting, state.was_found_empty = waiting, False
         if state.left:
             state.left -= 1
             state.is_empty = not state.left and not waiting
@@ -201,7 +237,8 @@ class PullPlan:
                     continue
                 state.waiting = 0
                 state.not_before = now + RETRY_S if answer is PullStatus.REFUSED else 0.0
-                state.is_empty = not state.left and answer is PullStatus.EMPTY
+                state.was_found_empty = answer is PullStatus.EMPTY
+                state.is_empty = state.was_found_empty and not state.left
                 if answer is PullStatus.EMPTY:
                     state.seen_empty_at = now
 
