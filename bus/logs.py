@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from types import TracebackType
@@ -22,6 +23,7 @@ __all__ = [
     "JsonFormatter",
     "LineHandler",
     "LogFormat",
+    "RejectionCount",
     "TextFormatter",
     "adopted",
     "is_json",
@@ -35,6 +37,9 @@ EVENT: Final = re.compile(r"([\w%]+(?:\.[\w%]+)+)((?: \w+=%[-.\d]*[a-z])*)")
 """The form of a log message of the packages: the name of the event, and a placeholder for each field."""
 MESSAGE: Final = "message"
 """The event of log lines from other packages, and the field with their text."""
+
+REJECTIONS_S: Final = 1.0
+"""Seconds between two log lines about rejected messages: a peer may send thousands of them in a second."""
 
 _FIELD: Final = re.compile(r" (\w+)=(%[-.\d]*[a-z])")
 _PLACEHOLDER: Final = re.compile(r"%[a-z]")
@@ -112,6 +117,27 @@ class LineHandler(logging.Handler):
         except Exception:  # noqa: BLE001
             # Boundary of logging: a record that cannot be written must not fail the code that logs it.
             self.handleError(record)
+
+
+class RejectionCount:
+    """Counts the rejected messages of one kind, and limits their log to one line in `REJECTIONS_S`."""
+
+    def __init__(self) -> None:
+        self.so_far = 0
+        self._next_at = -math.inf
+
+    def __repr__(self) -> str:
+        """Return one line with the count."""
+        return f"<RejectionCount {self.so_far}>"
+
+    def add(self) -> int:
+        """Count a message. Return the number so far if a line is due, else 0."""
+        self.so_far += 1
+        now = time.monotonic()
+        if now < self._next_at:
+            return 0
+        self._next_at = now + REJECTIONS_S
+        return self.so_far
 
 
 def write_line(line: str) -> None:

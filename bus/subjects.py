@@ -11,7 +11,8 @@
 | `client.<client>` | client → workers | JSON `ClientPresence` |
 | `control.<controller>` | controller → workers | JSON command |
 | `ack.<controller>.<worker>` | worker → controller | JSON `Ack` |
-| `ping` | any client → workers: request for immediate presence | empty |
+| `ping.<client>` | client → workers: request for immediate presence | empty |
+| `ping` | the same from a client that does not name itself | empty |
 
 A NATS message does not identify its sender. So the subject has the sender's name, which NATS permissions can enforce.
 A model name is encoded reversibly into one subject token. The other names are subject tokens already.
@@ -185,5 +186,14 @@ class Subjects:
 
     @property
     def ping(self) -> str:
-        """The subject on which an empty message makes every worker publish its presence immediately."""
+        """The subject of earlier releases on which an empty message makes every worker publish its presence."""
         return f"{self._root}.ping"
+
+    def ping_by(self, client: str) -> str:
+        """Return the subject on which an empty message of `client` makes every worker publish its presence."""
+        return f"{self._root}.ping.{check_subject_token('client', client)}"
+
+    @property
+    def pings(self) -> str:
+        """The subject of the pings of every client."""
+        return f"{self._root}.ping.*"

@@ -13,8 +13,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,7 @@ from nats.aio.msg import Msg
 
 from ..bus.nats.connection import Connection, open_connection, subscribe
 from ..bus.nats.permitted import check_permitted
+from ..bus.protocol.fleet.flood import FloodMeter
 from ..bus.protocol.states import WorkerEvent
 from ..bus.queue.puller import QueuePuller
 from ..bus.subjects import Subjects
@@ -43,6 +43,7 @@ from .control.assembly import make_control, make_sources
 from .control.command_handler import CommandHandler
 from .engines.engine import Engine
 from .engines.engine_runner import EngineRunner
+from .inbox import WorkerInbox
 from .lifecycle.identity import HOST, IdGuard
 from .lifecycle.lifecycle import HEARTBEAT_S, WorkerLifecycle
 from .reach import wait_for_queue
@@ -93,6 +94,7 @@ class Worker:
         self._runner: EngineRunner
         self._lifecycle: WorkerLifecycle
         self._id_guard: IdGuard
+        self._inbox: WorkerInbox
         self._links: WorkerLinks
         self._intake: RequestIntake
         self._publisher: OutboundPublisher
@@ -101,7 +103,6 @@ class Worker:
         self._puller: QueuePuller
         self._max_payload = 0
         self._num_free = 0
-        self._bad_messages = 0
 
     def __repr__(self) -> str:
         """One line with the parts."""
@@ -131,8 +132,9 @@ class Worker:
         try:
             self._assemble()
             await self._sources.clean_up()
-            await subscribe(self._nats, self._subjects.ping, self._on_ping)
-            await subscribe(self._nats, self._subjects.clients, self._on_client_presence)
+            await self._inbox.subscribe(self._subjects.ping, self._on_ping, FloodMeter())
+            await self._inbox.subscribe(self._subjects.pings, self._on_ping, FloodMeter())
+            await self._inbox.subscribe(self._subjects.clients, self._on_client_presence, FloodMeter())
             await subscribe(self._nats, self._subjects.presence(self._config.worker_id), self._id_guard.receive)
             await self._control.subscribe()
             await check_permitted(self._nats)
@@ -166,6 +168,7 @@ class Worker:
         self._max_payload = nats.max_payload
         self._links = WorkerLinks(config, self._lifecycle.incarnation, max_payload=self._max_payload)
         self._links.requests.timelines.on_ended = self._on_request_ended
+        self._inbox = WorkerInbox(nats, self._on_unread)
         self._publisher = OutboundPublisher(nats, self._lifecycle, self._links, on_broken=self._on_broken)
         self._puller = QueuePuller(
             *(nats, self._subjects, config.model),
@@ -182,11 +185,12 @@ class Worker:
             "lifecycle": self._lifecycle.run(),
             "engine": self._guard(self._run_engine),
             "abort": self._runner.run_aborts(),
-            "pull": self._pull(),
+            "pull": self._until_broken(self._puller.run()),
             "admit": self._intake.run(),
             "frames": self._publisher.publish_frames(),
             "acks": self._publisher.publish_acks(),
             "keep": self._keep_house(),
+            "floods": self._until_broken(self._inbox.run()),
             **{name: self._guard(work) for name, work in self._control.work().items()},
         }
 
@@ -206,16 +210,19 @@ class Worker:
         await self._runner.start()
         self._links.begin(self._engine, time.monotonic())
         await self._lifecycle.wait_alone()
-        await subscribe(self._nats, self._subjects.links_to(self._config.worker_id), self._on_link_message)
-        await subscribe(self._nats, self._subjects.directs_to(self._config.worker_id), self._on_direct)
+        await self._inbox.subscribe(self._subjects.links_to(self._config.worker_id), self._on_link_message)
+        directs, intake = self._subjects.directs_to(self._config.worker_id), self._intake
+        await self._inbox.subscribe(
+            directs, self._on_direct, FloodMeter(lambda: intake.stats.placed + intake.num_waiting)
+        )
         await wait_for_queue(self._nats, self._subjects, self._config.model, self._puller.stats)
         # The presence `serving` follows the subscriptions on the same connection, so messages of its receivers arrive.
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
 
-    async def _pull(self) -> None:
+    async def _until_broken(self, work: Coroutine[None, None, None]) -> None:
         try:
-            await self._puller.run()
+            await work
         except (BusBroken, BusClosed) as exc:
             self._give_up(exc)
 
@@ -244,27 +251,22 @@ class Worker:
 
     async def _on_link_message(self, message: Msg) -> None:
         client = message.subject.split(".")[-2]
-        with self._counting_bad(message):
-            self._execute(self._links.on_link_message(client, decode_link_message(message.data), time.monotonic()))
+        self._execute(self._links.on_link_message(client, decode_link_message(message.data), time.monotonic()))
 
     async def _on_client_presence(self, message: Msg) -> None:
         client = message.subject.rpartition(".")[2]
-        with self._counting_bad(message):
-            presence = decode_client_presence(message.data)
-            if presence.client != client:
-                raise RemoteProtocolError(f"client {client} sent presence in the name of {presence.client}")
-            self._execute(self._links.on_presence(presence, time.monotonic()))
+        presence = decode_client_presence(message.data)
+        if presence.client != client:
+            raise RemoteProtocolError(f"client {client} sent presence in the name of {presence.client}")
+        self._execute(self._links.on_presence(presence, time.monotonic()))
 
     async def _on_ping(self, _message: Msg) -> None:
         self._lifecycle.request_presence()
 
-    @contextmanager
-    def _counting_bad(self, message: Msg) -> Iterator[None]:
-        try:
-            yield
-        except RemoteProtocolError as exc:
-            self._bad_messages += 1
-            logger.warning("message.rejected subject=%s error=%s", message.subject, exc)
+    def _on_unread(self) -> None:
+        """Answer all pings that are not read, and do not judge clients whose presence is not read."""
+        self._lifecycle.request_presence()
+        self._links.leases.restart_leases(time.monotonic())
 
     async def _on_reconnect(self) -> None:
         """Continue the links. Heartbeats show clients which frames were lost, so that the worker can resend them."""
@@ -346,8 +348,8 @@ class Worker:
             puller=replace(self._puller.stats),
             frames=self._publisher.frames,
             frames_lost=self._publisher.frames_lost,
-            bad_messages=self._bad_messages + self._id_guard.bad_messages,
-            bad_commands=self._control.bad_messages + self._control.reader.refused,
+            bad_messages=self._inbox.rejected.so_far + self._id_guard.rejected.so_far,
+            bad_commands=self._control.rejected.so_far + self._control.reader.refused,
             times_fenced=self._lifecycle.times_fenced,
             connection=self._nats.counters(),
             credit_stalls=self._links.outbound.credit_stalls,
@@ -375,7 +377,7 @@ class Worker:
             lease_s=self._config.lease_s,
             capabilities=None if state is WorkerState.STARTING else self._runner.capabilities,
             held_bytes=self._links.outbound.held_bytes,
-            last_error=self._last_error or self._control.problem,
+            last_error=self._last_error or self._control.problem or self._inbox.problem,
             model_path=self._config.model_path,
             pause_mode=reconciler.pause_mode if state is WorkerState.PAUSED else None,
             queued=self._intake.num_waiting,

@@ -132,7 +132,13 @@ def _client_imports(user: User) -> list[dict[str, Any]]:
     for home, table in ((_workers(user.fleet), by_workers + to_workers), (_hub(user.fleet), of_jetstream)):
         for rule in table:
             # Import each subject once: two imports would deliver each message twice.
-            if user.role in rule.publish:
+            if rule.subject.endswith(".ping"):
+                # The ping of an earlier release does not name its sender, so the server adds the name.
+                imports += [
+                    _from(home, {"service": f"{subject}.{user.name}"}) | {"to": subject}
+                    for subject in subjects_of(rule, user)
+                ]
+            elif user.role in rule.publish:
                 imports += [_from(home, {"service": subject}) for subject in subjects_of(rule, user)]
             else:
                 imports += [_from(home, {"stream": subject}) for subject in heard_subjects(rule, user)]

@@ -76,6 +76,7 @@ SUBJECT_RULES: Final = (
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
     Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
     Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS),
+    Rule("ping.<client>", publish=CLIENT_ROLES, subscribe=_WORKERS),
     Rule("ping", publish=CLIENT_ROLES, subscribe=_WORKERS),
 )
 """The subjects of rollbus, one for each row of the table in `rollbus.bus.subjects`."""

@@ -18,6 +18,7 @@ from ...schemas.control import ReadExperts, ReadRequest, State
 from ...schemas.errors import ControlError, InvalidRequest, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_ack, decode_command
 from ..auth.signatures import Signed
+from ..logs import RejectionCount
 from ..nats.connection import Connection
 from ..nats.permitted import subscribe_permitted
 from ..protocol.fleet.authority import check_age
@@ -46,7 +47,7 @@ class CommandListener:
     """Records the commands of a fleet. Runs on the bus thread.
 
     Attributes:
-        bad_messages: number of commands and acks that could not be decoded, had another sender's name, or were not
+        rejected: commands and acks that could not be decoded, had another sender's name, or were not
             signed by their author.
         passed_over: number of acks that are too large or answer reads.
     """
@@ -58,12 +59,12 @@ class CommandListener:
         self._book = CommandBook()
         self._subscriptions: list[Subscription] = []
         self._may_hear_commands = nats.signatures.own is None
-        self.bad_messages = 0
+        self.rejected = RejectionCount()
         self.passed_over = 0
 
     def __repr__(self) -> str:
         """Return one line with counts."""
-        return f"<CommandListener {self._book!r} bad={self.bad_messages} listens={bool(self._subscriptions)}>"
+        return f"<CommandListener {self._book!r} bad={self.rejected.so_far} listens={bool(self._subscriptions)}>"
 
     async def start(self) -> None:
         """Subscribe to commands and acks. Calling this twice is allowed.
@@ -143,9 +144,8 @@ class CommandListener:
             self._book.add_ack(ack, controller.rpartition(".")[2], time.time())
 
     def _note_bad(self, message: Msg, error: Exception) -> None:
-        self.bad_messages += 1
-        if self.bad_messages.bit_count() == 1:  # log number 1, 2, 4, 8 ..., so that a flood of messages floods no log
-            logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, self.bad_messages, error)
+        if so_far := self.rejected.add():
+            logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, error)
 
 
 def _may(signed: Signed, model: str) -> bool:

@@ -96,7 +96,7 @@ class Fleet:
     @property
     def bad_messages(self) -> int:
         """Number of presence messages and acks of workers that could not be decoded."""
-        return self._watcher.bad_messages + self._runtime.controller.collector.bad_messages
+        return self._watcher.rejected.so_far + self._runtime.controller.collector.rejected.so_far
 
     async def state(self) -> FleetState:
         """Ask all workers for their state. Return the answers of the next half second.

@@ -45,7 +45,7 @@ class FleetWatch:
     @property
     def bad_messages(self) -> int:
         """Number of received commands and acks that could not be decoded or did not come from their author."""
-        return self._listener.bad_messages
+        return self._listener.rejected.so_far
 
     @property
     def problem(self) -> str | None:

@@ -16,6 +16,7 @@ from nats.aio.msg import Msg
 from ...schemas.errors import BusBroken, RemoteProtocolError
 from ...schemas.frame_header import FrameHeader, decode_frame_header
 from ...schemas.messages import WIRE_VERSION, Frame, LinkMessage, RequestKey, decode_frame, encode
+from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..protocol.link.link_receiver import FrameVerdict, LinkReceiver
 from ..protocol.link.worker_links import FollowedLinks
@@ -101,6 +102,7 @@ class ClientLinks:
         self._soon: dict[str, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
+        self._rejected = RejectionCount()
         self.stats = ClientLinkStats()
 
     def __repr__(self) -> str:
@@ -133,7 +135,8 @@ class ClientLinks:
     def _receive_unreadable(self, worker: str, data: bytes, error: RemoteProtocolError) -> None:
         """Handle a frame that cannot be decoded. Mark it as missing if its link is known."""
         self.stats.bad_messages += 1
-        logger.warning("frame.rejected worker=%s error=%s", worker, error)
+        if so_far := self._rejected.add():
+            logger.warning("frame.rejected worker=%s so_far=%s error=%s", worker, so_far, error)
         header, now = decode_frame_header(data), time.monotonic()
         if header is not None:
             receiver = self._receiver(worker, header, now)

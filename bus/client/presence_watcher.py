@@ -10,6 +10,7 @@ from nats.aio.msg import Msg
 from ...schemas.errors import BusBroken, NoWorkers, RemoteProtocolError
 from ...schemas.messages import decode_presence
 from ...schemas.presence import WorkerPresence
+from ..logs import RejectionCount
 from ..nats.connection import Connection, publish
 from ..nats.jetstream import Unanswered
 from ..nats.reachable import describe_reachable
@@ -37,7 +38,8 @@ class PresenceWatcher:
 
     Attributes:
         snapshot: the live workers. It is replaced as a whole, so any thread may read it.
-        bad_messages: number of presence messages that could not be decoded.
+        client: name of this client, for its pings; None: it does not name itself.
+        rejected: presence messages that could not be decoded.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class PresenceWatcher:
         self._pinged_at = -PING_WAIT_S
         self._listening_since = -PING_WAIT_S
         self.snapshot = self.table.snapshot
-        self.bad_messages = 0
+        self.client: str | None = None
+        self.rejected = RejectionCount()
 
     def __repr__(self) -> str:
         """Return one line with each worker and its state."""
@@ -73,8 +76,8 @@ class PresenceWatcher:
             if message.subject != self._subjects.presence(presence.worker):
                 raise RemoteProtocolError(f"worker {presence.worker} published presence on {message.subject}")
         except RemoteProtocolError as exc:
-            self.bad_messages += 1
-            logger.warning("presence.rejected subject=%s error=%s", message.subject, exc)
+            if so_far := self.rejected.add():
+                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
             return
         num_before = len(self.table.incarnations_of(presence.worker))
         change = self.table.update(presence, time.monotonic())
@@ -210,6 +213,9 @@ class PresenceWatcher:
         # All callers that wait at the same time share one ping.
         if time.monotonic() - self._pinged_at >= PING_WAIT_S:
             self._pinged_at = time.monotonic()
+            if self.client is not None:
+                await publish(self._nats, self._subjects.ping_by(self.client), b"")
+            # Workers of earlier releases read no other ping.
             await publish(self._nats, self._subjects.ping, b"")
 
     async def _wait(self, is_met: Callable[[], bool], timeout_s: float) -> bool:

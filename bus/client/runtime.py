@@ -17,6 +17,7 @@ from ...schemas.presence import ClientPresence, ClientState, WorkerPresence
 from ..control.controller import Controller
 from ..control.updates import Updates
 from ..control.uploads import Uploads
+from ..logs import RejectionCount
 from ..nats.connection import CLOSE_TIMEOUT_S, Connection, open_connection, publish, subscribe
 from ..nats.permitted import check_permitted
 from ..protocol.fleet.lease import DEFAULT_LEASE_S
@@ -111,6 +112,7 @@ class ClientRuntime:
         self._config = config
         self._started_at = time.monotonic()
         self._outage_s = 0.0
+        self._rejected = RejectionCount()
         self.nats = nats
         self.coordinator = AttemptCoordinator()
         self.losses = Losses(self.coordinator)
@@ -122,6 +124,7 @@ class ClientRuntime:
             self.coordinator.on_worker_survival,
             self._on_worker_heard,
         )
+        self.watcher.client = config.client
         self.controller = Controller(nats, config.subjects, config.client, self.watcher)
         self.models = ModelNames(nats, config.subjects, self.watcher, self.controller.store)
         self.updates = Updates(self.controller, Uploads(config.server, config.subjects))
@@ -179,7 +182,8 @@ class ClientRuntime:
         try:
             presence = decode_client_presence(message.data)
         except RemoteProtocolError as exc:
-            logger.warning("presence.rejected subject=%s error=%s", message.subject, exc)
+            if so_far := self._rejected.add():
+                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
             return
         is_other = presence.incarnation != self._config.incarnation and presence.state is not ClientState.CLOSED
         if is_other and presence.uptime_s < self._uptime_s:

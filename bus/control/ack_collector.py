@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from ...schemas.control import Ack, AnyCommand
 from ...schemas.errors import BusBroken, InvalidRequest, PermissionDenied, RemoteProtocolError
 from ...schemas.messages import decode_ack, encode_json
+from ..logs import RejectionCount
 from ..nats.connection import Connection, subscribe
 from ..nats.permitted import publish_permitted
 from ..protocol.fleet.command_result import AckTracker
@@ -77,7 +78,7 @@ class AckCollector:
     """The open commands of one controller. Lives on the bus thread; call `start` before use.
 
     Attributes:
-        bad_messages: number of acks that did not decode or named another worker.
+        rejected: acks that did not decode or named another worker.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str) -> None:
@@ -85,7 +86,7 @@ class AckCollector:
         self._subjects = subjects
         self._controller = controller
         self._under_way: dict[str, _UnderWay] = {}
-        self.bad_messages = 0
+        self.rejected = RejectionCount()
 
     def __repr__(self) -> str:
         """Return one line with the unfinished commands."""
@@ -102,8 +103,8 @@ class AckCollector:
             if message.subject != self._subjects.ack(self._controller, ack.worker):
                 raise RemoteProtocolError(f"worker {ack.worker} answered on {message.subject}")
         except RemoteProtocolError as exc:
-            self.bad_messages += 1
-            logger.warning("ack.rejected subject=%s error=%s", message.subject, exc)
+            if so_far := self.rejected.add():
+                logger.warning("ack.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
             return
         under_way = self._under_way.get(ack.id)
         if under_way is None:

@@ -19,6 +19,7 @@ from ...schemas.control import AnyCommand
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken, ControlCode, ControlError, RemoteProtocolError
 from ...schemas.messages import encode_json
+from ..logs import RejectionCount
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_STREAM, WRONG_LAST_SEQUENCE, ApiError, Unanswered, ask, create_stream, put
 from ..protocol.fleet import desired
@@ -56,6 +57,7 @@ class DesiredStore:
         self._subjects = subjects
         self._revisions = Revisions(nats, subjects)
         self._single_until = -math.inf
+        self._rejected = RejectionCount()
 
     def __repr__(self) -> str:
         """Return one line with the fleet."""
@@ -265,7 +267,8 @@ class DesiredStore:
             try:
                 found.append(decode_token(subject.removeprefix(prefix)))
             except ValueError:
-                logger.warning("desired.key_rejected subject=%s", subject)
+                if so_far := self._rejected.add():
+                    logger.warning("desired.key_rejected subject=%s so_far=%s", subject, so_far)
         return tuple(sorted(found))
 
     async def read_all(self) -> dict[str, DesiredState]:

@@ -13,6 +13,7 @@ from nats.aio.client import Client
 from ...schemas.certificate import Certificate
 from ...schemas.errors import ControlCode, ControlError
 from ..auth.signatures import BadSignature
+from ..logs import RejectionCount
 from ..nats.connection import Connection
 from ..nats.jetstream import NO_MESSAGE, NO_STREAM, ApiError, ask, create_stream, headers_of
 from ..subjects import published_bucket
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_rejected = RejectionCount()
 
 NO_LIMIT: Final = 2**62
 """Limit of a bucket that shares the server's storage."""
@@ -284,7 +286,8 @@ def _is_signed(nats: Connection, bucket: str, name: str, data: bytes, headers: d
         if signed is not None and signed.by.is_limited and not _is_own(signed.by, bucket):
             raise BadSignature(f"{signed.by.role} {signed.by.name} may not upload there")
     except BadSignature as error:
-        logger.warning("objects.rejected bucket=%s object=%s error=%s", bucket, name, error)
+        if so_far := _rejected.add():
+            logger.warning("objects.rejected bucket=%s object=%s so_far=%s error=%s", bucket, name, so_far, error)
         return False
     return True
 

@@ -55,6 +55,7 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
     "client.<client>": (EVERY_CLIENT, EVERY_CLIENT | {W}),
     "control.<controller>": ({A, P, F}, {W}),
     "ack.<controller>.<worker>": ({W}, EVERY_CLIENT),
+    "ping.<client>": (EVERY_CLIENT, {W}),
     "ping": (EVERY_CLIENT, {W}),
 }
 HEARD_BY_ALL = {"presence.<worker>"}

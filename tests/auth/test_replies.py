@@ -63,8 +63,8 @@ VERBS = (
     f"$JS.API.CONSUMER.MSG.NEXT.{QUEUE}.normal",
 )
 """Subjects of JetStream's services, where an answer would be a call in JetStream's name."""
-CLIENTS = ("frame.bob.w1", "plain.bob.x", "presence.w1", "ack.boss.w1", "ack.bob.w1", "client.bob", "ping")
-WORKERS = ("control.boss", "client.bob", "link.bob.w1", "direct.bob.w1", "ping")
+CLIENTS = ("frame.bob.w1", "plain.bob.x", "presence.w1", "ack.boss.w1", "ack.bob.w1", "client.bob", "ping", "ping.bob")
+WORKERS = ("control.boss", "client.bob", "link.bob.w1", "direct.bob.w1", "ping", "ping.bob")
 REPLIES = (
     *STORED,
     *VERBS,

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 
 import rollbus
 from rollbus.bus.client.fleet_watch import watch_fleet
+from rollbus.bus.nats.connection import publish, subscribe
 from rollbus.bus.nats.permitted import publish_permitted
 from rollbus.bus.subjects import Subjects
 from rollbus.schemas.control import Resume
@@ -13,6 +15,7 @@ from rollbus.schemas.errors import PermissionDenied
 from tests.auth.support import FLEET, MODEL, guarded
 from tests.control.support import ask as greedy
 from tests.support.fleet import synthetic_worker
+from tests.support.waits import until_true
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +74,27 @@ async def test_other_roles_may_not_observe_commands(name: str, tmp_path: Path) -
             assert await watch.commands() == ()
     assert (listened.value.action, listened.value.subject) == ("subscribe", f"rb.v1.{FLEET}.ack.*.*")
     assert listed.value.action == "publish"
+
+
+async def test_the_server_names_the_sender_of_each_ping(tmp_path: Path) -> None:
+    """A ping has the name of its user, even if the user publishes the ping of an earlier release, which has no name."""
+    subjects, received = Subjects(FLEET), []
+
+    async def receive(message: Msg) -> None:
+        received.append(message.subject)
+
+    async with guarded(tmp_path) as guard, guard.connected("w0") as worker:
+        for subject in (subjects.pings, subjects.ping):
+            await subscribe(worker, subject, receive)
+        await worker.flush()
+        for name in ("alice", "eye", "front", "boss"):
+            async with guard.connected(name) as nats:
+                await publish(nats, subjects.ping_by(name), b"")
+                if name != "boss":
+                    await publish(nats, subjects.ping, b"")
+                await nats.flush()
+        expected = ["alice", "alice", "boss", "eye", "eye", "front", "front"]
+        await until_true(lambda: sorted(received) == [subjects.ping_by(name) for name in expected])
+        async with guard.connected("eye") as nats:
+            with pytest.raises(PermissionDenied):
+                await publish_permitted(nats, subjects.ping_by("alice"), b"")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollbus.bus.logs import EVENT, JsonFormatter, adopted
+from rollbus.bus.logs import EVENT, JsonFormatter, RejectionCount, adopted
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("bus", "frontend", "schemas", "trainer", "workers")
@@ -119,3 +119,17 @@ def test_every_logger_call_of_the_packages_is_an_event() -> None:
 
     assert others == []
     assert found > 50
+
+
+def test_rejections_are_counted_and_logged_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rejected messages, one a second is logged, with the number of all so far."""
+    now = 100.0
+    monkeypatch.setattr("rollbus.bus.logs.time.monotonic", lambda: now)
+    rejected = RejectionCount()
+    lines = []
+    for number in range(1000):
+        now = 100.0 + number / 400
+        lines.append(rejected.add())
+
+    assert [line for line in lines if line] == [1, 401, 801]
+    assert rejected.so_far == 1000

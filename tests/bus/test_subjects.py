@@ -78,6 +78,8 @@ def test_the_subjects_equal_the_names_of_the_table() -> None:
         SUBJECTS.presences,
         SUBJECTS.client("c"),
         SUBJECTS.clients,
+        SUBJECTS.ping_by("c"),
+        SUBJECTS.pings,
         SUBJECTS.ping,
     ] == [
         "rb.v1.default.req.c.a=2Fb.normal",
@@ -93,6 +95,8 @@ def test_the_subjects_equal_the_names_of_the_table() -> None:
         "rb.v1.default.presence.*",
         "rb.v1.default.client.c",
         "rb.v1.default.client.*",
+        "rb.v1.default.ping.c",
+        "rb.v1.default.ping.*",
         "rb.v1.default.ping",
     ]
 

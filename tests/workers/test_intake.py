@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
+from rollbus.bus.nats.connection import publish
 from rollbus.bus.protocol.queue.pull_plan import MAX_OVER
 from rollbus.bus.queue.puller import QueuedRequest, QueuePuller
 from rollbus.schemas.errors import ErrorCode
@@ -252,3 +254,20 @@ async def test_a_worker_with_too_many_unread_results_pulls_no_requests(
         await other.until_ended(*(f"s{number}" for number in range(8)))
         assert client.error_of("r") == ErrorCode.OVER_BUDGET
         presence.cancel()
+
+
+async def test_a_flood_of_bad_messages_is_one_log_line_a_second(
+    heard_worker: StartHeard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hundreds of bad messages cause few log lines, and each line has their number."""
+    async with heard_worker() as (client, worker, _):
+        begun = time.monotonic()
+        for _ in range(400):
+            await publish(client.nats, client.subjects.direct(client.name, "w"), b"\x93")
+            await publish(client.nats, client.subjects.link(client.name, "w"), b"\x93")
+        await until_true(lambda: worker.stats().intake.bad + worker.stats().bad_messages == 800)
+        limit = 2 + 2 * (time.monotonic() - begun)
+
+    lines = [record.getMessage() for record in caplog.records if "rejected" in record.getMessage()]
+    assert 2 <= len(lines) <= limit
+    assert all("so_far=" in line for line in lines)

@@ -16,6 +16,7 @@ from nats.aio.msg import Msg
 
 from ...bus.auth.signatures import Signed
 from ...bus.control.store import DesiredStore
+from ...bus.logs import RejectionCount
 from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.subjects import Subjects
@@ -79,7 +80,7 @@ class CommandHandler:
         self._lanes: dict[str, asyncio.Queue[ReceivedCommand]] = {
             name: asyncio.Queue(MAX_SEEN_COMMANDS) for name in ("record", "quick", "check", "event")
         }
-        self.bad_messages = 0
+        self.rejected = RejectionCount()
         """Commands without a usable id or controller to answer."""
 
     def __repr__(self) -> str:
@@ -131,12 +132,8 @@ class CommandHandler:
                 raise RemoteProtocolError(f"the command is signed by the {signed.by.role} {signed.by.name}")
             self._receive(controller, message.data, signed)
         except (InvalidRequest, RemoteProtocolError) as exc:
-            self.bad_messages += 1
-            # Log at 1, 2, 4, 8 and so on: a flood of messages must not cause a flood of log events.
-            if self.bad_messages.bit_count() == 1:
-                logger.warning(
-                    "command.rejected subject=%s so_far=%s error=%s", message.subject, self.bad_messages, exc
-                )
+            if so_far := self.rejected.add():
+                logger.warning("command.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
 
     def _receive(self, controller: str, data: bytes, signed: Signed | None) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
+from ...bus.logs import RejectionCount
 from ...schemas.errors import DuplicateWorker, RemoteProtocolError
 from ...schemas.limits import MAX_NAME_CHARS
 from ...schemas.messages import decode_presence
@@ -31,7 +32,7 @@ class IdGuard:
 
     Attributes:
         duplicate: the error passed to `on_duplicate`, or None while this worker keeps its id.
-        bad_messages: number of presence messages that could not be decoded.
+        rejected: presence messages that could not be decoded.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class IdGuard:
         self._lifecycle = lifecycle
         self._on_duplicate = on_duplicate
         self.duplicate: DuplicateWorker | None = None
-        self.bad_messages = 0
+        self.rejected = RejectionCount()
 
     def __repr__(self) -> str:
         """One line with the id."""
@@ -52,8 +53,8 @@ class IdGuard:
         try:
             presence = decode_presence(message.data)
         except RemoteProtocolError as exc:
-            self.bad_messages += 1
-            logger.warning("message.rejected subject=%s error=%s", message.subject, exc)
+            if so_far := self.rejected.add():
+                logger.warning("presence.rejected subject=%s so_far=%s error=%s", message.subject, so_far, exc)
             return
         if (
             presence.worker != self._worker_id

@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from ...bus.logs import RejectionCount
 from ...bus.protocol.queue.follower_backlog import MAX_FOLLOWERS, Turn
 from ...bus.protocol.queue.slot_turns import SlotRequest
 from ...bus.queue.puller import NAK_DELAY_S, QueuedRequest, QueuePuller
@@ -71,6 +72,7 @@ class RequestIntake:
         self._puller = puller
         puller.on_given_back = lambda message: links.note_returned([message])
         self.stats = IntakeStats()
+        self._rejected = RejectionCount()
         self.followers = WaitingFollowers(links, execute, self.stats)
         self._turns = self.followers.turns
         self._incoming: deque[IncomingRequest] = deque()
@@ -164,7 +166,8 @@ class RequestIntake:
 
     def _drop_bad(self, client: str, message: QueuedRequest | None, error: RemoteProtocolError) -> None:
         self.stats.bad += 1
-        logger.warning("request.rejected client=%s error=%s", client, error)
+        if so_far := self._rejected.add():
+            logger.warning("request.rejected client=%s so_far=%s error=%s", client, so_far, error)
         self._execute(Instructions.acking(message))
 
     def _admit_placed(self, incoming: IncomingRequest) -> Mapping[Turn | Literal["now"] | None, list[Sibling]]:

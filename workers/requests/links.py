@@ -9,6 +9,7 @@ the queue only after the client has acknowledged the offer, has aborted the requ
 import logging
 from collections.abc import Iterable, Sequence
 
+from ...bus.logs import RejectionCount
 from ...bus.protocol.fleet.lease import ClientLeases, EndedIncarnation
 from ...bus.protocol.states import WorkerRequestEvent, WorkerRequestState
 from ...bus.protocol.stream.chunk_writer import ChunkWriter
@@ -56,6 +57,7 @@ class WorkerLinks:
         self.requests = WorkerRequestTable()
         self.outbound = OutboundRegistry(config.worker_id, Subjects(config.fleet), incarnation, max_payload=max_payload)
         self.stats = WorkerLinkStats()
+        self._rejected = RejectionCount()
         self.reports_kv = False
         """True if the engine reports KV that it computes again. Set before requests are offered."""
         self._terminator = RequestTerminator(self.requests, self.outbound, self.versions, self.stats)
@@ -268,7 +270,8 @@ class WorkerLinks:
             progress = link.sender.receive(message)
         except RemoteProtocolError as exc:
             self.stats.bad_messages += 1
-            logger.warning("link.message_rejected client=%s error=%s", client, exc)
+            if so_far := self._rejected.add():
+                logger.warning("link.message_rejected client=%s so_far=%s error=%s", client, so_far, exc)
             return
         if progress.needs_new_link:
             self.break_link(link, instructions)
