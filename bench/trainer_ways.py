@@ -112,6 +112,9 @@ class _Nowhere:
     def is_blocked(self, child: ChildRequest) -> bool:
         return False
 
+    def others(self, child: ChildRequest) -> tuple[()]:
+        return ()
+
     def waiting_reason(self, child: ChildRequest) -> str:
         return ""
 

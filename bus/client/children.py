@@ -91,6 +91,9 @@ class ChildRequest(AttemptMachine):
         self.may_wait = False
         """True if the current attempt may wait at its worker for a slot, and the worker has offered it at most once."""
 
+        self.avoids_queue = False
+        """True if a silent worker had it. It then goes directly to another worker, if one serves."""
+
     @property
     def has_begun(self) -> bool:
         """True if the engine of its worker may have received the request."""

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from ...schemas.errors import BusBroken, ErrorCode, NoWorkers, RequestError, request_error
 from ...schemas.messages import KvTransfer, RequestMessage, Sibling, encode
+from ...schemas.presence import WorkerPresence
 from ...schemas.request import Lane
 from ...schemas.telemetry import LostAttempt
 from ..nats.connection import Connection, publish
@@ -166,6 +167,11 @@ class RequestDispatcher:
         """Return True if workers serve the model of `child` and none of them has the weights or the adapter for it."""
         return bool(self._watcher.table.serving(child.open_call.model)) and bool(self.waiting_reason(child))
 
+    def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
+        """Return the workers that serve the model and are not silent."""
+        serving = self._watcher.table.serving(child.open_call.model)
+        return [worker for worker in serving if worker.worker not in self._coordinator.silent]
+
     def wake(self) -> None:
         """Check waiting requests again: their condition may have changed."""
         if self._pending or self.prefill.num_waiting or self.placement.has_due:
@@ -207,6 +213,14 @@ class RequestDispatcher:
         possible = self._possible(child)
         if not possible.is_target_known or child.awaits_prefill(possible):
             await self._send(possible, child)
+        elif child.avoids_queue and (others := self.others(child)):
+            # The silent worker pulls from the queue too. A worker that was full is asked again after a round.
+            worker = max(others, key=lambda other: other.free_slots)
+            was_refused = child.num_refusals and time.monotonic() - child.since < ROUND_S
+            if was_refused or worker.free_slots <= 0:
+                self._pending.append(child)
+            else:
+                await self._publish_placed([Placed(worker.worker, [child])])
         else:
             await self._publish_placed(self.placement.place(child))
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -18,6 +18,7 @@ from ...schemas.chunk import Chunk, ChunkError
 from ...schemas.errors import ErrorCode, RequestError, RequestTimeout
 from ...schemas.limits import MAX_ENGINE_DEATHS_ALONE, MAX_REMEMBERED_IDS
 from ...schemas.messages import Frame, RequestKey
+from ...schemas.presence import WorkerPresence
 from ..protocol.attempt import events as on
 from ..protocol.attempt.events import Event, Instruction
 from ..protocol.attempt.states import OUT, RequestState
@@ -62,6 +63,9 @@ class RequestPublisher(Protocol):
     def is_blocked(self, child: ChildRequest) -> bool:
         """Return True if workers serve the model and none of them can accept the request now."""
 
+    def others(self, child: ChildRequest) -> Sequence[WorkerPresence]:
+        """Return the serving workers of the model that are not silent."""
+
 
 class RequestAborter(Protocol):
     """Sends aborts to workers."""
@@ -82,6 +86,8 @@ class AttemptCoordinator:
         self._next_attempt: dict[str, int] = {}
         self._failure: tuple[ErrorCode, str] | None = None
         self._suspects: Suspects[ChildRequest] = Suspects()
+        self.silent: Container[str] = frozenset()
+        """The workers that this client avoids, because they sent no tokens."""
         self.stats = AttemptStats()
         self.retries: dict[str, int] = {}
         """By model: attempts that followed a lost attempt. KV phases and withdrawn attempts are not counted."""
@@ -247,7 +253,11 @@ class AttemptCoordinator:
             else:
                 # The second offer means that the engine has the request.
                 child.may_wait &= child.worker != worker
-                self.execute(child, child.handle(on.Offered(worker, incarnation), now))
+                child.heard_at = now
+                if worker in self.silent and child.worker is None and self._publisher.others(child):
+                    self._refuse_silent(child, worker)
+                else:
+                    self.execute(child, child.handle(on.Offered(worker, incarnation), now))
         dead: dict[ChildRequest, ChunkError] = {}
         for chunk in frame.chunks:
             child = self.find(chunk.request_id, chunk.attempt, chunk.child)
@@ -271,6 +281,13 @@ class AttemptCoordinator:
                 self.execute(child, instructions)
         if dead:
             self.on_engine_death((worker, incarnation), dead)
+
+    def _refuse_silent(self, child: ChildRequest, worker: str) -> None:
+        """Send the request to another worker, because this one offered to run requests and sent no tokens."""
+        self._aborter.abort(worker, child.key)
+        child.avoids_queue = True
+        message = f"worker {worker} offered to run earlier requests and sent no tokens of them"
+        self.send(child, on.WorkerSilent(child.open_call.failure(ErrorCode.WORKER_LOST, message)))
 
     def _becomes_current(self, child: ChildRequest, worker: str, incarnation: str, chunk: Chunk) -> bool:
         """Return True if a chunk of `child` is valid although `worker` sent no offer. Treat the chunk as the offer."""

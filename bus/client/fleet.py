@@ -109,6 +109,7 @@ class Fleet:
 
     async def _state(self) -> FleetState:
         workers, queues, problems = await self._watcher.workers_and_queues()
+        workers = self._runtime.silence.named(workers)
         try:
             desired = await self._runtime.controller.store.read_all()
         except BusBroken as exc:

@@ -7,7 +7,7 @@ first.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, Literal, NamedTuple
@@ -85,6 +85,7 @@ class RequestPlacement:
         self._leaders: dict[str, GroupLeaders[ChildRequest]] = {}
         # Followers of admitted leaders, with the worker that admitted the leader.
         self._admitted: list[tuple[str, list[ChildRequest]]] = []
+        self.silent: Container[str] = frozenset()  # workers that get no requests
         self.stats = PlacementStats()
 
     def __repr__(self) -> str:
@@ -255,6 +256,7 @@ class RequestPlacement:
         asked = child.stream.asked
         version, lora = asked.min_weight_version or 0, asked.lora
         able = [load for load in loads if load.weight_version >= version and (lora is None or lora in load.loras)]
+        able = [load for load in able if load.worker not in self.silent]
         lora_version = 0 if lora is None else max((load.loras[lora] for load in able), default=0)
         scope = PrefixScope(lora, lora_version, asked.cache_salt)
         group_id = asked.group_id

@@ -115,7 +115,9 @@ class PrefillDispatcher:
                 loras=frozenset(info.name for info in presence.loras),
             )
             for presence in found
-            if presence is not None and presence.capabilities is not None
+            if presence is not None
+            and presence.capabilities is not None
+            and presence.worker not in self._placement.silent
         ]
 
     def _schedule_wake(self, now: float) -> None:

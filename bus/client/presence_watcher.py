@@ -52,7 +52,7 @@ class PresenceWatcher:
         on_heard: Callable[[WorkerPresence], None] = lambda _: None,
     ) -> None:
         self._nats = nats
-        self._subjects = subjects
+        self.subjects = subjects
         self._on_lost = on_lost
         self._on_survivor = on_survivor
         self._on_change = on_change
@@ -67,13 +67,13 @@ class PresenceWatcher:
 
     def __repr__(self) -> str:
         """Return one line with each worker and its state."""
-        return f"<PresenceWatcher {self._subjects.fleet} {self.table!r}>"
+        return f"<PresenceWatcher {self.subjects.fleet} {self.table!r}>"
 
     async def receive(self, message: Msg) -> None:
         """Process a presence message."""
         try:
             presence = decode_presence(message.data)
-            if message.subject != self._subjects.presence(presence.worker):
+            if message.subject != self.subjects.presence(presence.worker):
                 raise RemoteProtocolError(f"worker {presence.worker} published presence on {message.subject}")
         except RemoteProtocolError as exc:
             if so_far := self.rejected.add():
@@ -175,7 +175,7 @@ class PresenceWatcher:
     async def _depths(self, model: str) -> tuple[QueueDepth, ...] | str:
         """Return the depths of the queue of `model`, or the reason why it does not answer."""
         try:
-            return await queue_depths(self._nats, self._subjects, (model,))
+            return await queue_depths(self._nats, self.subjects, (model,))
         except Unanswered as exc:
             if not self._nats.is_in_cluster:
                 return str(exc)
@@ -214,9 +214,9 @@ class PresenceWatcher:
         if time.monotonic() - self._pinged_at >= PING_WAIT_S:
             self._pinged_at = time.monotonic()
             if self.client is not None:
-                await publish(self._nats, self._subjects.ping_by(self.client), b"")
+                await publish(self._nats, self.subjects.ping_by(self.client), b"")
             # Workers of earlier releases read no other ping.
-            await publish(self._nats, self._subjects.ping, b"")
+            await publish(self._nats, self.subjects.ping, b"")
 
     async def _wait(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
         try:

@@ -33,6 +33,7 @@ from .model_names import ModelNames
 from .pauses import PauseWarnings
 from .presence_watcher import PresenceWatcher
 from .result_check import ResultCheck
+from .silence import SilenceChecks
 
 __all__ = ["ClientRuntime", "ClientStats", "open_client_runtime"]
 
@@ -133,6 +134,8 @@ class ClientRuntime:
         self.links.check = ResultCheck(table, self.controller.store, self.losses, self.coordinator.find)
         self.dispatcher = RequestDispatcher(nats, config, self.watcher, self.coordinator)
         self.pauses = PauseWarnings(self.watcher, self.coordinator, self.controller.store)
+        self.silence = SilenceChecks(nats, self.watcher, self.coordinator)
+        self.dispatcher.placement.silent = self.silence.watch.avoided
         self.coordinator.connect(self.dispatcher, self.links)
 
     def __repr__(self) -> str:
@@ -339,6 +342,7 @@ async def open_client_runtime(config: ClientConfig) -> AsyncIterator[ClientRunti
                     tasks.create_task(runtime.dispatcher.check_deadlines(), name="client.check_deadlines"),
                     tasks.create_task(runtime.check_leases(), name="client.leases"),
                     tasks.create_task(runtime.pauses.run(), name="client.pauses"),
+                    tasks.create_task(runtime.silence.run(), name="client.silence"),
                 ]
                 yield runtime
                 for task in background:

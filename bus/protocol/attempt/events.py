@@ -77,7 +77,10 @@ class Offered(Event, frozen=True):
 
 
 class WorkerSilent(Event, frozen=True):
-    """The worker to which the client handed the current attempt is lost, or its frames do not decode."""
+    """The worker to which the client handed the current attempt is lost, or its frames do not decode.
+
+    Or the client avoids the worker that took the attempt from the queue.
+    """
 
     error: RequestError
 

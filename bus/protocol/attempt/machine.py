@@ -30,6 +30,7 @@ from .states import (
     REQUEST,
     RETRIED,
     TIMED,
+    UNADMITTED,
     UNPUBLISHED,
     RequestEvent,
     RequestState,
@@ -77,6 +78,10 @@ class AttemptMachine:
         """True if the worker that has the current attempt or phase has generated a token of it."""
         self.deaths_alone = 0
         """The number of engines that died while this was the client's only request there."""
+        self.heard_at = now
+        """The time of the last offer or chunk of its worker."""
+        self.num_moves = 0
+        """The number of workers that it left because they sent no token."""
         self._first_attempt = stream.attempt
         # The number of the current attempt when it began.
         self._began_as = stream.attempt
@@ -161,7 +166,7 @@ class AttemptMachine:
             return (), self._rejected(chunk.error.exception(chunk.request_id), now)
         # A worker may write any id into a chunk. Permissions bind only the subject, which names the worker.
         force_setattr(chunk, "worker_id", self.worker)
-        stream = self.stream
+        stream, self.heard_at = self.stream, now
         try:
             delivered = stream.add(chunk)
         except RemoteProtocolError as exc:
@@ -186,8 +191,6 @@ class AttemptMachine:
         states, handler = _HANDLERS[type(event)]
         is_current = getattr(event, "attempt", self.stream.attempt) == self.stream.attempt
         return handler(self, event, now) if self.state in states and is_current else NOTHING
-
-    # Publishing to a worker.
 
     def _publish(self, possible: on.PublishingPossible, now: float) -> Sequence[Instruction]:
         # A later attempt waits for a worker. The first message itself finds out whether there is a queue.
@@ -272,8 +275,6 @@ class AttemptMachine:
             return (on.WakeAt(self._state_deadline),)
         return self._rejected(error, now)
 
-    # At a worker.
-
     def _offered(self, offer: on.Offered, now: float) -> Sequence[Instruction]:
         if self.is_open and self.worker == offer.worker:
             # An abort would also reach another worker of the same id, which may have this attempt.
@@ -301,8 +302,6 @@ class AttemptMachine:
         if error.code in RETRIED or (error.code is ErrorCode.QUEUE_FULL and not self.is_first_attempt):
             return self._lost(on.Lost(error, is_over=True), now)
         return self._fail(error, now, is_over=True)
-
-    # To the next attempt, or the end.
 
     def _worker_silent(self, silent: on.WorkerSilent, now: float) -> Sequence[Instruction]:
         return self._withdraw(silent.error, now)
@@ -389,7 +388,7 @@ _HANDLERS: Final[dict[type[Event], tuple[frozenset[RequestState], _Handler]]] = 
     on.Stored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._stored),
     on.NotStored: (frozenset({RequestState.PUBLISHING}), AttemptMachine._not_stored),
     on.Offered: (frozenset(RequestState), AttemptMachine._offered),
-    on.WorkerSilent: (HANDED_TO_ONE, AttemptMachine._worker_silent),
+    on.WorkerSilent: (HANDED_TO_ONE | UNADMITTED, AttemptMachine._worker_silent),
     on.Lost: (OUT, AttemptMachine._lost),
     on.SuspectReleased: (frozenset({RequestState.HELD}), AttemptMachine._released),
     on.TimePassed: (TIMED, AttemptMachine._time_passed),

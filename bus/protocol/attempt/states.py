@@ -14,6 +14,7 @@ __all__ = [
     "REQUEST",
     "RETRIED",
     "TIMED",
+    "UNADMITTED",
     "UNPUBLISHED",
     "RequestEvent",
     "RequestState",
@@ -122,7 +123,8 @@ OUT: Final = HANDED_TO_ONE | {
     RequestState.RUNNING,
 }
 """The current attempt was published, so a worker may have it."""
-_UNADMITTED = OUT - {RequestState.PREFILL_HANDED_OVER, RequestState.PREFILLING, RequestState.RUNNING}
+UNADMITTED: Final = OUT - {RequestState.PREFILL_HANDED_OVER, RequestState.PREFILLING, RequestState.RUNNING}
+"""The whole request, or its decode phase, was published, and no worker has offered to run it."""
 OPEN: Final = frozenset(RequestState) - {RequestState.ENDED}
 """The request has not ended."""
 REQUEST = StateMachine(
@@ -147,8 +149,11 @@ REQUEST = StateMachine(
         (RequestState.PUBLISHING, RequestEvent.STORED): RequestState.QUEUED,
         (RequestState.PUBLISHING, RequestEvent.UNSTORED): RequestState.QUEUE_MISSING,
         (RequestState.QUEUE_MISSING, RequestEvent.WITHDRAWN): RequestState.READY,
+        # The only worker that offered is one that the client avoids.
+        (RequestState.PUBLISHING, RequestEvent.WITHDRAWN): RequestState.READY,
+        (RequestState.QUEUED, RequestEvent.WITHDRAWN): RequestState.READY,
         # A worker may offer before the queue confirms the request.
-        **{(state, RequestEvent.ADMITTED): RequestState.RUNNING for state in sorted(_UNADMITTED)},
+        **{(state, RequestEvent.ADMITTED): RequestState.RUNNING for state in sorted(UNADMITTED)},
         (RequestState.PREFILLING, RequestEvent.PREFILLED): RequestState.READY,
         **{(state, RequestEvent.LOST): RequestState.WAITING for state in sorted(OUT)},
         **{(state, RequestEvent.SUSPECTED): RequestState.HELD for state in sorted(OUT)},
