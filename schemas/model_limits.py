@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from .errors import InvalidRequest
-from .presence import Capabilities
+from .presence import Capabilities, SamplingLimits
 from .request import GenerateRequest
 from .sampling import SamplingParams
 
@@ -58,7 +58,7 @@ def _check_room(request: GenerateRequest, max_model_len: int) -> None:
 
 
 def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None:
-    """Check logprobs against the engine's limit, token ids against the vocabulary, and extras against the known names.
+    """Check logprobs, lengths, token ids and the names of extras against what the engine and its model support.
 
     Raises:
         InvalidRequest: a parameter is not supported; the error names the field and the allowed values.
@@ -69,6 +69,8 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
             raise InvalidRequest(
                 field=f"sampling.{name}", problem=f"is {value}", allowed=f"0 to {capabilities.max_logprobs}"
             )
+    if capabilities.sampling_limits is not None:
+        _check_lengths(sampling, capabilities.sampling_limits)
     for field, token_ids in _token_id_fields(sampling):
         for token_id in token_ids:
             if token_id >= capabilities.vocab_size:
@@ -79,6 +81,28 @@ def check_sampling(sampling: SamplingParams, capabilities: Capabilities) -> None
                 field=f"sampling.extra.{name}",
                 problem=f"is unknown to {capabilities.engine} {capabilities.engine_version}",
                 allowed=", ".join(capabilities.extra) or "nothing",
+            )
+
+
+def _check_lengths(sampling: SamplingParams, most: SamplingLimits) -> None:
+    words = sampling.bad_words_token_ids or ()
+    for name, what, length, limit in (
+        ("allowed_token_ids", "entries", len(sampling.allowed_token_ids or ()), most.allowed_token_ids),
+        ("logit_bias", "entries", len(sampling.logit_bias or ()), most.logit_bias),
+        (
+            "stop_token_ids",
+            "different ids together with min_tokens",
+            len(set(sampling.stop_token_ids)) if sampling.min_tokens else 0,
+            most.min_tokens_stop_ids,
+        ),
+        ("bad_words_token_ids", "entries", len(words), most.bad_words),
+        ("bad_words_token_ids", "tokens in all entries", sum(map(len, words)), most.bad_words_tokens),
+    ):
+        if length > limit:
+            raise InvalidRequest(
+                field=f"sampling.{name}",
+                problem=f"has {length} {what}",
+                allowed=f"at most {limit}, a limit of this engine's sampler",
             )
 
 

@@ -35,6 +35,8 @@ def engine_processes() -> set[int]:
         ({"return_sampling_mask": True}, "sampling distribution replay requires Model Runner V2"),
         ({"max_model_len": "long"}, "max_model_len"),
         ({"block_size": 16}, "'block_size' is 16; allowed on a CPU: multiples of 32"),
+        ({"structured_outputs_config": {"backend": "auto"}}, "'structured_outputs_config.backend' is 'auto'"),
+        ({"structured_outputs_config": {"bakend": "x"}}, r"'structured_outputs_config.bakend' .* mean 'backend'\?"),
     ],
 )
 async def test_bad_engine_argument_is_named(models: dict[str, Path], engine_args: dict[str, Any], message: str) -> None:
@@ -65,6 +67,36 @@ def test_capabilities_follow_the_arguments(models: dict[str, Path]) -> None:
     assert "'dummy'" in str(find_refusals(config).weight_updates)
     config.model_config.model = "organization/name"
     assert "local folder" in str(find_refusals(config).weight_updates)
+
+
+def test_the_grammar_backend_is_fixed_at_the_start(models: dict[str, Path]) -> None:
+    """The backend of structured outputs is xgrammar unless it is set, never the choice of a request, and announced."""
+    path = str(models["dense"])
+    chosen = {"structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True}}
+    default = launch_module.engine_arguments(path, {"reasoning_parser": "qwen3"}).create_engine_config()
+    guidance = launch_module.engine_arguments(path, chosen).create_engine_config()
+
+    assert describe_engine(default).grammar_backend == "xgrammar"
+    assert default.structured_outputs_config.reasoning_parser == "qwen3"
+    assert describe_engine(guidance).grammar_backend == "guidance"
+    assert guidance.structured_outputs_config.disable_any_whitespace
+
+
+def test_the_limits_of_the_newer_model_runner_are_announced(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with vLLM's newer model runner announces the limits of its sampler; another engine has none."""
+    config = launch_module.engine_arguments(str(models["dense"]), {}).create_engine_config()
+    assert describe_engine(config).sampling_limits is None
+
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    limits = describe_engine(config).sampling_limits
+
+    assert limits is not None
+    assert (limits.allowed_token_ids, limits.logit_bias) == (1024, 1024)
+    assert (limits.bad_words, limits.bad_words_tokens) == (128, 1024)
+    # Of 128 ids, the sampler needs some for the end of a sequence.
+    assert 120 <= limits.min_tokens_stop_ids < 128
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,9 @@ def test_extra_reaches_the_engine(moe: RunningEngine) -> None:
         ("sampling.extra.thinking_token_budget", {"extra": {"thinking_token_budget": "many"}}),
         ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {}}}),
         ("sampling", {"extra": {"thinking_token_budget": 5}}),
-        ("sampling", {"extra": {"structured_outputs": {"regex": "("}}}),
+        ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {"regex": "("}}}),
+        # Only the backend `guidance` can do this.
+        ("sampling.extra.structured_outputs", {"extra": {"structured_outputs": {"choice": ["a\nb"]}}}),
     ],
 )
 def test_a_value_that_vllm_rejects_is_rejected_with_its_field_name(

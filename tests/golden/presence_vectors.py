@@ -1,6 +1,14 @@
 """The golden messages of worker presence by name. As in `vectors`, messages are appended and never edited."""
 
-from rollbus.schemas.presence import EngineStats, LoraInfo, WorkerCounters, WorkerPresence, WorkerState
+from rollbus.schemas.presence import (
+    Capabilities,
+    EngineStats,
+    LoraInfo,
+    SamplingLimits,
+    WorkerCounters,
+    WorkerPresence,
+    WorkerState,
+)
 from rollbus.schemas.weights import PublishedVersion, Staging
 
 __all__ = ["PRESENCE_VECTORS"]
@@ -104,6 +112,30 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
             chain_length=3,
             used_bytes=2**32,
             limit_bytes=2**33,
+        ),
+    ),
+    "presence_limits": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=7,
+        in_flight=0,
+        free_slots=255,
+        uptime_s=60.0,
+        lease_s=10.0,
+        capabilities=Capabilities(
+            engine="vllm",
+            engine_version="0.33.0",
+            max_model_len=4096,
+            vocab_size=151_936,
+            max_num_seqs=256,
+            max_logprobs=20,
+            dtype="bfloat16",
+            grammar_backend="xgrammar",
+            sampling_limits=SamplingLimits(
+                allowed_token_ids=1024, logit_bias=1024, min_tokens_stop_ids=126, bad_words=128, bad_words_tokens=1024
+            ),
         ),
     ),
 }

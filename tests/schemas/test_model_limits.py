@@ -5,12 +5,18 @@ from typing import Any
 import pytest
 
 from rollbus.schemas.errors import InvalidRequest
-from rollbus.schemas.model_limits import check_model_limits
+from rollbus.schemas.model_limits import check_model_limits, check_sampling
+from rollbus.schemas.presence import SamplingLimits
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.sampling import SamplingParams
 from tests.support.presences import capabilities
 
 MODEL = capabilities(max_model_len=10, extra=("known",))
+SHORT = capabilities(
+    sampling_limits=SamplingLimits(
+        allowed_token_ids=3, logit_bias=3, min_tokens_stop_ids=2, bad_words=2, bad_words_tokens=4
+    )
+)
 
 
 def check(prompt: list[int], **sampling: Any) -> None:
@@ -49,3 +55,24 @@ def test_a_request_above_a_limit_is_refused_with_the_name_of_the_field(
         check(prompt, **{"max_tokens": 1, **sampling})
     assert error.value.field == field
     assert error.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("within", "above"),
+    [
+        ({"allowed_token_ids": [1, 2, 3]}, {"allowed_token_ids": [1, 2, 3, 4]}),
+        ({"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}}, {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}}),
+        ({"min_tokens": 1, "stop_token_ids": [1, 2, 2]}, {"min_tokens": 1, "stop_token_ids": [1, 2, 3]}),
+        ({"stop_token_ids": [1, 2, 3]}, {"stop_token_ids": [1, 2, 3], "min_tokens": 1}),
+        ({"bad_words_token_ids": [[1], [2]]}, {"bad_words_token_ids": [[1], [2], [3]]}),
+        ({"bad_words_token_ids": [[1, 2, 3, 4]]}, {"bad_words_token_ids": [[1, 2, 3], [4, 5]]}),
+    ],
+)
+def test_lengths_above_the_limits_of_the_sampler_are_refused_by_name(
+    within: dict[str, Any], above: dict[str, Any]
+) -> None:
+    """A parameter that is longer than the engine's sampler can hold is rejected with its name; the limit is allowed."""
+    check_sampling(SamplingParams(**within), SHORT)
+    with pytest.raises(InvalidRequest, match="a limit of this engine's sampler") as error:
+        check_sampling(SamplingParams(**above), SHORT)
+    assert error.value.field in {f"sampling.{name}" for name in above}

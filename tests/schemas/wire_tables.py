@@ -44,6 +44,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(chunk.Chunk, chunk.RoutedExperts, chunk.TopLogprobs, chunk.SamplingMask, chunk.PromptLogprobs),
     *(chunk.End, chunk.ChunkError),
     *(presence.WorkerPresence, presence.Capabilities, presence.RoutedExpertsInfo, presence.LoraInfo),
+    presence.SamplingLimits,
     *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
     *(weights.Staging, weights.PublishedVersion, weights.UpdateTiming),

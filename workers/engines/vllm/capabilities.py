@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....schemas.limits import MAX_LOGPROBS
-from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo
+from ....schemas.presence import Capabilities, Role, RoutedExpertsInfo, SamplingLimits
 from ....schemas.rows import dtype_for
 from ..prefix_age import PrefixAge
 from .kv.config import describe_connector
@@ -75,6 +75,25 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         # If vLLM cannot return a sampling mask, it rejects the option (config/vllm.py: _verify_sampling_replay_config).
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
         weight_deltas=not _may_span_machines(config),
+        grammar_backend=config.structured_outputs_config.backend,
+        sampling_limits=_sampling_limits(config) if config.use_v2_model_runner else None,
+    )
+
+
+def _sampling_limits(config: "VllmConfig") -> SamplingLimits:
+    """Return the limits of vLLM's newer model runner. A request above one of them would kill the engine."""
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    eos = config.model_config.try_get_generation_config().get("eos_token_id")
+    # The sampler also holds the end-of-sequence tokens: those of the generation config and that of the tokenizer.
+    num_eos = 1 + (len(eos) if isinstance(eos, list) else 1)
+    return SamplingLimits(
+        allowed_token_ids=logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        logit_bias=logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        min_tokens_stop_ids=max(logit_bias.MAX_NUM_STOP_TOKEN_IDS - num_eos, 0),
+        bad_words=envs.VLLM_MAX_NUM_BAD_WORDS,
+        bad_words_tokens=envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
     )
 
 

@@ -25,7 +25,8 @@ CONTRACT: tuple[Need, ...] = (
     Need(
         "vllm.envs",
         has="VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_LOGGING_CONFIG_PATH "
-        "VLLM_LOGGING_LEVEL VLLM_LOGGING_STREAM VLLM_NO_USAGE_STATS VLLM_PLUGINS",
+        "VLLM_LOGGING_LEVEL VLLM_LOGGING_STREAM VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_NUM_BAD_WORDS "
+        "VLLM_NO_USAGE_STATS VLLM_PLUGINS",
     ),
     Need("vllm.plugins:DEFAULT_PLUGINS_GROUP"),
     Need(
@@ -33,7 +34,7 @@ CONTRACT: tuple[Need, ...] = (
         has="block_size data_parallel_size disable_log_stats distributed_executor_backend enable_lora "
         "enable_return_routed_experts enforce_eager gpu_memory_utilization kv_cache_memory_bytes "
         "kv_offloading_size kv_transfer_config logprobs_mode max_cpu_loras max_loras max_model_len model "
-        "use_tqdm_on_load weight_transfer_config worker_extension_cls",
+        "structured_outputs_config use_tqdm_on_load weight_transfer_config worker_extension_cls",
         calls={"create_engine_config": "", "create_model_config": ""},
     ),
     Need("vllm.platforms:current_platform"),
@@ -48,7 +49,7 @@ CONTRACT: tuple[Need, ...] = (
     Need(
         "vllm.config:VllmConfig",
         has="cache_config device_config kv_transfer_config load_config lora_config model_config parallel_config "
-        "scheduler_config weight_transfer_config",
+        "scheduler_config structured_outputs_config use_v2_model_runner weight_transfer_config",
     ),
     Need(
         "vllm.config:VllmConfig",
@@ -78,6 +79,7 @@ CONTRACT: tuple[Need, ...] = (
             "get_num_experts_per_tok": "",
             "get_total_num_hidden_layers": "",
             "get_vocab_size": "",
+            "try_get_generation_config": "",
         },
     ),
     Need("vllm.config:ModelConfig", has="enable_return_routed_experts", until=(0, 31)),
@@ -95,6 +97,11 @@ CONTRACT: tuple[Need, ...] = (
     Need(
         "vllm.config:KVTransferConfig",
         has="is_kv_consumer is_kv_producer kv_connector kv_connector_extra_config kv_connector_module_path kv_role",
+    ),
+    Need("vllm.config:StructuredOutputsConfig", has="backend"),
+    Need(
+        "vllm.v1.worker.gpu.sample.logit_bias",
+        has="MAX_NUM_ALLOWED_TOKEN_IDS MAX_NUM_LOGIT_BIAS_TOKENS MAX_NUM_STOP_TOKEN_IDS",
     ),
     # Requests into the engine, and outputs of the engine.
     Need(

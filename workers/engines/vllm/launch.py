@@ -48,6 +48,8 @@ does not start (v1/worker/cpu_worker.py: __init__). Set another size with `kv_ca
 KV_CACHE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 CPU_KV_BLOCK_TOKENS = 32
 """Only whole blocks of KV are transferred. A short prompt does not fill a block of vLLM's default of 128 tokens."""
+GRAMMARS = "structured_outputs_config"
+GRAMMAR_BACKEND = "xgrammar"
 CPU_UNUSED_LORAS = 1
 """Adapter slots that stay empty. On a CPU, vLLM adds the adapter in the last slot to every request without an adapter
 (lora/ops/torch_ops/lora_ops.py uses -1, which means none, as an index)."""
@@ -191,6 +193,7 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     Raises:
         EngineDead: vLLM does not know an argument, or the worker sets it itself.
     """
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -214,12 +217,13 @@ def engine_arguments(model: str, given: Mapping[str, Any]) -> "AsyncEngineArgs":
     if given.get("worker_extension_cls"):
         chosen["worker_extension_cls"] = extension_name(given["worker_extension_cls"])
     if given.get(KV_FIELD) is not None:
-        chosen[KV_FIELD] = _kv_transfer_config(given[KV_FIELD])
+        chosen[KV_FIELD] = _config(KVTransferConfig, KV_FIELD, given[KV_FIELD])
     # Read the model's configuration alone, before any weights are loaded.
     model_config = AsyncEngineArgs(**chosen).create_model_config()
     has_experts = bool(model_config.get_num_experts())
     # Set the flag before the final arguments are created: vLLM 0.31 and later copy it at that time.
     chosen[ROUTING] = _chosen_routing(given, has_experts=has_experts)
+    chosen[GRAMMARS] = _grammar_config(given.get(GRAMMARS))
     args = AsyncEngineArgs(**chosen)
     if has_experts and args.data_parallel_size > 1:
         raise EngineDead(
@@ -271,18 +275,35 @@ def _chosen_routing(given: Mapping[str, Any], *, has_experts: bool) -> bool:
     return bool(chosen)
 
 
-def _kv_transfer_config(given: Mapping[str, Any]) -> Any:
-    from pydantic import ValidationError
-    from vllm.config import KVTransferConfig
+def _grammar_config(given: Any) -> Any:
+    """Return the configuration of structured outputs, with a fixed backend.
 
-    known = {field.name for field in dataclasses.fields(KVTransferConfig)}
+    With vLLM's default `auto`, the first request with a grammar selects the backend. Later requests that pass vLLM's
+    checks for another backend fail in the engine.
+    """
+    from vllm.config import StructuredOutputsConfig
+
+    chosen = {"backend": GRAMMAR_BACKEND} | dict(given or {})
+    if chosen["backend"] == "auto":
+        raise EngineDead(
+            f"engine argument '{GRAMMARS}.backend' is 'auto': the first request would select the backend for all later "
+            f"requests; allowed: {GRAMMAR_BACKEND} (the default), guidance, outlines, lm-format-enforcer"
+        )
+    return _config(StructuredOutputsConfig, GRAMMARS, chosen)
+
+
+def _config(kind: type[Any], argument: str, given: Mapping[str, Any]) -> Any:
+    """Return the engine argument `argument`, a configuration of the class `kind` of vLLM."""
+    from pydantic import ValidationError
+
+    known = {field.name for field in dataclasses.fields(kind)}
     for name in given:
-        _check_known(name, known, f"'{KV_FIELD}.{name}'")
+        _check_known(name, known, f"'{argument}.{name}'")
     try:
-        return KVTransferConfig(**given)
+        return kind(**given)
     except ValidationError as exc:
         problems = [f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in exc.errors()]
-        raise EngineDead(f"engine argument '{KV_FIELD}' is rejected by vLLM: {'; '.join(problems)}") from exc
+        raise EngineDead(f"engine argument '{argument}' is rejected by vLLM: {'; '.join(problems)}") from exc
 
 
 def _check_kv_with_routing(args: "AsyncEngineArgs") -> None:

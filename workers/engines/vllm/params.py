@@ -17,6 +17,8 @@ __all__ = ["extra_names", "refusal", "to_vllm"]
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""
 
+STRUCTURED = "structured_outputs"
+"""Name in `sampling.extra` of vLLM's parameters for a grammar."""
 NOT_EXTRA = {
     "rollbus has its own field for it": {
         *SamplingParams.__struct_fields__,
@@ -110,9 +112,11 @@ def to_vllm(
 def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
     """Convert vLLM's error about a request to an `InvalidRequest` that names the field of rollbus."""
     parameter = getattr(exc, "parameter", None)
-    if parameter is None and "structured_outputs" in (sampling.extra or ()):
-        # vLLM names the parameter of all other errors that the checks before it leave.
-        field = "sampling.extra.structured_outputs"
+    allowed = "see vLLM's message"
+    if parameter is None and STRUCTURED in (sampling.extra or {}):
+        # vLLM's checks of grammars name no parameter.
+        field = f"sampling.extra.{STRUCTURED}"
+        allowed += f"; the worker's engine argument '{STRUCTURED}_config' sets the grammar backend"
     elif parameter is None:
         field = "sampling"
     elif sampling.extra and parameter in sampling.extra:
@@ -123,7 +127,7 @@ def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
         field = f"sampling.{parameter}"
     # str() of vLLM's error includes the value, which may be a long list of token ids. Its first argument does not.
     problem = str(exc.args[0]) if exc.args else type(exc).__name__
-    return InvalidRequest(field=field, problem=f"was rejected by vLLM: {problem}", allowed="see vLLM's message")
+    return InvalidRequest(field=field, problem=f"was rejected by vLLM: {problem}", allowed=allowed)
 
 
 def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
