@@ -27,6 +27,7 @@ __all__ = [
     "MAX_EXTRA_BYTES",
     "MAX_EXTRA_DEPTH",
     "MAX_EXTRA_FIELDS",
+    "MAX_GIVEN_ID_CHARS",
     "MAX_IN_FLIGHT",
     "MAX_KV_PARAMS_BYTES",
     "MAX_LAYERS",
@@ -114,8 +115,10 @@ their stack."""
 MAX_REMEMBERED_IDS: Final = 65_536
 """Ids of past requests that a client remembers. They distinguish late messages of an old request from a new request
 with the same id."""
+MAX_GIVEN_ID_CHARS: Final = 512
+"""Characters of a request id as its caller writes it. Longer ids than those of `MAX_REQUEST_ID_CHARS` travel once."""
 MAX_REQUEST_ID_CHARS: Final = 128
-"""Characters of a request id: enough for a UUID with a prefix. Every chunk carries the id."""
+"""Characters of a request id on the wire: enough for a UUID with a prefix. Every chunk carries the id."""
 MAX_NAME_CHARS: Final = 256
 """Characters in names of models, sessions and LoRAs. Subjects contain the encoded name of a model, and NATS limits a
 control line to 4 KiB."""

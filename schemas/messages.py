@@ -21,6 +21,7 @@ from .errors import InvalidRequest, RemoteProtocolError
 from .presence import ClientPresence, WorkerPresence
 from .request import GenerateRequest
 from .request_fields import build_request, decode_token_ids
+from .request_ids import check_given_id, request_id_of
 from .telemetry import LostAttempt
 from .wire_version import MALFORMED, WIRE_VERSION, Form, other_version, why_malformed
 
@@ -132,10 +133,14 @@ class RequestMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Reason that the worker counts: `placed_prefix`, `placed_group`, `placed_session`, `placed_able`; empty: none."""
     lost: Annotated[tuple[LostAttempt, ...], Meta(max_length=limits.MAX_ATTEMPTS)] = ()
     """Attempts that the client has lost before this one, oldest first. The worker reports them in its timeline."""
+    given_id: str = ""
+    """Id that the caller gave the request, for people and traces. Empty if it is `request.request_id`."""
 
     def __post_init__(self) -> None:
-        """Check that the client is a subject token, that an answer is possible, and that the siblings are valid."""
+        """Check that the client is a subject token, that an answer is possible, and that ids and siblings are valid."""
         check_subject_token("client", self.client)
+        if self.given_id:
+            check_given_id("given_id", self.given_id)
         if (self.reply_to is None) != bool(self.incarnation):
             raise ValueError("a request message needs either the client's incarnation or reply_to")
         if self.siblings:
@@ -239,15 +244,10 @@ class _OnlyCommandId(msgspec.Struct):
 _only_command_id_decoder = msgspec.json.Decoder(_OnlyCommandId)
 
 
-class _OnlyId(msgspec.Struct):
-    request_id: str
-
-
 class _OnlyPriority(msgspec.Struct):
     priority: int = 0
 
 
-_only_id_decoder = msgspec.msgpack.Decoder(_OnlyId)
 _only_priority_decoder = msgspec.msgpack.Decoder(_OnlyPriority)
 
 
@@ -259,14 +259,6 @@ def encode(message: GenerateRequest | RequestMessage | Frame | LinkMessage) -> b
 def encode_json(message: object) -> bytes:
     """Encode a struct as JSON; token ids become lists of integers."""
     return _json_encoder.encode(message)
-
-
-def request_id_of(raw: bytes | msgspec.Raw) -> str | None:
-    """Return the request id of an encoded `GenerateRequest`, even if other fields are wrong; None if it is invalid."""
-    try:
-        return check_request_id("request_id", _only_id_decoder.decode(raw).request_id)
-    except (*MALFORMED, InvalidRequest):
-        return None
 
 
 def priority_of(raw: bytes | msgspec.Raw) -> int:
@@ -290,7 +282,12 @@ def decode_request(raw: bytes | msgspec.Raw) -> GenerateRequest:
         RemoteProtocolError: the bytes are not a msgpack map.
     """
     try:
-        return _request_decoder.decode(raw)
+        request = _request_decoder.decode(raw)
+        # Only callers may write other ids. The wire carries their short form.
+        check_request_id("request_id", request.request_id)
+        if request.id_scope is not None:
+            raise InvalidRequest(field="id_scope", problem="is set", allowed="null in a message")
+        return request
     except msgspec.ValidationError as exc:
         if isinstance(exc.__cause__, InvalidRequest):
             raise exc.__cause__ from None

@@ -15,12 +15,12 @@ from .checks import (
     check_float,
     check_int,
     check_name,
-    check_request_id,
     check_token_ids,
     describe,
 )
 from .continuation import Inexact, StoppedAnswer, rest_of_answer
 from .errors import InvalidRequest
+from .request_ids import check_given_id, wire_id
 from .sampling import SamplingParams
 from .trace_context import check_traceparent, check_tracestate
 
@@ -52,7 +52,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams = SamplingParams()
     """Sampling parameters."""
     request_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Id of the request, unique among the open requests of one client; random by default."""
+    """Id of the request, unique among the open requests of one client; random by default. Up to 512 printable
+    characters. On the wire it is `wire_id`."""
     model: str | None = None
     """Served model name; None: the model of the client's first request without a name, which was the only known one."""
     return_routed_experts: bool | None = None
@@ -89,6 +90,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tracestate: str | None = None
     """Vendor data of tracing systems for `traceparent`. The engine receives both; without `traceparent`, it is not
     sent."""
+    id_scope: str | None = None
+    """Scope of `request_id`, for example a user of a service: equal ids of two scopes are different requests. Only its
+    hash is sent, as part of the wire's id."""
 
     def __post_init__(self) -> None:
         """Check every field and convert it to its canonical type."""
@@ -97,9 +101,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 force_setattr(self, name, value)
 
     @property
+    def wire_id(self) -> str:
+        """Id of the request on the wire, see `rollbus.schemas.request_ids.wire_id`."""
+        return wire_id(self.request_id, self.id_scope)
+
+    @property
     def prompt_len(self) -> int:
         """Number of prompt tokens, Lp."""
         return len(self.prompt_token_ids)
+
+    def on_wire(self) -> "GenerateRequest":
+        """Return the request as messages carry it: its id is the `wire_id`, and it has no `id_scope`."""
+        name = self.wire_id
+        if name == self.request_id:
+            return self
+        sent = copy(self)
+        force_setattr(sent, "request_id", name)
+        force_setattr(sent, "id_scope", None)
+        return sent
 
     def in_trace(self, traceparent: str, tracestate: str | None) -> "GenerateRequest":
         """Return this request as part of a trace. The values must be valid; this method does not check them."""
@@ -138,7 +157,7 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         )
     checked: dict[str, object] = {
         "prompt_token_ids": token_ids,
-        "request_id": check_request_id("request_id", request.request_id),
+        "request_id": check_given_id("request_id", request.request_id),
         "routed_experts_prompt_start": check_int(
             "routed_experts_prompt_start", request.routed_experts_prompt_start, 0, len(token_ids)
         ),
@@ -148,7 +167,7 @@ def _checked(request: GenerateRequest) -> dict[str, object]:
         value = getattr(request, name)
         if value is not None:
             checked[name] = check_bool(name, value)
-    for name in ("model", "session_id", "lora", "group_id"):
+    for name in ("model", "session_id", "lora", "group_id", "id_scope"):
         value = getattr(request, name)
         if value is not None:
             checked[name] = check_name(name, value)

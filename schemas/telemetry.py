@@ -135,7 +135,9 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The history of one attempt of one sample of a request at one worker."""
 
     request_id: Annotated[str, Meta(max_length=limits.MAX_REQUEST_ID_CHARS)]
-    """Id of the request, chosen by its client."""
+    """Id of the request on the wire."""
+    given_id: Annotated[str, Meta(max_length=limits.MAX_GIVEN_ID_CHARS)] = ""
+    """Id that the caller gave the request; empty: the same."""
     client: Name
     """Name of the client that sent the request."""
     attempt: Count = 0

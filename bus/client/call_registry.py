@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 from ...schemas.errors import BusBroken, ErrorCode, InvalidRequest, NoWorkers, RequestFailed, RequestRejected
 from ...schemas.request import GenerateRequest
+from ...schemas.request_ids import wire_id
 from ..tracing.spans import TracingStats
 from ..tracing.switch import make_tracer
 from .calls import Call, CallResult, Inbox
@@ -118,12 +119,12 @@ class CallRegistry:
             raise BusBroken(f"the client has failed: {self._failure!r}") from self._failure
         if self._runtime.nats.lost is not None:
             raise self._runtime.nats.lost
-        request_id = request.request_id
+        request_id = request.wire_id
         if request_id in self._calls:
             raise RequestRejected(
                 code=ErrorCode.DUPLICATE_REQUEST,
-                message=f"request id {request_id} is already in use by an open request of this client",
-                request_id=request_id,
+                message=f"request id {request.request_id!r} is already in use by an open request of this client",
+                request_id=request.request_id,
             )
         call = Call(request, self._inbox, streams, self.tracer)
         call.other_loop = self._thread.other_loop()
@@ -154,7 +155,7 @@ class CallRegistry:
 
     def remove(self, call: Call) -> None:
         """Remove `call`, and abort its open children at their workers. Calling this twice is allowed."""
-        request_id = call.request.request_id
+        request_id = call.wire_id
         if self._calls.get(request_id) is call:
             del self._calls[request_id]
             call.abandon()
@@ -162,15 +163,15 @@ class CallRegistry:
 
     async def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End these calls immediately with their present results; see `Client.abort`."""
-        unique_ids = list(dict.fromkeys(request_ids))
+        given = self._by_wire_id(request_ids)
         aborted = []
-        for request_id in unique_ids:
+        for request_id in given:
             call = self._calls.get(request_id)
             if call is not None and not call.is_submitted:
                 call.is_aborted = True
                 aborted.append(request_id)
-        aborted += await self._thread.run(self._abort(unique_ids))
-        return [request_id for request_id in unique_ids if request_id in aborted]
+        aborted += await self._thread.run(self._abort(list(given)))
+        return list(dict.fromkeys(given[request_id] for request_id in given if request_id in aborted))
 
     async def stop(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """End these submitted calls soon, with their present results.
@@ -180,7 +181,19 @@ class CallRegistry:
         Returns:
             Number of tokens of each child, by request id, for the calls that were open.
         """
-        return await self._thread.run(self._stop(list(request_ids)))
+        given = self._by_wire_id(request_ids)
+        stopped = await self._thread.run(self._stop(list(given)))
+        return {given[request_id]: num_tokens for request_id, num_tokens in stopped.items()}
+
+    def _by_wire_id(self, request_ids: Iterable[str]) -> dict[str, str]:
+        """Return the callers' ids by the ids of their calls. An id with scopes may have several open calls."""
+        given = {wire_id(request_id): request_id for request_id in request_ids}
+        others = {request_id for name, request_id in given.items() if name not in self._calls}
+        if others:
+            for name, call in self._calls.items():
+                if call.request.id_scope is not None and call.request.request_id in others:
+                    given[name] = call.request.request_id
+        return given
 
     async def _stop(self, request_ids: list[str]) -> dict[str, list[int]]:
         return self._runtime.coordinator.stop(request_ids)
@@ -203,11 +216,12 @@ class CallRegistry:
             call.notify_caller()
 
     def _end_calls(self, message: str) -> None:
-        for request_id, call in self._calls.items():
+        for call in self._calls.values():
             if call.result is None:
-                call.result = CallResult(
-                    (), RequestFailed(code=ErrorCode.CLIENT_CLOSED, message=message, request_id=request_id)
+                failure = RequestFailed(
+                    code=ErrorCode.CLIENT_CLOSED, message=message, request_id=call.request.request_id
                 )
+                call.result = CallResult((), failure)
 
     def leave_to_parent(self) -> None:
         """End the calls of this copy without sending anything. Call this in a process that was just forked.

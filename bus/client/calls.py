@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
+from msgspec.structs import replace
+
 from ...schemas.chunk import Chunk
 from ...schemas.errors import RequestError
 from ...schemas.limits import DEFAULT_TIMEOUT_S
@@ -110,6 +112,10 @@ class Call:
     # Set in the caller's loop before the bus thread sees the call. Not changed later.
     model: str = ""
     """Name of the model that serves the request. Empty until it is known."""
+    wire_id: str = field(init=False)
+    """Id of the request in messages."""
+    is_mapped: bool = field(init=False)
+    """True if that is not the caller's id."""
     children: list[GenerateRequest] = field(init=False)
     """Request of each sample."""
     payloads: list[bytes] = field(init=False)
@@ -142,6 +148,9 @@ class Call:
         sent = self.request
         if tracer is not None:
             sent, self.spans = traced(tracer, sent)
+        sent = sent.on_wire()
+        self.wire_id = sent.request_id
+        self.is_mapped = self.wire_id != self.request.request_id
         self.children = expand_children(sent)
         self.payloads = [encode(child) for child in self.children]
         self.deadline_s = time.monotonic() + self.timeout_s
@@ -149,7 +158,7 @@ class Call:
     def __repr__(self) -> str:
         """Return one line with the state."""
         state = "open" if self.result is None else "ended" if self.error is None else self.error.code
-        return f"<Call {self.request.request_id} {state} children={len(self.children)}>"
+        return f"<Call {self.wire_id} {state} children={len(self.children)}>"
 
     @property
     def timeout_s(self) -> float:
@@ -178,6 +187,8 @@ class Call:
 
     def finish(self, result: CallResult) -> None:
         """End the call. No chunk is delivered afterwards."""
+        if result.error is not None:
+            result.error.request_id = self.request.request_id
         self.result = result
         self.inbox.add(self)
 
@@ -221,7 +232,7 @@ class Call:
             if self._chunks:
                 chunk, size = self._chunks.popleft()
                 self._count_read(size)
-                return chunk
+                return replace(chunk, request_id=self.request.request_id) if self.is_mapped else chunk
             if result is None:
                 await self._wait_for_notification()
             elif result.error is None:

@@ -31,7 +31,7 @@ class OpenCall:
     def __init__(self, call: Call, *, serial: int, attempt: int) -> None:
         self.call = call
         self.serial = serial
-        self.request_id = call.request.request_id
+        self.request_id = call.wire_id
         self.model = call.model
         self.first_attempt = attempt
         self.children = [

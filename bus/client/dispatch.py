@@ -294,6 +294,7 @@ class RequestDispatcher:
             await self._send(on.PublishFailed(attempt), *children)
 
     def _message(self, child: ChildRequest, others: Sequence[ChildRequest], kv: KvTransfer | None) -> bytes:
+        call = child.open_call.call
         return encode(
             RequestMessage(
                 client=self._client,
@@ -302,10 +303,11 @@ class RequestDispatcher:
                 child=child.stream.child,
                 target_version=child.open_call.target_version if child.is_first_attempt else None,
                 kv=kv,
-                stream=child.open_call.call.streams,
+                stream=call.streams,
                 request=msgspec.Raw(child.payload()),
                 siblings=tuple(Sibling(other.stream.child, other.stream.asked.sampling.seed) for other in others),
                 may_wait=child.may_wait,
+                given_id=call.request.request_id if call.is_mapped else "",
                 # Any decode worker may serve a decode phase.
                 placed_for=self.placement.reason(child) if kv is None or kv.is_prefill else "",
                 lost=_in_unix_time(child.stream.lost),

@@ -105,7 +105,7 @@ class AttemptCoordinator:
 
     def submit(self, call: Call) -> None:
         """Open a call. Its id must not be in use."""
-        request_id = call.request.request_id
+        request_id = call.wire_id
         open_call = OpenCall(call, serial=next(self._serials), attempt=self._next_attempt.get(request_id, 0))
         self._calls[request_id] = open_call
         if self._failure is not None:
@@ -118,7 +118,7 @@ class AttemptCoordinator:
 
     def remove(self, call: Call) -> None:
         """Remove a call that its caller has left, and abort its open children at their workers."""
-        request_id = call.request.request_id
+        request_id = call.wire_id
         open_call = self._calls.get(request_id)
         if open_call is None or open_call.call is not call:
             return

@@ -14,8 +14,9 @@ from ...schemas.control import AnyCommand, PauseMode
 from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
+from ...schemas.request_ids import check_given_id, wire_id
 from ..control.ack_collector import OnAck
-from ..protocol.fleet.command_result import CommandResult
+from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
 from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
 from ..queue.streams import QueueDepth
@@ -223,7 +224,8 @@ class Fleet:
             ControlError: `not_allowed`, the credentials do not permit the question.
             NoWorkers, InvalidRequest, BusBroken, BusClosed: as for commands.
         """
-        command = control.ReadRequest(request_id=request_id, model=model, timeout_s=timeout_s)
+        name = wire_id(check_given_id("request_id", request_id))
+        command = control.ReadRequest(request_id=name, model=model, timeout_s=timeout_s)
         return merge_timelines(request_id, await self._thread.run(self._runtime.controller.read(command)))
 
     async def experts(
@@ -301,8 +303,16 @@ class Fleet:
         `Ack.request_ids` lists the requests that a worker had. `CommandResult.not_found` lists the requests that no
         worker had. If no worker had any of them, this method raises `CommandIncomplete`.
         """
-        names = None if request_ids is None else unique_names("request_ids", request_ids)
-        return await self._send(control.Abort, options, request_ids=names)
+        if request_ids is None:
+            return await self._send(control.Abort, options, request_ids=None)
+        given = {
+            wire_id(check_given_id("request_ids", name)): name for name in unique_names("request_ids", request_ids)
+        }
+        try:
+            result = await self._send(control.Abort, options, request_ids=tuple(given))
+        except CommandIncomplete as error:
+            raise CommandIncomplete(error.ledger.with_ids(given), error.note) from None
+        return result.with_ids(given)
 
     async def check_weights(
         self, path: Path | None = None, *, objects: str | None = None, **options: Unpack[SendOptions]

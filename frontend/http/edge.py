@@ -9,8 +9,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...schemas.checks import check_request_id
+from ...schemas.checks import describe
 from ...schemas.errors import InvalidRequest
+from ...schemas.request_ids import check_given_id
 from .connections import HttpConnection, OpenConnections, unframed
 from .errors import HttpError, error_response
 
@@ -22,15 +23,20 @@ SEND_BYTES: Final = 64 << 10
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:
-    """Return the client's id of its request; None if the header is missing or invalid.
+    """Return the client's id of its request; None if the header is missing or empty.
 
-    An invalid id is no error, because proxies may set this header to any value.
+    Raises:
+        InvalidRequest: the id is too long, or has other characters than printable ones of ASCII.
     """
     given = headers.get(REQUEST_ID_HEADER)
-    try:
-        return None if given is None else check_request_id(REQUEST_ID_HEADER, given)
-    except InvalidRequest:
+    if not given:
         return None
+    if not given.isascii():
+        # Clients encode other characters in different ways. In the body they are unambiguous.
+        raise InvalidRequest(
+            field=REQUEST_ID_HEADER, problem=f"is {describe(given)}", allowed="printable ASCII; other ids in the body"
+        )
+    return check_given_id(REQUEST_ID_HEADER, given)
 
 
 class Edge:
@@ -102,11 +108,13 @@ class ResponseSender:
         if message["type"] == "http.response.start":
             self.has_begun = True
             headers = list(message["headers"])
-            if all(name != REQUEST_ID_HEADER.lower().encode() for name, _ in headers):
-                request_id = given_request_id(self._headers) or uuid.uuid4().hex
-                headers.append((REQUEST_ID_HEADER.lower().encode(), request_id.encode()))
             if not self._has_chunks and all(name != b"content-length" for name, _ in headers):
                 self._send = unframed(self._send)
+            name = REQUEST_ID_HEADER.lower().encode()
+            if (name, b"") in headers:
+                headers.remove((name, b""))
+            elif all(other != name for other, _ in headers):
+                headers.append((name, self._request_id().encode()))
             await self._send({**message, "headers": headers})
             return
         body = message.get("body", b"")
@@ -114,6 +122,14 @@ class ResponseSender:
             await self._in_time({**message, "body": body[at : at + SEND_BYTES], "more_body": True})
         if not message.get("more_body", False):
             await self._end()
+
+    def _request_id(self) -> str:
+        """Return the client's id, or a random id if it has none or an invalid one, which its route does not use."""
+        try:
+            given = given_request_id(self._headers)
+        except InvalidRequest:
+            given = None
+        return given or uuid.uuid4().hex
 
     def limit_wait(self, timeout_s: float) -> None:
         """Limit the time for the client to receive each further piece. A shorter existing limit stays."""

@@ -175,7 +175,7 @@ def build_request(
             **{
                 **given,
                 **{name: _of_user(user, name, given[name]) for name in ("session_id", "group_id")},
-                "request_id": _request_id(headers, fields.get("request_id")),
+                **_request_id(headers, fields.get("request_id"), user),
                 "timeout_s": timeout_s,
             },
         )
@@ -215,17 +215,21 @@ def _header_timeout(headers: Mapping[str, str]) -> float | None:
     return seconds
 
 
-def _request_id(headers: Mapping[str, str], from_body: str | None) -> str:
-    """Return the id in the header if it is valid, as vLLM does. Otherwise return the id in the body, or a new id.
+def _request_id(headers: Mapping[str, str], from_body: str | None, user: str) -> dict[str, str]:
+    """Return the fields for the id in the header or in the body, or for a new id.
 
-    An invalid id in the body is an error.
+    An id that the client chose is unique among the open requests of its user. Other users may have the same id.
+
+    Raises:
+        InvalidRequest: the id in the header is not valid.
     """
-    return given_request_id(headers) or (uuid.uuid4().hex if from_body is None else from_body)
+    given = given_request_id(headers) or from_body
+    return {"request_id": uuid.uuid4().hex} if given is None else {"request_id": given, "id_scope": user}
 
 
 def id_headers(request: bus.GenerateRequest) -> dict[str, str]:
-    """Return the headers of every answer to a token request."""
-    return {REQUEST_ID_HEADER: request.request_id}
+    """Return the headers of every answer to a token request. `Edge` leaves out an empty header."""
+    return {REQUEST_ID_HEADER: request.request_id if request.request_id.isascii() else ""}
 
 
 @contextmanager

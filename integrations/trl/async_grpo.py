@@ -242,7 +242,7 @@ class RolloutWorker:
         if isinstance(generation.error, InvalidRequest):
             raise generation.error
         problem = generation.error or "stopped from outside"
-        logger.warning("rollouts.group_failed request=%s error=%s", generation.request_id, problem)
+        logger.warning("rollouts.group_failed request=%r error=%s", generation.request_id, problem)
         self._measure({"rollout/failed_groups_total": 1.0})
 
     def _samples(self, group: int, row: Mapping[str, Any], generation: Generation) -> list[RolloutSample]:

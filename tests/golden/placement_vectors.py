@@ -24,6 +24,14 @@ PLACEMENT_VECTORS: dict[str, RequestMessage | WorkerPresence] = {
         ),
         siblings=(Sibling(2, 6), Sibling(0, 4), Sibling(300)),
     ),
+    "request_given_id": RequestMessage(
+        client="trainer-0",
+        incarnation="life-1",
+        given_id="gsm8k/test.1",
+        request=msgspec.Raw(
+            encode(GenerateRequest(prompt_token_ids=[1, 2], request_id="gsm8k/test.1").on_wire()),
+        ),
+    ),
     "request_prefill_siblings": RequestMessage(
         client="trainer-0",
         incarnation="life-1",

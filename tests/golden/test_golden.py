@@ -125,7 +125,8 @@ def test_the_golden_full_request_leaves_no_field_at_its_default() -> None:
     left = [field.name for value, field in optional if getattr(value, field.name) == field.default]
 
     # The bytes of this golden message stay; others have the fields that were appended later.
-    assert left == ["return_sampling_mask", "group_id", "tracestate", "n"]
+    # `id_scope` is never sent.
+    assert left == ["return_sampling_mask", "group_id", "tracestate", "id_scope", "n"]
     assert decode_request(decode_request_message(golden_bytes("request_sampling_mask")).request).return_sampling_mask
     assert decode_request(decode_request_message(golden_bytes("request_siblings")).request).group_id == "group 1"
 

@@ -88,7 +88,7 @@ async def test_every_response_has_a_request_id(nats_url: str, fleet: str, tmp_pa
     async with http_service(nats_url, fleet, settings) as http:
 
         async def ask(method: str, path: str, status: int, token: str = "admin", content: bytes = b"") -> None:
-            for given, returned in (("mine", "mine"), ("not usable", None)):
+            for given, returned in (("mine", "mine"), ("not\tusable", None)):
                 headers = {"Authorization": f"Bearer {token}", "X-Request-Id": given}
                 answer = await http.client.request(method, path, content=content, headers=headers)
                 assert answer.status_code == status

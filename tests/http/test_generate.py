@@ -196,7 +196,7 @@ BODY_REFUSED: list[tuple[dict[str, object], str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"priority": 2**31}, "priority"),
     ({"priority": "high"}, "priority"),
-    ({"request_id": "a b"}, "request_id"),
+    ({"request_id": "a "}, "request_id"),
     ({"stream": True, "sampling_params": {"prompt_logprobs": 0}}, "sampling_params.prompt_logprobs"),
     ({"stream_options": {"include": True}}, "stream_options.include"),
 ]
@@ -289,12 +289,12 @@ async def test_the_response_has_the_request_id_of_header_or_body(nats_url: str, 
     async with http_service(nats_url, fleet) as http:
         for headers, field, expected in (
             ({"X-Request-Id": "mine"}, "other", "mine"),
-            ({"X-Request-Id": "not usable"}, "other", "other"),
+            ({"X-Request-Id": ""}, "other", "other"),
             ({}, "other", "other"),
         ):
             answer = await generate(http, headers, sampling_params=few, request_id=field)
             assert (answer.headers["X-Request-Id"], answer.json()["request_id"]) == (expected, expected)
-        drawn = [(await generate(http, {"X-Request-Id": "?"}, sampling_params=few)) for _ in range(2)]
+        drawn = [(await generate(http, {"X-Request-Id": ""}, sampling_params=few)) for _ in range(2)]
         assert len({answer.headers["X-Request-Id"] for answer in drawn}) == 2
 
         long = {"token_ids": PROMPT, "sampling_params": {"ignore_eos": True}, "stream": True, "request_id": "twice"}

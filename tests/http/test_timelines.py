@@ -68,11 +68,11 @@ async def test_a_request_that_no_worker_knows_is_404(nats_url: str, fleet: str, 
     assert "the last 1,000 that ended" in error["message"]
 
 
-@pytest.mark.parametrize("name", ["a b", "<script>", "x" * 129, "%00", "*", "%E2%80%AE", "cmpl-<b>"])
+@pytest.mark.parametrize("name", ["%20a", "x" * 513, "%00", "%E2%80%AE", "%C2%A0"])
 async def test_hostile_ids_are_refused(nats_url: str, fleet: str, name: str) -> None:
     """An invalid id gives 400 with the field, before any worker is asked."""
     async with http_service(nats_url, fleet) as http:
         answer = await http.client.get(f"/v1/rl/requests/{name}")
 
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", "request_id")
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", "id")

@@ -143,6 +143,8 @@ def checked_rows(kind: type[msgspec.Struct]) -> Iterator[list[str]]:
     """Yield a row for each field of a request, with the allowed values from its error message."""
     meanings = docstrings(inspect.getsource(kind))
     for field in msgspec.structs.fields(kind):
+        if field.name == "id_scope":
+            continue  # Never on the wire.
         yield [f"`{field.name}`", allowed(kind, field.name), default(field), meanings[field.name]]
 
 
@@ -153,6 +155,8 @@ def allowed(kind: type[Any], name: str) -> str:
         return "a map of `SamplingParams`"
     if name == "routed_experts_prompt_start":
         return "an integer from 0 to Lp"
+    if name == "request_id":
+        return f"1 to {limits.MAX_REQUEST_ID_CHARS} of A-Z a-z 0-9 _ : -"
     try:
         kind(**(required | {name: object()}))
     except InvalidRequest as exc:

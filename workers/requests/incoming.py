@@ -129,6 +129,7 @@ class IncomingRequest:
                 envelope.reply_to,
                 None if envelope.kv is None else "prefill" if envelope.kv.is_prefill else "decode",
                 envelope.lost,
+                envelope.given_id,
             )
             for number, sample in enumerate(self.samples)
         ]

@@ -1,6 +1,7 @@
 """Worker requests: accepted requests that are in the engine, or whose queue message is not acked yet."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,6 +12,7 @@ from ...bus.protocol.telemetry.timeline import RETURNED, OpenTimeline, TimelineB
 from ...bus.queue.puller import QueuedRequest
 from ...schemas.errors import ErrorCode
 from ...schemas.messages import RequestKey
+from ...schemas.request_ids import wire_id
 from ...schemas.telemetry import LostAttempt
 from .outbound import Outbound
 
@@ -33,6 +35,13 @@ class RequestOrigin:
     """Phase of the attempt; None: this worker serves all of it."""
     lost: tuple[LostAttempt, ...] = ()
     """Attempts that the client has lost before."""
+    given_id: str = ""
+    """Id that the caller gave the request, or an empty string if it is that of the key."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids, in their wire form, by which commands may name the request."""
+        return (self.key.request_id, wire_id(self.given_id)) if self.given_id else (self.key.request_id,)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +157,9 @@ class WorkerRequestTable:
     def _begin_timeline(self, origin: RequestOrigin) -> OpenTimeline:
         message = origin.message
         lane, published_at = (None, None) if message is None else (message.lane, message.published_at)
-        timeline = self.timelines.begin(origin.client, origin.key, lane=lane, published_at=published_at)
+        timeline = self.timelines.begin(
+            origin.client, origin.key, lane=lane, published_at=published_at, given_id=origin.given_id
+        )
         timeline.phase, timeline.lost = origin.phase, origin.lost
         return timeline
 
@@ -189,7 +200,7 @@ class WorkerRequestTable:
     def _using(self, lora: str | None) -> list[WorkerRequest]:
         return [request for request in self._by_name.values() if lora is None or request.lora == lora]
 
-    def names_by_id(self, request_ids: Collection[str] | None) -> dict[str, list[str]]:
+    def names_by_id(self, request_ids: AbstractSet[str] | None) -> dict[str, list[str]]:
         """Return the engine names of the open requests with these ids, of any client. Omit ids without a request.
 
         Args:
@@ -197,8 +208,9 @@ class WorkerRequestTable:
         """
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
-            if request_ids is None or request.origin.key.request_id in request_ids:
-                names.setdefault(request.origin.key.request_id, []).append(request.name)
+            own = request.origin.ids
+            for request_id in own[:1] if request_ids is None else request_ids.intersection(own):
+                names.setdefault(request_id, []).append(request.name)
         return names
 
     def find(self, client: str, incarnation: str, key: RequestKey) -> WorkerRequest | None:

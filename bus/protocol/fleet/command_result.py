@@ -5,7 +5,7 @@ final ack counts. An ack of another incarnation of a worker does not count: the 
 has ended.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,6 +96,14 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return this result for a command that aborts these requests."""
         found = {name for ack in self.applied.values() for name in ack.request_ids or ()}
         return replace(self, not_found=tuple(name for name in request_ids if name not in found))
+
+    def with_ids(self, given: Mapping[str, str]) -> "CommandResult":
+        """Return this result of an abort with the callers' ids, by their wire form in `given`."""
+        applied = {
+            worker: replace(ack, request_ids=tuple(given.get(name, name) for name in ack.request_ids or ()))
+            for worker, ack in self.applied.items()
+        }
+        return replace(self, applied=applied, not_found=tuple(given.get(name, name) for name in self.not_found))
 
 
 class CommandIncomplete(RollbusError):

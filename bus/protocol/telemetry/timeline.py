@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from ....schemas.limits import MAX_TIMELINE_EVENTS, MAX_TIMELINES
 from ....schemas.messages import RequestKey
+from ....schemas.request_ids import wire_id
 from ....schemas.telemetry import LostAttempt, RequestTimeline, TimelineEvent, TimelineEventName
 
 __all__ = ["MAX_ENDED", "RETURNED", "OpenTimeline", "TimelineBook"]
@@ -37,14 +38,15 @@ class OpenTimeline:
     """
 
     __slots__ = (
-        "_clock", "_offset_s", "attempt", "child", "client", "events", "is_held", "is_offered", "lane", "lora", "lost",
-        "phase",
-        "prompt_tokens", "request_id", "serial", "traceparent", "weight_version",
+        "_clock", "_offset_s", "alias", "attempt", "child", "client", "events", "given_id", "is_held", "is_offered",
+        "lane", "lora", "lost", "phase", "prompt_tokens", "request_id", "serial", "traceparent", "weight_version",
     )  # fmt: skip
 
     def __init__(
         self, serial: int, client: str, key: RequestKey, lane: str | None, clock: Callable[[], float], wall: float
     ) -> None:
+        self.given_id = ""
+        self.alias: str | None = None
         self._clock = clock
         self._offset_s = wall - clock()
         self.serial = serial
@@ -115,6 +117,7 @@ class OpenTimeline:
         """Return the events so far in wire format."""
         return RequestTimeline(
             request_id=self.request_id,
+            given_id=self.given_id,
             client=self.client,
             attempt=self.attempt,
             child=self.child,
@@ -155,16 +158,25 @@ class TimelineBook:
         return f"<TimelineBook in_flight={len(self._in_flight)} ended={len(self._ended)} refused={len(self._refused)}>"
 
     def begin(
-        self, client: str, key: RequestKey, *, lane: str | None = None, published_at: float | None = None
+        self,
+        client: str,
+        key: RequestKey,
+        *,
+        lane: str | None = None,
+        published_at: float | None = None,
+        given_id: str = "",
     ) -> OpenTimeline:
         """Begin the timeline of a received request.
 
         Args:
             lane: lane of the queue; None: the request was placed at this worker.
             published_at: the time at which the queue stored it.
+            given_id: the caller's id; empty: it is that of `key`.
         """
         self._num_begun += 1
         timeline = OpenTimeline(self._num_begun, client, key, lane, self._clock, self._wall())
+        if given_id:
+            timeline.given_id, timeline.alias = given_id, wire_id(given_id)
         if published_at is not None:
             timeline.add_published(published_at)
         self._in_flight.add(timeline)
@@ -193,12 +205,12 @@ class TimelineBook:
             self.on_ended(timeline.export())
 
     def find(self, request_id: str) -> tuple[list[RequestTimeline], int]:
-        """Return the timelines of a request, of any client, in the order in which they began.
+        """Return the timelines of a request, of any client and by either of its ids, in the order in which they began.
 
         At most the latest `MAX_TIMELINES` are returned, with the number of earlier ones that were left out.
         """
         everything = (*self._refused.values(), *self._ended, *self._in_flight)
-        found = [timeline for timeline in everything if timeline.request_id == request_id]
+        found = [timeline for timeline in everything if request_id in (timeline.request_id, timeline.alias)]
         found.sort(key=lambda timeline: timeline.serial)
         shown = found[-MAX_TIMELINES:]
         return [timeline.export() for timeline in shown], len(found) - len(shown)

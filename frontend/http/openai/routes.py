@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .... import bus
+from ....schemas.limits import MAX_GIVEN_ID_CHARS
 from ....schemas.model_limits import check_sampling
 from ..answer_types import ChatAnswer, CompletionAnswer
 from ..body import decode_body, read_body
@@ -132,7 +133,7 @@ async def _job(
         made = build_request(service, request, target, sampling=sampling, fields=of_prompt, names=names)
         with named_errors(names):
             # The HTTP request has one id. The first prompt uses it unchanged; later prompts add their index.
-            requests.append(replace(made, request_id=f"{requests[0].request_id}-{index}") if requests else made)
+            requests.append(replace(made, **_later_id(requests[0], index)) if requests else made)
     return CompletionHandler(
         service=service,
         http_request=request,
@@ -157,3 +158,12 @@ ROUTES: RouteTable = {
     ("POST", "/v1/completions/render"): HttpRoute(render_completions, CompletionBody),
     ("POST", "/v1/completions"): HttpRoute(completions, CompletionBody, CompletionAnswer),
 }
+
+
+def _later_id(first: bus.GenerateRequest, index: int) -> dict[str, str]:
+    """Return the id fields of a later prompt of the HTTP request whose first prompt is `first`."""
+    request_id = f"{first.request_id}-{index}"
+    if len(request_id) <= MAX_GIVEN_ID_CHARS:
+        return {"request_id": request_id}
+    # The scope distinguishes prompts whose id has no room for the index.
+    return {"id_scope": f"{first.id_scope} {index}"}

@@ -107,7 +107,8 @@ def test_all_fields_of_a_timeline_are_in_its_json() -> None:
     told = msgspec.json.decode(msgspec.json.encode(at("a", timeline((1.5, "offered")))))
 
     assert told == {
-        "request_id": "r", "client": "alice", "attempt": 0, "child": 0, "lane": None, "lora": None, "prompt_tokens": 0,
+        "request_id": "r", "given_id": "", "client": "alice", "attempt": 0, "child": 0, "lane": None, "lora": None,
+        "prompt_tokens": 0,
         "traceparent": None, "events": [{"at": 1.5, "event": "offered"}], "worker": "a", "incarnation": "1",
         "model": "m",
     }  # fmt: skip
