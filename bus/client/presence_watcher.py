@@ -168,7 +168,7 @@ class PresenceWatcher:
         """
         models = sorted({worker.model for worker in self.table.workers() if accepts_whole_requests(worker)})
         async with asyncio.TaskGroup() as tasks:
-            probes = [tasks.create_task(probe_queue(self._nats, self._subjects, client, model)) for model in models]
+            probes = [tasks.create_task(probe_queue(self._nats, self.subjects, client, model)) for model in models]
         found = zip(models, (probe.result() for probe in probes), strict=True)
         return {model: problem for model, problem in found if problem is not None}
 

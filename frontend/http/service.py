@@ -148,21 +148,21 @@ class Service:
             del self._open_requests[id(request)]
 
     async def abort_open(self, model: str | None) -> set[str]:
-        """Abort the open requests of this service, also those that wait here or in the queue. Return their ids.
+        """Abort the open requests of this service, even those that wait here or in the queue. Return their wire ids.
 
         Args:
             model: None: requests to any model.
         """
-        meant = {key: each.request_id for key, each in self._open_requests.items() if model in (None, each.model)}
+        meant = {key: each for key, each in self._open_requests.items() if model in (None, each.model)}
         left = set(meant)
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 # A request that waits for its turn is published when requests before it have ended.
                 while left := left & self._open_requests.keys():
-                    aborted = await self.rb.abort([meant[key] for key in left])
-                    left = {key for key in left if meant[key] not in aborted}
+                    aborted = await self.rb.abort([meant[key].request_id for key in left])
+                    left = {key for key in left if meant[key].request_id not in aborted}
                     await asyncio.sleep(ABORT_AGAIN_S)
-        return set(meant.values())
+        return {each.wire_id for each in meant.values()}
 
     async def stream(
         self, request: Request, events: AsyncGenerator[bytes, None], headers: dict[str, str]

@@ -209,7 +209,7 @@ class WorkerRequestTable:
         names: dict[str, list[str]] = {}
         for request in self._by_name.values():
             own = request.origin.ids
-            for request_id in own[:1] if request_ids is None else request_ids.intersection(own):
+            for request_id in own[:1] if request_ids is None else request_ids & set(own):
                 names.setdefault(request_id, []).append(request.name)
         return names
 

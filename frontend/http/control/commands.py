@@ -1,7 +1,6 @@
 """Commands to the fleet over HTTP, under rollbus's route names and those of vLLM, prime-rl and Dynamo."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -294,8 +293,8 @@ async def _aborted(call: CommandCall[bodies.AbortBody], names: tuple[str, ...] |
         raise
 
 
-def _num_aborted(ledger: bus.CommandResult, own: AbstractSet[str] = frozenset()) -> dict[str, object]:
-    aborted = own.union(*(ack.request_ids or () for ack in ledger.applied.values()))
+def _num_aborted(ledger: bus.CommandResult, own: Collection[str] = ()) -> dict[str, object]:
+    aborted = set(own).union(*(ack.request_ids or () for ack in ledger.applied.values()))
     return {"status": "aborted", "aborted": len(aborted)}
 
 
