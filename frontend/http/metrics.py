@@ -63,14 +63,17 @@ class Metrics:
     def __init__(self, rb: bus.Client) -> None:
         # Few users need the creation time of each series, and it would double the number of series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._fleet = FleetCollector(rb)
-        registry.register(self._fleet)
-        ProcessCollector(registry=registry)
+        self._registry.register(self._fleet)
+        ProcessCollector(registry=self._registry)
         self._versions: dict[str, OrderedDict[str, None]] = {}
         # Number of open token requests by model, the least recently used model first; and the metrics with this label.
         self._models: OrderedDict[str, int] = OrderedDict()
         self._of_models: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
         counter, gauge = partial(self._add, Counter), partial(self._add, Gauge)
         histogram = partial(self._add, Histogram)
         self._requests = counter(
