@@ -104,7 +104,8 @@ async def test_a_pause_that_is_not_recorded_does_not_excuse_a_silent_worker(nats
         await hand.acked(1)
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Pause(model=MODEL))
         await hand.announce(WorkerState.PAUSED)
-        await asyncio.sleep(3)
+        for _ in range(hand.presences.qsize() + 3):  # three seconds of the client's presence
+            await hand.presences.get()
         assert rb.stats().attempts_lost == 0
         await DesiredStore(hand.nats, hand.subjects).record(MODEL, Resume(model=MODEL))
         await until_true(lambda: rb.stats().attempts_lost)

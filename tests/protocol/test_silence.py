@@ -54,9 +54,9 @@ def test_a_worker_that_sends_tokens_of_other_requests_has_ten_times_as_long() ->
     for now in range(0, int(SILENT_S * BUSY_FACTOR), 10):
         running.heard_at = float(now)
         assert check(watch, waiting, running, now=now) == []
-    running.heard_at = now = SILENT_S * BUSY_FACTOR + 1
+    running.heard_at = SILENT_S * BUSY_FACTOR + 1
 
-    assert check(watch, waiting, running, now=now) == [waiting]
+    assert check(watch, waiting, running, now=running.heard_at) == [waiting]
 
 
 def test_recorded_pauses_do_not_count() -> None:
