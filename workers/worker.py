@@ -185,12 +185,12 @@ class Worker:
             "lifecycle": self._lifecycle.run(),
             "engine": self._guard(self._run_engine),
             "abort": self._runner.run_aborts(),
-            "pull": self._until_broken(self._puller.run()),
+            "pull": self._until_broken(self._puller.run),
             "admit": self._intake.run(),
             "frames": self._publisher.publish_frames(),
             "acks": self._publisher.publish_acks(),
             "keep": self._keep_house(),
-            "floods": self._until_broken(self._inbox.run()),
+            "floods": self._until_broken(self._inbox.run),
             **{name: self._guard(work) for name, work in self._control.work().items()},
         }
 
@@ -220,9 +220,9 @@ class Worker:
         self._control.reconciler.start()
         await self._runner.run(self._in_flight.add_steps)
 
-    async def _until_broken(self, work: Coroutine[None, None, None]) -> None:
+    async def _until_broken(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            await work
+            await work()
         except (BusBroken, BusClosed) as exc:
             self._give_up(exc)
 

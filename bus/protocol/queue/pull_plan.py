@@ -110,20 +110,15 @@ class _LaneState:
     few_until: float = 0.0
     """Until this time, no probe limits the size of messages."""
 
-    @property
-    def is_known_empty(self) -> bool:
-        """True if a standing pull waits for the next message."""
-        return bool(self.left) and self.is_standing
-
     def limit(self, now: float) -> int:
         """Return the number of messages to ask for at once; 0: the lane takes no turns now.
 
         It is twice the number that waited: in a burst, more messages have arrived since. A pull that finds nothing
         costs the server as much as a pull that delivers a message.
         """
-        if self.is_known_empty or (not self.left and self.not_before > now):
-            return 0
-        return self.left or max(1, 2 * self.waiting)
+        if self.left:
+            return 0 if self.is_standing else self.left
+        return 0 if self.not_before > now else max(1, 2 * self.waiting)
 
 
 class PullPlan:
@@ -156,41 +151,50 @@ class PullPlan:
         Args:
             room: the number of further requests that may be accepted. Open pulls do not count.
         """
+        free = room + MAX_OVER
         for state in self._lanes.values():
             if state.left and state.ends_at <= now:
                 state.left = 0
-        pulls = []
-        if room > 0:
-            pulls = self._standing_pulls(room, now)
+            free -= state.left
+        pulls: list[Pull] = []
+        if room > 0 and free > 0:
+            pulls = self._standing_pulls(free, now)
+            free -= len(pulls)
             shares = self._shares(room, now)
             max_bytes = SMALL_BYTES if sum(shares.values()) > self._few else None
             for lane, share in shares.items():
-                count = min(share, room + MAX_OVER - self.claimed)
-                if not self._lanes[lane].left and count > 0:
+                count = min(share, free)
+                if count > 0 and not self._lanes[lane].left:
                     pulls.append(self._pull(lane, count, now, max_bytes=max_bytes))
+                    free -= count
         for state in self._lanes.values():
             state.is_empty = False
-            if state.is_known_empty:
+            if state.left and state.is_standing:
                 state.seen_empty_at = now
         return pulls
 
-    def _standing_pulls(self, room: int, now: float) -> list[Pull]:
-        pulls, are_empty = [], True
+    def _standing_pulls(self, free: int, now: float) -> list[Pull]:
+        pulls: list[Pull] = []
+        are_empty = True
         for lane, state in self._lanes.items():
-            may_stand = state.is_empty and (are_empty or state.was_found_empty)
-            if may_stand and not state.left and state.not_before <= now and self.claimed < room + MAX_OVER:
+            may_stand = state.is_empty and not state.left and (are_empty or state.was_found_empty)
+            if may_stand and state.not_before <= now and len(pulls) < free:
                 pulls.append(self._pull(lane, 1, now, is_standing=True))
-            are_empty &= state.is_known_empty
+            are_empty = are_empty and bool(state.left) and state.is_standing
         return pulls
 
     def _shares(self, room: int, now: float) -> dict[Lane, int]:
         """Return the number of the next `room` messages that each lane delivers, with those of its open probe."""
-        limits = {lane: state.limit(now) for lane, state in self._lanes.items()}
-        shares = dict.fromkeys(limits, 0)
-        has_large = any(now < state.few_until for state in self._lanes.values())
-        for turn in range(self._num_messages, self._num_messages + min(room, self._few if has_large else MAX_BATCH)):
-            lane = next((lane for lane in (TURNS[turn % len(TURNS)], *STRICT) if limits[lane]), None)
-            if lane is None or shares[lane] == limits[lane]:
+        limits, shares, most = {}, {}, min(room, MAX_BATCH)
+        for lane, state in self._lanes.items():
+            limits[lane], shares[lane] = state.limit(now), 0
+            if now < state.few_until:
+                most = min(most, self._few)
+        for turn in range(self._num_messages, self._num_messages + most):
+            lane = TURNS[turn % len(TURNS)]
+            if not limits[lane]:
+                lane = next(filter(limits.get, STRICT), lane)
+            if shares[lane] >= limits[lane]:
                 break  # the answers decide which lane has the next turn
             shares[lane] += 1
         return shares
