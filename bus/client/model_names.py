@@ -100,7 +100,7 @@ class ModelNames:
     async def _resolve(self, model: str | None) -> str:
         if model is None:
             model = await self._fix()
-        await self._watcher.look_for(model)
+        await self._watcher.wait_served(model)
         known: tuple[str, ...] = (model,)
         if all(worker.model != model for worker in self._watcher.snapshot.workers):
             try:

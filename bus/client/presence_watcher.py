@@ -198,7 +198,7 @@ class PresenceWatcher:
                 + self.snapshot.describe_others(model)
             )
 
-    async def look_for(self, model: str) -> None:
+    async def wait_served(self, model: str) -> None:
         """Ask the workers if none seems to serve `model`. Wait until one does, or until all had time to answer.
 
         Raises:
