@@ -52,7 +52,7 @@ def read_canary(steps: Sequence[RequestStep], request: GenerateRequest, capabili
     if len(token_ids) != request.sampling.max_tokens or len(logprobs) != len(token_ids):
         raise _not_sound(f"has {len(token_ids)} tokens and {len(logprobs)} logprobs, not {request.sampling.max_tokens}")
     if not np.isfinite(logprobs).all():
-        raise _not_sound("has logprobs that are not finite")
+        raise _not_sound("has logprobs that are not finite, as with NaN in the weights")
     canary = Canary(
         token_ids=tuple(int(token) for token in token_ids),
         # Six digits are a thousand times finer than the tolerance of the comparison.

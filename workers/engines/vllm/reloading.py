@@ -22,7 +22,15 @@ from ....schemas.foreign_code import ForeignError, foreign_code
 from .answers import done, failed
 from .probing import Probing
 
-__all__ = ["FINISH_TRANSFER", "INIT_TRANSFER", "START_TRANSFER", "UPDATE_TRANSFER", "Reload", "clear_nan"]
+__all__ = [
+    "FINISH_TRANSFER",
+    "INIT_TRANSFER",
+    "START_TRANSFER",
+    "UPDATE_TRANSFER",
+    "Reload",
+    "clear_nan",
+    "compare_parameters",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -159,31 +167,50 @@ class Reload:
         return self._runner.get_model()
 
     def _check_equal(self, folder: Path) -> None:
-        wrong = sorted((self._copied or frozenset()) - self._equal_in(folder))
+        equal, has_nan = compare_parameters(self._model(), folder)
+        wrong = (self._copied or frozenset()) - equal
+        if nan := sorted(wrong & has_nan):
+            # NaN differs from itself, so a comparison of values cannot tell whether the parameter was loaded.
+            raise _NotLoaded(f"the checkpoint has NaN in {_named(nan)}")
         if wrong:
-            more = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-            raise _NotLoaded(f"vLLM reported success, but did not load {', '.join(wrong[:MAX_NAMED])}{more}")
+            raise _NotLoaded(f"vLLM reported success, but did not load {_named(sorted(wrong))}")
 
     def _equal_in(self, folder: Path) -> set[str]:
-        """Return the names of the parameters that equal the tensors of the same name in `folder`."""
-        import torch
-        from safetensors import safe_open
+        return compare_parameters(self._model(), folder)[0]
 
-        parameters = {
-            # The name of a layer's weight has this part while an adapter wraps the layer.
-            name.replace(".base_layer.", "."): parameter.data
-            for name, parameter in self._model().named_parameters()
-        }
-        equal = set()
-        for file in _files(folder):
-            with safe_open(file, framework="pt") as tensors:
-                for name in parameters.keys() & set(tensors.keys()):
-                    parameter = parameters[name]
-                    if list(parameter.shape) != tensors.get_slice(name).get_shape():
-                        continue
-                    if torch.equal(parameter, tensors.get_tensor(name).to(parameter.device, parameter.dtype)):
-                        equal.add(name)
-        return equal
+
+def compare_parameters(model: Any, folder: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the parameters that equal the tensors of the same name in `folder`.
+
+    Also return the names of the other parameters whose tensors there have NaN.
+    """
+    import torch
+    from safetensors import safe_open
+
+    parameters = {
+        # The name of a layer's weight has this part while an adapter wraps the layer.
+        name.replace(".base_layer.", "."): parameter.data
+        for name, parameter in model.named_parameters()
+    }
+    equal: set[str] = set()
+    has_nan: set[str] = set()
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in parameters.keys() & set(tensors.keys()):
+                parameter = parameters[name]
+                if list(parameter.shape) != tensors.get_slice(name).get_shape():
+                    continue
+                stored = tensors.get_tensor(name).to(parameter.device, parameter.dtype)
+                if torch.equal(parameter, stored):
+                    equal.add(name)
+                elif stored.is_floating_point() and stored.isnan().any():
+                    has_nan.add(name)
+    return equal, has_nan
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 class _CpuExperts:
