@@ -39,6 +39,7 @@ def ledger_as_json(ledger: CommandResult) -> dict[str, Any]:
         "not_found": list(ledger.not_found),
         "not_awaited": list(ledger.not_awaited),
         "paused_s": None if ledger.paused_s is None else round(ledger.paused_s, 3),
+        "warnings": list(ledger.warnings),
     }
 
 

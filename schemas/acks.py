@@ -10,7 +10,7 @@ from . import limits
 from .checks import check_int, check_request_id, check_subject_token
 from .errors import ControlCode
 from .telemetry import ExpertLoad, RequestTimeline
-from .weights import Canary, Staging, UpdateTiming, Verified
+from .weights import Canary, Digest, Staging, UpdateTiming, Verified
 
 __all__ = ["Ack", "AckError", "AckStatus"]
 
@@ -114,6 +114,11 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     worker knows none."""
     timelines_left_out: Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)] = 0
     """Number of earlier attempts and samples of that request that did not fit into the ack."""
+
+    digest: Digest | None = None
+    """After a check: digest of the content that the worker found at the source. None: the worker computes none."""
+    path: Annotated[str, Meta(max_length=limits.MAX_ERROR_CHARS)] | None = None
+    """After the check of a path: its real path on the worker's machine, without symlinks."""
 
     def __post_init__(self) -> None:
         """Check that the ids, the worker name and the epoch are valid."""

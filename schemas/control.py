@@ -15,7 +15,7 @@ from . import limits
 from .acks import Ack, AckError, AckStatus
 from .checks import check_float, check_int, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
-from .weights import Canary, Verified, WeightSource
+from .weights import Canary, Digest, Verified, WeightSource
 
 __all__ = [
     "LORA_REGISTER",
@@ -174,6 +174,8 @@ class CheckWeights(Command, frozen=True, kw_only=True, tag_field="command", tag=
     """Location of the weights."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to check the weights."""
+    adapter: bool = False
+    """True: the source is an adapter, as for `load_lora`. Workers without `Capabilities.weight_digests` reject this."""
 
 
 class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag="update_weights"):
@@ -198,6 +200,10 @@ class UpdateWeights(Command, frozen=True, kw_only=True, tag_field="command", tag
     """Seconds for each worker to load the weights."""
     label: Label | None = None
     """Name of this version chosen by the trainer, for example `step-42`; stored in the desired state."""
+    digest: Digest | None = None
+    """Digest of the tensors of this version. A worker that finds other content at the source serves nothing. None: the
+    version is unpinned, and workers load what they find. Written only if all workers have
+    `Capabilities.weight_digests`."""
 
 
 class _LoraCommand(Command, frozen=True, kw_only=True):
@@ -227,6 +233,8 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
     """Version of the adapter. Each token that it samples carries this version."""
     timeout_s: float = LOAD_TIMEOUT_S
     """Seconds for each worker to load the weights."""
+    digest: Digest | None = None
+    """Digest of the adapter's tensors and of the bytes of `adapter_config.json`, used like that of `update_weights`."""
 
 
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):

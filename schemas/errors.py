@@ -169,6 +169,8 @@ class ControlCode(enum.StrEnum):
     """The author may not send this command, or not for this model, or signed it too long ago."""
     PUBLISHER_BUSY = "publisher_busy"
     """Another publisher holds the lease of the model's published weights."""
+    OTHER_CONTENT = "other_content"
+    """The source holds other content than the version that was recorded, or workers found different content there."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a code of a newer worker as this value."""
 

@@ -41,6 +41,7 @@ __all__ = [
     "delta_name",
     "is_file_name",
     "item_bytes",
+    "tensors_digest",
 ]
 
 MANIFEST: Final = "rollbus-manifest.json"
@@ -207,6 +208,25 @@ def content_digest(tensors: Iterable[TensorEntry], files: Mapping[str, str]) -> 
     for entry in tensors:
         sha.update(msgspec.json.encode((entry.file, entry.name, entry.dtype, entry.shape, entry.sha256)))
     sha.update(msgspec.json.encode(sorted(files.items())))
+    return sha.hexdigest()
+
+
+def tensors_digest(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], str]], files: Mapping[str, str] | None = None
+) -> str:
+    """Return the SHA-256 that identifies weights by their tensors, whatever files hold them.
+
+    A checkpoint, a copy in other shards, an anchor and a delta of equal tensors give the same digest.
+
+    Args:
+        tensors: name, dtype, shape and SHA-256 of the content of each tensor, as stored, in any order.
+        files: SHA-256 of each other file that changes the effect of the weights, by name.
+    """
+    sha = hashlib.sha256()
+    for tensor in sorted(tensors):
+        sha.update(msgspec.json.encode(tensor))
+    if files:
+        sha.update(msgspec.json.encode(sorted(files.items())))
     return sha.hexdigest()
 
 

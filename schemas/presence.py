@@ -11,7 +11,7 @@ from .checks import check_name, check_subject_token
 from .control import PauseMode
 from .counters import NotNegative, NotNegativeSeconds, WorkerCounters
 from .rows import DTYPES
-from .weights import PublishedVersion, Staging
+from .weights import Digest, PublishedVersion, Staging
 
 __all__ = [
     "Capabilities",
@@ -124,11 +124,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """True if the worker stages published deltas. False: the release is older, or the engine may span several machines
     and rejects weights and adapters in the object store."""
     request_groups: bool = False
-    """True if the worker decodes `siblings` in direct messages. Workers of earlier releases serve only the first
-    sample."""
+    """True if the worker decodes `siblings` in direct messages; else it serves only the first sample."""
     group_backlog: bool = False
-    """True if the worker honours `may_wait` in direct messages: requests of a group wait there for the next free
-    slots."""
+    """True if the worker honours `may_wait` in direct messages: requests of a group wait there for free slots."""
     telemetry_reads: bool = False
     """True if the worker answers `read_experts` and `read_request`. Workers of earlier releases reject both."""
     grammar_backend: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
@@ -136,6 +134,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     is rejected. None: no structured outputs, or not announced."""
     sampling_limits: SamplingLimits | None = None
     """Limits of the engine's sampler; None: only the limits of `SamplingParams`."""
+    weight_digests: bool = False
+    """True if the worker computes digests and decodes a `digest`; False also if the engine may span machines."""
 
 
 class WorkerState(enum.StrEnum):
@@ -155,8 +155,8 @@ class WorkerState(enum.StrEnum):
     ASLEEP = "asleep"
     """A command put the engine to sleep. The engine has freed its memory, and requests wait in the queue."""
     OUTDATED = "outdated"
-    """The worker could not get the desired weights, not only an adapter, and keeps its intact older weights. It serves
-    nothing until a successful update or a restart."""
+    """The worker could not get the desired weights, not only an adapter: it keeps its older weights, or their source
+    holds other content now. It serves nothing until a successful update or a restart."""
     POISONED = "poisoned"
     """The weights are partly written or wrong. The worker serves nothing until a successful update or a restart."""
     WAITING_FOR_WEIGHTS = "waiting_for_weights"
@@ -269,8 +269,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     counters: WorkerCounters | None = None
     """Counters of the worker; None: not announced."""
     start_left_s: Annotated[float, Meta(ge=0)] | None = None
-    """Seconds for which requests may wait for a worker that starts. None: the worker does not start, or does not
-    announce it."""
+    """Seconds for which requests may wait for a worker that starts; None: it does not start or announce it."""
     host: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] | None = None
     """Name of the worker's machine; None: not announced."""
     pid: NotNegative | None = None
@@ -290,6 +289,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     uses them. None: no prefix has been dropped yet, or the engine does not report it."""
     published: PublishedVersion | None = None
     """Published version that this incarnation staged last; None: it staged none, or does not announce it."""
+    weight_digest: Digest | None = None
+    """Digest of the tensors of the worker's weights; None: unknown or not announced."""
 
     def __post_init__(self) -> None:
         """Check that the worker's id is a subject token and that the model's name is valid."""

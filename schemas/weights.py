@@ -8,12 +8,14 @@ from msgspec import Meta
 from . import limits
 from .errors import InvalidRequest
 
-__all__ = ["Canary", "PublishedVersion", "Staging", "UpdateTiming", "Verified", "WeightSource"]
+__all__ = ["Canary", "Digest", "PublishedVersion", "Staging", "UpdateTiming", "Verified", "WeightSource"]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 Bytes = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 Count = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+"""Digest of weights or of an adapter, as `tensors_digest` of the manifest computes it."""
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):

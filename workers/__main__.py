@@ -193,6 +193,11 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, KV_ARG: args.kv_transfer_config}
 
 
+def _real_model(model: str | None) -> str:
+    """Return the folder without symlinks: a link may lead elsewhere before the engine reads it. Names stay names."""
+    return str(Path(model).resolve()) if model and Path(model).exists() else model or ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker until it stops. Return the exit code."""
     arguments = parser()
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fetch_rate=args.fetch_rate,
             prove_reload=not args.no_prove_reload,
         )
-        engine = make_engine(args.engine, args.model or "", _engine_args(args), args.role)
+        engine = make_engine(args.engine, _real_model(args.model), _engine_args(args), args.role)
         tracing = check_tracing(bool(args.otel), "--otel")
         probed = None if args.probe is None else listen(args.probe)
     except InvalidRequest as exc:

@@ -395,4 +395,5 @@ class Worker:
             cache_epoch=self._runner.cache_epoch,
             oldest_prefix_s=None if state is WorkerState.STARTING else self._engine.oldest_prefix_s,
             published=reconciler.stager.published,
+            weight_digest=reconciler.registers.weights.valid_digest,
         )

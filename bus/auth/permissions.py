@@ -72,7 +72,8 @@ SUBJECT_RULES: Final = (
     Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
     Rule("link.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
     Rule("plain.<client>.>", publish=_WORKERS, subscribe=_REQUESTERS),
-    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY),  # workers also: to detect a worker with their id
+    # Workers also: to detect a worker with their id, or with other content under their version.
+    Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY, observe=_WORKERS),
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),
     Rule("control.<controller>", publish=_COMMANDERS | _PUBLISHERS, subscribe=_WORKERS),
     Rule("ack.<controller>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES, observe=_COMMANDERS),

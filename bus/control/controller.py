@@ -31,6 +31,7 @@ from ..nats.connection import Connection
 from ..protocol.fleet import desired
 from ..protocol.fleet.authority import check_authority
 from ..protocol.fleet.command_result import RESULTS, AckTracker, CommandIncomplete, CommandResult, Quorum
+from ..protocol.fleet.pinning import without_digests
 from ..protocol.fleet.presence_table import LostWorker
 from ..protocol.fleet.roster import Roster, needs_known_models, workers_that_must_ack
 from ..subjects import Subjects
@@ -165,6 +166,10 @@ class Controller:
             return workers_that_must_ack(await self._watcher.known_workers(), command, known)
         except (NoWorkers, InvalidRequest):
             return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
+
+    async def without_digests(self, model: str) -> tuple[str, ...]:
+        """Return the present workers of `model` that do not decode or compute digests of weights."""
+        return without_digests(await self._watcher.known_workers(), model)
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
         """Check that this user may send the command to workers of these models. Each worker checks this again.

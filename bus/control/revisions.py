@@ -7,6 +7,7 @@ revisions. The state is the last valid revision, from the bucket's history or fr
 import base64
 import binascii
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
@@ -149,20 +150,29 @@ class Revisions:
 
         Use the result only for display: authors of revisions are not checked.
         """
+        async for state, revision in self._walk(model):
+            if state.epoch >= epoch:
+                # The oldest revision in the history may be of a later command.
+                return datetime.fromisoformat(revision.stored_at) if state.epoch == epoch else None
+        return None
+
+    async def history(self, model: str) -> tuple[DesiredState, ...]:
+        """Return the states in the history, oldest first, for display only: authors of revisions are not checked."""
+        return tuple([state async for state, _ in self._walk(model)])
+
+    async def _walk(self, model: str) -> AsyncIterator[tuple[DesiredState, _Revision]]:
+        """Yield each revision that can be decoded, oldest first."""
         subject, start = self.subject(model), 1
         for _ in range(2 * HISTORY):  # other programs may write at the same time
             revision = await self._get({"seq": start, "next_by_subj": subject})
             if revision is None:
-                return None
+                return
             start = revision.sequence + 1
             try:
-                found = _decode(model, revision.data).epoch
+                state = _decode(model, revision.data)
             except RemoteProtocolError:
                 continue
-            if found >= epoch:
-                # The oldest revision in the history may be of a later command.
-                return datetime.fromisoformat(revision.stored_at) if found == epoch else None
-        return None
+            yield state, revision
 
     async def _catch_up(
         self, subject: str, model: str, newest: _Revision, known: _ReadRevisions | None

@@ -97,6 +97,10 @@ class DesiredStore:
         """Return when the command of `epoch` was recorded; None if the bucket's history does not reach back to it."""
         return await self._revisions.recorded_at(model, epoch)
 
+    async def history(self, model: str) -> tuple[DesiredState, ...]:
+        """Return the states of `model` that the bucket still has, oldest first. Their authors are not checked."""
+        return await self._revisions.history(model)
+
     async def confirmed_s(self) -> float:
         """Return the seconds since a majority of the servers confirmed the answering server as the bucket's leader.
 

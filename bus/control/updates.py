@@ -28,6 +28,7 @@ from ...schemas.limits import MAX_ERROR_CHARS
 from ..protocol.fleet import desired
 from ..protocol.fleet.canary import check_expected
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
+from ..protocol.fleet.pinning import pin
 from ..protocol.fleet.roster import Roster
 from ..protocol.fleet.verify import dissenters
 from .ack_collector import OnAck
@@ -60,9 +61,10 @@ class Updates:
     ) -> CommandResult:
         """Replace the weights of all workers of a model, or of the workers that `command` names.
 
-        Every worker first stages and checks the source. If a worker rejects it, nothing changes. Then the command is
-        recorded, and each worker loads the weights. Afterwards the canaries are compared. Workers that differ from the
-        majority of the workers with their dtype are fenced, and count as failed.
+        Every worker first stages and checks the source. If a worker rejects it, or workers find different content,
+        nothing changes. Then the command is recorded with the digest of that content, and each worker loads the
+        weights. Afterwards the canaries are compared. Workers that differ from the majority of the workers with their
+        dtype are fenced, and count as failed.
 
         Args:
             min_staged: number of workers that must have staged the source before the command is recorded. The other
@@ -80,9 +82,11 @@ class Updates:
         [model] = roster
         await self._check_update(model, command, roster, min_staged)
         async with self._source(model, command, upload) as ready:
-            lost, quorum = await self._check(ready, roster, on_ack, min_staged)
-            outcome = await self._controller.execute(ready, roster, on_ack, lost=lost, quorum=quorum)
-            result = await self._conclude(outcome, roster)
+            check, quorum = await self._check(ready, roster, on_ack, min_staged)
+            pinned, warnings = pin(ready, check.result.applied, await self._controller.without_digests(model))
+            warnings += await self._warn_of_history(model, pinned)
+            outcome = await self._controller.execute(pinned, roster, on_ack, lost=check.lost, quorum=quorum)
+            result = await self._conclude(_with_warnings(outcome, warnings), roster)
         if upload:
             await self._prune(model, ready, outcome)
         return result
@@ -101,6 +105,9 @@ class Updates:
     ) -> CommandResult:
         """Load an adapter, or replace the adapter with the same name.
 
+        The command is recorded with the digest of the content that workers find at the source. Workers that cannot
+        stage the source do not prevent that: they fail to load it.
+
         Args:
             is_next_version: ignore `command.version` and use the version after the recorded version.
             upload: as in `update_weights`.
@@ -116,11 +123,40 @@ class Updates:
             command = _at_next_version(await self._state(model), command)
             revise = _revise_version
         async with self._source(model, command, upload) as ready:
-            outcome = await self._controller.execute(ready, roster, on_ack, revise=revise)
-            result = await self._controller.conclude(outcome)
+            pinned, warnings, lost = await self._pin_adapter(model, ready, roster, on_ack)
+            outcome = await self._controller.execute(pinned, roster, on_ack, revise=revise, lost=lost)
+            result = await self._controller.conclude(_with_warnings(outcome, warnings))
         if upload:
             await self._prune(model, ready, outcome)
         return result
+
+    async def _pin_adapter(
+        self, model: str, command: LoadLora, roster: Roster, on_ack: OnAck | None
+    ) -> tuple[LoadLora, tuple[str, ...], dict[str, str]]:
+        """Return the command with the digest of the adapter, warnings, and the workers that ended meanwhile."""
+        unable = await self._controller.without_digests(model)
+        if unable:
+            return *pin(command, {}, unable), {}
+        check = CheckWeights(
+            source=command.source,
+            model=command.model,
+            workers=command.workers,
+            timeout_s=command.timeout_s,
+            adapter=True,
+        )
+        outcome = await self._controller.execute(check, roster, on_ack)
+        return *pin(command, outcome.result.applied, ()), outcome.lost
+
+    async def _warn_of_history(self, model: str, command: UpdateWeights) -> tuple[str, ...]:
+        """Return a warning for each other digest that the bucket's history has for the version of a rollback."""
+        if not command.allow_rollback or command.digest is None:
+            return ()
+        history = await self._controller.store.history(model)
+        others = frozenset[str]().union(*(desired.other_digests(state, command) for state in history))
+        return tuple(
+            f"version {command.version} was {other} in an earlier record; {command.source} now holds {command.digest}"
+            for other in sorted(others)
+        )
 
     async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> CommandResult:
         """Unload an adapter, and delete its uploads."""
@@ -164,7 +200,7 @@ class Updates:
         if roster and isinstance(command, UpdateWeights):
             await self._check_update(model, command, roster, min_staged)
         else:
-            desired.record(await self._state(model), command)
+            desired.check_recordable(await self._state(model), command)
 
     async def state(self, model: str) -> DesiredState:
         """Return the desired state of the workers of `model`."""
@@ -182,7 +218,7 @@ class Updates:
                 if worker.capabilities is not None:
                     check_expected(command.expected_canary, worker.capabilities)
         state = await self._state(model)
-        desired.record(state, command)
+        desired.check_recordable(state, command)
         # Nothing is recorded for these workers, so the version that they were started with counts.
         started = {
             worker.weight_version for worker in roster[model] if desired.target_version(state, worker.worker) is None
@@ -235,8 +271,8 @@ class Updates:
 
     async def _check(
         self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None, min_staged: int | None
-    ) -> tuple[dict[str, str], Quorum | None]:
-        """Have all workers stage the source. Return those that ended meanwhile, with reasons, and those to wait for.
+    ) -> tuple[CommandOutcome, Quorum | None]:
+        """Have all workers stage the source. Return the outcome, and the workers that the update must wait for.
 
         Raises:
             CommandIncomplete: a worker cannot stage it or did not answer in time, no worker is left, or fewer than
@@ -251,11 +287,11 @@ class Updates:
         if min_staged is not None:
             if len(result.applied) < min_staged:
                 raise CommandIncomplete(result, "Nothing was changed.", check_of=command.command)
-            return outcome.lost, Quorum(workers=frozenset(result.applied))
+            return outcome, Quorum(workers=frozenset(result.applied))
         is_refused = result.failed or result.unsupported or result.stale or result.late
         if is_refused or not result.applied or result.missing.keys() - outcome.lost.keys():
             raise CommandIncomplete(result, "Nothing was changed.", check_of=command.command)
-        return outcome.lost, None
+        return outcome, None
 
     async def _conclude(self, outcome: CommandOutcome, roster: Roster) -> CommandResult:
         """Compare the canaries, fence the workers that differ, and return the command result."""
@@ -293,6 +329,10 @@ def _not_verified(result: CommandResult, differing: dict[str, str], fenced: froz
         failed[worker] = structs.replace(result.applied[worker], status=AckStatus.FAILED, error=error)
     applied = {worker: ack for worker, ack in result.applied.items() if worker not in differing}
     return structs.replace(result, applied=applied, failed=dict(sorted(failed.items())))
+
+
+def _with_warnings(outcome: CommandOutcome, warnings: tuple[str, ...]) -> CommandOutcome:
+    return replace(outcome, result=structs.replace(outcome.result, warnings=warnings))
 
 
 def _at_next_version(state: DesiredState, command: LoadLora) -> LoadLora:

@@ -186,6 +186,8 @@ def show_ledger(args: argparse.Namespace, ledger: "CommandResult") -> None:
         return
     print_table(COLUMNS, ledger_rows(ledger))
     write(summary(ledger))
+    for warning in ledger.warnings:
+        write(f"warning: {warning}")
 
 
 def _name(args: argparse.Namespace) -> str:

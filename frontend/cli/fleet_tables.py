@@ -136,7 +136,7 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
     for register, recorded in sorted(registers.items()):
         match recorded.command:
             case UpdateWeights() as update:
-                version, source = str(update.version), str(update.source)
+                version, source = f"{update.version}{_unpinned(update)}", str(update.source)
             case FinishWeightUpdate() as finish:
                 version, source = str(finish.version), "the transfer engine"
             case Pause(mode=mode):
@@ -148,11 +148,15 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
             case Sleep():
                 states.append("asleep")
             case LoadLora() as load:
-                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version})")
+                loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version}{_unpinned(load)})")
             case _:
                 # Wake, flush and unload have no cell.
                 pass
     return [version, source, ", ".join(states) or NONE, ", ".join(loras) or NONE]
+
+
+def _unpinned(command: UpdateWeights | LoadLora) -> str:
+    return ", unpinned" if command.digest is None else ""
 
 
 def engine_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:

@@ -217,7 +217,7 @@ def test_the_desired_state_has_a_row_for_each_model_and_exception() -> None:
 
     assert rows == [
         ["a", "0", "-", "-", "-", "-"],
-        ["m", "9", "4", "/w/4", "paused (wait), asleep", "math (2)"],
+        ["m", "9", "4, unpinned", "/w/4", "paused (wait), asleep", "math (2, unpinned)"],
         ["m, only w", "-", "-", "-", "drained", "-"],
         ["m, only x", "-", "-", "-", "resumed", "-"],
     ]

@@ -78,16 +78,21 @@ def folders(root: Path) -> tuple[Path, Path]:
 
 @contextlib.asynccontextmanager
 async def start(
-    nats_url: str, fleet: str, name: str, model: Path, *options: str, **engine_args: Any
+    nats_url: str, fleet: str, name: str, model: Path, *options: str, cwd: Path | None = None, **engine_args: Any
 ) -> AsyncIterator[Process]:
     """Run a worker process on the synthetic engine, with weights of version 1 and the parent of `model` as root.
+
+    Args:
+        cwd: directory of the process; None: that of the tests.
 
     When the block ends, the worker is stopped in order, unless it has exited before.
     """
     own = ("--worker-id", name, "--served-model-name", MODEL, "--weight-version", "1")
     source = ("--model", str(model), "--engine", "synthetic", "--weight-root", str(model.parent))
     cache = ("--cache-dir", str(model.parent.parent / "cache" / fleet))
-    async with worker_process(nats_url, fleet, *source, *own, *cache, *options, engine_args=engine_args) as process:
+    async with worker_process(
+        nats_url, fleet, *source, *own, *cache, *options, engine_args=engine_args, cwd=cwd
+    ) as process:
         yield process
         if process.returncode is None:
             process.terminate()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -212,3 +213,30 @@ async def test_long_prompts_during_an_update_report_the_versions_of_their_kv(
         assert result.kv_version_spans == tuple(spans)
         assert result.kv_mixed is not None
         assert result.kv_mixed.tolist() == [0 < cut <= i for i in range(len(versions))]
+
+
+@pytest.mark.proves("P97")
+async def test_a_real_worker_that_restarts_on_an_overwritten_directory_serves_nothing(
+    fleets: Fleets, tiny_moes: tuple[Path, Path]
+) -> None:
+    """A worker that starts after an overwrite in place is outdated. Greedy requests keep one set of logprobs."""
+    latest = Path(shutil.copytree(fleets.new, tiny_moes[1].parent / "latest"))
+    workers = await fleets.old.have(2)
+    async with rollbus.connect(fleets.url, fleet=fleets.old.fleet) as rb:
+        assert (await rb.fleet.update_weights(latest, version=20)).is_complete
+        before = await answers(rb)
+        held = worker_of(await rb.fleet.state(), next(iter(workers))).weight_digest
+        for file in tiny_moes[1].iterdir():
+            (latest / file.name).write_bytes(file.read_bytes())
+        process = workers.popitem()[1]
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        name = fleets.old.add()
+        outdated = await until_worker(rb, name, WorkerState.OUTDATED)
+        after = await answers(rb)
+
+    assert outdated.last_error is not None
+    assert outdated.last_error.startswith(f"version 20 was {held}; {latest} now holds ")
+    for request, generation in after.items():
+        assert {*generation.worker_ids} == {*workers}
+        assert_same(generation, before[request])

@@ -2,6 +2,8 @@
 
 import zlib
 
+from msgspec import structs
+
 from rollbus.schemas.control import (
     Abort,
     Ack,
@@ -49,6 +51,8 @@ UPDATE = UpdateWeights(
     expected_canary=CANARY,
     timeout_s=120.0,
 )
+DIGEST = "5" * 64
+PINNED = structs.replace(UPDATE, digest=DIGEST)
 LOAD_LORA = LoadLora(
     id="l-1", model="org/model-1.5", epoch=39, name="style", version=3, source=WeightSource(objects="rollbus/style/3")
 )
@@ -172,5 +176,15 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
         },
         workers={"w1": {"pause": Recorded(epoch=42, command=RESUME_ONE)}},
         seen=(SeenCommand("l-1", 39), SeenCommand("u-1", 40), SeenCommand("p-1", 41), SeenCommand("r-2", 42)),
+    ),
+    "command_check_adapter": CheckWeights(id="c-2", source=LOAD_LORA.source, adapter=True),
+    "command_update_weights_pinned": PINNED,
+    "command_load_lora_pinned": structs.replace(LOAD_LORA, digest=DIGEST),
+    "ack_checked": Ack(
+        id="c-1", command="check_weights", worker="w0", incarnation="i0", model="org/model-1.5",
+        status=AckStatus.APPLIED, digest=DIGEST, path="/checkpoints/step_7",
+    ),
+    "desired_pinned": DesiredState(
+        model="org/model-1.5", epoch=40, registers={"weights": Recorded(epoch=40, command=PINNED)}
     ),
 }  # fmt: skip

@@ -138,4 +138,16 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
             ),
         ),
     ),
+    "presence_digest": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.SERVING,
+        weight_version=8,
+        in_flight=0,
+        free_slots=4,
+        uptime_s=60.0,
+        lease_s=10.0,
+        weight_digest="5" * 64,
+    ),
 }

@@ -76,6 +76,11 @@ class RealWorkers:
         self._served = {*self.living}
         return self.living
 
+    def add(self) -> str:
+        """Start a worker that need not come to serve, and return its id."""
+        self._start()
+        return f"w{len(self._processes) - 1}"
+
     async def _serve_still(self) -> bool:
         """Return True if all workers that served before and still run serve soon.
 

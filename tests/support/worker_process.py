@@ -6,6 +6,7 @@ import json
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 from tests.support.patience import UNHURRIED_LEASE_S
 
@@ -22,6 +23,7 @@ async def worker_process(
     *options: str,
     engine_args: Mapping[str, object] | None = None,
     stderr: int | None = None,
+    cwd: Path | None = None,
 ) -> AsyncIterator[Process]:
     """Start a worker process; without `--model` it has the synthetic engine. It inherits stderr by default."""
     engine = () if "--model" in options else ("--engine", "synthetic")
@@ -33,6 +35,7 @@ async def worker_process(
         *("--listen-s", "0"),
         *options,
         stderr=stderr,
+        cwd=cwd,
     )
     try:
         yield process

@@ -34,7 +34,7 @@ async def test_tokens_of_a_request_with_an_adapter_have_the_adapters_version(tmp
         assert {token.lora_version for token in worker.tokens("r")} == {7}
         assert {token.lora_version for token in worker.tokens("s")} == {None}
         assert worker.links.versions.loras == {"a": 7}
-        assert worker.stages == ["checking", "pausing", "loading"]
+        assert worker.stages == ["checking", "reading", "pausing", "loading"]
 
 
 async def test_a_replaced_adapter_makes_an_exact_cut_in_its_streams(tmp_path: Path) -> None:

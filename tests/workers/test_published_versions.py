@@ -1,6 +1,7 @@
 """Chains of published versions in a real store: each path to a version gives the same folder or an error."""
 
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollbus.bus.objects import ObjectReader, delete_prefix
+from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
 from rollbus.schemas.manifest import Link, delta_name
 from rollbus.workers.sources import WeightSources
@@ -79,6 +81,21 @@ async def test_each_version_equals_the_checkpoint_and_only_changes_are_fetched(n
     assert stages[3:6] == ["building", "checking", "fetching"]
     assert sources.staging is None
     assert len([path for path in (tmp_path / "cache/shared.weights/checkpoints").iterdir() if path.is_dir()]) == 2
+
+
+async def test_a_version_of_deltas_has_the_digest_of_a_plain_copy(nats_url: str, tmp_path: Path) -> None:
+    """The digest of a published version comes from its manifest, and equals that of its files at a path."""
+    sources = worker(nats_url, tmp_path)
+    async with chain(nats_url, tmp_path) as versions:
+        await publish_steps(versions, 2)
+        folder = await sources.checkpoint(versions.source(), ignore)
+    plain = WeightSources(roots=(tmp_path,), own=None, cache=tmp_path / "2", model="m", worker="w", objects=None)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    await plain.checkpoint(WeightSource(path=str(copy)), ignore)
+
+    digest = sources.digest_of(folder)
+    assert digest is not None
+    assert digest == plain.digest_of(copy)
 
 
 async def test_a_worker_reports_the_sizes_of_its_staged_version(nats_url: str, tmp_path: Path) -> None:

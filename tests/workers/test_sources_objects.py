@@ -63,7 +63,7 @@ async def test_a_checkpoint_in_the_store_is_fetched_and_checked(nats_url: str, t
 
     assert files_in(fetched) == files_in(folder)
     assert fetched.is_relative_to(tmp_path / "cache")
-    assert stages == ["fetching", "checking", "checking"]
+    assert stages == ["fetching", "checking", "reading", "checking"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_a_staged_folder_that_changes_is_not_used(
             await verify_unchanged()
         if not is_loaded:
             change(fetched)
-        with pytest.raises(ControlError, match=f"files of {fetched} were changed") as caught:
+        with pytest.raises(ControlError, match=rf"{fetched}\b.* changed") as caught:
             await change_while_loaded(sources, fetched)
         assert caught.value.code is code
 
@@ -102,7 +102,7 @@ async def test_a_staged_adapter_that_changes_is_not_used(nats_url: str, tmp_path
         async with sources.using_adapter(fetched) as verify_unchanged:
             await verify_unchanged()
             (fetched / "adapter_config.json").write_bytes(b"{}")
-            with pytest.raises(ControlError, match=f"files of {fetched} were changed while they were loaded"):
+            with pytest.raises(ControlError, match=f"{fetched} changed during the load"):
                 await verify_unchanged()
         with pytest.raises(ControlError, match=f"files of {fetched} were changed: stage its source again") as caught:
             async with sources.using_adapter(fetched):

@@ -8,6 +8,7 @@ from ...bus.objects import ObjectReader
 from ...bus.subjects import Subjects
 from ..config import WorkerConfig
 from ..lifecycle.lifecycle import WorkerLifecycle
+from ..lifecycle.peers import StartPeers
 from ..requests.in_flight import InFlightRequests
 from ..requests.publisher import OutboundPublisher
 from ..sources import WeightSources
@@ -55,6 +56,7 @@ def make_control(
     versions = in_flight.links.versions
     loras = Loras(in_flight, sources, versions)
     weights = WeightManager(config, in_flight, sources, loras, versions)
+    weights.start.peers = StartPeers(config, nats)
     registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
     store = DesiredStore(nats, Subjects(config.fleet))
     # A worker with credentials may write no state: an admin creates the first one with the queue.

@@ -99,6 +99,7 @@ class CommandHandler:
     def work(self) -> dict[str, Callable[[], Coroutine[None, None, None]]]:
         """Return the coroutines that run until the worker stops, by name. They may raise `EngineDead`."""
         return {
+            "digest": self.reconciler.registers.weights.start.hash,
             "read": self.reader.run,
             "reconcile": self.reconciler.run,
             "stage": self.reconciler.stager.run,
@@ -205,12 +206,14 @@ class CommandHandler:
 
         Checks of folders continue, because they fetch nothing. Each of them gets its own answer.
         """
-        if newest.source.objects is None:
+        if newest.source.objects is None or newest.adapter:
             return
         stale = failure(ControlError(ControlCode.STALE, f"a later check of {newest.source} has replaced this check"))
         for received in self._log.under_way:
             command = received.command
-            if not isinstance(command, CheckWeights) or command.source.objects in (None, newest.source.objects):
+            if not isinstance(command, CheckWeights) or command.adapter:
+                continue
+            if command.source.objects in (None, newest.source.objects):
                 continue
             self._acks.publish_final(received, stale)
             if received.limit is not None and not received.limit.expired():

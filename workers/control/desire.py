@@ -109,15 +109,23 @@ def target_event(
     handled: Mapping[str, HandledRegister],
     *,
     is_poisoned: bool,
+    has_conflict: bool = False,
     staging: Collection[str] = (),
 ) -> WorkerEvent | None:
     """Return the event that leads to the target state. Call this only if no register is due.
 
-    Invalid weights take precedence over a desired pause.
+    Invalid weights take precedence over a desired pause. If the desired weights do not exist any more, that is
+    the state, whether or not the present weights are invalid.
+
+    Args:
+        has_conflict: True if the source of the present weights holds other content now.
 
     Returns:
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
     """
+    error = handled[WEIGHTS].outcome.error if WEIGHTS in handled and WEIGHTS in effective else None
+    if WEIGHTS not in staging and (has_conflict or (error is not None and error.code is ControlCode.OTHER_CONTENT)):
+        return WorkerEvent.MISSED
     if is_poisoned and WEIGHTS not in staging:
         return WorkerEvent.SPOILT
     if WEIGHTS in effective and WEIGHTS not in staging and not _is_applied(handled, WEIGHTS):

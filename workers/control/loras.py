@@ -15,6 +15,7 @@ from ...schemas.limits import MAX_ERROR_CHARS
 from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
 from ..sources import Report, WeightSources
+from .content import check_content
 from .deadline import Deadline
 from .staging import StageKey
 from .supported import check_adapters_supported
@@ -30,6 +31,8 @@ class LoadedLora:
 
     source: WeightSource
     version: int
+    digest: str | None
+    """Recorded digest of the adapter, or None if it is unpinned."""
 
 
 class Loras:
@@ -67,8 +70,11 @@ class Loras:
         return tuple(StageKey(source, is_adapter=True) for source in sources)
 
     def is_current(self, command: LoadLora) -> bool:
-        """Return True if this adapter is loaded already."""
-        return self._loaded.get(command.name) == _desired(command)
+        """Return True if this adapter is loaded already: by its digest, or without a digest by its source."""
+        loaded = self._loaded.get(command.name)
+        if loaded is None or loaded.version != command.version or loaded.digest != command.digest:
+            return False
+        return command.digest is not None or loaded.source == command.source
 
     async def load(self, command: LoadLora, report: Report) -> None:
         """Load an adapter, or replace the adapter with the same name. Later tokens use the new adapter.
@@ -90,6 +96,7 @@ class Loras:
         deadline = Deadline(command.timeout_s)
         async with deadline.bound("checking the adapter"):
             path = await self._sources.adapter(command.source, report, max_rank=capabilities.max_lora_rank)
+        self._check_content(command.name, _desired(command), path)
         report("pausing")
         await self._in_flight.stop("keep", deadline.left_s, "lora")
         self._in_flight.release_steps()
@@ -100,6 +107,15 @@ class Loras:
             await self._in_flight.restart(command.name)
         logger.info("lora.loaded name=%s version=%s", command.name, command.version)
 
+    def _check_content(self, name: str, desired: LoadedLora, path: Path) -> None:
+        """Check that a staged folder holds the recorded content of an adapter.
+
+        Raises:
+            ControlError: `other_content`.
+        """
+        what = f"version {desired.version} of adapter {name}"
+        check_content(what, desired.digest, self._sources.digest_of(path), desired.source)
+
     def _check_room(self, name: str) -> None:
         max_loras = self._in_flight.runner.engine.capabilities.max_loras
         if name not in self._loaded and len(self._loaded) >= max_loras:
@@ -109,7 +125,7 @@ class Loras:
     async def _replace(self, name: str, desired: LoadedLora, path: Path, deadline: Deadline) -> None:
         """Load an adapter into the paused engine if its files have not changed since they were checked."""
         engine = self._in_flight.runner.engine
-        async with self._sources.using_adapter(path) as verify_unchanged:
+        async with self._sources.using_adapter(path, desired.digest) as verify_unchanged:
             before, now = self._remove(name), None
             try:
                 async with deadline.bound(f"loading the adapter {name}"):
@@ -179,6 +195,7 @@ class Loras:
             try:
                 async with deadline.bound(f"checking the adapter {name}"):
                     path = await self._sources.adapter(loaded.source, report, is_reload=True)
+                self._check_content(name, loaded, path)
                 await self._replace(name, loaded, path, deadline)
             except ControlError as exc:
                 logger.error("lora.reload_failed name=%s version=%s error=%s", name, loaded.version, exc)
@@ -209,4 +226,4 @@ class Loras:
 
 
 def _desired(command: LoadLora) -> LoadedLora:
-    return LoadedLora(command.source, command.version)
+    return LoadedLora(command.source, command.version, command.digest)

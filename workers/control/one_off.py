@@ -55,7 +55,7 @@ class OneOffCommands:
             case Abort():
                 return await self._abort(command)
             case CheckWeights():
-                return {"timing": await self._check(command)}
+                return await self._check(command)
             case Fence():
                 if self._reconciler.has_newer_weights(command.epoch):
                     raise ControlError(ControlCode.STALE, "later weights were recorded after the command")
@@ -71,14 +71,20 @@ class OneOffCommands:
         """Return the progress of the staging that a check waits for, or None if the command waits for no staging."""
         if not isinstance(command, CheckWeights):
             return None
-        return self._reconciler.stager.progress_of(StageKey(command.source))
+        return self._reconciler.stager.progress_of(StageKey(command.source, command.adapter))
 
-    async def _check(self, command: CheckWeights) -> UpdateTiming:
+    async def _check(self, command: CheckWeights) -> dict[str, Any]:
         """Stage the source of a check, so that an update with it can follow."""
-        stager, key = self._reconciler.stager, StageKey(command.source)
-        await stager.stage(key)
+        stager, key = self._reconciler.stager, StageKey(command.source, command.adapter)
+        content = await stager.stage(key)
         cost = stager.cost_of(key)
-        return UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
+        answer: dict[str, Any] = {
+            "timing": UpdateTiming(fetched_bytes=cost.fetched_bytes, staged_s=round(cost.staged_s, 3))
+        }
+        if content is not None and self._in_flight.runner.engine.capabilities.weight_digests:
+            answer["digest"] = content.digest
+            answer["path"] = None if command.source.path is None else str(content.folder)
+        return answer
 
     async def _abort(self, command: Abort) -> dict[str, Any]:
         ids = None if command.request_ids is None else set(command.request_ids)

@@ -195,7 +195,7 @@ class Reconciler:
             EngineDead: the engine is dead, or its reload is wrong.
         """
         await self._has_started.wait()
-        await self.registers.weights.verify_reload()
+        await self.registers.weights.verify_start()
         # Renew the lease, because the reload may have blocked this process for longer than the lease.
         await self._lifecycle.publish_presence()
         self._lifecycle.transition(WorkerEvent.READY)
@@ -338,8 +338,14 @@ class Reconciler:
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
         effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
-        is_poisoned = self.registers.weights.is_poisoned
-        event = target_event(effective, self._handled.by_name, is_poisoned=is_poisoned, staging=staging)
+        weights = self.registers.weights
+        event = target_event(
+            effective,
+            self._handled.by_name,
+            is_poisoned=weights.is_poisoned,
+            has_conflict=weights.conflict is not None,
+            staging=staging,
+        )
         self.problem = self.problem if event is None else self._problem_of(event)
         try:
             async with asyncio.timeout(self._engine_timeout_s):
@@ -380,6 +386,7 @@ class Reconciler:
         if event is WorkerEvent.SPOILT:
             return self.registers.weights.problem or "its weights are invalid"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
-            error = self._handled.by_name[WEIGHTS].outcome.error
-            return None if error is None else error.message
+            handled = self._handled.by_name.get(WEIGHTS)
+            error = None if handled is None else handled.outcome.error
+            return self.registers.weights.conflict if error is None else error.message
         return None

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...schemas.control import WeightSource
@@ -21,7 +22,7 @@ from ..sources import WeightSources
 from .boundary import command_boundary
 from .supported import check_adapters_supported, check_weights_supported
 
-__all__ = ["StageCost", "StageKey", "Stager", "StagerStats"]
+__all__ = ["StageCost", "StageKey", "StagedContent", "Stager", "StagerStats"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,15 @@ class StageKey(NamedTuple):
 
     source: WeightSource
     is_adapter: bool = False
+
+
+class StagedContent(NamedTuple):
+    """What a worker found at a source."""
+
+    folder: Path
+    """The real path of the folder on this machine."""
+    digest: str | None
+    """Digest of the weights or of the adapter."""
 
 
 @dataclass(slots=True)
@@ -69,6 +79,7 @@ class _StagingJob:
     num_waiting: int = 0
     stage: str = WAITING
     error: ControlError | None = None
+    content: StagedContent | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -109,8 +120,8 @@ class Stager:
             self._job(key).is_desired = True
         self._remove_unneeded()
 
-    async def stage(self, key: StageKey) -> None:
-        """Wait until a source is staged. If its staging is in progress, wait for that staging.
+    async def stage(self, key: StageKey) -> StagedContent | None:
+        """Wait until a source is staged, and return its content. If its staging is in progress, wait for that staging.
 
         Cancellation: the staging is cancelled too, unless another caller or a register needs it.
 
@@ -127,6 +138,7 @@ class Stager:
             self._remove_unneeded()
         if job.error is not None:
             raise job.error
+        return job.content
 
     def is_staged(self, key: StageKey) -> bool:
         """Return True if the staging of a needed source has succeeded or failed."""
@@ -234,7 +246,11 @@ class Stager:
         capabilities = self._capabilities()
         if is_adapter:
             check_adapters_supported(source, capabilities)
-            await self._sources.adapter(source, report, max_rank=capabilities.max_lora_rank)
+            folder = await self._sources.adapter(source, report, max_rank=capabilities.max_lora_rank)
         else:
             check_weights_supported(source, capabilities)
-            await self._sources.checkpoint(source, report)
+            folder = await self._sources.checkpoint(source, report)
+        job.content = StagedContent(folder, self._sources.digest_of(folder))
+        if source.path is not None:
+            # The command is recorded with the real path.
+            self._costs[StageKey(WeightSource(path=str(folder)), is_adapter)] = self._costs[job.key]

@@ -24,6 +24,7 @@ from ..requests.in_flight import InFlightRequests
 from ..requests.versions import Versions
 from ..sources import Report, WeightSources
 from .canary import Canaries, Fingerprint, fingerprint_of
+from .content import StartContent, check_content
 from .deadline import Deadline
 from .loras import Loras
 from .supported import check_weights_supported
@@ -67,6 +68,11 @@ class WeightManager:
         self._are_from_start = True
         self.source: WeightSource | None = None
         """Source of the last successful update. None without an update, or if the weights arrived by a transfer."""
+        self.start = StartContent(sources)
+        self.digest: str | None = None
+        """Digest of the tensors of the current weights, or None if it is unknown, as after a transfer."""
+        self.conflict: str | None = None
+        """Why the desired weights are not at their source any more: it holds other content. None: they may be."""
         self.canary: Canary | None = None
         """Canary of the current weights, or None if it was not sampled."""
         self.verified: Verified | None = None
@@ -90,7 +96,26 @@ class WeightManager:
         """Version of the weights that the engine samples from, or of the last valid weights while these are invalid."""
         return self._versions.weight_version
 
-    # Commands
+    @property
+    def valid_digest(self) -> str | None:
+        """Digest of the weights that the worker may serve, or None."""
+        return None if self.is_poisoned or self.is_transferring else self.digest
+
+    # Start
+
+    async def verify_start(self) -> None:
+        """Wait for the digest of the start, and verify the reload of the engine. Raises the errors of `verify_reload`.
+
+        If a file changed after it was hashed, the content that the engine has loaded is unknown: it is invalid.
+        """
+        start_digest = await self.start.wait()
+        # A worker whose engine may span machines has not read the files of the other machines.
+        self.digest = start_digest if self._in_flight.runner.engine.capabilities.weight_digests else None
+        if await self.start.is_unchanged():
+            await self.verify_reload()
+        if not await self.start.is_unchanged():
+            self.mark_invalid(f"{self._own} changed during the load")
+        self.conflict = await self.start.find_conflict(self.version, self.digest)
 
     async def verify_reload(self) -> None:
         """Load the checkpoint of the start a second time, and verify that the engine's output stays the same.
@@ -113,7 +138,7 @@ class WeightManager:
         deadline = Deadline(LOAD_TIMEOUT_S)
         try:
             self._accept(await self._canaries.sample(deadline), fingerprint)
-            await self._load(own, deadline, _ignore)
+            await self._load(own, self.digest, deadline, _ignore)
         except ControlError as exc:
             raise EngineDead(f"the engine cannot reload its own checkpoint {own}: {exc.message}") from exc
         logger.info("weights.verified version=%s path=%s", self.version, own)
@@ -140,26 +165,34 @@ class WeightManager:
         self.clock = UpdateClock()
         self._canaries.check_expected(command.expected_canary)
         if self.is_current(command):
+            self.conflict = None
             if self.canary is not None:
                 self._canaries.check_agrees(self.canary, command.expected_canary)
             return self.canary
         deadline = Deadline(command.timeout_s)
         path = await self._resolve(command.source, deadline, report)
+        digest = self._check_content(command.version, command.digest, path, command.source)
         report("pausing")
         await self.stop(command.mode, deadline)
         clear_cache = command.mode != "keep" if command.clear_cache is None else command.clear_cache
         if clear_cache:
             # Do this before any change. The cache stays empty, because the engine caches nothing until it resumes.
             await self._reset_cache(command.mode, deadline, report)
-        canary = await self._load(path, deadline, report, command.expected_canary)
+        canary = await self._load(path, digest, deadline, report, command.expected_canary)
         self.set_version(command.version, command.source)
         return canary
 
     def is_current(self, command: UpdateWeights | FinishWeightUpdate) -> bool:
-        """Return True if these weights are loaded, or if the engine was started with this version."""
+        """Return True if these weights are loaded, or if the engine was started with this version.
+
+        Weights with a digest are loaded if the present weights have that digest, wherever they came from.
+        """
+        if self.version != command.version or self.is_poisoned or self.is_transferring:
+            return False
+        if isinstance(command, UpdateWeights) and command.digest is not None:
+            return self.digest == command.digest
         source = command.source if isinstance(command, UpdateWeights) else None
-        is_here = self._are_from_start or self.source == source
-        return is_here and self.version == command.version and not self.is_poisoned and not self.is_transferring
+        return self.conflict is None and (self._are_from_start or self.source == source)
 
     async def restore(self, report: Report, timeout_s: float) -> None:
         """Reload the current weights into an engine that has discarded them and has no request in flight.
@@ -172,11 +205,34 @@ class WeightManager:
         path = self._own if self._are_from_start else None
         if self.source is not None:
             path = await self._resolve(self.source, deadline, report)
+        elif path is not None and self.digest is not None:
+            await self._sources.start_digest()
         if path is None:
             raise ControlError(
                 ControlCode.HALF_WRITTEN, "the engine discarded its weights, which cannot be loaded again"
             )
-        await self._load(path, deadline, report, self.canary)
+        try:
+            digest = self._check_content(self.version, self.digest, path, self.source or path)
+        except ControlError as exc:
+            self.conflict = exc.message
+            raise
+        await self._load(path, digest, deadline, report, self.canary)
+
+    def _check_content(self, version: int, digest: str | None, path: Path, source: object) -> str | None:
+        """Check that a staged folder holds the recorded content of a version, and return the digest of the folder.
+
+        Raises:
+            ControlError: `other_content`; `unsupported`: this worker computes no digests.
+        """
+        is_able = self._in_flight.runner.engine.capabilities.weight_digests
+        found = self._sources.digest_of(path) if is_able else None
+        if digest is None:
+            return found
+        if not is_able:
+            problem = f"version {version} has a digest, and this engine may span machines whose files are not compared"
+            raise ControlError(ControlCode.UNSUPPORTED, problem)
+        check_content(f"version {version}", digest, found, source)
+        return digest
 
     def mark_invalid(self, reason: str) -> None:
         """Mark the weights invalid and remove their canary. The caller fails the requests in flight."""
@@ -185,12 +241,20 @@ class WeightManager:
         self.is_transferring = False
         self._poison(reason)
 
-    async def _load(self, path: Path, deadline: Deadline, report: Report, expected: Canary | None = None) -> Canary:
-        """Replace the weights by the weights of a checked checkpoint."""
-        async with self._sources.using(path) as verify_unchanged:
+    async def _load(
+        self, path: Path, digest: str | None, deadline: Deadline, report: Report, expected: Canary | None = None
+    ) -> Canary:
+        """Replace the weights by the weights of a checked checkpoint, if it still has this digest."""
+        async with self._sources.using(path, digest) as verify_unchanged:
 
             async def load() -> Verified | None:
-                verified = await self._in_flight.runner.engine.load_weights(path)
+                try:
+                    verified = await self._in_flight.runner.engine.load_weights(path)
+                except ControlError as exc:
+                    if exc.code not in UNTOUCHED:
+                        # A change explains the error of the engine, which compares its weights with the files.
+                        await verify_unchanged()
+                    raise
                 await verify_unchanged()
                 return verified
 
@@ -198,7 +262,9 @@ class WeightManager:
                 fingerprint = await fingerprint_of(path)
             except OSError as error:  # the engine has changed nothing yet, so the current weights stay valid
                 raise ControlError(ControlCode.STORAGE, f"{path} cannot be read: {error.strerror or error}") from error
-            return await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
+            canary = await self.replace(load, deadline, report, fingerprint=fingerprint, expected=expected)
+            self.digest = digest
+            return canary
 
     # For updates and transfers
 
@@ -269,6 +335,8 @@ class WeightManager:
         """Set the version of the held steps and of all later tokens."""
         self._versions.weight_version = version
         self.source, self._are_from_start = source, False
+        if source is None:
+            self.digest = None
         logger.info("weights.updated version=%s source=%s", version, source)
 
     async def _change(self, change: Callable[[], Awaitable[Verified | None]], before: tuple[bool, str | None]) -> None:
@@ -297,7 +365,7 @@ class WeightManager:
 
     def _accept(self, canary: Canary, fingerprint: Fingerprint) -> None:
         self.canary, self._fingerprint = canary, fingerprint
-        self.is_poisoned, self.problem, self.is_transferring = False, None, False
+        self.is_poisoned, self.problem, self.is_transferring, self.conflict = False, None, False, None
         if fingerprint:
             self._canaries.add(fingerprint, canary)
 

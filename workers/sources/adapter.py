@@ -7,11 +7,13 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from ...schemas.manifest import Manifest, tensors_digest
 from .checkpoint import read_json
+from .content import whole_file
 from .headers import FLOATS, Tensor, read_header
 from .roots import bad_source
 
-__all__ = ["adapter_files", "check_adapter"]
+__all__ = ["adapter_content", "adapter_files", "check_adapter", "published_content"]
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -39,6 +41,22 @@ class _Config(msgspec.Struct, frozen=True):
 def adapter_files(folder: Path) -> set[Path]:
     """Return the existing files of an adapter that an engine reads. Blocks."""
     return {path for name in (CONFIG, TENSORS) if (path := folder / name).exists()}
+
+
+def adapter_content(folder: Path) -> tuple[Mapping[str, Tensor], frozenset[str]]:
+    """Return what decides the effect of an adapter: its tensors and its config, and the names of whole files. Blocks.
+
+    Raises:
+        ControlError: `bad_source`.
+        OSError: a file does not exist any more.
+    """
+    return {**read_header(folder / TENSORS), CONFIG: whole_file(folder / CONFIG)}, frozenset({CONFIG})
+
+
+def published_content(manifest: Manifest) -> str:
+    """Return the digest of a published version, equal to that of its folder. It reads no content."""
+    files = {} if manifest.adapter is None else {CONFIG: manifest.files.get(CONFIG, "")}
+    return tensors_digest(((entry.name, entry.dtype, entry.shape, entry.sha256) for entry in manifest.tensors), files)
 
 
 def check_adapter(folder: Path, own_tensors: Mapping[str, Tensor] | None, max_rank: int | None = None) -> None:

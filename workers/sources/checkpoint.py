@@ -7,10 +7,20 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from ...schemas.errors import ControlError
+from .content import FileNotes, note_files, whole_file
 from .headers import Tensor, read_header
 from .roots import bad_source, open_regular
 
-__all__ = ["check_model", "check_tensors", "has_checkpoint", "read_checkpoint", "read_config", "read_json"]
+__all__ = [
+    "check_model",
+    "check_tensors",
+    "has_checkpoint",
+    "read_checkpoint",
+    "read_config",
+    "read_json",
+    "start_content",
+]
 
 T = TypeVar("T")
 
@@ -20,6 +30,8 @@ MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 """Enough for an index with hundreds of thousands of tensors."""
 MAX_SHARDS: Final = 4096
 """Far more than the largest checkpoints have."""
+_WEIGHT_FILES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+"""Endings of the files from which an engine may load its weights."""
 _SAME: Final = (
     "architectures",
     "model_type",
@@ -66,6 +78,32 @@ def read_checkpoint(folder: Path) -> dict[str, Tensor]:
         found = "no safetensors file" if not files else f"{len(files)} safetensors files and no {INDEX}"
         raise bad_source(f"{folder} has {found}; expected: one file, or an index and its shards")
     return _checked(folder, read_header(files[0]))
+
+
+def checkpoint_files(folder: Path, tensors: Mapping[str, Tensor]) -> set[Path]:
+    """Return the files of a checkpoint that an engine reads. Blocks."""
+    return {tensor.file for tensor in tensors.values()} | {
+        path for name in (INDEX, CONFIG) if (path := folder / name).exists()
+    }
+
+
+def start_content(model: Path) -> tuple[FileNotes, Mapping[str, Tensor], frozenset[str]]:
+    """Return the states of the weight files of a start checkpoint, its tensors, and the names that are whole files.
+
+    Blocks. Without readable safetensors files, all weight files count as a whole. Empty if there are none.
+
+    Raises:
+        OSError: a file does not exist any more.
+    """
+    files = [model] if model.is_file() else sorted(path for path in model.iterdir() if path.suffix in _WEIGHT_FILES)
+    notes = note_files(files)
+    try:
+        if (tensors := read_checkpoint(model)).keys() and {each.file for each in tensors.values()} <= notes.keys():
+            return notes, tensors, frozenset()
+    except ControlError:
+        pass
+    whole = {path.name: whole_file(path) for path in files}
+    return notes, whole, frozenset(whole)
 
 
 def check_model(

@@ -14,6 +14,7 @@ from ...bus.objects.layout import decode_digest
 from ...schemas.errors import ControlCode, ControlError
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion
+from .adapter import published_content
 from .builder import Builder, fetch_files, verify_version
 from .folder_store import FolderStore, Hold, PartialFolder
 from .progress import Progress
@@ -49,6 +50,8 @@ class Fetched(NamedTuple):
     hold: Hold
     published: PublishedVersion | None
     """None for a plain upload, whose name may get other content later."""
+    content: str | None
+    """Digest of the weights, from the manifest; None for a plain upload."""
 
 
 class Fetcher:
@@ -77,11 +80,13 @@ class Fetcher:
         """
         hold: Hold | None = None
         published: PublishedVersion | None = None
+        content: str | None = None
         try:
             async with self._objects.open_folder(objects) as folder:
                 manifest = await read_manifest(folder, objects)
                 if manifest is not None:
                     await asyncio.to_thread(checks.manifest, manifest)
+                    content = await asyncio.to_thread(published_content, manifest)
                     published = describe(manifest, await folder.bucket_state())
                 hold = await self._find_or_build(folder, manifest, checks, progress)
         except OSError as error:
@@ -93,7 +98,7 @@ class Fetcher:
             if hold is not None:  # cancelled while the object folder was being closed
                 hold.release()
             raise
-        return Fetched(hold, published)
+        return Fetched(hold, published, content)
 
     async def _find_or_build(
         self, folder: FolderReader, manifest: Manifest | None, checks: Checks, progress: Progress

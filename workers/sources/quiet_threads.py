@@ -1,4 +1,4 @@
-"""Low-priority threads for work beside an engine: they use the time that the engine leaves, on at most two cores."""
+"""Low-priority threads for work beside an engine: they use the time that the engine leaves."""
 
 import asyncio
 import os
@@ -38,11 +38,12 @@ class Scratch:
 Job = Callable[[Scratch], None]
 
 
-async def run_quietly(jobs: Iterable[Job]) -> None:
-    """Run all jobs in their order, at most `NUM_THREADS` at a time. If a job fails, stop and raise its error.
+async def run_quietly(jobs: Iterable[Job], *, num_threads: int = NUM_THREADS, is_urgent: bool = False) -> None:
+    """Run all jobs in their order, at most `num_threads` at a time. If a job fails, stop and raise its error.
 
     Args:
         jobs: the jobs. A thread iterates over all of them before the first job runs.
+        is_urgent: True for the usual priority, because a worker waits for the jobs before it serves.
 
     Cancellation: waits for the running jobs, so that no job runs afterwards; `jobs` may be iterated to its end.
     """
@@ -50,7 +51,8 @@ async def run_quietly(jobs: Iterable[Job]) -> None:
     waiting, is_stopped = await asyncio.to_thread(deque, jobs), threading.Event()
 
     def work() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        if not is_urgent:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         scratch = Scratch()
         while not is_stopped.is_set():
             try:
@@ -59,8 +61,8 @@ async def run_quietly(jobs: Iterable[Job]) -> None:
                 return
             job(scratch)
 
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="staging") as pool:
-        futures = [asyncio.wrap_future(pool.submit(work)) for _ in range(min(NUM_THREADS, len(waiting)))]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="staging") as pool:
+        futures = [asyncio.wrap_future(pool.submit(work)) for _ in range(min(num_threads, len(waiting)))]
         is_cancelled = False
         while running := [future for future in futures if not future.done()]:
             try:

@@ -19,17 +19,18 @@ from ...schemas.errors import ControlCode, ControlError
 from ...schemas.limits import MAX_LORAS
 from ...schemas.manifest import Manifest
 from ...schemas.weights import PublishedVersion, Staging
-from .adapter import adapter_files, check_adapter
-from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config
+from .adapter import check_adapter
+from .checkpoint import check_model, has_checkpoint, read_checkpoint, read_config, start_content
+from .content import ContentHasher
 from .fetcher import Checks, Fetcher
 from .folder_store import FolderStore, Hold
 from .headers import Tensor
 from .places import clear_old_cache, store_root
 from .progress import Progress, Report
 from .published import check_manifest
-from .read_ahead import FileNotes, WatchedFolders, checkpoint_files, note_files, read_ahead
 from .roots import allowed_folder, bad_source
 from .staged import StagedFolders
+from .watched import FolderContent, Watched, WatchedFolders, find_changed_file, folder_content
 
 __all__ = ["Report", "Staged", "WeightSources"]
 
@@ -95,8 +96,9 @@ class WeightSources:
         self._checkpoints = StagedFolders(checkpoints, max_held=1)
         adapters = FolderStore(root / "adapters", model=model, max_bytes=stage_bytes, kept=MAX_LORAS)
         self._adapters = StagedFolders(adapters, max_held=MAX_LORAS)
-        self._watched = WatchedFolders(MAX_WATCHED)
-        self._watched_adapters = WatchedFolders(MAX_LORAS)
+        self._hasher = ContentHasher(root / "digests")
+        self._watched = WatchedFolders(MAX_WATCHED, self._hasher)
+        self._watched_adapters = WatchedFolders(MAX_LORAS, self._hasher)
         self._present: Hold | None = None
         # Only one source is fetched at a time, and only one is read: parallel transfers would not be faster.
         self._lock = asyncio.Lock()
@@ -150,20 +152,49 @@ class WeightSources:
         checks = Checks(lambda folder: self._check_adapter(folder, max_rank), self._check_adapter_manifest)
         return await self._get(source, report, self._adapters, checks, is_any_age=is_reload)
 
+    def digest_of(self, folder: Path) -> str | None:
+        """Return the digest of a folder that `checkpoint`, `adapter` or `start_digest` has staged, or None."""
+        for watched in (self._watched, self._watched_adapters):
+            if (found := watched.find(folder)) is not None:
+                return found.digest
+        return self._checkpoints.content_of(folder) or self._adapters.content_of(folder)
+
+    async def start_digest(self) -> str | None:
+        """Return the digest of the checkpoint that the worker was started with, or None if there is none to read.
+
+        Raises:
+            ControlError: `storage`: a file changed meanwhile.
+        """
+        own = self._own_path
+        if own is None or not own.exists():
+            return None
+        try:
+            notes, tensors, whole = await asyncio.to_thread(start_content, own)
+        except OSError as error:
+            raise ControlError(ControlCode.STORAGE, f"{own} cannot be read: {error.strerror or error}") from error
+        if not tensors:
+            return None
+        progress = Progress(WeightSource(path=str(own)), lambda _stage: None)
+        return await self._watched.read(str(own), FolderContent(own, notes, tensors, whole), progress, is_urgent=True)
+
     @contextlib.asynccontextmanager
-    async def using(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
+    async def using(self, folder: Path, digest: str | None = None) -> AsyncIterator[VerifyUnchanged]:
         """Keep `folder` while an engine reads it. If the block succeeds, keep it afterwards as the current weights.
 
         Yields a function that compares the files with their state when the folder was validated. Call the function
         after the load. It raises ControlError (`half_written`) if files differ: what the engine has read is then
         unknown.
 
+        Args:
+            digest: the digest that the folder must have; None accepts every content.
+
         Raises:
             ControlError: `storage`: the folder was deleted or changed after its validation.
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._checkpoints.store, stack)
-            yield await _unchanged(folder, hold, self._watched, ControlCode.HALF_WRITTEN)
+            watched = self._watched.find(folder)
+            yield await _unchanged(folder, hold, watched, digest, ControlCode.HALF_WRITTEN)
             stack.pop_all()
         self._checkpoints.expire_upload(folder)
         if self._present is not None:
@@ -171,14 +202,15 @@ class WeightSources:
         self._present = hold
 
     @contextlib.asynccontextmanager
-    async def using_adapter(self, folder: Path) -> AsyncIterator[VerifyUnchanged]:
+    async def using_adapter(self, folder: Path, digest: str | None = None) -> AsyncIterator[VerifyUnchanged]:
         """Keep the folder of an adapter while an engine reads it.
 
         Yields and raises the same as `using`, but every error has the code `storage`.
         """
         with contextlib.ExitStack() as stack:
             hold = _hold(folder, self._adapters.store, stack)
-            yield await _unchanged(folder, hold, self._watched_adapters, ControlCode.STORAGE)
+            watched = self._watched_adapters.find(folder)
+            yield await _unchanged(folder, hold, watched, digest, ControlCode.STORAGE)
 
     async def clean_up(self) -> None:
         """Delete unneeded files: older folders, the remains of killed builders, and the cache of older releases."""
@@ -205,12 +237,14 @@ class WeightSources:
     ) -> Path:
         if source.path is not None:
             report("checking")
-            folder, notes = await asyncio.to_thread(_allowed, source.path, self._roots, checks)
-            if staged is self._checkpoints:
-                await self._read_ahead(source.path, folder, Progress(source, report))
-            else:
-                self._watched_adapters.add(source.path, folder, notes)
-            return folder
+            is_adapter = staged is self._adapters
+            content = await asyncio.to_thread(_allowed, source.path, self._roots, checks, is_adapter=is_adapter)
+            watched = self._watched_adapters if is_adapter else self._watched
+            async with self._reading:
+                progress = Progress(source, report)
+                with contextlib.nullcontext() if watched.is_known(content) else self._counting(progress):
+                    await watched.read(source.path, content, progress)
+            return content.folder
         if self._objects is None or source.objects is None:
             raise ControlError(ControlCode.BAD_SOURCE, f"{source} is refused: this worker reads no object store")
         find = functools.partial(self._find, source.objects, report, staged, checks, is_any_age=is_any_age)
@@ -222,7 +256,8 @@ class WeightSources:
                 return found
             with self._counting(Progress(source, report)) as progress:
                 fetched = await Fetcher(self._objects, staged.store).fetch(source.objects, checks, progress)
-            folder = staged.add(source.objects, fetched.hold, is_published=fetched.published is not None)
+                digest = fetched.content or await self._digest_of_upload(fetched.hold, progress, staged)
+            folder = staged.add(source.objects, fetched.hold, digest, is_published=fetched.published is not None)
             if staged is self._checkpoints:
                 self.published = fetched.published
             await _try_to_clean(staged.store.clean_up)
@@ -241,17 +276,15 @@ class WeightSources:
         await asyncio.to_thread(checks.folder, hold.folder)
         return hold.folder
 
-    async def _read_ahead(self, path: str, folder: Path, progress: Progress) -> None:
-        """Read the checkpoint at `path` once, unless it was read before and has not changed since."""
-        async with self._reading:
-            try:
-                notes = await asyncio.to_thread(lambda: note_files(checkpoint_files(folder, read_checkpoint(folder))))
-                if not self._watched.is_noted(folder, notes):
-                    with self._counting(progress):
-                        await read_ahead(notes, progress)
-            except OSError as error:
-                raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
-            self._watched.add(path, folder, notes)
+    async def _digest_of_upload(self, hold: Hold, progress: Progress, staged: StagedFolders) -> str:
+        """Return the digest of a fetched folder without a manifest."""
+        is_adapter = staged is self._adapters
+        with contextlib.ExitStack() as unless_hashed:
+            unless_hashed.callback(hold.release)
+            content = await asyncio.to_thread(folder_content, hold.folder, None, is_adapter=is_adapter)
+            digest, _ = await self._hasher.digest(content.tensors, content.notes, progress, whole=content.whole)
+            unless_hashed.pop_all()
+        return digest
 
     @contextlib.contextmanager
     def _counting(self, progress: Progress) -> Iterator[Progress]:
@@ -303,18 +336,13 @@ async def _try_to_clean(clean: Callable[[], None]) -> None:
         logger.warning("sources.cleanup_failed error=%s", error)
 
 
-def _allowed(path: str, roots: Sequence[Path], checks: Checks) -> tuple[Path, FileNotes]:
-    """Validate the location and the content of a folder.
-
-    Return its real path, and the sizes and times of an adapter's files from before the validation of the content.
-    """
+def _allowed(path: str, roots: Sequence[Path], checks: Checks, *, is_adapter: bool) -> FolderContent:
+    """Validate the location and the content of a folder. Blocks."""
     folder = allowed_folder(path, roots)
     try:
-        notes = note_files(adapter_files(folder))
+        return folder_content(folder, checks.folder, is_adapter=is_adapter)
     except OSError as error:
         raise bad_source(f"{path} cannot be read: {error.strerror or error}") from error
-    checks.folder(folder)
-    return folder, notes
 
 
 def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold | None:
@@ -332,26 +360,32 @@ def _hold(folder: Path, store: FolderStore, stack: contextlib.ExitStack) -> Hold
     return hold
 
 
-async def _unchanged(folder: Path, hold: Hold | None, watched: WatchedFolders, code: ControlCode) -> VerifyUnchanged:
+async def _unchanged(
+    folder: Path, hold: Hold | None, watched: Watched | None, digest: str | None, code: ControlCode
+) -> VerifyUnchanged:
     """Check that the files have not changed since the folder was validated. Return the check for after the load.
 
     Args:
         folder: the folder that the engine loads.
         hold: the hold of the folder; None if a path named the folder.
-        watched: the recorded sizes and times of the files, for a folder that a path named.
+        watched: the recorded state of a folder that a path named; None if it was not recorded.
+        digest: the digest that the folder must have, or None.
         code: the error code of a change that is found after the load.
 
     Raises:
         ControlError: `storage`: files have changed.
     """
 
-    def is_changed() -> bool:
-        return watched.is_changed(folder) if hold is None else not hold.is_unchanged()
+    def find_changed(*, is_strict: bool) -> Path | None:
+        if hold is not None:
+            return None if hold.is_unchanged() else folder
+        return None if watched is None else find_changed_file(watched.notes, is_strict=is_strict)
 
     async def verify_unchanged() -> None:
-        if await asyncio.to_thread(is_changed):
-            raise ControlError(code, f"files of {folder} were changed while they were loaded")
+        if (file := await asyncio.to_thread(find_changed, is_strict=False)) is not None:
+            raise ControlError(code, f"{file} changed during the load")
 
-    if await asyncio.to_thread(is_changed):
+    has_other = watched is not None and digest not in {None, watched.digest}
+    if has_other or await asyncio.to_thread(find_changed, is_strict=True) is not None:
         raise ControlError(ControlCode.STORAGE, f"files of {folder} were changed: stage its source again")
     return verify_unchanged

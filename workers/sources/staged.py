@@ -19,6 +19,8 @@ published version never changes."""
 
 class _StagedFolder(NamedTuple):
     digest: str
+    content: str
+    """Digest of the weights in the folder, which does not depend on its files."""
     expires_at: float
     """Time on the monotonic clock after which the source is compared with the object store again."""
 
@@ -44,11 +46,11 @@ class StagedFolders:
         """One line with counts."""
         return f"<StagedFolders known={len(self._known)} held={len(self._holds)}>"
 
-    def add(self, objects: str, hold: Hold, *, is_published: bool) -> Path:
-        """Record the folder of a source, hold the folder and return its path."""
+    def add(self, objects: str, hold: Hold, content: str, *, is_published: bool) -> Path:
+        """Record the folder of a source and the digest of its weights, hold the folder and return its path."""
         expires_at = math.inf if is_published else self._clock() + UPLOAD_GOOD_S
         self._known.pop(objects, None)
-        self._known[objects] = _StagedFolder(hold.digest, expires_at)
+        self._known[objects] = _StagedFolder(hold.digest, content, expires_at)
         while len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self._hold(hold)
@@ -66,6 +68,11 @@ class StagedFolders:
         if (hold := self.store.hold(known.digest)) is not None:
             self._hold(hold)
         return hold
+
+    def content_of(self, folder: Path) -> str | None:
+        """Return the digest of the weights in a folder that was added, or None."""
+        known = (known.content for known in self._known.values() if known.digest == folder.name)
+        return next(known, None) if folder.parent == self.store.root else None
 
     def expire_upload(self, folder: Path) -> None:
         """Expire an upload that is being used, so that it is compared with the object store before its next use."""

@@ -73,6 +73,9 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     """For an update: seconds from the first worker's pause to the last worker's resume, among workers that applied it.
     The arrival times of their acks count. None: no weights were replaced, or a worker reports no times.
     """
+    warnings: tuple[str, ...] = ()
+    """For weights and adapters: why the version is unpinned, or that an earlier record had other content under this
+    number. The command was executed."""
 
     def __repr__(self) -> str:
         """Return one line with counts; the fields have the acks."""

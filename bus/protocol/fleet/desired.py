@@ -14,12 +14,14 @@ from ....schemas.errors import ControlCode, ControlError
 
 __all__ = [
     "WEIGHTS",
+    "check_recordable",
     "cleared",
     "contains",
     "desired_loras",
     "effective",
     "may_come_back",
     "next_lora_version",
+    "other_digests",
     "record",
     "set_back",
     "target_version",
@@ -72,6 +74,32 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
             )
     seen_commands = (*state.seen, SeenCommand(command.id, epoch))[-limits.MAX_SEEN_COMMANDS :]
     return replace(state, epoch=epoch, registers=registers, workers=workers, seen=seen_commands), epoch
+
+
+def check_recordable(state: DesiredState, command: AnyCommand) -> None:
+    """Raise the errors of `record` for weights whose digest is not known yet.
+
+    A path may be a symlink to the recorded path, so it may hold the recorded content.
+
+    Raises:
+        ControlError: as `record`.
+    """
+    if isinstance(command, UpdateWeights) and command.digest is None and command.source.path is not None:
+        recorded = (present.digest for present in _of_version(state, command.version) if present.source.path)
+        command = replace(command, digest=next(recorded, None))
+    record(state, command)
+
+
+def other_digests(state: DesiredState, command: UpdateWeights) -> frozenset[str]:
+    """Return the digests that `state` records for the version of `command`, except the digest of `command`."""
+    digests = {present.digest for present in _of_version(state, command.version) if present.digest is not None}
+    return frozenset(digests - {command.digest})
+
+
+def _of_version(state: DesiredState, version: int) -> list[UpdateWeights]:
+    """Return the recorded updates to a version, for all or single workers."""
+    recorded = (own[WEIGHTS].command for own in (state.registers, *state.workers.values()) if WEIGHTS in own)
+    return [command for command in recorded if isinstance(command, UpdateWeights) and command.version == version]
 
 
 def contains(state: DesiredState, written: DesiredState, over: DesiredState) -> bool:
@@ -194,11 +222,12 @@ def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpd
         present = registers[WEIGHTS].command if WEIGHTS in registers else None
         if not isinstance(present, UpdateWeights | FinishWeightUpdate):
             continue
-        source = _source_of(present)
         if command.version < present.version:
             problem = f"is older than the recorded {present.version}"
-        elif command.version == present.version and _source_of(command) != source:
-            problem = f"is recorded already, from {source or 'a transfer engine'}"
+        elif command.version == present.version and not _is_same_content(command, present):
+            problem = f"is recorded already, from {_source_of(present) or 'a transfer engine'}"
+            if isinstance(present, UpdateWeights) and present.digest is not None:
+                problem += f" with the digest {present.digest}"
         else:
             continue
         raise ControlError(ControlCode.OLD_VERSION, f"version {command.version} {problem}; allow_rollback permits it")
@@ -207,6 +236,13 @@ def _check_version(state: DesiredState, command: UpdateWeights | FinishWeightUpd
 def _source_of(command: UpdateWeights | FinishWeightUpdate) -> WeightSource | None:
     """Return the source of the weights; None: a weight transfer."""
     return command.source if isinstance(command, UpdateWeights) else None
+
+
+def _is_same_content(one: UpdateWeights | FinishWeightUpdate, other: UpdateWeights | FinishWeightUpdate) -> bool:
+    """Return True if both commands name the same weights: by their digests, or without digests by their sources."""
+    if isinstance(one, UpdateWeights) and isinstance(other, UpdateWeights) and one.digest and other.digest:
+        return one.digest == other.digest
+    return _source_of(one) == _source_of(other)
 
 
 def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], register: str, epoch: int) -> None:

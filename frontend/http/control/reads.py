@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from .... import bus
 from ....bus.protocol.fleet.desired import target_version, version_label
+from ....bus.protocol.fleet.pinning import unpinned
 from ....schemas.errors import ErrorCode
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..errors import HttpError, invalid
@@ -76,7 +77,9 @@ async def rl_health(service: Service, request: Request) -> Response:
     counts = Counter(worker.state for worker in state.workers)
     is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
     errors = {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None}
-    answer = {"status": "ok" if is_well else "unhealthy", "workers": counts, "errors": errors}
+    not_pinned = [line for desired in state.desired.values() for line in unpinned(desired)]
+    status = "ok" if is_well else "unhealthy"
+    answer = {"status": status, "workers": counts, "errors": errors, "unpinned": not_pinned}
     return json_response(answer, 200 if is_well else 503)
 
 

@@ -87,6 +87,9 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Number of processes that the capabilities report; None: not reported, as in earlier releases."""
     version_labels: bool = True
     """True if the capabilities report that commands with a label are decoded; False: as in earlier releases."""
+    weight_digests: bool = True
+    """True if the capabilities report that digests of weights are computed and decoded; False: as in earlier
+    releases."""
     weight_deltas: bool = True
     """True if the engine stages weight versions.
 
@@ -160,6 +163,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_lora_rank=self.max_lora_rank,
             world_size=self.world_size,
             version_labels=self.version_labels,
+            weight_digests=self.weight_digests,
             sampling_mask=self.sampling_mask,
             weight_deltas=self.weight_deltas,
         )

@@ -75,6 +75,7 @@ def describe_engine(config: "VllmConfig", role: Role = "both") -> Capabilities:
         # If vLLM cannot return a sampling mask, it rejects the option (config/vllm.py: _verify_sampling_replay_config).
         sampling_mask=bool(getattr(model, "return_sampling_mask", False)),
         weight_deltas=not _may_span_machines(config),
+        weight_digests=not _may_span_machines(config),
         grammar_backend=config.structured_outputs_config.backend,
         sampling_limits=_sampling_limits(config) if config.use_v2_model_runner else None,
     )

@@ -1,0 +1,299 @@
+"""A version is its content: directories that change after an update, on worker processes with the synthetic engine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import rollbus
+from rollbus.frontend.cli.exits import ExitCode
+from rollbus.schemas.control import LoadLora, UpdateWeights
+from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.presence import WorkerPresence, WorkerState
+from tests.cli.support import run_rollbus
+from tests.control.support import ask, assert_same, folders, serving, start, write_adapter, write_checkpoint
+from tests.support.fleet_states import all_serve, until_state, until_worker
+
+pytestmark = pytest.mark.slow
+
+
+def overwrite(folder: Path, other: Path) -> None:
+    """Overwrite all files of a directory in place with those of another directory."""
+    for file in other.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+def copy(folder: Path, name: str) -> Path:
+    """Copy a directory, and return the copy beside it."""
+    return Path(shutil.copytree(folder, folder.parent / name))
+
+
+async def recorded(rb: rollbus.Client) -> UpdateWeights:
+    """Return the recorded weights of the model."""
+    command = (await rb.fleet.state()).desired["m"].registers["weights"].command
+    assert isinstance(command, UpdateWeights)
+    return command
+
+
+async def worker(rb: rollbus.Client, name: str) -> WorkerPresence:
+    """Return the present state of a worker."""
+    return next(each for each in (await rb.fleet.state()).workers if each.worker == name)
+
+
+@pytest.mark.proves("P97")
+async def test_a_worker_that_restarts_on_an_overwritten_directory_serves_nothing(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """After an overwrite in place, a worker that restarts is outdated with both digests, and the other serves on."""
+    one, two = folders(tmp_path)
+    latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
+    async with serving(nats_url, fleet, one, 2) as (rb, [_, victim]):
+        await rb.fleet.update_weights(str(latest), version=2)
+        before = await rb.complete(ask())
+        digest = (await recorded(rb)).digest
+        overwrite(latest, three)
+        victim.kill()
+        await victim.wait()
+        async with start(nats_url, fleet, "w1", one):
+            outdated = await until_worker(rb, "w1", WorkerState.OUTDATED)
+            results = [await rb.complete(ask()) for _ in range(8)]
+            shown = await run_rollbus(nats_url, fleet, "status")
+        other = await rb.fleet.update_weights(str(latest), version=3)
+
+    assert digest is not None
+    assert outdated.last_error is not None
+    assert outdated.last_error.startswith(f"version 2 was {digest}; {latest} now holds ")
+    assert outdated.last_error in shown.stdout
+    for result in results:
+        assert_same(result, before)
+        assert result.worker_ids == ("w0",)
+    assert other.is_complete
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_a_refused_update_does_not_serve_other_content_under_the_old_version(
+    nats_url: str, fleet: str, tmp_path: Path, is_recorded: bool
+) -> None:
+    """If the directory of the old version was overwritten, workers whose weights were replaced become outdated.
+
+    This holds for a recorded version and for the checkpoint of the start. An update to a new version repairs it.
+    """
+    one, two = folders(tmp_path)
+    three = write_checkpoint(tmp_path / "three", seed=3)
+    async with serving(nats_url, f"{fleet}-other", three, 1):
+        told = await run_rollbus(nats_url, f"{fleet}-other", "update-weights", str(three), "--version", "2", "--json")
+    canary = tmp_path / "canary.json"
+    canary.write_text(json.dumps(json.loads(told.stdout)["workers"][0]["canary"]))
+    source = copy(two, "latest") if is_recorded else one
+    async with serving(nats_url, fleet, one, 2) as (rb, _):
+        if is_recorded:
+            await rb.fleet.update_weights(str(source), version=2)
+        before = await worker(rb, "w0")
+        overwrite(source, two if source == one else one)
+        update = ("update-weights", str(source), "--version", "3", "--expected-canary", str(canary))
+        ended = await run_rollbus(nats_url, fleet, *update)
+        outdated = [await until_worker(rb, name, WorkerState.OUTDATED) for name in ("w0", "w1")]
+        await rb.fleet.update_weights(str(three), version=4)
+        result = await rb.complete(ask())
+
+    assert ended.code == ExitCode.FAILED
+    assert "previous desired state was restored" in ended.stderr
+    version = before.weight_version
+    for each in outdated:
+        assert each.last_error is not None
+        assert each.last_error.startswith(f"version {version} was {before.weight_digest}; {source} now holds ")
+        assert (each.weight_version, each.target_version) == (version, version)
+    assert {*result.weight_versions.tolist()} == {4}
+
+
+async def test_a_refusal_before_a_replacement_reloads_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """If an update is refused before weights were replaced, workers serve what they hold and read no file again."""
+    one, two = folders(tmp_path)
+    latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
+    refusing = {"load": "refused", "good_loads": 2}  # the loads of the start and of version 2
+    async with serving(nats_url, fleet, one, 2, faults=refusing) as (rb, _):
+        await rb.fleet.update_weights(str(latest), version=2)
+        before = await rb.complete(ask())
+        overwrite(latest, three)
+        ended = await run_rollbus(nats_url, fleet, "update-weights", str(three), "--version", "3")
+        state = await until_state(rb, lambda state: all_serve(state) and state.desired["m"].epoch == 3)
+        after = await rb.complete(ask())
+
+    assert ended.code == ExitCode.FAILED
+    assert {each.weight_version for each in state.workers} == {2}
+    assert_same(after, before)
+
+
+async def test_workers_that_find_different_content_change_nothing(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """If workers find different content at one path, the update is refused before the record, with both groups."""
+    one, _ = folders(tmp_path / "a")
+    for place, seed in (("a", 5), ("b", 6)):
+        write_checkpoint(tmp_path / place / "ckpt", seed=seed)
+    async with (
+        start(nats_url, fleet, "w0", one, cwd=tmp_path / "a") as _,
+        start(nats_url, fleet, "w1", one, "--weight-root", str(tmp_path), cwd=tmp_path / "b"),
+        rollbus.connect(nats_url, fleet=fleet) as rb,
+    ):
+        await rb.fleet.wait_for_workers(2)
+        with pytest.raises(ControlError) as raised:
+            await rb.fleet.update_weights("/proc/self/cwd/ckpt", version=2)
+        state = await rb.fleet.state()
+
+    assert raised.value.code is ControlCode.OTHER_CONTENT
+    assert "on w0" in raised.value.message
+    assert "on w1" in raised.value.message
+    assert not state.desired
+    assert {each.weight_version for each in state.workers} == {1}
+
+
+async def test_a_rollback_records_what_it_finds_and_warns(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A rollback to a number with other content than before succeeds with a warning that has both digests.
+
+    Without `allow_rollback`, the same number with other content is `old_version`.
+    """
+    one, two = folders(tmp_path)
+    latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        await rb.fleet.update_weights(str(latest), version=2)
+        first = (await recorded(rb)).digest
+        again = await rb.fleet.update_weights(str(latest), version=2)
+        overwrite(latest, three)
+        with pytest.raises(ControlError) as refused:
+            await rb.fleet.update_weights(str(latest), version=2)
+        await rb.fleet.update_weights(str(three), version=3)
+        ended = await run_rollbus(
+            nats_url, fleet, "update-weights", str(latest), "--version", "2", "--allow-rollback", "--json"
+        )
+        second = (await recorded(rb)).digest
+        same = await rb.fleet.update_weights(str(latest), version=2, allow_rollback=True)
+
+    assert again.is_complete
+    assert (again.warnings, again.epochs) == ((), {"m": 2})
+    assert refused.value.code is ControlCode.OLD_VERSION
+    assert str(first) in refused.value.message
+    assert first != second
+    [warning] = json.loads(ended.stdout)["warnings"]
+    assert warning == f"version 2 was {first} in an earlier record; {latest} now holds {second}"
+    assert same.is_complete
+
+
+async def test_a_start_checkpoint_that_differs_from_a_serving_worker_is_outdated(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """A worker whose start checkpoint differs from that of a serving worker of its version serves nothing.
+
+    Without a serving worker it serves. An update ends the conflict.
+    """
+    one, two = folders(tmp_path)
+    start_folder = copy(one, "start")
+    async with serving(nats_url, fleet, start_folder, 1) as (rb, [first]):
+        held = await worker(rb, "w0")
+        overwrite(start_folder, two)
+        async with start(nats_url, fleet, "w1", start_folder):
+            outdated = await until_worker(rb, "w1", WorkerState.OUTDATED)
+            result = await rb.complete(ask())
+            await rb.fleet.update_weights(str(one), version=2)
+            await until_state(rb, lambda state: all_serve(state) and len(state.workers) == 2)
+            first.terminate()
+            await first.wait()
+    async with serving(nats_url, f"{fleet}-alone", start_folder, 1) as (rb, _):
+        assert (await rb.complete(ask())).worker_ids == ("w0",)
+
+    assert outdated.last_error is not None
+    assert outdated.last_error.startswith(f"version 1 is {held.weight_digest} on w0; the start checkpoint")
+    assert outdated.weight_digest != held.weight_digest
+    assert result.worker_ids == ("w0",)
+
+
+async def test_a_symlink_is_recorded_as_the_directory_that_it_named(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """The directory behind a symlink is recorded, so that a later switch of the link changes nothing."""
+    one, two = folders(tmp_path)
+    (tmp_path / "latest").symlink_to(two)
+    async with serving(nats_url, fleet, one, 1) as (rb, [process]):
+        first = await rb.fleet.update_weights(str(tmp_path / "latest"), version=2)
+        again = await rb.fleet.update_weights(str(tmp_path / "latest"), version=2)
+        source = (await recorded(rb)).source.path
+        before = await rb.complete(ask())
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to(one)
+        process.kill()
+        await process.wait()
+        async with start(nats_url, fleet, "w0", one):
+            await until_worker(rb, "w0", lambda each: each.weight_version == 2 and each.state is WorkerState.SERVING)
+            after = await rb.complete(ask())
+
+    assert (first.is_complete, again.is_complete, source) == (True, True, str(two))
+    assert_same(after, before)
+
+
+async def test_a_worker_of_an_earlier_release_makes_versions_unpinned(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """While a worker decodes no digests, versions are recorded without one; the ack, `status` and the record say it.
+
+    If it joins after a version was recorded with a digest, it serves nothing.
+    """
+    one, two = folders(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter")
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        async with start(nats_url, fleet, "old", one, weight_digests=False):
+            await rb.fleet.wait_for_workers(2)
+            result = await rb.fleet.update_weights(str(two), version=2)
+            lora = await rb.fleet.load_lora("a", str(adapter))
+            shown = await run_rollbus(nats_url, fleet, "status")
+            unpinned = await recorded(rb)
+        pinned = await rb.fleet.update_weights(str(two), version=3)
+        digest = (await recorded(rb)).digest
+        async with start(nats_url, fleet, "old", one, weight_digests=False):
+            late = await until_worker(rb, "old", WorkerState.OUTDATED)
+
+    for warning in (*result.warnings, *lora.warnings):
+        assert "is unpinned: old cannot compare digests" in warning
+    assert (len(result.warnings), len(lora.warnings), unpinned.digest) == (1, 1, None)
+    assert "2, unpinned" in shown.stdout
+    assert "a (1, unpinned)" in shown.stdout
+    assert (pinned.warnings, digest is None) == ((), False)
+    assert late.last_error is not None
+    assert "version 3 has a digest" in late.last_error
+
+
+async def test_an_adapter_that_was_overwritten_is_not_loaded(nats_url: str, fleet: str, tmp_path: Path) -> None:
+    """A worker that restarts does not load other content under an adapter's version. Also the config is content."""
+    one, _ = folders(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter")
+    async with serving(nats_url, fleet, one, 2) as (rb, [_, victim]):
+        await rb.fleet.load_lora("a", str(adapter))
+        command = (await rb.fleet.state()).desired["m"].registers["lora:a"].command
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 64}))
+        victim.kill()
+        await victim.wait()
+        async with start(nats_url, fleet, "w1", one):
+            back = await until_worker(rb, "w1", lambda each: each.state is WorkerState.SERVING and each.last_error)
+            results = [await rb.complete(ask(lora="a")) for _ in range(4)]
+
+    assert isinstance(command, LoadLora)
+    assert back.loras == ()
+    assert back.last_error is not None
+    assert f"version 1 of adapter a was {command.digest}; {adapter} now holds " in back.last_error
+    assert {result.worker_ids for result in results} == {("w0",)}
+
+
+async def test_a_deep_sleep_ends_in_outdated_if_the_directory_was_overwritten(
+    nats_url: str, fleet: str, tmp_path: Path
+) -> None:
+    """A worker that dropped its weights for a sleep compares when it wakes."""
+    one, two = folders(tmp_path)
+    latest, three = copy(two, "latest"), write_checkpoint(tmp_path / "three", seed=3)
+    async with serving(nats_url, fleet, one, 1) as (rb, _):
+        await rb.fleet.update_weights(str(latest), version=2)
+        digest = (await recorded(rb)).digest
+        await rb.fleet.sleep(level=2)
+        overwrite(latest, three)
+        woken = await run_rollbus(nats_url, fleet, "wake")
+        outdated = await until_worker(rb, "w0", WorkerState.OUTDATED)
+
+    assert woken.code == ExitCode.FAILED
+    assert outdated.last_error is not None
+    assert outdated.last_error.startswith(f"version 2 was {digest}; {latest} now holds ")
