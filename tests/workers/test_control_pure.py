@@ -117,6 +117,25 @@ def test_the_state_of_a_worker_follows_from_its_registers(
     assert target_event(effective, dealt, is_poisoned=True) is WorkerEvent.SPOILT
 
 
+@pytest.mark.parametrize("is_poisoned", [False, True])
+@pytest.mark.parametrize("commands", [[UPDATE], [UPDATE, Pause()], [UPDATE, Drain()]])
+def test_weights_whose_content_is_gone_make_a_worker_outdated(commands: list[AnyCommand], is_poisoned: bool) -> None:
+    """A worker is outdated if its source holds other content, whether or not its weights were replaced before.
+
+    New weights in staging may end that.
+    """
+    error = ControlError(ControlCode.OTHER_CONTENT, "it now holds other content")
+    effective = recorded(*commands)
+    dealt = {name: HandledRegister(item.epoch, RegisterOutcome()) for name, item in effective.items()}
+    failed = {**dealt, "weights": HandledRegister(effective["weights"].epoch, failure(error))}
+
+    assert target_event(effective, failed, is_poisoned=is_poisoned) is WorkerEvent.MISSED
+    assert target_event(effective, dealt, is_poisoned=is_poisoned, has_conflict=True) is WorkerEvent.MISSED
+    assert target_event({}, {}, is_poisoned=is_poisoned, has_conflict=True) is WorkerEvent.MISSED
+    staging = target_event({}, {}, is_poisoned=is_poisoned, has_conflict=True, staging=["weights"])
+    assert staging is None
+
+
 @pytest.mark.parametrize(
     ("commands", "expected"),
     [
