@@ -109,6 +109,7 @@ async def test_an_update_that_an_engine_fails_is_207(nats_url: str, fleet: str, 
     assert (some[0], results(some[1])) == (207, {"w0": "failed", "w1": "applied"})
     assert (health[0], health[1]["workers"]) == (200, {"poisoned": 1, "serving": 1})
     assert "w0" in health[1]["errors"]
+    assert health[1]["unpinned"] == []
     assert (versions[1]["weight_version"], versions[1]["is_uniform"]) == (2, True)
     assert versions[1]["desired"] == {"w0": 2, "w1": 2}
     assert (again[0], again[1]["weight_version"]) == (200, 3)
