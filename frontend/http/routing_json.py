@@ -54,7 +54,8 @@ def _npy_json(rows: Rows, _start: int) -> Iterator[bytes]:
     """Yield the rows as vLLM's server returns them: a string with the base64 of a `.npy` file."""
     header = BytesIO()
     array = np.ascontiguousarray(rows)
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    described = np.lib.format.header_data_from_array_1_0(array)  # type: ignore[no-untyped-call]
+    np.lib.format.write_array_header_1_0(header, described)  # type: ignore[no-untyped-call]
     data = array.reshape(-1).view(np.uint8).data
     first = ENCODED_BYTES - len(header.getvalue())
     yield b'"'

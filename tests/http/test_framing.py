@@ -85,10 +85,11 @@ async def test_a_compressed_body_is_refused(nats_url: str, fleet: str) -> None:
 
 async def test_a_permanent_refusal_forbids_retries(nats_url: str, fleet: str) -> None:
     """The OpenAI client sends a request that gets 501 only once, although it retries other statuses from 500 on."""
-    async with http_service(nats_url, fleet) as http, client_of(http).with_options(max_retries=3) as client:
+    options = {"max_retries": 3, "api_key": "data"}
+    async with http_service(nats_url, fleet, TOKENS) as http, client_of(http).with_options(**options) as client:
         with pytest.raises(openai.InternalServerError, match="no model of the fleet embeds") as raised:
             await client.embeddings.create(model="synthetic", input="a")
-        metrics = (await http.client.get("/metrics")).text
+        metrics = (await http.client.get("/metrics", headers={"Authorization": "Bearer data"})).text
     assert raised.value.response.headers["X-Should-Retry"] == "false"
     [count] = [line for line in metrics.splitlines() if "requests_total" in line and "/v1/embeddings" in line]
     assert count.endswith(" 1.0")

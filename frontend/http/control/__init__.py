@@ -69,7 +69,7 @@ _WEIGHT_INFO: Final = HttpRoute(reads.weight_info, query=reads.FleetQuery)
 ADMIN_ROUTES: Final[RouteTable] = {
     **{("POST", path): _route(*command) for path, command in _COMMANDS.items()},
     ("DELETE", "/v1/loras/{name:path}"): HttpRoute(loras.remove_lora, query=bodies.SendBody),
-    **not_served.ROUTES,
+    **not_served.ADMIN_ROUTES,
 }
 """Routes that change the fleet, or that would change it if the service supported them."""
 ROUTES: Final[RouteTable] = {
@@ -83,5 +83,6 @@ ROUTES: Final[RouteTable] = {
     ("GET", "/get_world_size"): HttpRoute(ranks.get_world_size, query=ranks.WorldQuery),
     ("GET", "/v1/loras"): HttpRoute(loras.list_loras, query=reads.FleetQuery),
     ("GET", "/liveness"): HttpRoute(reads.liveness, query=reads.FleetQuery),
+    **not_served.DATA_ROUTES,
 }
-"""Routes that only read the state of the fleet."""
+"""Routes that only read the state of the fleet, or that the service does not serve to users."""

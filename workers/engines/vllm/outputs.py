@@ -222,8 +222,8 @@ class OpenRequests:
         try:
             step = self._step(request, output)
         except _UnusableOutput as exc:
-            step = _without_tokens(request) if isinstance(exc, _NotANumber) else None
-            step = step or _failed(request, str(exc))
+            own_fault = _without_tokens(request) if isinstance(exc, _NotANumber) else None
+            step = _failed(request, str(exc)) if own_fault is None else own_fault
             self.has_seen_nan |= isinstance(exc, _NotANumber)
             if output.finish_reason is None:
                 broken.append(output.engine_id)
