@@ -5,6 +5,7 @@ causes an error instead of a default. Each worker that a command names acks it: 
 `progress`, and finally exactly one of `applied`, `failed`, `unsupported`, `stale`.
 """
 
+import re
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 from . import limits
 from .acks import Ack, AckError, AckStatus
-from .checks import check_float, check_int, check_name, check_request_id, check_subject_token
+from .checks import check_float, check_int, check_matches, check_name, check_request_id, check_subject_token
 from .errors import InvalidRequest
 from .weights import Canary, Digest, Verified, WeightSource
 
@@ -25,6 +26,7 @@ __all__ = [
     "AckStatus",
     "AnyCommand",
     "Canary",
+    "CancelWeightUpdate",
     "CheckWeights",
     "Command",
     "Drain",
@@ -63,6 +65,9 @@ LORA_REGISTER = "lora:"
 """Prefix of the name of an adapter's register. The other registers are pause, weights, flush and sleep."""
 Version = Annotated[int, Meta(ge=0, le=limits.MAX_WEIGHT_VERSION)]
 Label = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+TransferId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_NAME_CHARS)]
+HTTP_USER = re.compile(r"http:[A-Za-z0-9_.-]{1,64}")
+"""Identity of a user of the HTTP service."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -83,6 +88,9 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     """Epoch of the desired state that contains the command. None: not recorded yet; the workers record the command."""
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds for each worker to execute the command. docs/protocol.md defines the state after a timeout."""
+    by: str | None = None
+    """User of the HTTP service for whom the command is sent: `http:` and a name. None: the controller sends it for
+    itself. Only workers with `Capabilities.transfer_leases` decode it."""
 
     def __post_init__(self) -> None:
         """Check names and ranges."""
@@ -99,6 +107,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         if self.epoch is not None:
             check_int("epoch", self.epoch, 0, 2**53)
         check_float("timeout_s", self.timeout_s, 0, limits.MAX_TIMEOUT_S, above=True)
+        if self.by is not None:
+            check_matches("by", self.by, HTTP_USER, "http: and 1 to 64 of A-Z a-z 0-9 _ . -")
 
     @property
     def command(self) -> str:
@@ -304,7 +314,10 @@ class InitWeightTransfer(Command, frozen=True, kw_only=True, tag_field="command"
 
 
 class StartWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="start_weight_update"):
-    """Hold the requests in flight and start to receive weights from the transfer engine."""
+    """Hold the requests in flight and start to receive weights from the transfer engine.
+
+    The id of the command becomes the id of the transfer. Its owner may start again; others get `transfer_held`.
+    """
 
     mode: PauseMode = "keep"
     """Handling of the requests in flight."""
@@ -315,6 +328,8 @@ class UpdateWeightChunk(Command, frozen=True, kw_only=True, tag_field="command",
 
     info: dict[str, Any]
     """Arguments in the format of the engine's transfer backend."""
+    transfer: TransferId | None = None
+    """Id of the transfer that must be open; None: any of the same owner."""
 
 
 class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="finish_weight_update"):
@@ -333,6 +348,18 @@ class FinishWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command"
     """Seconds for each worker to load the weights."""
     label: Label | None = None
     """Name of this version, as in `update_weights`."""
+    transfer: TransferId | None = None
+    """Id of the transfer that must be open, as in `update_weight_chunk`."""
+
+
+class CancelWeightUpdate(Command, frozen=True, kw_only=True, tag_field="command", tag="cancel_weight_update"):
+    """End the open transfer of any owner. The worker loads the desired weights again.
+
+    Only workers with `Capabilities.transfer_leases` support this command. Without an open transfer, it has no effect.
+    """
+
+    transfer: TransferId | None = None
+    """Id of the transfer to end; None: whichever is open."""
 
 
 AnyCommand = (
@@ -355,5 +382,6 @@ AnyCommand = (
     | StartWeightUpdate
     | UpdateWeightChunk
     | FinishWeightUpdate
+    | CancelWeightUpdate
 )
 """All types of commands."""

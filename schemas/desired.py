@@ -19,13 +19,17 @@ __all__ = ["DesiredState", "Recorded", "SeenCommand"]
 Epoch = Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of one register."""
 
     epoch: Epoch
     """Epoch that recorded the command."""
     command: AnyCommand
     """Command that set the register."""
+    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)] = ""
+    """Who set it, as its controller says: a client, or `http:` and a user of the HTTP service. Empty: not announced."""
+    at: Annotated[float, Meta(ge=0)] = 0.0
+    """Unix time of the recording, by the clock of the author. 0: not announced."""
 
 
 class SeenCommand(msgspec.Struct, frozen=True, array_like=True):

@@ -171,6 +171,12 @@ class ControlCode(enum.StrEnum):
     """Another publisher holds the lease of the model's published weights."""
     OTHER_CONTENT = "other_content"
     """The source holds other content than the version that was recorded, or workers found different content there."""
+    TRANSFER_HELD = "transfer_held"
+    """Another owner has an open transfer of weights."""
+    TRANSFER_EXPIRED = "transfer_expired"
+    """No transfer of weights is open, or another one than the command names. It must be started again."""
+    TRANSFER_EMPTY = "transfer_empty"
+    """The transfer of weights cannot be finished, because it received no chunk."""
     UNKNOWN = "unknown"
     """Never sent: a reader decodes a code of a newer worker as this value."""
 

@@ -11,7 +11,7 @@ from .checks import check_name, check_subject_token
 from .control import PauseMode
 from .counters import NotNegative, NotNegativeSeconds, WorkerCounters
 from .rows import DTYPES
-from .weights import Digest, PublishedVersion, Staging
+from .weights import Digest, OpenTransfer, PublishedVersion, Staging
 
 __all__ = [
     "Capabilities",
@@ -19,6 +19,7 @@ __all__ = [
     "ClientState",
     "EngineStats",
     "LoraInfo",
+    "OpenTransfer",
     "Role",
     "RoutedExpertsInfo",
     "SamplingLimits",
@@ -136,6 +137,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the engine's sampler; None: only the limits of `SamplingParams`."""
     weight_digests: bool = False
     """True if the worker computes digests and decodes a `digest`; False also if the engine may span machines."""
+    transfer_leases: bool = False
+    """True if the worker decodes `by`, `transfer` and `cancel_weight_update`. Workers of earlier releases do not."""
 
 
 class WorkerState(enum.StrEnum):
@@ -291,6 +294,8 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Published version that this incarnation staged last; None: it staged none, or does not announce it."""
     weight_digest: Digest | None = None
     """Digest of the tensors of the worker's weights; None: unknown or not announced."""
+    transfer: OpenTransfer | None = None
+    """Open transfer of weights into this worker; None: there is none, or the worker does not announce it."""
 
     def __post_init__(self) -> None:
         """Check that the worker's id is a subject token and that the model's name is valid."""

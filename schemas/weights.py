@@ -8,7 +8,16 @@ from msgspec import Meta
 from . import limits
 from .errors import InvalidRequest
 
-__all__ = ["Canary", "Digest", "PublishedVersion", "Staging", "UpdateTiming", "Verified", "WeightSource"]
+__all__ = [
+    "Canary",
+    "Digest",
+    "OpenTransfer",
+    "PublishedVersion",
+    "Staging",
+    "UpdateTiming",
+    "Verified",
+    "WeightSource",
+]
 
 TokenId = Annotated[int, Meta(ge=0, le=limits.MAX_TOKEN_ID)]
 Bytes = Annotated[int, Meta(ge=0, le=limits.MAX_COUNT)]
@@ -85,6 +94,25 @@ class Staging(msgspec.Struct, frozen=True, kw_only=True):
     """Completed bytes of this step."""
     total_bytes: Bytes = 0
     """Total bytes of this step; 0: unknown."""
+
+
+class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer of weights into a worker's engine that has started and not ended. The worker serves nothing."""
+
+    id: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    """Id of the transfer: the id of its `start_weight_update`."""
+    by: Annotated[str, Meta(max_length=limits.MAX_NAME_CHARS)]
+    """Its owner: a client of the bus, or `http:` and a user of the HTTP service."""
+    age_s: Seconds = 0.0
+    """Seconds since its start."""
+    left_s: Seconds = 0.0
+    """Seconds until it ends, unless a command arrives before. 0 while a command is in progress."""
+    chunks: Count = 0
+    """Parts of the weights that it has received."""
+
+    def __str__(self) -> str:
+        """Return one phrase that names the transfer, its owner and its age."""
+        return f"the transfer {self.id} of {self.by}, opened {self.age_s:.0f} s ago, with {self.chunks} chunks"
 
 
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -23,6 +23,7 @@ import uvloop
 from ..bus.auth.credentials import worker_identity
 from ..bus.logs import LogFormat, is_json, set_up
 from ..bus.nats.server import Server, default_url
+from ..bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S
 from ..bus.tracing.switch import Tracing, check_tracing, make_tracer
 from ..schemas.errors import DuplicateWorker, InvalidRequest, RollbusError, ServerUnreachable
 from ..schemas.exit_codes import EXIT_DUPLICATE_WORKER
@@ -150,6 +151,13 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         help="seconds without a step after which an engine with open requests counts as dead (default: %(default)g)",
     )
     parser.add_argument(
+        "--transfer-idle-s",
+        metavar="S",
+        type=float,
+        default=DEFAULT_IDLE_S,
+        help="seconds without a command after which an open transfer of weights ends (default: %(default)g)",
+    )
+    parser.add_argument(
         "--start-timeout",
         metavar="S",
         type=float,
@@ -222,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A generated id is unique, so there is no other worker to listen for.
             listen_s=args.listen_s if worker_id is not None else 0.0,
             engine_timeout_s=args.engine_timeout_s,
+            transfer_idle_s=args.transfer_idle_s,
             start_timeout_s=args.start_timeout,
             weight_roots=tuple(str(Path(root).absolute()) for root in args.weight_root),
             cache_dir=args.cache_dir or default_cache_dir(),

@@ -10,6 +10,7 @@ import msgspec
 from ..bus.auth.credentials import Credentials, worker_identity
 from ..bus.auth.tls import Tls
 from ..bus.nats.server import Server
+from ..bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S
 from ..schemas.checks import check_float, check_int, check_name, check_subject_token
 from ..schemas.limits import MAX_WEIGHT_VERSION
 
@@ -87,6 +88,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum bytes of all fetched files in `cache_dir`, or None if only the disk is the limit."""
     fetch_rate: int | None = None
     """Maximum bytes per second at which this worker fetches files, or None without a limit."""
+    transfer_idle_s: float = DEFAULT_IDLE_S
+    """Seconds without a command after which the worker ends an open transfer of weights."""
     prove_reload: bool = True
     """True to load the checkpoint a second time at the start, and to serve only if the outputs stay the same."""
 
@@ -102,6 +105,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_float("listen_s", self.listen_s, 0, 60)
         check_float("engine_timeout_s", self.engine_timeout_s, 0, 24 * 3600, above=True)
         check_float("start_timeout_s", self.start_timeout_s, 0, 24 * 3600, above=True)
+        check_float("transfer_idle_s", self.transfer_idle_s, 0, 24 * 3600, above=True)
         check_int("max_held_bytes", self.max_held_bytes, 1, 2**62)
         if self.stage_bytes is not None:
             check_int("stage_bytes", self.stage_bytes, 1, 2**62)

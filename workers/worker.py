@@ -396,4 +396,5 @@ class Worker:
             oldest_prefix_s=None if state is WorkerState.STARTING else self._engine.oldest_prefix_s,
             published=reconciler.stager.published,
             weight_digest=reconciler.registers.weights.valid_digest,
+            transfer=reconciler.registers.transfer.open,
         )

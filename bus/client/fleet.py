@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, Literal, Unpack
 
-import msgspec
-
 from ...schemas import control, limits
 from ...schemas.checks import check_float, check_int, check_name
 from ...schemas.control import AnyCommand, PauseMode
-from ...schemas.desired import DesiredState
 from ...schemas.errors import BusBroken
 from ...schemas.presence import WorkerPresence
 from ...schemas.request_ids import check_given_id, wire_id
@@ -19,7 +16,6 @@ from ..control.ack_collector import OnAck
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult
 from ..protocol.telemetry.expert_answers import ExpertAnswers, merge_answers
 from ..protocol.telemetry.request_trace import RequestTrace, merge_timelines
-from ..queue.streams import QueueDepth
 from .expert_reads import experts_command, read_experts
 from .fleet_options import (
     DrainOptions,
@@ -32,6 +28,7 @@ from .fleet_options import (
     split_options,
     unique_names,
 )
+from .fleet_state import FleetState
 from .loop_thread import LoopThread
 from .runtime import ClientRuntime
 
@@ -41,21 +38,6 @@ logger = logging.getLogger(__name__)
 
 MAX_COUNT: Final = 1_000_000
 """Upper bound of the worker count that a caller can wait for; no fleet is larger."""
-
-
-class FleetState(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet at one moment."""
-
-    fleet: str
-    """Name of the fleet."""
-    workers: tuple[WorkerPresence, ...]
-    """Live workers, sorted by id. Empty if there are none."""
-    queues: tuple[QueueDepth, ...] = ()
-    """Waiting requests by model and lane. Empty if the server has no queue for the workers' models."""
-    queue_problems: dict[str, str] = {}
-    """Why a queue does not answer, by model. For example, a queue without a leader delivers no requests."""
-    desired: dict[str, DesiredState] = {}
-    """Desired state of the workers by model. Models without a recorded command are left out."""
 
 
 class Fleet:
@@ -390,14 +372,38 @@ class Fleet:
     async def start_weight_update(self, *, mode: PauseMode = "keep", **options: Unpack[SendOptions]) -> CommandResult:
         """Pause the requests in flight and start an update through the engines' weight transfer engine.
 
+        The transfer belongs to this client. If the client is lost for 20 s, or sends no command for 600 s (an option of
+        the worker), the workers end the transfer and load the desired weights again.
+
         Args:
             mode: handling of the requests in flight, as in `pause`.
-        """
-        return await self._send(control.StartWeightUpdate, options, mode=mode)
 
-    async def update_weight_chunk(self, info: dict[str, Any], **options: Unpack[SendOptions]) -> CommandResult:
-        """Pass `info` to `update_weights` of the engines."""
-        return await self._send(control.UpdateWeightChunk, options, info=info)
+        Returns:
+            The command result; its `id` is the id of the transfer.
+        """
+        fields, on_ack = split_options(options)
+        command = control.StartWeightUpdate(mode=mode, **fields)
+        return await self._thread.run(self._runtime.updates.start_weight_update(command, on_ack))
+
+    async def update_weight_chunk(
+        self, info: dict[str, Any], *, transfer: str | None = None, **options: Unpack[SendOptions]
+    ) -> CommandResult:
+        """Pass `info` to `update_weights` of the engines.
+
+        Args:
+            transfer: id of the transfer that must be open. None (default): any of this client.
+        """
+        return await self._send(control.UpdateWeightChunk, options, info=info, transfer=transfer)
+
+    async def cancel_weight_update(
+        self, *, transfer: str | None = None, **options: Unpack[SendOptions]
+    ) -> CommandResult:
+        """End an open transfer of any owner. The workers load the desired weights again.
+
+        Args:
+            transfer: id of the transfer. None (default): whichever is open.
+        """
+        return await self._send(control.CancelWeightUpdate, options, transfer=transfer)
 
     async def finish_weight_update(
         self,
@@ -405,6 +411,7 @@ class Fleet:
         *,
         allow_rollback: bool = False,
         label: str | None = None,
+        transfer: str | None = None,
         **options: Unpack[SendOptions],
     ) -> CommandResult:
         """Finish an update through the transfer engine. Workers verify the weights as after `update_weights`.
@@ -416,9 +423,14 @@ class Fleet:
             version: version of the new weights, higher than the present one.
             allow_rollback: True: allow an older version, or the version of a checkpoint again. Default: False.
             label: the trainer's name for the version, for example `step-42`.
+            transfer: id of the transfer that must be open. None (default): any of this client.
+
+        Raises:
+            ControlError: also raised if no worker can finish: `transfer_expired`, `transfer_held`, `transfer_empty`.
         """
         fields, on_ack = split_options(options)
-        command = control.FinishWeightUpdate(version=version, allow_rollback=allow_rollback, label=label, **fields)
+        fields.update(version=version, allow_rollback=allow_rollback, label=label, transfer=transfer)
+        command = control.FinishWeightUpdate(**fields)
         return await self._thread.run(self._runtime.updates.finish_weight_update(command, on_ack))
 
     async def _send(self, kind: Callable[..., AnyCommand], options: Mapping[str, Any], **fields: Any) -> CommandResult:

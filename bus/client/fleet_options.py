@@ -31,6 +31,8 @@ class DrainOptions(TypedDict, total=False):
     """Model whose workers execute the command. None (default): workers of all models. Some commands need one model."""
     timeout_s: float
     """Seconds that each worker has to execute the command. Default: 60, or 600 for commands that load weights."""
+    by: str | None
+    """User of a service for whom it sends the command: `http:` and a name. None (default): the client itself."""
     on_ack: OnAck | None
     """Called with each new ack, on the client's own thread. It must return immediately. Default: None."""
 

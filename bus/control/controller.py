@@ -14,7 +14,15 @@ from typing import Final, Protocol, TypeVar, cast
 from msgspec.structs import replace
 
 from ...schemas.checks import describe
-from ...schemas.control import Abort, AnyCommand, Command, ReadExperts, ReadRequest
+from ...schemas.control import (
+    Abort,
+    AnyCommand,
+    Command,
+    FinishWeightUpdate,
+    ReadExperts,
+    ReadRequest,
+    UpdateWeightChunk,
+)
 from ...schemas.desired import DesiredState
 from ...schemas.errors import (
     ControlCode,
@@ -94,11 +102,13 @@ class Controller:
     """One controller of a fleet. Lives on the bus thread; start its collector before use.
 
     Attributes:
+        name: name of this controller.
         collector: the collector of command acks.
     """
 
     def __init__(self, nats: Connection, subjects: Subjects, controller: str, watch: Watch) -> None:
         self.store = DesiredStore(nats, subjects)
+        self.name = controller
         self._own = nats.signatures.own
         self._watcher = watch
         self.collector = AckCollector(nats, subjects, controller)
@@ -154,8 +164,11 @@ class Controller:
             raise ControlError(ControlCode.NOT_ALLOWED, problem) from exc
         return replace(outcome.result, missing=outcome.result.missing | missing)
 
-    async def roster(self, command: AnyCommand) -> Roster:
+    async def roster(self, command: AnyCommand, *, is_fresh: bool = False) -> Roster:
         """Return the workers that must ack `command`. If a worker seems absent, ping all workers first.
+
+        Args:
+            is_fresh: ping them in any case.
 
         Raises:
             NoWorkers, InvalidRequest: as in `workers_that_must_ack`.
@@ -163,9 +176,11 @@ class Controller:
         """
         known = await self.store.models() if needs_known_models(command) else ()
         try:
-            return workers_that_must_ack(await self._watcher.known_workers(), command, known)
+            if not is_fresh:
+                return workers_that_must_ack(await self._watcher.known_workers(), command, known)
         except (NoWorkers, InvalidRequest):
-            return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
+            pass
+        return workers_that_must_ack(await self._watcher.ping_workers(), command, known)
 
     async def without_digests(self, model: str) -> tuple[str, ...]:
         """Return the present workers of `model` that do not decode or compute digests of weights."""
@@ -199,6 +214,7 @@ class Controller:
         """
         self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
+        command = _decodable(command, everyone)
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
         for worker in everyone:
             if lost and worker.worker in lost:
@@ -255,12 +271,12 @@ class Controller:
             nonlocal recorded, before, epoch
             before = state
             recorded = wanted if revise is None else revise(state, wanted)
-            state, epoch = desired.record(state, recorded)
+            state, epoch = desired.record(state, recorded, self.name, time.time())
             return state
 
         await self.store.change(model, change)
         names = frozenset(worker.worker for worker in roster[model])
-        return Recording(model, replace(recorded, epoch=epoch, model=model), epoch, before, names)
+        return Recording(model, replace(recorded, epoch=epoch, model=model, by=None), epoch, before, names)
 
     async def _restore(self, recording: Recording) -> str:
         """Undo a recording unless the command was recorded before or a later command replaced it. Return a note."""
@@ -294,6 +310,16 @@ def check_command(command: Kind) -> Kind:
         raise
     except (TypeError, ValueError, RecursionError, RemoteProtocolError) as exc:
         raise InvalidRequest(field=command.command, problem=f"cannot be sent: {exc}", allowed="docs/wire.md") from exc
+
+
+def _decodable(command: AnyCommand, workers: Iterable[WorkerPresence]) -> AnyCommand:
+    """Return `command` without the fields that one of these workers, of an earlier release, would reject."""
+    if all(worker.capabilities is not None and worker.capabilities.transfer_leases for worker in workers):
+        return command
+    if isinstance(command, UpdateWeightChunk | FinishWeightUpdate):
+        command = replace(command, transfer=None)
+    # A recorded command is sent without its author.
+    return command if command.register is not None else replace(command, by=None)
 
 
 def _for_model(command: AnyCommand, workers: tuple[WorkerPresence, ...]) -> AnyCommand:

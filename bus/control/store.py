@@ -122,7 +122,7 @@ class DesiredStore:
         # Of three servers, one server and the leader are a majority.
         return heard[(len(heard) + 1) // 2 - 1] if heard else 0.0
 
-    async def record(self, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
+    async def record(self, model: str, command: AnyCommand, by: str = "") -> tuple[DesiredState, int]:
         """Record `command`. Return the new state and the epoch. See `rollbus.bus.protocol.fleet.desired.record`.
 
         Cancellation: the command may or may not be recorded. Recording it again with the same id is harmless.
@@ -135,7 +135,7 @@ class DesiredStore:
 
         def recorded(state: DesiredState) -> DesiredState:
             nonlocal epoch
-            state, epoch = desired.record(state, command)
+            state, epoch = desired.record(state, command, by, time.time())
             return state
 
         return await self.change(model, recorded), epoch

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -14,10 +15,12 @@ from ...schemas.control import (
     AckError,
     AckStatus,
     AnyCommand,
+    CancelWeightUpdate,
     CheckWeights,
     Fence,
     FinishWeightUpdate,
     LoadLora,
+    StartWeightUpdate,
     UnloadLora,
     UpdateWeights,
     WeightSource,
@@ -30,6 +33,7 @@ from ..protocol.fleet.canary import check_expected
 from ..protocol.fleet.command_result import CommandIncomplete, CommandResult, Quorum
 from ..protocol.fleet.pinning import pin
 from ..protocol.fleet.roster import Roster
+from ..protocol.fleet.transfer_lease import check_any_can_finish
 from ..protocol.fleet.verify import dissenters
 from .ack_collector import OnAck
 from .controller import CommandOutcome, Controller, Revise, check_command
@@ -91,13 +95,37 @@ class Updates:
             await self._prune(model, ready, outcome)
         return result
 
+    async def start_weight_update(self, command: StartWeightUpdate, on_ack: OnAck | None) -> CommandResult:
+        """Begin a transfer. If another owner holds some of the workers, cancel this transfer on the others."""
+        command = check_command(command)
+        roster = await self._controller.roster(command)
+        outcome = await self._controller.execute(command, roster, on_ack)
+        applied = tuple(outcome.result.applied)
+        errors = [ack.error for ack in outcome.result.failed.values()]
+        if applied and any(error and error.code is ControlCode.TRANSFER_HELD for error in errors):
+            # A publisher may not cancel. Its lease ends the transfer.
+            with suppress(ControlError):
+                cancel = CancelWeightUpdate(transfer=command.id, workers=applied)
+                await self._controller.execute(cancel, _only(roster, applied), None)
+        return await self._controller.conclude(outcome)
+
     async def finish_weight_update(self, command: FinishWeightUpdate, on_ack: OnAck | None) -> CommandResult:
         """End an update by the engines' own transfer, and compare the canaries as after `update_weights`.
 
         A rejected version leaves the transfer open. Another version can end it.
+
+        Raises:
+            ControlError: no worker can apply it (`transfer_expired`, `transfer_held`, `transfer_empty`).
         """
         command = check_command(command)
+        by = command.by or self._controller.name
         roster = await self._controller.roster(command)
+        try:
+            check_any_can_finish(chain(*roster.values()), command, by)
+        except ControlError:
+            # Presence may be older than the last ack.
+            roster = await self._controller.roster(command, is_fresh=True)
+            check_any_can_finish(chain(*roster.values()), command, by)
         return await self._conclude(await self._controller.execute(command, roster, on_ack), roster)
 
     async def load_lora(
@@ -315,9 +343,13 @@ class Updates:
             reason="its canary differs from those of the other workers",
             timeout_s=FENCE_TIMEOUT_S,
         )
-        concerned = {model: tuple(p for p in present if p.worker in workers) for model, present in roster.items()}
-        outcome = await self._controller.execute(fence, concerned, None)
+        outcome = await self._controller.execute(fence, _only(roster, workers), None)
         return frozenset(outcome.result.applied)
+
+
+def _only(roster: Roster, workers: tuple[str, ...]) -> Roster:
+    """Return the part of the roster with these workers."""
+    return {model: tuple(p for p in present if p.worker in workers) for model, present in roster.items()}
 
 
 def _not_verified(result: CommandResult, differing: dict[str, str], fenced: frozenset[str]) -> CommandResult:

@@ -1,12 +1,14 @@
 """Formats the state of a fleet as tables and as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from ...bus import FleetState, QueueDepth
+from ...bus.protocol.fleet.standing import open_transfers, recorded_stops, stop_of
 from ...bus.worker_metrics import prefix_cache_hit_ratio
 from ...schemas.control import LORA_REGISTER, Drain, FinishWeightUpdate, LoadLora, Pause, Resume, Sleep, UpdateWeights
 from ...schemas.desired import DesiredState, Recorded
@@ -24,6 +26,8 @@ __all__ = [
     "PUBLISHED_COLUMNS",
     "QUEUE_COLUMNS",
     "STAGING_COLUMNS",
+    "STOP_COLUMNS",
+    "TRANSFER_COLUMNS",
     "WORKER_COLUMNS",
     "desired_rows",
     "engine_rows",
@@ -35,7 +39,9 @@ __all__ = [
     "staging_rows",
     "state_as_json",
     "state_cell",
+    "stop_rows",
     "told_cells",
+    "transfer_rows",
     "worker_row",
 ]
 
@@ -51,6 +57,8 @@ ENGINE_COLUMNS = (
     *("engine", "dtype", "max_model_len", "max_num_seqs", "layers", "top-k", "experts", "ids"),
     *("can", "workers"),
 )
+STOP_COLUMNS = ("stopped", "state", "by", "since")
+TRANSFER_COLUMNS = ("transfer of weights", "by", "open for", "chunks", "ends in", "workers")
 STAGING_COLUMNS = ("worker", "stages", "progress")
 PUBLISHED_COLUMNS = ("published of", "version", "stored", "model", "after anchor", "store used", "store limit")
 PREFIX_COLUMNS = (
@@ -129,6 +137,27 @@ def desired_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
     return rows
 
 
+def stop_rows(desired: Mapping[str, DesiredState]) -> list[list[str]]:
+    """Return the cells of `STOP_COLUMNS` for each recorded pause, drain and sleep."""
+    return [
+        [
+            stop.model if stop.worker is None else f"{stop.model}, only {stop.worker}",
+            stop.what,
+            stop.by or NONE,
+            NONE if stop.since is None else f"{datetime.fromtimestamp(stop.since).astimezone():%Y-%m-%d %H:%M:%S}",
+        ]
+        for stop in recorded_stops(desired)
+    ]
+
+
+def transfer_rows(workers: Iterable[WorkerPresence]) -> list[list[str]]:
+    """Return the cells of `TRANSFER_COLUMNS` for each open transfer."""
+    return [
+        [found.id, found.by, _duration(found.age_s), str(found.chunks), _duration(found.left_s), _named(names)]
+        for found, names in open_transfers(workers).values()
+    ]
+
+
 def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
     """Return version, source, state and adapters from the recorded registers."""
     version = source = NONE
@@ -139,14 +168,10 @@ def told_cells(registers: Mapping[str, Recorded]) -> list[str]:
                 version, source = f"{update.version}{_unpinned(update)}", str(update.source)
             case FinishWeightUpdate() as finish:
                 version, source = str(finish.version), "the transfer engine"
-            case Pause(mode=mode):
-                states.append(f"paused ({mode})")
+            case Pause() | Drain() | Sleep():
+                states.append(stop_of(recorded) or "")
             case Resume():
                 states.append("resumed")
-            case Drain():
-                states.append("drained")
-            case Sleep():
-                states.append("asleep")
             case LoadLora() as load:
                 loras.append(f"{register.removeprefix(LORA_REGISTER)} ({load.version}{_unpinned(load)})")
             case _:

@@ -90,6 +90,8 @@ def _tables(state: FleetState) -> list[tuple[Sequence[str], list[list[str]]]]:
     """Return columns and rows of each table that is not empty."""
     every = (
         (tables.WORKER_COLUMNS, [tables.worker_row(worker) for worker in state.workers]),
+        (tables.TRANSFER_COLUMNS, tables.transfer_rows(state.workers)),
+        (tables.STOP_COLUMNS, tables.stop_rows(state.desired)),
         (tables.STAGING_COLUMNS, tables.staging_rows(state.workers)),
         (tables.PUBLISHED_COLUMNS, tables.published_rows(state.workers)),
         (tables.PREFIX_COLUMNS, tables.prefix_rows(state.workers)),

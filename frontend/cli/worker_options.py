@@ -51,6 +51,12 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         help="seconds without a step after which an engine with open requests counts as dead (default: 300)",
     )
     parser.add_argument(
+        "--transfer-idle-s",
+        metavar="S",
+        type=float,
+        help="seconds without a command after which an open transfer of weights ends (default: 600)",
+    )
+    parser.add_argument(
         "--weight-root",
         dest="weight_roots",
         metavar="DIR",
@@ -58,6 +64,16 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="folder with weights and LoRA adapters that commands may name; may be repeated (default: none)",
     )
+    _add_staging(parser)
+    add_otel(parser)
+    parser.add_argument(
+        "--no-prove-reload",
+        action="store_true",
+        help="skip the second load of the weights at the start, which verifies that weight updates work",
+    )
+
+
+def _add_staging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dir",
         metavar="DIR",
@@ -75,18 +91,12 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         help="bytes per second at which a worker fetches weights (default: no limit)",
     )
-    add_otel(parser)
-    parser.add_argument(
-        "--no-prove-reload",
-        action="store_true",
-        help="skip the second load of the weights at the start, which verifies that weight updates work",
-    )
 
 
 def worker_flags(args: argparse.Namespace) -> list[str]:
     """Return the options as flags of `python -m rollbus.workers`."""
-    names = ("engine", "weight_version", "served_model_name", "engine_args", "kv_transfer_config", "engine_timeout_s")
-    flags = flags_of(args, names)
+    names = ("engine", "weight_version", "served_model_name", "engine_args", "kv_transfer_config")
+    flags = flags_of(args, (*names, "engine_timeout_s", "transfer_idle_s"))
     for root in args.weight_roots:
         flags += ["--weight-root", root]
     flags += flags_of(args, ("cache_dir", "stage_bytes", "fetch_rate"))

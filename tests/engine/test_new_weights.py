@@ -236,6 +236,14 @@ def test_an_incomplete_transfer_fails_and_a_later_load_repairs_the_weights(
     run(reloaded, engine.update_weight_chunk, part)
     run(reloaded, engine.load_weights, models["moe2"])
     assert is_same(reloaded.generate(*REQUESTS), fresh["moe2"])
+    # The same after the end of a transfer whose sender is gone, and without an open transfer.
+    run(reloaded, engine.start_weight_update)
+    run(reloaded, engine.update_weight_chunk, part)
+    for _ in range(2):
+        run(reloaded, engine.abandon_weight_update)
+    assert refused(reloaded, engine.update_weight_chunk, part).code is ControlCode.ENGINE_ERROR
+    run(reloaded, engine.load_weights, models["moe"])
+    assert is_same(reloaded.generate(*REQUESTS), fresh["moe"])
 
 
 def test_the_workers_own_request_runs_beside_a_full_batch(reloaded: RunningEngine) -> None:

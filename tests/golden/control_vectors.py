@@ -9,6 +9,7 @@ from rollbus.schemas.control import (
     Ack,
     AckError,
     AckStatus,
+    CancelWeightUpdate,
     CheckWeights,
     Command,
     Drain,
@@ -109,6 +110,10 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     "command_start_weight_update": StartWeightUpdate(id="sw-1", mode="wait"),
     "command_update_weight_chunk": UpdateWeightChunk(id="uc-1", info={"names": ["lm_head.weight"]}),
     "command_finish_weight_update": FinishWeightUpdate(id="fw-1", version=8),
+    "command_start_by_user": StartWeightUpdate(id="sw-2", by="http:admin"),
+    "command_update_weight_chunk_of": UpdateWeightChunk(id="uc-2", info={}, transfer="sw-1"),
+    "command_finish_weight_update_of": FinishWeightUpdate(id="fw-2", version=8, transfer="sw-1"),
+    "command_cancel_weight_update": CancelWeightUpdate(id="cw-1", transfer="sw-1"),
     "ack_accepted": Ack(
         id="u-1", command="update_weights", worker="w0", incarnation="i0", model="org/model-1.5",
         status=AckStatus.ACCEPTED, epoch=40, weight_version=6, in_flight=12,
@@ -166,6 +171,9 @@ CONTROL_VECTORS: dict[str, Command | Ack | DesiredState] = {
     ),
     "desired_empty": DesiredState(model="org/model-1.5"),
     "desired_of_bucket": DesiredState(model="m", epoch=1, bucket="4ec6e1d1d0b04b12a1a3a4ab0d0b7a52"),
+    "desired_by": DesiredState(
+        model="m", epoch=1, registers={"pause": Recorded(epoch=1, command=PAUSE, by="http:admin", at=1700000000.5)}
+    ),
     "desired_full": DesiredState(
         model="org/model-1.5",
         epoch=42,

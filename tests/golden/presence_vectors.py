@@ -9,7 +9,7 @@ from rollbus.schemas.presence import (
     WorkerPresence,
     WorkerState,
 )
-from rollbus.schemas.weights import PublishedVersion, Staging
+from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
 
 __all__ = ["PRESENCE_VECTORS"]
 
@@ -149,5 +149,17 @@ PRESENCE_VECTORS: dict[str, WorkerPresence] = {
         uptime_s=60.0,
         lease_s=10.0,
         weight_digest="5" * 64,
+    ),
+    "presence_transfer": WorkerPresence(
+        worker="w0",
+        incarnation="i0",
+        model="org/model-1.5",
+        state=WorkerState.UPDATING,
+        weight_version=8,
+        in_flight=6,
+        free_slots=0,
+        uptime_s=60.0,
+        lease_s=10.0,
+        transfer=OpenTransfer(id="sw-1", by="trainer-0", age_s=12.5, left_s=590.0, chunks=3),
     ),
 }

@@ -83,7 +83,7 @@ async def test_the_routes_support_the_weight_transfer_of_vllm(nats_url: str, fle
     assert version == {"weight_version": "8", "version": 8}
     assert [answer.json()["error"]["param"] for answer in wrong] == ["weight_version", "init_info", "weight_dir"]
     assert [answer.status_code for answer in wrong] == [400] * 3
-    assert unstarted.status_code == 502
+    assert (unstarted.status_code, unstarted.json()["error"]["code"]) == (409, "transfer_expired")
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "too_large")
     assert (state.workers[0].state, state.workers[0].weight_version) == (WorkerState.SERVING, 8)
 

@@ -49,6 +49,8 @@ async def test_the_stream_sends_events_with_workers_queues_and_models(nats_url: 
             "weight_version": None,
             "label": None,
             "behind": [],
+            "stops": [],
+            "transfers": [],
         }
     ]
     assert later["at"] > event["at"]

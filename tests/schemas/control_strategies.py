@@ -66,8 +66,9 @@ commands: st.SearchStrategy[Command] = st.one_of(
     command(control.Fence, reason=texts),
     command(control.InitWeightTransfer, info=maps),
     command(control.StartWeightUpdate, mode=modes),
-    command(control.UpdateWeightChunk, info=maps),
-    command(control.FinishWeightUpdate, version=VERSION),
+    command(control.UpdateWeightChunk, info=maps, transfer=maybe(names)),
+    command(control.FinishWeightUpdate, version=VERSION, transfer=maybe(names)),
+    command(control.CancelWeightUpdate, transfer=maybe(names)),
 )
 """Any command."""
 

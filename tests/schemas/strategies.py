@@ -35,7 +35,7 @@ from rollbus.schemas.presence import (
 from rollbus.schemas.request import GenerateRequest
 from rollbus.schemas.rows import DTYPES, RowDtype
 from rollbus.schemas.sampling import SamplingParams
-from rollbus.schemas.weights import PublishedVersion, Staging
+from rollbus.schemas.weights import OpenTransfer, PublishedVersion, Staging
 from tests.support.arrays import little_endian
 
 WORD = string.ascii_letters + string.digits + "_-"
@@ -306,6 +306,15 @@ capabilities = st.builds(
     weight_deltas=st.booleans(),
     request_groups=st.booleans(),
     group_backlog=st.booleans(),
+    transfer_leases=st.booleans(),
+)
+transfers = st.builds(
+    OpenTransfer,
+    id=names,
+    by=names,
+    age_s=st.floats(0, 1e9),
+    left_s=st.floats(0, 1e9),
+    chunks=st.integers(0, 2**53),
 )
 stagings = st.builds(
     Staging,
@@ -360,6 +369,7 @@ presences = st.builds(
     engine_stats=maybe(engine_stats),
     staging=maybe(stagings),
     published=maybe(published),
+    transfer=maybe(transfers),
     cache_epoch=st.integers(0, 2**53),
     oldest_prefix_s=maybe(st.floats(0, 1e9)),
 )

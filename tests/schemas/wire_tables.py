@@ -47,7 +47,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     presence.SamplingLimits,
     *(presence.WorkerCounters, presence.EngineStats),
     *(presence.ClientPresence, control.Command, weights.WeightSource, weights.Canary, weights.Verified),
-    *(weights.Staging, weights.PublishedVersion, weights.UpdateTiming),
+    *(weights.Staging, weights.OpenTransfer, weights.PublishedVersion, weights.UpdateTiming),
     *(telemetry.ExpertLoad, telemetry.ExpertCounts, telemetry.TokenTally),
     *(telemetry.RequestTimeline, telemetry.LostAttempt, telemetry.TimelineEvent),
     *(control.Ack, control.AckError, desired.DesiredState, desired.Recorded, desired.SeenCommand),

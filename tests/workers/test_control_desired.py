@@ -212,10 +212,10 @@ async def test_a_command_is_recorded_when_jetstream_is_back(
     is_away = True
     record = DesiredStore.record
 
-    async def away(self: DesiredStore, model: str, command: AnyCommand) -> tuple[DesiredState, int]:
+    async def away(self: DesiredStore, model: str, command: AnyCommand, by: str) -> tuple[DesiredState, int]:
         if is_away:
             raise BusBroken("JetStream is away")
-        return await record(self, model, command)
+        return await record(self, model, command, by)
 
     monkeypatch.setattr(DesiredStore, "record", away)
     async with controlled_worker() as (_, boss, *_):

@@ -261,8 +261,8 @@ async def test_a_partly_computed_prompt_is_recomputed_after_a_transfer(tmp_path:
     """A prompt that was partly computed before a transfer has only rows of the new weights."""
     async with rig(tmp_path, SLOW, engine=PrefillNotifyingEngine) as worker:
         await begin(worker, "r")
-        await worker.transfer.start(StartWeightUpdate(mode="keep"))
-        await worker.transfer.add_chunk(UpdateWeightChunk(info={"seed": 7}))
+        await worker.transfer.start(StartWeightUpdate(mode="keep"), "c")
+        await worker.transfer.add_chunk(UpdateWeightChunk(info={"seed": 7}), "c")
         await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report)
         await worker.flow.resume()
         await worker.until_end("r")

@@ -2,21 +2,31 @@
 
 import asyncio
 import base64
+import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
+from rollbus.bus.protocol.fleet.transfer_lease import DEFAULT_IDLE_S, OWNER_LOST_S
 from rollbus.schemas.chunk import FinishReason
 from rollbus.schemas.control import (
+    CancelWeightUpdate,
     FinishWeightUpdate,
     InitWeightTransfer,
     StartWeightUpdate,
     UpdateWeightChunk,
 )
-from rollbus.schemas.errors import ControlCode, ControlError, ErrorCode
-from rollbus.workers.control.transfer import SILENCE_S
+from rollbus.schemas.desired import Recorded
+from rollbus.schemas.errors import ControlCode, ControlError, EngineDead, ErrorCode
+from rollbus.workers.control.handled import HandledRegisters
+from rollbus.workers.control.reading import DesiredReader
+from rollbus.workers.control.transfer import Transfer
+from rollbus.workers.control.transfer_ends import TransferEnds
 from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
+from tests.support.waits import until_true
 from tests.workers.control_support import Rig, rig, update
 
 LONG = 60_000
@@ -35,9 +45,9 @@ def is_open(worker: Rig) -> bool:
 
 async def transfer(worker: Rig, path: Path, version: int) -> None:
     """Transfer a checkpoint to the engine, from start to finish."""
-    await worker.transfer.init(InitWeightTransfer(info={}))
-    await worker.transfer.start(StartWeightUpdate())
-    await worker.transfer.add_chunk(chunk_of(path))
+    await worker.transfer.init(InitWeightTransfer(info={}), "c")
+    await worker.transfer.start(StartWeightUpdate(), "c")
+    await worker.transfer.add_chunk(chunk_of(path), "c")
     await worker.transfer.finish(FinishWeightUpdate(version=version), worker.report)
 
 
@@ -53,11 +63,11 @@ async def test_transferred_weights_are_those_of_the_checkpoint(tmp_path: Path) -
         path = worker.checkpoint("2", 2)
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
-        await worker.transfer.init(InitWeightTransfer(info={}))
-        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.init(InitWeightTransfer(info={}), "c")
+        await worker.transfer.start(StartWeightUpdate(), "c")
         heard = len(worker.tokens("r"))
         assert is_open(worker)
-        await worker.transfer.add_chunk(chunk_of(path))
+        await worker.transfer.add_chunk(chunk_of(path), "c")
         await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report)
         assert not is_open(worker)
         assert len(worker.tokens("r")) == heard
@@ -78,7 +88,7 @@ async def test_a_repeated_finish_has_no_effect(tmp_path: Path) -> None:
         assert await worker.transfer.finish(FinishWeightUpdate(version=2), worker.report) == canary
         for attempt in (
             worker.transfer.finish(FinishWeightUpdate(version=3), worker.report),
-            worker.transfer.add_chunk(chunk_of(worker.own)),
+            worker.transfer.add_chunk(chunk_of(worker.own), "c"),
         ):
             with pytest.raises(ControlError, match="no transfer of weights is open"):
                 await attempt
@@ -96,10 +106,10 @@ async def test_a_failed_transfer_poisons_the_worker(
     async with rig(tmp_path) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
-        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.start(StartWeightUpdate(), "c")
         attempt: Awaitable[object]
         if isinstance(command, UpdateWeightChunk):
-            attempt = worker.transfer.add_chunk(command)
+            attempt = worker.transfer.add_chunk(command, "c")
         else:
             attempt = worker.transfer.finish(command, worker.report)
         with pytest.raises(ControlError):
@@ -122,15 +132,15 @@ async def test_a_start_that_the_engine_rejects_begins_no_transfer(tmp_path: Path
         await worker.until_tokens("r", 5)
         worker.engine.faults = SyntheticFaults(start_transfer=True)
         with pytest.raises(ControlError, match="rejected the weight transfer"):
-            await worker.transfer.start(StartWeightUpdate())
+            await worker.transfer.start(StartWeightUpdate(), "c")
         assert (*worker.standing, is_open(worker)) == (1, False, False)
         await worker.flow.resume()
         await worker.until_tokens("r", len(worker.tokens("r")) + 5)
         worker.engine.faults = SyntheticFaults()
-        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.start(StartWeightUpdate(), "c")
         worker.engine.faults = SyntheticFaults(start_transfer=True)
         with pytest.raises(ControlError, match="rejected the weight transfer"):
-            await worker.transfer.start(StartWeightUpdate())
+            await worker.transfer.start(StartWeightUpdate(), "c")
         assert (*worker.standing, is_open(worker)) == (1, True, False)
 
 
@@ -147,7 +157,7 @@ async def test_an_abort_during_a_transfer_waits_until_the_engine_removed_the_req
     async with rig(tmp_path, engine=Slow) as worker:
         await worker.start("r", LONG)
         await worker.until_tokens("r", 5)
-        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.start(StartWeightUpdate(), "c")
         gate.clear()
         with pytest.raises(ControlError, match="still has 1 aborted requests") as caught:
             await worker.flow.abort_all(0.01)
@@ -160,24 +170,134 @@ async def test_an_abort_during_a_transfer_waits_until_the_engine_removed_the_req
         assert worker.flow.count == 0
 
 
-async def test_a_transfer_without_commands_for_too_long_poisons_the_weights(tmp_path: Path) -> None:
-    """A transfer without commands for too long counts as abandoned by its controller, and poisons the weights once."""
+async def test_the_lease_of_a_transfer_ends_without_commands(tmp_path: Path) -> None:
+    """A transfer without commands for too long counts as abandoned. Its end poisons the weights until a load."""
     async with rig(tmp_path) as worker:
-        await worker.transfer.start(StartWeightUpdate())
-        heard_at = worker.transfer.last_command_at
-        assert not worker.transfer.expire(heard_at + SILENCE_S - 1)
+        await worker.transfer.start(StartWeightUpdate(), "c")
+        now = time.monotonic()
+        assert not worker.transfer.watch(now + DEFAULT_IDLE_S - 1)
+        assert worker.transfer.watch(now + DEFAULT_IDLE_S + 1)
+        reason = worker.transfer.end_of_lease(now + DEFAULT_IDLE_S + 1)
         assert is_open(worker)
-        assert worker.transfer.expire(heard_at + SILENCE_S + 1)
+        assert reason == "its owner, c, sent no command for 600 s"
+        worker.transfer.end(reason)
+        assert await worker.transfer.recover()
+        assert (worker.weights.is_poisoned, worker.transfer.open) == (True, None)
+        await worker.weights.restore(worker.report, 10.0)
+        assert worker.standing == (1, False)
+
+
+async def test_an_engine_that_does_not_answer_after_a_transfer_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that waits for a peer for ever ends by its timeout, and its engine, which answers no more, is dead.
+
+    The requests in flight have ended as retryable.
+    """
+    monkeypatch.setattr("rollbus.workers.control.transfer.ANSWER_S", 0.1)
+    async with rig(tmp_path) as worker:
+        await worker.start("r", LONG)
+        await worker.until_tokens("r", 5)
+        await worker.transfer.start(StartWeightUpdate(), "c")
+        worker.engine.faults = SyntheticFaults(transfer_hangs=True)
+        with pytest.raises(ControlError, match="receiving weights was not done"):
+            await worker.transfer.add_chunk(replace(chunk_of(worker.own), timeout_s=0.1), "c")
+        assert was_fenced(worker, "r")
+        with pytest.raises(EngineDead, match="did not answer within"):
+            await worker.transfer.recover()
+
+
+async def test_the_loss_of_its_owner_ends_a_call_of_a_transfer(tmp_path: Path) -> None:
+    """A command in progress ends when its owner is lost, long before its own timeout."""
+    heard: list[float | None] = [time.monotonic()]
+    async with rig(tmp_path) as worker:
+        transfer = Transfer(worker.flow, worker.weights, heard_at=lambda _client: heard[-1])
+        await transfer.start(StartWeightUpdate(), "c")
+        worker.engine.faults = SyntheticFaults(transfer_hangs=True)
+        async with asyncio.TaskGroup() as tasks:
+            chunk = tasks.create_task(refusal(transfer.add_chunk(chunk_of(worker.own), "c")))
+            await until_true(lambda: transfer.open is not None and not transfer.open.left_s)
+            heard.append(None)
+            assert transfer.watch(time.monotonic() + OWNER_LOST_S + 1)
+        assert chunk.result().code is ControlCode.TRANSFER_EXPIRED
+        assert "the client c, published no presence for 20 s" in chunk.result().message
+
+
+class ReadState:
+    """A stand-in for `DesiredReader`."""
+
+    def __init__(self) -> None:
+        self.effective: dict[str, Recorded] = {}
+        self.num_read = 0
+
+    def request_read(self) -> int:
+        """Return the number of the next read."""
+        return self.num_read + 1
+
+
+async def test_a_transfer_whose_finish_is_recorded_does_not_expire(tmp_path: Path) -> None:
+    """After the end of the lease, the transfer ends only if a later read of the desired state shows no finish."""
+    finish = Recorded(epoch=1, command=FinishWeightUpdate(version=2))
+    async with rig(tmp_path) as worker:
+        transfer = Transfer(worker.flow, worker.weights, idle_s=0.0)
+        state = ReadState()
+        reader = cast(DesiredReader, state)
+        ends = TransferEnds(transfer, reader, HandledRegisters(reader))
+        await transfer.start(StartWeightUpdate(), "c")
+        are_open = []
+        for num_read, effective, may_act in (
+            (0, {}, True),
+            (1, {"weights": finish}, True),
+            (1, {}, False),
+            (1, {}, True),
+        ):
+            state.num_read, state.effective = num_read, effective
+            await ends.handle(may_act=may_act)
+            are_open.append(is_open(worker))
+        assert are_open == [True, True, True, False]
         assert worker.weights.is_poisoned
-        assert not is_open(worker)
-        assert not worker.transfer.expire(heard_at + 2 * SILENCE_S)
+
+
+async def refusal(work: Awaitable[object]) -> ControlError:
+    """Return the error with which `work` fails."""
+    with pytest.raises(ControlError) as caught:
+        await work
+    return caught.value
+
+
+async def test_only_its_owner_continues_a_transfer(tmp_path: Path) -> None:
+    """Another owner is refused with the holder's name. The owner may start again; the earlier id is then no more open.
+
+    A cancel ends the transfer of any owner.
+    """
+    async with rig(tmp_path) as worker:
+        transfer, chunk = worker.transfer, chunk_of(worker.own)
+        await transfer.start(StartWeightUpdate(id="one"), "c")
+        codes = [
+            (await refusal(attempt)).code
+            for attempt in (
+                transfer.start(StartWeightUpdate(id="his"), "d"),
+                transfer.init(InitWeightTransfer(info={}), "d"),
+                transfer.add_chunk(chunk, "d"),
+            )
+        ]
+        assert codes == [ControlCode.TRANSFER_HELD] * 3
+        await transfer.start(StartWeightUpdate(id="two"), "c")
+        late = await refusal(transfer.add_chunk(replace(chunk, transfer="one"), "c"))
+        assert late.code is ControlCode.TRANSFER_EXPIRED
+        assert not worker.weights.is_poisoned
+        await transfer.add_chunk(replace(chunk, transfer="two"), "c")
+        with pytest.raises(ControlError, match="the transfer one is not open"):
+            transfer.cancel(CancelWeightUpdate(transfer="one"), "admin")
+        transfer.cancel(CancelWeightUpdate(transfer="two"), "admin")
+        assert (transfer.open, transfer.last_end) == (None, "the transfer of weights ended: admin cancelled it")
 
 
 async def test_an_update_ends_an_open_transfer(tmp_path: Path) -> None:
     """An update ends an open transfer and makes the weights whole. A transfer may also be started again."""
     async with rig(tmp_path) as worker:
-        await worker.transfer.start(StartWeightUpdate())
-        await worker.transfer.start(StartWeightUpdate())
+        await worker.transfer.start(StartWeightUpdate(), "c")
+        await worker.transfer.start(StartWeightUpdate(), "c")
         await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
         assert not is_open(worker)
         assert worker.standing == (2, False)
@@ -198,8 +318,8 @@ async def test_an_engine_without_transfers_rejects_them_before_the_worker_pauses
     """An engine without transfers rejects them before the worker pauses anything."""
     async with rig(tmp_path, SyntheticConfig(weight_transfer=False)) as worker:
         for attempt in (
-            worker.transfer.init(InitWeightTransfer(info={})),
-            worker.transfer.start(StartWeightUpdate()),
+            worker.transfer.init(InitWeightTransfer(info={}), "c"),
+            worker.transfer.start(StartWeightUpdate(), "c"),
         ):
             with pytest.raises(ControlError) as caught:
                 await attempt

@@ -57,7 +57,8 @@ def make_control(
     loras = Loras(in_flight, sources, versions)
     weights = WeightManager(config, in_flight, sources, loras, versions)
     weights.start.peers = StartPeers(config, nats)
-    registers = Registers(in_flight, weights, loras, Transfer(in_flight, weights))
+    transfer = Transfer(in_flight, weights, config.transfer_idle_s, in_flight.links.leases.heard_at)
+    registers = Registers(in_flight, weights, loras, transfer)
     store = DesiredStore(nats, Subjects(config.fleet))
     # A worker with credentials may write no state: an admin creates the first one with the queue.
     reader = DesiredReader(

@@ -20,7 +20,15 @@ from ...bus.logs import RejectionCount
 from ...bus.nats.connection import Connection, subscribe
 from ...bus.protocol.fleet.authority import check_age, check_authority
 from ...bus.subjects import Subjects
-from ...schemas.control import Abort, AckStatus, CheckWeights, ReadExperts, ReadRequest, State
+from ...schemas.control import (
+    Abort,
+    AckStatus,
+    CancelWeightUpdate,
+    CheckWeights,
+    ReadExperts,
+    ReadRequest,
+    State,
+)
 from ...schemas.errors import (
     BusBroken,
     BusClosed,
@@ -193,7 +201,7 @@ class CommandHandler:
                 self.publish_due_acks()
         elif command.register is not None:
             self._lanes["record"].put_nowait(received)
-        elif isinstance(command, Abort | State):
+        elif isinstance(command, Abort | State | CancelWeightUpdate):
             self._lanes["quick"].put_nowait(received)
         elif isinstance(command, CheckWeights):
             self._end_older_checks(command)
@@ -232,7 +240,9 @@ class CommandHandler:
         """Record a command that its controller has not recorded."""
         while self._log.is_under_way(received):
             try:
-                _, received.epoch = await self._store.record(self._config.model, received.command)
+                command, by = received.command, received.author
+                self.reconciler.registers.check_recording(command, by)
+                _, received.epoch = await self._store.record(self._config.model, command, by)
             except PermissionDenied as exc:
                 error = ControlError(ControlCode.INVALID_COMMAND, f"{exc}: record the command before you publish it")
             except (BusBroken, BusClosed) as exc:
@@ -256,7 +266,7 @@ class CommandHandler:
         try:
             with command_boundary(received.command.command):
                 async with asyncio.timeout(timeout_s) as received.limit:
-                    answer = await self._one_off.execute(received.command)
+                    answer = await self._one_off.execute(received.command, received.author)
         except ControlError as exc:
             outcome = failure(exc)
         except TimeoutError:

@@ -34,6 +34,11 @@ class ReceivedCommand:
     progress_at: float = -math.inf
     """Monotonic time of the last progress ack."""
 
+    @property
+    def author(self) -> str:
+        """The user of the HTTP service for whom the command is, or else its controller."""
+        return self.command.by or self.controller
+
 
 class CommandLog:
     """Open commands and recently ended commands: at most `MAX_SEEN_COMMANDS` of each."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ...bus.protocol.fleet.desired import WEIGHTS
+from ...bus.protocol.fleet.transfer_lease import ENDED
 from ...bus.protocol.states import WorkerEvent
 from ...schemas.control import AckError, AckStatus, Canary, Drain, FinishWeightUpdate, Pause, Sleep, Verified
 from ...schemas.desired import Recorded
@@ -123,14 +124,16 @@ def target_event(
     Returns:
         The event, or None if the worker would serve but waits for the sources of the registers in `staging`.
     """
-    error = handled[WEIGHTS].outcome.error if WEIGHTS in handled and WEIGHTS in effective else None
-    if WEIGHTS not in staging and (has_conflict or (error is not None and error.code is ControlCode.OTHER_CONTENT)):
-        return WorkerEvent.MISSED
-    if is_poisoned and WEIGHTS not in staging:
-        return WorkerEvent.SPOILT
-    if WEIGHTS in effective and WEIGHTS not in staging and not _is_applied(handled, WEIGHTS):
-        is_lost = isinstance(effective[WEIGHTS].command, FinishWeightUpdate)
-        return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
+    if WEIGHTS not in staging:
+        error = handled[WEIGHTS].outcome.error if WEIGHTS in handled and WEIGHTS in effective else None
+        if has_conflict or (error is not None and error.code is ControlCode.OTHER_CONTENT):
+            return WorkerEvent.MISSED
+        is_missed = WEIGHTS in effective and not _is_applied(handled, WEIGHTS)
+        is_lost = is_missed and isinstance(effective[WEIGHTS].command, FinishWeightUpdate)
+        if is_poisoned and not (is_lost and _has_not_received(handled)):
+            return WorkerEvent.SPOILT
+        if is_missed:
+            return WorkerEvent.STRANDED if is_lost else WorkerEvent.MISSED
     pause = effective[PAUSE].command if PAUSE in effective else None
     if isinstance(pause, Drain):
         return WorkerEvent.DRAINED
@@ -139,6 +142,12 @@ def target_event(
     if isinstance(pause, Pause):
         return WorkerEvent.PAUSED
     return None if staging else WorkerEvent.CAUGHT_UP
+
+
+def _has_not_received(handled: Mapping[str, HandledRegister]) -> bool:
+    """Return True if a finish failed because this worker has not received the weights of the transfer."""
+    error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
+    return error is not None and error.code in ENDED
 
 
 def _is_applied(handled: Mapping[str, HandledRegister], register: str) -> bool:

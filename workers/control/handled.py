@@ -65,6 +65,11 @@ class HandledRegisters:
         if is_passing and time.monotonic() > self._missed_at + FETCH_RETRY_S:
             self.by_name[WEIGHTS] = self._again(WEIGHTS)
 
+    def reload_weights(self) -> None:
+        """Make the weights due again, because the engine lost them: the recorded ones, else those of the start."""
+        handled = self.by_name.get(WEIGHTS)
+        self.by_name[WEIGHTS] = HandledRegister(-1, RegisterOutcome() if handled is None else handled.outcome)
+
     def repeat_sleep(self) -> None:
         """Make sleep due again, if it was applied."""
         if SLEEP in self.by_name and self.by_name[SLEEP].outcome.is_applied:

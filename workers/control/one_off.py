@@ -8,6 +8,7 @@ from ...schemas import limits
 from ...schemas.control import (
     Abort,
     AnyCommand,
+    CancelWeightUpdate,
     CheckWeights,
     Fence,
     InitWeightTransfer,
@@ -43,8 +44,8 @@ class OneOffCommands:
         self._registers = reconciler.registers
         self.reads = reads
 
-    async def execute(self, command: AnyCommand) -> dict[str, Any]:
-        """Execute `command`. Return the additional fields of its `Ack`.
+    async def execute(self, command: AnyCommand, by: str) -> dict[str, Any]:
+        """Execute `command` for its author. Return the additional fields of its `Ack`.
 
         Raises:
             ControlError: the command failed.
@@ -62,7 +63,11 @@ class OneOffCommands:
                 async with self._reconciler.exclusive(halts=True):
                     self._registers.weights.mark_invalid(command.reason)
             case InitWeightTransfer() | StartWeightUpdate() | UpdateWeightChunk():
-                await self._transfer(command)
+                await self._transfer(command, by)
+            case CancelWeightUpdate():
+                self._registers.transfer.interrupt(command, by)
+                async with self._reconciler.exclusive(halts=False):
+                    self._registers.transfer.cancel(command, by)
             case _:
                 raise ControlError(ControlCode.INVALID_COMMAND, f"{command.command} is not a one-off command")
         return {}
@@ -92,15 +97,17 @@ class OneOffCommands:
         await self._in_flight.abort_and_wait([name for names in found.values() for name in names])
         return {"request_ids": tuple(sorted(found)[: limits.MAX_CHUNKS_PER_FRAME])}
 
-    async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk) -> None:
+    async def _transfer(self, command: InitWeightTransfer | StartWeightUpdate | UpdateWeightChunk, by: str) -> None:
         if self._registers.is_asleep:
             raise ControlError(ControlCode.NOT_SERVING, "the engine is asleep")
         transfer = self._registers.transfer
         async with self._reconciler.exclusive(halts=isinstance(command, StartWeightUpdate)):
             match command:
                 case InitWeightTransfer():
-                    await transfer.init(command)
+                    await transfer.init(command, by)
                 case StartWeightUpdate():
-                    await transfer.start(command)
+                    await transfer.start(command, by)
                 case UpdateWeightChunk():
-                    await transfer.add_chunk(command)
+                    await transfer.add_chunk(command, by)
+        # A controller decides about the finish by presence.
+        self._lifecycle.request_presence()

@@ -46,6 +46,7 @@ from .desire import (
 from .handled import HandledRegisters
 from .pending import PendingSources
 from .reading import DesiredReader
+from .transfer_ends import TransferEnds
 
 __all__ = ["Reconciler"]
 
@@ -102,6 +103,7 @@ class Reconciler:
         self._waiting: tuple[str, int, asyncio.Timeout] | None = None
         # Register, epoch and stage of the command in progress.
         self._stage: tuple[str, int, str] | None = None
+        self._transfer_ends = TransferEnds(self.registers.transfer, reader, self._handled)
         self.epoch = 0
         """Epoch of the last applied desired state."""
         self.problem: str | None = None
@@ -124,13 +126,16 @@ class Reconciler:
         self._is_due.set()
 
     def check_read(self) -> None:
-        """Accept no requests while the desired state is unknown. Call this every second while connected.
+        """Accept no requests while the desired state is unknown, and check the lease of an open transfer.
 
-        In a network partition the rest of the fleet may have continued without this worker.
+        Call this every second while connected. In a network partition the rest of the fleet may have continued without
+        this worker.
         """
         if self._lifecycle.state is WorkerState.SERVING and not self.reader.is_fresh:
             logger.warning("desired.state_expired epoch=%s problem=%s", self.reader.epoch, self.reader.problem)
             self._stop_serving()
+        if self.registers.transfer.watch(time.monotonic()):
+            self._is_due.set()
 
     def on_read(self) -> None:
         """Handle a newly read desired state."""
@@ -202,13 +207,14 @@ class Reconciler:
         while True:
             await self._is_due.wait()
             self._is_due.clear()
+            async with self._lock:
+                await self._transfer_ends.handle(may_act=self._may_act())
             self._stage_pending()
             while (due := self._next_due()) is not None:
                 async with self._lock:
                     await self._apply(due)
                 self._stage_pending()
             async with self._lock:
-                self.registers.transfer.expire(time.monotonic())
                 await self._apply_target_state()
 
     def _may_act(self) -> bool:
@@ -334,7 +340,7 @@ class Reconciler:
 
     async def _apply_target_state(self) -> None:
         """Move to the target state. Do nothing while a register is due or the worker may not act."""
-        is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.weights.is_transferring
+        is_unsettled = self._lifecycle.state is WorkerState.UPDATING and not self.registers.transfer.is_unsettled
         if not is_unsettled or not self._may_act() or self._next_due() is not None:
             return
         effective, epoch, staging = self.reader.effective, self.reader.epoch, self.sources.staging
@@ -384,7 +390,9 @@ class Reconciler:
 
     def _problem_of(self, event: WorkerEvent) -> str | None:
         if event is WorkerEvent.SPOILT:
-            return self.registers.weights.problem or "its weights are invalid"
+            problem, handled = self.registers.weights.problem or "its weights are invalid", self._handled.by_name
+            error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
+            return problem if error is None or error.message in problem else f"{problem}; {error.message}"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
             handled = self._handled.by_name.get(WEIGHTS)
             error = None if handled is None else handled.outcome.error

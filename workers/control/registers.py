@@ -5,6 +5,7 @@ import logging
 from msgspec.structs import replace
 
 from ...bus.protocol.fleet.desired import WEIGHTS
+from ...bus.protocol.fleet.transfer_lease import check_finish
 from ...schemas.control import (
     LORA_REGISTER,
     AnyCommand,
@@ -57,6 +58,15 @@ class Registers:
     def __repr__(self) -> str:
         """One line with the parts."""
         return f"<Registers sleep_level={self._sleep_level} {self.weights!r} {self.loras!r} {self.transfer!r}>"
+
+    def check_recording(self, command: AnyCommand, by: str) -> None:
+        """Check that this worker could apply a finish that it is about to record. Accept every other command.
+
+        Raises:
+            ControlError: `transfer_expired`, `transfer_held`, `transfer_empty`.
+        """
+        if isinstance(command, FinishWeightUpdate) and not self.weights.is_current(command):
+            check_finish(self.transfer.open, command, by)
 
     @property
     def is_asleep(self) -> bool:
@@ -139,7 +149,9 @@ class Registers:
             case UpdateWeights():
                 if await self._wake_engine() == DEEP:
                     self.weights.mark_invalid("the engine discarded its weights for a deep sleep")
-                return await self.weights.update(await self._abandon_transfer(command), report)
+                canary = await self.weights.update(await self._abandon_transfer(command), report)
+                self.transfer.last_end = None
+                return canary
             case FinishWeightUpdate():
                 return await self._finish(command, report)
             case LoadLora():
@@ -235,7 +247,10 @@ class Registers:
     async def _finish(self, command: FinishWeightUpdate, report: Report) -> Canary | None:
         if self.weights.is_transferring or self.weights.is_current(command):
             return await self.transfer.finish(command, report)
-        raise ControlError(
-            ControlCode.NOT_FOUND,
-            f"the weights of version {command.version} arrived through a transfer engine, but not on this worker",
+        problem, end = (
+            f"the weights of version {command.version} arrived through a transfer engine",
+            self.transfer.last_end,
         )
+        if end is None:
+            raise ControlError(ControlCode.NOT_FOUND, f"{problem}, but not on this worker")
+        raise ControlError(ControlCode.TRANSFER_EXPIRED, f"{problem} and cannot be loaded again; {end}")

@@ -201,16 +201,16 @@ class WeightManager:
             ControlError: the weights are not available or differ from before. They are then invalid.
         """
         deadline = Deadline(timeout_s)
-        self._poison("the engine has discarded its weights")
+        if not self.is_poisoned:
+            self._poison("the engine has discarded its weights")
         path = self._own if self._are_from_start else None
         if self.source is not None:
             path = await self._resolve(self.source, deadline, report)
         elif path is not None and self.digest is not None:
             await self._sources.start_digest()
         if path is None:
-            raise ControlError(
-                ControlCode.HALF_WRITTEN, "the engine discarded its weights, which cannot be loaded again"
-            )
+            self.problem = f"{self.problem}, which cannot be loaded again"
+            raise ControlError(ControlCode.HALF_WRITTEN, self.problem)
         try:
             digest = self._check_content(self.version, self.digest, path, self.source or path)
         except ControlError as exc:
@@ -234,10 +234,15 @@ class WeightManager:
         check_content(f"version {version}", digest, found, source)
         return digest
 
-    def mark_invalid(self, reason: str) -> None:
-        """Mark the weights invalid and remove their canary. The caller fails the requests in flight."""
+    def mark_invalid(self, reason: str, *, keeps_canary: bool = False) -> None:
+        """Mark the weights invalid. The caller fails the requests in flight.
+
+        Args:
+            keeps_canary: True if the canary of their checkpoint stays the right one. Otherwise it is removed.
+        """
         logger.error("weights.poisoned version=%s reason=%s", self.version, reason)
-        self._canaries.remove(self._fingerprint)
+        if not keeps_canary:
+            self._canaries.remove(self._fingerprint)
         self.is_transferring = False
         self._poison(reason)
 

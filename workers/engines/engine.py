@@ -161,7 +161,7 @@ class Engine(Protocol):
         """
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Pass `info` to the engine's own transfer engine. This and the next three methods raise `ControlError`."""
+        """Pass `info` to the engine's own transfer engine. This and the next four methods raise `ControlError`."""
 
     async def start_weight_update(self) -> None:
         """Begin to receive weights, while paused or without requests. From here on the weights are half written."""
@@ -171,6 +171,12 @@ class Engine(Protocol):
 
     async def finish_weight_update(self) -> Verified | None:
         """Finish the update after the last chunk. Result, prefix cache and adapters are as after `load_weights`."""
+
+    async def abandon_weight_update(self) -> None:
+        """End an unfinished update, so that `load_weights` may follow; no effect without one.
+
+        Return only if the engine executes calls again. A call of a transfer engine may wait for a peer that is gone.
+        """
 
     async def close(self) -> None:
         """Stop the engine and every process that it started; safe to call twice and after a failed `start`."""

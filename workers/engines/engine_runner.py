@@ -92,7 +92,7 @@ class EngineRunner:
             EngineDead: the engine did not start.
         """
         await self.engine.start()
-        able = {"request_groups": True, "group_backlog": True, "telemetry_reads": True}
+        able = {"request_groups": True, "group_backlog": True, "telemetry_reads": True, "transfer_leases": True}
         self.capabilities = replace(self.engine.capabilities, **able)
 
     async def run(self, on_steps: Callable[[Sequence[RequestStep | TokenBatch]], None]) -> NoReturn:

@@ -99,6 +99,7 @@ class BlockingFleet:
     start_weight_update = _blocking(Fleet.start_weight_update)
     update_weight_chunk = _blocking(Fleet.update_weight_chunk)
     finish_weight_update = _blocking(Fleet.finish_weight_update)
+    cancel_weight_update = _blocking(Fleet.cancel_weight_update)
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         return self._client._run(coroutine)

@@ -35,6 +35,8 @@ def check_authority(by: Certificate, command: Command, model: str) -> None:
         raise ControlError(
             ControlCode.NOT_ALLOWED, f"{by.role} {by.name} may not send {command.command}; allowed: {allowed}"
         )
+    if command.by is not None and by.is_limited:
+        raise ControlError(ControlCode.NOT_ALLOWED, f"{by.role} {by.name} may not send commands of {command.by}")
     if not by.covers_model(model):
         allowed = ", ".join(by.models or ())
         raise ControlError(

@@ -32,10 +32,14 @@ WEIGHTS = "weights"
 """The register with the weights that a worker should have."""
 
 
-def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]:
+def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0.0) -> tuple[DesiredState, int]:
     """Record `command`. Return the new state and the command's epoch.
 
     A command with a known id changes nothing: the result is `state` itself and the epoch of the first recording.
+
+    Args:
+        by: controller that sends the command. The command's own `by` counts first.
+        at: Unix time.
 
     Raises:
         ControlError: INVALID_COMMAND if it sets no register, is for another model, or exceeds a limit. OLD_VERSION if
@@ -54,9 +58,10 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
     if isinstance(command, UpdateWeights | FinishWeightUpdate):
         _check_version(state, command)
     epoch = state.epoch + 1
-    command = replace(command, epoch=epoch, model=state.model)
+    # Workers of earlier releases can read the author beside the command, but not inside it.
+    by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
     if command.workers is None:
-        registers = _bounded({**state.registers, register: Recorded(epoch=epoch, command=command)})
+        registers = _bounded({**state.registers, register: Recorded(epoch=epoch, command=command, by=by, at=at)})
         workers = _without(state.workers, register)
     else:
         registers = state.registers
@@ -64,7 +69,7 @@ def record(state: DesiredState, command: AnyCommand) -> tuple[DesiredState, int]
         for worker in command.workers:
             # Each worker gets a command that names it alone. Otherwise the size would grow with the square of the
             # workers.
-            own = Recorded(epoch=epoch, command=replace(command, workers=(worker,)))
+            own = Recorded(epoch=epoch, command=replace(command, workers=(worker,)), by=by, at=at)
             workers[worker] = _bounded({**workers.get(worker, {}), register: own})
         if len(workers) > limits.MAX_WORKER_OVERRIDES:
             raise ControlError(
@@ -250,8 +255,7 @@ def _restore(registers: dict[str, Recorded], before: dict[str, Recorded], regist
     if previous is None:
         registers.pop(register, None)
     else:
-        command = replace(previous.command, epoch=epoch)
-        registers[register] = Recorded(epoch=epoch, command=command)
+        registers[register] = replace(previous, epoch=epoch, command=replace(previous.command, epoch=epoch))
 
 
 def _without(workers: dict[str, dict[str, Recorded]], register: str) -> dict[str, dict[str, Recorded]]:

@@ -153,6 +153,11 @@ class ClientLeases:
         self._num_live += 1
         return lease
 
+    def heard_at(self, client: str) -> float | None:
+        """Return the time of the last message of a client; None: no incarnation of it has a lease."""
+        leases = self._live.get(client, {}).values()
+        return max((lease.expires_at - lease.lease_s for lease in leases), default=None)
+
     def expire(self, now: float) -> list[EndedIncarnation]:
         """End the incarnations whose lease expired more than the margin ago. A later message starts them again."""
         late = [

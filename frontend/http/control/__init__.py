@@ -27,6 +27,7 @@ _COMMANDS: Final[dict[str, tuple[Command, type[bodies.SendBody], ResponseStyle]]
     "/v1/rl/update_weights": (commands.update_weights, bodies.UpdateBody, RL),
     "/v1/rl/load_lora_adapter": (commands.load_lora, bodies.LoadLoraBody, RL),
     "/v1/rl/unload_lora_adapter": (commands.unload_lora, bodies.UnloadLoraBody, RL),
+    "/v1/rl/cancel_weight_update": (commands.cancel_weight_update, bodies.CancelTransferBody, RL),
     "/v1/rl/abort": (commands.abort, bodies.AbortBody, RL),
     "/v1/rl/abort_requests": (commands.abort, bodies.AbortBody, VLLM),
     "/pause": (commands.pause, bodies.PauseBody, VLLM),

@@ -30,6 +30,15 @@ NAMES: Final = {"label": "weight_version", "source": "path"}
 
 CALLERS_FAULTS: Final = frozenset({ControlCode.INVALID_COMMAND, ControlCode.BAD_SOURCE, ControlCode.UNSUPPORTED})
 """Reasons of workers that the same command would get again."""
+CONFLICTS: Final = frozenset(
+    {
+        ControlCode.OLD_VERSION,
+        ControlCode.TRANSFER_HELD,
+        ControlCode.TRANSFER_EXPIRED,
+        ControlCode.TRANSFER_EMPTY,
+    }
+)
+"""Errors of all workers that answer 409."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +97,8 @@ def status_of(ledger: bus.CommandResult, command: str, style: ResponseStyle = RL
         return 409, ControlCode.STALE
     if codes <= {ControlCode.TIMEOUT}:
         return 504, ControlCode.TIMEOUT
-    if codes == {ControlCode.OLD_VERSION}:
-        return 409, ControlCode.OLD_VERSION
+    if len(codes) == 1 and codes <= CONFLICTS:
+        return 409, codes.pop()
     if codes <= CALLERS_FAULTS:
         return style.bad_source if ControlCode.BAD_SOURCE in codes else 400, min(codes)
     return 502, codes.pop() if len(codes) == 1 else "not_applied"

@@ -16,6 +16,7 @@ from ....schemas.weights import Canary
 __all__ = [
     "AbortBody",
     "AddLoraBody",
+    "CancelTransferBody",
     "DrainBody",
     "FinishTransferBody",
     "FlushBody",
@@ -96,6 +97,8 @@ class UpdateBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     """prime-rl's name for `path`."""
     update_info: dict[str, Any] | None = None
     """vLLM's field: a part of the weights, in the format of the engines' transfer backend."""
+    transfer: Name | None = None
+    """Only with `update_info`: id of the transfer that must be open; None: any of the same user."""
     version: Version | None = None
     """Version of the new weights; None: one more than the newest applied or recorded version."""
     weight_version: Name | None = None
@@ -220,3 +223,12 @@ class FinishTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fie
     `/weight_info` returns."""
     allow_rollback: bool = False
     """True: the version may be older than the present version."""
+    transfer: Name | None = None
+    """Id of the transfer that must be open; None: any of the same user."""
+
+
+class CancelTransferBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """End an open transfer of weights. The workers load the desired weights again."""
+
+    transfer: Name | None = None
+    """Id of the transfer to end; None: whichever is open."""

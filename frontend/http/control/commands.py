@@ -27,6 +27,7 @@ from .versions import version_and_label, with_version
 __all__ = [
     "CommandCall",
     "abort",
+    "cancel_weight_update",
     "drain",
     "finish_weight_update",
     "flush_cache",
@@ -42,13 +43,18 @@ __all__ = [
     "wake",
 ]
 
-CHUNK_FIELDS: Final = frozenset({"update_info", "model", "workers", "timeout_s"})
+CHUNK_FIELDS: Final = frozenset({"update_info", "transfer", "model", "workers", "timeout_s"})
 """Fields that are allowed together with `update_info`, which carries a part of the weights."""
 CHECKPOINT_FORMAT: Final = "is_checkpoint_format"
 """Key in `update_info` from clients of earlier vLLM releases. Later releases do not know it."""
 
 LOADED: Final = {"status": "ok"}
 """Fields of the adapter routes' answers in addition to the command result."""
+
+HTTP_ADMIN: Final = "http:admin"
+"""Owner of transfers, and author of commands, of those who know the admin token."""
+HTTP_ANYONE: Final = "http:anyone"
+"""The same without an admin token: all callers are one owner."""
 
 Fields = TypeVar("Fields", bound=bodies.SendBody)
 
@@ -68,10 +74,15 @@ class CommandCall(Generic[Fields]):
         return self.service.rb.fleet
 
     @property
+    def user(self) -> str:
+        """The user of the token, who owns the transfers that it begins, on whichever service."""
+        return HTTP_ADMIN if self.service.settings.admin_token is not None else HTTP_ANYONE
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options of all commands as arguments of `rollbus.Fleet`, without those that the client did not set."""
         fields = self.fields
-        options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s}
+        options = {"model": fields.model, "workers": fields.workers, "timeout_s": fields.timeout_s, "by": self.user}
         return {name: value for name, value in options.items() if value is not None}
 
     async def answer(
@@ -166,8 +177,11 @@ async def update_weights(call: CommandCall[bodies.UpdateBody]) -> Response:
         _check_chunk(fields)
         info = dict(fields.update_info)
         _check_format("update_info.is_checkpoint_format", info.pop(CHECKPOINT_FORMAT, True))
-        chunk = call.fleet.update_weight_chunk(info, **{"timeout_s": LOAD_TIMEOUT_S, **call.options})
+        options = {"timeout_s": LOAD_TIMEOUT_S, "transfer": fields.transfer, **call.options}
+        chunk = call.fleet.update_weight_chunk(info, **options)
         return await call.answer(chunk, "update_weight_chunk", _is_updated)
+    if fields.transfer is not None:
+        raise invalid("transfer", "is given without update_info", "only with update_info")
     path = either("path", fields.path, "weight_dir", fields.weight_dir)
     _check_source("weight_dir" if call.style.is_vllm and fields.objects is None else "path", path, fields.objects)
 
@@ -322,7 +336,17 @@ async def start_weight_update(call: CommandCall[bodies.StartTransferBody]) -> Re
     """Hold the requests in flight and start to receive weights from the transfer engine."""
     _check_format(CHECKPOINT_FORMAT, call.fields.is_checkpoint_format)
     work = call.fleet.start_weight_update(mode=call.fields.mode, **call.options)
-    return await call.answer(work, "start_weight_update", {"message": "Weight update started"})
+    return await call.answer(work, "start_weight_update", _is_started)
+
+
+def _is_started(ledger: bus.CommandResult) -> dict[str, object]:
+    return {"message": "Weight update started", "transfer": ledger.id}
+
+
+async def cancel_weight_update(call: CommandCall[bodies.CancelTransferBody]) -> Response:
+    """End the open transfer of weights of any user. The workers load the desired weights again."""
+    work = call.fleet.cancel_weight_update(transfer=call.fields.transfer, **call.options)
+    return await call.answer(work, "cancel_weight_update", {"status": "cancelled"})
 
 
 async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> Response:
@@ -332,7 +356,7 @@ async def finish_weight_update(call: CommandCall[bodies.FinishTransferBody]) -> 
 
     async def finish(version: int) -> bus.CommandResult:
         return await call.fleet.finish_weight_update(
-            version, allow_rollback=fields.allow_rollback, label=label, **call.options
+            version, allow_rollback=fields.allow_rollback, label=label, transfer=fields.transfer, **call.options
         )
 
     work = with_version(call.service, finish, given, fields.model)

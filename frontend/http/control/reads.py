@@ -10,6 +10,7 @@ from starlette.responses import Response
 from .... import bus
 from ....bus.protocol.fleet.desired import target_version, version_label
 from ....bus.protocol.fleet.pinning import unpinned
+from ....bus.protocol.fleet.standing import open_transfers, recorded_stops
 from ....schemas.errors import ErrorCode
 from ....schemas.presence import WorkerPresence, WorkerState
 from ..errors import HttpError, invalid
@@ -72,14 +73,29 @@ async def fleet_state(service: Service, model: str | None) -> bus.FleetState:
 
 
 async def rl_health(service: Service, request: Request) -> Response:
-    """Answer 200 if a worker serves, will serve by itself, or will serve after a command; else 503."""
+    """Answer 200 if a worker serves, will serve by itself, or will serve after a command; else 503.
+
+    The answer names who stopped workers, and who has an open transfer of weights.
+    """
     state = await _state(service, request)
     counts = Counter(worker.state for worker in state.workers)
     is_well = any(worker.state.is_present or worker.state in PAUSED for worker in state.workers)
     errors = {worker.worker: worker.last_error for worker in state.workers if worker.last_error is not None}
     not_pinned = [line for desired in state.desired.values() for line in unpinned(desired)]
-    status = "ok" if is_well else "unhealthy"
-    answer = {"status": status, "workers": counts, "errors": errors, "unpinned": not_pinned}
+    transfers = [
+        {**msgspec.structs.asdict(transfer), "workers": workers}
+        for transfer, workers in open_transfers(state.workers).values()
+    ]
+    models = {worker.model for worker in state.workers}
+    stops = recorded_stops({model: desired for model, desired in state.desired.items() if model in models})
+    answer = {
+        "status": "ok" if is_well else "unhealthy",
+        "workers": counts,
+        "errors": errors,
+        "unpinned": not_pinned,
+        "stops": stops,
+        "transfers": transfers,
+    }
     return json_response(answer, 200 if is_well else 503)
 
 

@@ -4,6 +4,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from ....bus.protocol.fleet.standing import RecordedStop
 from ....bus.protocol.telemetry.command_book import CommandLine
 from ....bus.protocol.telemetry.series import Series
 
@@ -20,6 +21,7 @@ __all__ = [
     "ModelLine",
     "QueueLine",
     "StagingCell",
+    "TransferLine",
     "WorkerRow",
     "encode_event",
 ]
@@ -120,6 +122,19 @@ class Behind(msgspec.Struct, frozen=True):
     why: str
 
 
+class TransferLine(msgspec.Struct, frozen=True, kw_only=True):
+    """An open transfer of weights."""
+
+    by: str
+    """Its owner."""
+    age_s: float
+    left_s: float
+    """Seconds until it ends, unless a command arrives; 0 during a command."""
+    chunks: int
+    workers: int
+    """Number of workers that take part."""
+
+
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
     """Desired state of a model's workers."""
 
@@ -135,6 +150,9 @@ class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
     label: str | None
     """The trainer's label of that version."""
     behind: tuple[Behind, ...]
+    stops: tuple[RecordedStop, ...]
+    """Recorded pauses, drains and sleeps, with their authors."""
+    transfers: tuple[TransferLine, ...]
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):

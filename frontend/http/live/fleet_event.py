@@ -9,12 +9,14 @@ from ....bus.client.fleet_watch import HeardWorker
 from ....bus.protocol.fleet.behind import why_behind
 from ....bus.protocol.fleet.desired import WEIGHTS
 from ....bus.protocol.fleet.presence_table import slots_of
+from ....bus.protocol.fleet.standing import open_transfers, recorded_stops
 from ....bus.protocol.telemetry.fleet_rates import FleetRates
 from ....schemas.control import Drain, FinishWeightUpdate, Pause, UpdateWeights
 from ....schemas.desired import DesiredState
 from ....schemas.presence import WorkerPresence
 from ....schemas.request import Lane
-from .events import Behind, ModelLine, QueueLine, StagingCell, WorkerRow
+from ....schemas.weights import OpenTransfer
+from .events import Behind, ModelLine, QueueLine, StagingCell, TransferLine, WorkerRow
 from .points import waiting_at
 
 __all__ = ["model_lines", "pause_epoch", "queue_lines", "worker_row"]
@@ -119,7 +121,13 @@ def model_lines(
             weight_version=version,
             label=label,
             behind=tuple(behind),
+            stops=tuple(recorded_stops({model: state})),
+            transfers=tuple(_transfer_line(*found) for found in open_transfers(its_workers).values()),
         )
+
+
+def _transfer_line(found: OpenTransfer, workers: list[str]) -> TransferLine:
+    return TransferLine(by=found.by, age_s=found.age_s, left_s=found.left_s, chunks=found.chunks, workers=len(workers))
 
 
 def pause_epoch(state: DesiredState) -> int | None:

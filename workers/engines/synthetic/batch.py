@@ -5,6 +5,7 @@ A step is a few operations on the columns of the table, independent of the numbe
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from .kv import SyntheticKv
 from .model import Prefilled, Running, SyntheticModel
 from .weights import SyntheticWeights
 
-__all__ = ["SyntheticBatch"]
+__all__ = ["SyntheticBatch", "ending_step"]
 
 Column = npt.NDArray[np.uint64]
 
@@ -265,3 +266,8 @@ class SyntheticBatch:
             is_kept[i] = step.finish_reason is None
         if not all(is_kept):
             self._keep(is_kept)
+
+
+def ending_step(key: str, reason: FinishReason, **fields: Any) -> RequestStep:
+    """Return a step that ends a request and adds no tokens."""
+    return RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=reason, **fields)

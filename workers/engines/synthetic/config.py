@@ -32,6 +32,9 @@ class SyntheticFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds that each load of weights takes."""
     start_transfer: bool = False
     """True: the engine rejects the start of a weight transfer."""
+    transfer_hangs: bool = False
+    """True: a part of a weight transfer never arrives, and the engine executes no later call of the transfer, as a GPU
+    that waits for a peer in NCCL."""
     loses_loras: bool = False
     """True: new weights unload all adapters."""
     load_lora: bool = False

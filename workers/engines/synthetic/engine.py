@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from ....bus.protocol.stream.engine_step import RequestStep, TokenBatch
@@ -20,7 +19,7 @@ from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, EngineStats
 from ....schemas.request import GenerateRequest
 from ....schemas.wire_version import MALFORMED
-from .batch import SyntheticBatch
+from .batch import SyntheticBatch, ending_step
 from .config import SyntheticConfig
 from .kv import PrefixCache, SyntheticKv
 from .model import Running, SyntheticModel
@@ -50,8 +49,7 @@ class SyntheticEngine:
         self._weights = SyntheticWeights.of(self._config.seed)
         self._received: ReceivedWeights | None = None
         self._loras: dict[str, SyntheticAdapter] = {}
-        self._num_loads = 0
-        self._num_lora_loads = 0
+        self._num_loads = self._num_lora_loads = 0
         self._waiting: deque[Running] = deque()
         # Requests whose prompts are being computed.
         self._prefilling: list[Running] = []
@@ -161,7 +159,7 @@ class SyntheticEngine:
             self._enqueue(running)
             return
         code = ErrorCode.KV_TRANSFER_FAILED
-        self._failed.append(_ending(key, FinishReason.ERROR, error=problem, error_code=code))
+        self._failed.append(ending_step(key, FinishReason.ERROR, error=problem, error_code=code))
         self._wake_up.set()
 
     async def abort(self, keys: Sequence[str]) -> None:
@@ -263,7 +261,7 @@ class SyntheticEngine:
             self._remove_unbegun(unbegun)
         elif not self._running.remove([key]):
             return []
-        return [_ending(key, FinishReason.ABORT)]
+        return [ending_step(key, FinishReason.ABORT)]
 
     def _weights_of(self, lora: str | None) -> SyntheticWeights:
         adapter = None if lora is None else self._loras.get(lora)
@@ -332,15 +330,24 @@ class SyntheticEngine:
 
     async def update_weight_chunk(self, info: Mapping[str, Any]) -> None:
         """Receive `{"data": base64}` or `{"seed": n}`; see `ReceivedWeights`."""
-        self._check_alive()
+        await self._reach_peer()
         self._receiver().add(info)
 
     async def finish_weight_update(self) -> None:
         """Use the received weights."""
         self._check_alive()
-        weights = self._receiver().weights()
-        self._received = None
+        weights, self._received = self._receiver().weights(), None
         self._replace(weights)
+
+    async def abandon_weight_update(self) -> None:
+        """Discard what was received."""
+        await self._reach_peer()
+        self._received = None
+
+    async def _reach_peer(self) -> None:
+        self._check_alive()
+        if self.faults.transfer_hangs:
+            await asyncio.Event().wait()
 
     def _receiver(self) -> ReceivedWeights:
         if self._received is None:
@@ -391,8 +398,3 @@ class SyntheticEngine:
         self._check_alive()
         self._sleep_level = 0
         self._wake_up.set()
-
-
-def _ending(key: str, reason: FinishReason, **fields: Any) -> RequestStep:
-    """Return a step that ends a request and adds no tokens."""
-    return RequestStep(key=key, token_ids=np.empty(0, np.int32), finish_reason=reason, **fields)

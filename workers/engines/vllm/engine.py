@@ -295,6 +295,10 @@ class VllmEngine:
         await self._clear_nan()
         return verified
 
+    async def abandon_weight_update(self) -> None:
+        """End an unfinished update; return only if all worker processes execute calls."""
+        await self._running().weights.abandon_transfer()
+
     async def close(self) -> None:
         """Stop the engine and every process that it started; safe to call twice and after a failed `start`.
 

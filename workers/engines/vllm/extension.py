@@ -48,6 +48,16 @@ class WorkerExtension:
         """Call a method of vLLM's weight transfer; see `Reload.transfer`."""
         return self._rollbus_reload().transfer(step, info)
 
+    def rollbus_abandon_transfer(self) -> dict[str, Any]:
+        """End an unfinished transfer or load; see `Reload.give_up`."""
+        try:
+            with foreign_code():
+                self._rollbus_reload().give_up()
+        except ForeignError as exc:
+            logger.exception("weights.abandon_failed")
+            return failed(ControlCode.HALF_WRITTEN, exc)
+        return done()
+
     def rollbus_load_lora(self, name: str, number: int, path: str) -> dict[str, Any]:
         """Load an adapter, or replace the adapter of this number. After an error, the adapter's state is unknown."""
         from vllm.lora.request import LoRARequest

@@ -83,6 +83,11 @@ class VllmWeightLoader:
         self._loaded.adapters.clear()
         return _summed(answers)
 
+    async def abandon_transfer(self) -> None:
+        """End an unfinished update; see `Engine.abandon_weight_update`."""
+        self._is_transferring = False
+        await self._calls.on_workers("rollbus_abandon_transfer")
+
     async def _transfer(self, step: str, **info: Any) -> list[dict[str, Any]]:
         try:
             return await self._calls.on_workers("rollbus_transfer", step=step, **info)

@@ -1,7 +1,7 @@
 // The desired state of each model, the workers that have not reached it, and the queue.
 
 import { el, keyed, setAttr, setText, timeOf } from "./dom.js";
-import { NONE, clock, compareNames, count, plural, version } from "./format.js";
+import { NONE, clock, compareNames, count, duration, plural, version } from "./format.js";
 
 /** Limit on named workers or clients. The others are counted. */
 const MAX_NAMED = 5;
@@ -17,10 +17,11 @@ function modelCard() {
   const since = el("time");
   const behind = el("ul", { class: "behind", data: { testid: "behind" } });
   const done = el("p", { class: "tile-more" });
-  const root = el("article", { class: "card" }, name, el("dl", { class: "facts" }, ...Object.values(facts).flatMap(({ nodes }) => nodes)), done, behind);
+  const holders = el("ul", { class: "behind", data: { testid: "holders" } });
+  const root = el("article", { class: "card" }, name, el("dl", { class: "facts" }, ...Object.values(facts).flatMap(({ nodes }) => nodes)), holders, done, behind);
   const words = el("span");
   facts.pause.value.append(words, " ", since);
-  return { root, name, facts, words, since, behind, done };
+  return { root, name, facts, words, since, holders, behind, done };
 }
 
 const cards = new WeakMap();
@@ -34,6 +35,7 @@ function fillCard(node, { told, workers }) {
   if (told.paused_since) timeOf(card.since, told.paused_since, clock(told.paused_since));
   setText(card.facts.weights.value, `${version(told.weight_version)}${told.label ? ` “${told.label}”` : ""}`);
   setText(card.facts.epoch.value, told.epoch === null ? NONE : count(told.epoch));
+  keyed(card.holders, holderLines(told), ([text]) => text, () => el("li"), (item, [text]) => setText(item, text));
   const late = told.behind;
   setText(card.done, !told.epoch ? "No command is recorded." : late.length ? `${plural(late.length, "worker")} of ${count(workers)} ${late.length === 1 ? "has" : "have"} not reached it:` : workers === 0 ? "There are no workers." : workers === 1 ? "The one worker has reached it." : `All ${count(workers)} workers have reached it.`);
   const named = late.slice(0, MAX_NAMED).map(({ worker, why }) => [worker, why]);
@@ -42,6 +44,14 @@ function fillCard(node, { told, workers }) {
     setText(item.firstElementChild, worker);
     setText(item.lastElementChild, why);
   });
+}
+
+/** Name who stopped workers, and who has an open transfer of weights. */
+function holderLines({ stops, transfers }) {
+  return [
+    ...(stops ?? []).map(({ worker, what, by, since }) => [`${worker ?? "all workers"}: ${what}${by ? ` by ${by}` : ""}${since ? `, since ${clock(since)}` : ""}`]),
+    ...(transfers ?? []).map(({ by, age_s, chunks, workers }) => [`${plural(workers, "worker")}: transfer of weights by ${by}, open for ${duration(age_s)}, ${plural(chunks, "chunk")}`]),
+  ];
 }
 
 /** Make the panel with the desired state of each model. */
