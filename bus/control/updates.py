@@ -296,6 +296,7 @@ class Updates:
             logger.warning("upload.prune_failed model=%s error=%s", model, exc)
             return
         await self._uploads.prune(model, command, keep)
+        await self._uploads.sweep(model, keep)
 
     async def _check(
         self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None, min_staged: int | None

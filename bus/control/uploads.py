@@ -1,24 +1,35 @@
 """Checkpoints and adapters that a controller sends to the workers through NATS's object store."""
 
 import logging
+import re
 import uuid
 from collections.abc import Set
 from contextlib import AbstractAsyncContextManager
+from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from ...schemas.control import LoadLora, UpdateWeights
 from ...schemas.desired import DesiredState
 from ...schemas.errors import RollbusError
 from ..auth.credentials import Role
 from ..nats.connection import Connection, connected
+from ..nats.jetstream import ApiError
 from ..nats.server import Server
 from ..objects import delete_prefix, list_objects, put_folder
+from ..objects.catalog import bucket_state
 from ..protocol.weights.chain import needed_bytes
 from ..subjects import Subjects, encode_token, published_bucket, upload_bucket
+from .version_cleaning import Cleaning
 
 __all__ = ["Uploads", "sources_in"]
 
 logger = logging.getLogger(__name__)
+
+OWN_UPLOAD: Final = re.compile(r"(weights|loras/[^/]+)/\d+-[0-9a-f]{8}(?=/)")
+"""Folder of an upload by this library, below the model. Other uploads are never deleted."""
+ABANDONED_S: Final = 24 * 3600.0
+"""Age in seconds above which an upload that is not recorded belongs to a dead controller. Checks take minutes."""
 
 
 class Uploads:
@@ -65,6 +76,35 @@ class Uploads:
                 await delete_prefix(nats, objects)
         except RollbusError as exc:
             logger.warning("upload.delete_failed objects=%s error=%s", objects, exc)
+
+    async def sweep(self, model: str, keep: Set[str]) -> None:
+        """Delete what killed controllers left in the bucket: old uploads of the model, and unnamed object chunks.
+
+        An upload is old if nobody has recorded it for `ABANDONED_S`. Failures are logged.
+
+        Args:
+            keep: recorded uploads of the model.
+        """
+        bucket, home = self._bucket(model), f"{encode_token(model)}/"
+        youngest: dict[str, datetime] = {}
+        try:
+            async with self._connected() as nats:
+                for info in await list_objects(nats, bucket, home.removesuffix("/")):
+                    own = OWN_UPLOAD.match(info.name.removeprefix(home))
+                    if own is not None:
+                        folder, stored = f"{bucket}/{home}{own[0]}", datetime.fromisoformat(info.mtime)
+                        youngest[folder] = max(stored, youngest.get(folder, stored))
+                now = (await bucket_state(nats, bucket)).now
+                for folder, stored in sorted(youngest.items()):
+                    if folder not in keep and (now - stored).total_seconds() > ABANDONED_S:
+                        logger.info("upload.abandoned_deleted objects=%s", folder)
+                        await delete_prefix(nats, folder)
+                if not self._is_publisher:  # `WeightPublisher` cleans the bucket of a publisher
+                    cleaning = Cleaning(nats, bucket, now)
+                    await cleaning.list_folders()
+                    await cleaning.delete_parts()
+        except (RollbusError, ApiError, ValueError, TypeError) as exc:
+            logger.warning("upload.sweep_failed bucket=%s error=%s", bucket, exc)
 
     async def prune(self, model: str, command: UpdateWeights | LoadLora, keep: Set[str]) -> None:
         """Delete older uploads than the source of `command`, for the same model or adapter, except for `keep`.

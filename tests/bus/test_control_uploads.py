@@ -13,7 +13,7 @@ from rollbus.bus.control.uploads import Uploads, sources_in
 from rollbus.bus.nats.jetstream import ApiError, ask
 from rollbus.bus.objects import list_objects, put_folder
 from rollbus.bus.subjects import Subjects
-from rollbus.schemas.control import AckStatus, AnyCommand, CheckWeights, UpdateWeights, WeightSource
+from rollbus.schemas.control import AckStatus, AnyCommand, CheckWeights, LoadLora, UpdateWeights, WeightSource
 from rollbus.schemas.desired import DesiredState
 from rollbus.schemas.errors import BusBroken, ControlCode, ControlError
 from tests.support.hand_control import ACCEPTED, ControlledWorker, Controls, controlled, failed, unless
@@ -147,6 +147,30 @@ async def test_prune_removes_only_earlier_uploads(nats_url: str, fleet: str, tmp
         _, own, _, _ = [await put(version) for version in (1, 3, 2, 4)]
         await uploads.prune("m", own, set())
         assert await _uploads(control, fleet) == {"m/weights/2", "m/weights/3", "m/weights/4"}
+
+
+async def test_uploads_of_dead_controllers_are_deleted(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sweep` deletes a model's uploads that nobody has recorded for a day, whatever their version or adapter."""
+    uploads, folder = Uploads(nats_url, Subjects(fleet)), _folder(tmp_path / "ckpt", "weights")
+    source = WeightSource(path=str(folder))
+    async with controlled(nats_url, fleet) as control:
+        kept, *_ = [
+            await uploads.put("m", command, folder)
+            for command in (
+                UpdateWeights(version=1, source=source),
+                UpdateWeights(version=2, source=source),
+                LoadLora(name="x/y", version=1, source=source),
+            )
+        ]
+        await uploads.sweep("m", {kept})
+        before = await _uploads(control, fleet)
+        monkeypatch.setattr("rollbus.bus.control.uploads.ABANDONED_S", -60.0)
+        await uploads.sweep("other", set())
+        await uploads.sweep("m", {kept})
+        assert before == {"m/weights/1", "m/weights/2", "m/loras/x=2Fy/1"}
+        assert await _uploads(control, fleet) == {"m/weights/1"}
 
 
 def _names_in(state: DesiredState) -> list[str]:
