@@ -18,7 +18,8 @@ from rollbus.schemas.errors import BusBroken, InvalidRequest, NoWorkers, Request
 from tests.cli.support import ROOT, rollbus
 
 COMMANDS = (
-    *("abort", "auth", "bench", "demo", "doctor", "drain", "experts", "flush-cache", "forget-model", "frontend"),
+    *("abort", "auth", "bench", "cancel-transfer", "demo", "doctor", "drain", "experts", "flush-cache"),
+    *("forget-model", "frontend"),
     *("generate", "load-lora", "make-queue", "nats", "pause", "publish-weights", "reset", "resume"),
     *("sign", "sleep", "status", "top", "trace", "unload-lora", "up"),
     *("update-weights", "wake", "weights", "worker"),
