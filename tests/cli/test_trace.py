@@ -80,14 +80,14 @@ def test_a_lost_attempt_and_both_phases_have_a_line_with_one_number() -> None:
     """An attempt whose worker is gone has a line from the next attempt's worker. Both phases have the same number."""
     lost = (LostAttempt(attempt=1, worker="gone", at=101.5, tokens=7, reason="worker_lost"),)
     offered = TimelineEvent(at=102.0, event="offered", weight_version=7)
-    again = {"request_id": "r", "client": "alice", "lost": lost}
+    again = RequestTimeline(request_id="r", client="alice", lost=lost, events=(offered,))
     result = CommandResult(
         command="read_request",
         id="i",
         seconds=0.0,
         applied={
-            "p": ack("p", RequestTimeline(**again, attempt=2, phase="prefill", events=(offered,))),
-            "d": ack("d", RequestTimeline(**again, attempt=3, phase="decode", events=(offered,))),
+            "p": ack("p", replace(again, attempt=2, phase="prefill")),
+            "d": ack("d", replace(again, attempt=3, phase="decode")),
         },
     )
     trace = merge_timelines("r", result)
