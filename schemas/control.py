@@ -250,7 +250,7 @@ class LoadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag
 class UnloadLora(_LoraCommand, frozen=True, kw_only=True, tag_field="command", tag="unload_lora"):
     """Unload a LoRA adapter.
 
-    An adapter that is not loaded causes no error. Requests in flight that use the adapter end.
+    Requests in flight that use the adapter end. Controllers do not record this for an adapter that no worker has.
     """
 
     name: str

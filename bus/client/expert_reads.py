@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from ...schemas.checks import check_float
 from ...schemas.control import ReadExperts
 from ...schemas.errors import InvalidRequest
-from ...schemas.limits import MAX_TIMEOUT_S
 from ...schemas.telemetry import ExpertLoad
 from ..control.controller import Controller, check_command
 from ..protocol.telemetry.expert_answers import choose_workers, loads_of
@@ -17,6 +16,8 @@ from ..protocol.telemetry.expert_book import INTERVAL_S
 
 __all__ = ["HeardLoads", "experts_command", "read_experts"]
 
+KEPT_S: Final = 120.0
+"""Seconds for which workers keep their counts."""
 MAX_CLOCK_S: Final = 20.0
 """Tolerated clock difference in seconds. With it, a request for one minute still returns two thirds of the minute."""
 
@@ -43,7 +44,7 @@ def experts_command(
     """
     if last_s is None:
         return ReadExperts(model=model, workers=workers, window="versions", timeout_s=timeout_s)
-    last_s = check_float("last_s", last_s, 0, MAX_TIMEOUT_S)
+    last_s = check_float("last_s", last_s, 0, KEPT_S)
     since = max(int((time.time() - last_s) / INTERVAL_S) - 1, 0)
     return ReadExperts(model=model, workers=workers, since=since, timeout_s=timeout_s)
 

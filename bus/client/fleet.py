@@ -357,9 +357,10 @@ class Fleet:
         return await self._thread.run(loading)
 
     async def unload_lora(self, name: str, **options: Unpack[SendOptions]) -> CommandResult:
-        """Unload a LoRA adapter. It is no error if the adapter is not loaded. Requests in flight that use it end.
+        """Unload a LoRA adapter. Requests in flight that use it end. The client deletes its uploaded files.
 
-        The client deletes the uploaded files of the adapter.
+        Raises:
+            ControlError: `not_found`: no worker has the adapter or should have it. Nothing was recorded.
         """
         fields, on_ack = split_options(options)
         command = control.UnloadLora(name=name, **fields)

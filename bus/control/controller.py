@@ -186,6 +186,10 @@ class Controller:
         """Return the present workers of `model` that do not decode or compute digests of weights."""
         return without_digests(await self._watcher.known_workers(), model)
 
+    async def models(self) -> frozenset[str]:
+        """Return the names of the models of all live workers."""
+        return frozenset(worker.model for worker in await self._watcher.known_workers())
+
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
         """Check that this user may send the command to workers of these models. Each worker checks this again.
 

@@ -23,7 +23,7 @@ async def provision(
     limits: Mapping[str, int] | None = None,
     *,
     upload_bytes: int | None = None,
-) -> None:
+) -> dict[str, str]:
     """Create the queues of `models` and the bucket of desired states, and make the models known. Safe to repeat.
 
     Args:
@@ -31,12 +31,15 @@ async def provision(
         upload_bytes: size in bytes of each model's bucket for published weights; buckets that exist are resized. None:
             create no such bucket.
 
+    Returns:
+        By bucket for published weights: `created`, `resized` or `unchanged`; empty without `upload_bytes`.
+
     Raises:
         BusBroken: JetStream does not answer or refuses; its cause is `PermissionDenied` if the user is no admin.
         ControlError: a bucket for published weights cannot be created, or holds more than its new size.
         InvalidRequest: the fleet's name is not valid in a subject, or a queue holds more than a limit allows.
     """
-    subjects = Subjects(fleet)
+    subjects, buckets = Subjects(fleet), dict[str, str]()
     async with connected(server, name=f"rollbus provision {fleet}") as nats:
         store = DesiredStore(nats, subjects)
         await store.ensure_bucket()
@@ -45,6 +48,8 @@ async def provision(
             if limits:
                 await set_limits(nats, subjects, model, limits)
             if upload_bytes:
-                await set_bucket_bytes(nats, published_bucket(fleet, model), upload_bytes)
+                bucket = published_bucket(fleet, model)
+                buckets[bucket] = await set_bucket_bytes(nats, bucket, upload_bytes)
             # Last, because the state makes the model known.
             await store.begin(model)
+    return buckets

@@ -26,7 +26,7 @@ from ...schemas.control import (
     WeightSource,
 )
 from ...schemas.desired import DesiredState
-from ...schemas.errors import BusBroken, ControlCode, ControlError, NoWorkers, RollbusError
+from ...schemas.errors import BusBroken, ControlCode, ControlError, InvalidRequest, NoWorkers, RollbusError
 from ...schemas.limits import MAX_ERROR_CHARS
 from ..protocol.fleet import desired
 from ..protocol.fleet.canary import check_expected
@@ -144,6 +144,7 @@ class Updates:
         roster = await self._controller.roster(command)
         self._controller.check_allowed(command, roster)
         [model] = roster
+        await self._check_name(command)
         revise: Revise | None = None
         if is_next_version:
             # For the upload's name. The compare-and-set decides the recorded version, because it differs for each
@@ -187,11 +188,22 @@ class Updates:
         )
 
     async def unload_lora(self, command: UnloadLora, on_ack: OnAck | None) -> CommandResult:
-        """Unload an adapter, and delete its uploads."""
+        """Unload an adapter, and delete its uploads.
+
+        Raises:
+            ControlError: `not_found`: no worker has the adapter or should have it. Nothing is recorded.
+        """
         command = check_command(command)
         roster = await self._controller.roster(command)
-        [model] = roster
-        outcome = await self._controller.execute(command, roster, on_ack)
+        [(model, workers)] = roster.items()
+        loaded = {lora.name for worker in workers for lora in worker.loras}
+
+        def check(state: DesiredState, wanted: AnyCommand) -> AnyCommand:
+            if isinstance(wanted, UnloadLora):
+                desired.check_unload(state, wanted, loaded)
+            return wanted
+
+        outcome = await self._controller.execute(command, roster, on_ack, revise=check)
         result = await self._controller.conclude(outcome)
         for recording in outcome.recordings:
             before = recording.before
@@ -200,6 +212,14 @@ class Updates:
                 if recorded is not None and isinstance(recorded.command, LoadLora):
                     await self._delete_source(model, recorded.command)
         return result
+
+    async def _check_name(self, command: LoadLora) -> None:
+        """Check that no model has the adapter's name, under which requests would use that model."""
+        models = await self._controller.models()
+        if command.name in models:
+            raise InvalidRequest(
+                field="name", problem=f"is {command.name!r}, which is the name of a model", allowed="another name"
+            )
 
     async def _delete_source(self, model: str, command: LoadLora) -> None:
         try:

@@ -58,8 +58,8 @@ BUCKET_BYTES: Final = 32 * 1024**3
 """Size of a new bucket: two checkpoints of a model with 8 billion parameters in 16 bits."""
 
 
-async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> None:
-    """Create the bucket if it does not exist. Leave an existing bucket unchanged.
+async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKET_BYTES) -> bool:
+    """Create the bucket and return True if it does not exist. Leave an existing bucket unchanged.
 
     Raises:
         ControlError: `bad_source`: the bucket's name is invalid; `storage`: the server rejects the request.
@@ -67,7 +67,7 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
     check_bucket(bucket)
     try:
         await ask(nats, f"STREAM.INFO.{stream_of(bucket)}")
-        return
+        return False
     except ApiError as error:
         if error.code != NO_STREAM:
             raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be read: {error}") from error
@@ -75,22 +75,24 @@ async def ensure_bucket(nats: Connection, bucket: str, *, max_bytes: int = BUCKE
         await create_stream(nats, stream_config(bucket, max_bytes))
     except ApiError as error:
         raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be created: {error}") from error
+    return True
 
 
-async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> None:
-    """Set the size of a bucket; create the bucket if it is missing.
+async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> str:
+    """Set the size of a bucket; create the bucket if it is missing. Return `created`, `resized` or `unchanged`.
 
     Raises:
         ControlError: `bad_source`, as in `ensure_bucket`; `storage`: the server rejects the request, or the bucket
             holds more.
         BusBroken: JetStream does not answer.
     """
-    await ensure_bucket(nats, bucket, max_bytes=max_bytes)
+    if await ensure_bucket(nats, bucket, max_bytes=max_bytes):
+        return "created"
     stream = stream_of(bucket)
     try:
         info = await ask(nats, f"STREAM.INFO.{stream}")
         if info["config"]["max_bytes"] == max_bytes:
-            return
+            return "unchanged"
         used = info["state"]["bytes"]
         # With a lower limit, the server would reject all uploads, including the record of published weights.
         if used > max_bytes:
@@ -100,6 +102,7 @@ async def set_bucket_bytes(nats: Connection, bucket: str, max_bytes: int) -> Non
         await ask(nats, f"STREAM.UPDATE.{stream}", {**info["config"], "max_bytes": max_bytes})
     except ApiError as error:
         raise ControlError(ControlCode.STORAGE, f"the bucket {bucket!r} cannot be resized: {error}") from error
+    return "resized"
 
 
 async def list_objects(

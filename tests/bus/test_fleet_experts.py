@@ -176,6 +176,8 @@ async def test_a_fleet_of_several_models_requires_a_model_name(nats_url: str, fl
             await control.rb.fleet.experts()
         with pytest.raises(InvalidRequest, match="last_s"):
             await control.rb.fleet.experts("m", last_s=-1)
+        with pytest.raises(InvalidRequest, match="last_s is 999.*to 120"):
+            await control.rb.fleet.experts("m", last_s=999)
 
 
 async def test_a_worker_that_hangs_is_named(nats_url: str, fleet: str) -> None:

@@ -295,11 +295,12 @@ async def test_an_object_with_wrong_content_is_refused(
 async def test_a_bucket_size_below_the_stored_bytes_is_refused(nats_url: str, tmp_path: Path) -> None:
     """`set_bucket_bytes` creates a missing bucket and keeps its objects. It rejects a size below the stored bytes."""
     async with opened(nats_url) as nats, fresh_bucket(nats) as bucket:
-        await set_bucket_bytes(nats, bucket, 2 * MEGABYTE)
+        changes = [await set_bucket_bytes(nats, bucket, 2 * MEGABYTE) for _ in range(2)]
+        assert changes == ["created", "unchanged"]
         await put(nats, bucket, "p", write_folder(tmp_path / "p", a=MEGABYTE))
         with pytest.raises(ControlError, match=r"rejected the upload"):
             await put(nats, bucket, "q", write_folder(tmp_path / "q", a=MEGABYTE))
-        await set_bucket_bytes(nats, bucket, 3 * MEGABYTE)
+        assert await set_bucket_bytes(nats, bucket, 3 * MEGABYTE) == "resized"
         await put(nats, bucket, "q", tmp_path / "q")
         with pytest.raises(ControlError, match=rf"holds \d+ bytes; it cannot have {MEGABYTE}") as raised:
             await set_bucket_bytes(nats, bucket, MEGABYTE)

@@ -100,6 +100,9 @@ async def test_options_reach_the_workers_as_fields_of_the_same_name(
     If all workers apply the command, the exit code is 0.
     """
     async with workers(nats_url, fleet, {"w0": APPLIES, "w1": APPLIES}) as heard:
+        if name == "unload_lora":
+            # An adapter that nobody has cannot be unloaded.
+            await run_rollbus(nats_url, fleet, "load-lora", "math", "/a/b")
         ended = await run_rollbus(nats_url, fleet, *args)
 
     assert (ended.code, ended.stderr) == (ExitCode.OK, "")

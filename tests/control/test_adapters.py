@@ -51,11 +51,21 @@ async def test_an_adapter_is_loaded_replaced_kept_over_new_weights_and_unloaded(
         async with start(nats_url, fleet, "w1", one):
             await rb.fleet.wait_for_workers(2)
             late = await until_worker(rb, "w1", lambda worker: worker.loras)
-        unloaded = [await run_rollbus(nats_url, fleet, "unload-lora", name) for name in ("math", "unknown")]
+        unloaded = await run_rollbus(nats_url, fleet, "unload-lora", "math")
+        before = (await rb.fleet.state()).desired["m"]
+        refused = [
+            await run_rollbus(nats_url, fleet, "unload-lora", "unknown"),
+            await run_rollbus(nats_url, fleet, "load-lora", "m", str(first)),
+        ]
+        after = (await rb.fleet.state()).desired["m"]
         with pytest.raises(RequestError) as caught:
             await with_adapter(rb)
 
-    assert [ended.code for ended in (loaded, swapped, updated, *unloaded)] == [0] * 5
+    assert [ended.code for ended in (loaded, swapped, updated, unloaded)] == [0] * 4
+    assert all(ended.code for ended in refused)
+    assert "'unknown' is not loaded" in refused[0].stderr
+    assert "'m', which is the name of a model" in refused[1].stderr
+    assert after == before
     assert [lora_versions(result) for result in results] == [{1}, {7}, {7}]
     assert [set(result.weight_versions.tolist()) for result in results] == [{1}, {1}, {2}]
     assert plain.lora_versions is None

@@ -5,6 +5,8 @@ arrives again with the same id changes nothing. Of two commands on one register 
 whether it was for all workers or for that worker. So a command for all workers removes the commands for single workers.
 """
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from ....schemas import limits
@@ -15,6 +17,7 @@ from ....schemas.errors import ControlCode, ControlError
 __all__ = [
     "WEIGHTS",
     "check_recordable",
+    "check_unload",
     "cleared",
     "contains",
     "desired_loras",
@@ -57,6 +60,10 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
         )
     if isinstance(command, UpdateWeights | FinishWeightUpdate):
         _check_version(state, command)
+    if isinstance(command, LoadLora) and command.name == state.model:
+        # Requests that name the model use its base weights, so no request could use the adapter.
+        problem = f"name is {command.name!r}, which is the name of the model itself; allowed: another name"
+        raise ControlError(ControlCode.INVALID_COMMAND, problem)
     epoch = state.epoch + 1
     # Workers of earlier releases can read the author beside the command, but not inside it.
     by, command = command.by or by, replace(command, epoch=epoch, model=state.model, by=None)
@@ -150,6 +157,27 @@ def desired_loras(state: DesiredState | None) -> frozenset[str]:
         return frozenset()
     commands = (item.command for own in (state.registers, *state.workers.values()) for item in own.values())
     return frozenset(command.name for command in commands if isinstance(command, LoadLora))
+
+
+def check_unload(state: DesiredState, command: UnloadLora, loaded: Collection[str]) -> None:
+    """Check that some worker of `command` has its adapter, or should have it.
+
+    Args:
+        loaded: names of the adapters that these workers have loaded. They may have more than is recorded after a reset.
+
+    Raises:
+        ControlError: NOT_FOUND.
+    """
+    if command.name in loaded or any(seen.id == command.id for seen in state.seen):
+        return
+    if command.workers is None:
+        names = desired_loras(state)
+    else:
+        recorded = [effective(state, worker).get(command.register) for worker in command.workers]
+        names = frozenset(one.command.name for one in recorded if one and isinstance(one.command, LoadLora))
+    if command.name not in names:
+        known = ", ".join(sorted({*loaded, *names})) or "none"
+        raise ControlError(ControlCode.NOT_FOUND, f"adapter {command.name!r} is not loaded; loaded: {known}")
 
 
 def next_lora_version(state: DesiredState, register: str) -> int:

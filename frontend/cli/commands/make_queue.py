@@ -57,9 +57,11 @@ async def run(args: argparse.Namespace) -> int:
 
     given = {"max_msgs": args.max_requests, "max_bytes": args.max_bytes, "max_per_client": args.max_per_client}
     given = {name: value for name, value in given.items() if value is not None}
-    await provision(Server.named(args.nats), args.fleet, args.models, given, upload_bytes=args.upload_bytes)
+    buckets = await provision(Server.named(args.nats), args.fleet, args.models, given, upload_bytes=args.upload_bytes)
     if args.json:
-        print_json({"models": args.models})
+        print_json({"models": args.models, "upload_buckets": buckets})
     else:
         write(f"the queue of {', '.join(args.models)} exists")
+        for bucket, change in buckets.items():
+            write(f"the bucket {bucket} for uploads was {change}: at most {args.upload_bytes:,} bytes")
     return ExitCode.OK

@@ -1,6 +1,6 @@
 """Unload a LoRA adapter and abort the requests in flight that use it.
 
-The command also succeeds if the adapter is not loaded.
+The command fails if no worker has the adapter or should have it.
 """
 
 import argparse

@@ -161,7 +161,7 @@ class AddLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class UnloadLoraBody(SendBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unload a LoRA adapter. An adapter that is not loaded causes no error."""
+    """Unload a LoRA adapter. An adapter that no worker has is 404."""
 
     name: Name | None = None
     """Name of the adapter in requests."""

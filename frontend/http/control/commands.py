@@ -270,7 +270,7 @@ async def is_loaded(fleet: bus.Fleet, name: str, model: str | None) -> bool:
 
 
 async def unload_lora(call: CommandCall[bodies.UnloadLoraBody], *, extra: Mapping[str, object] = LOADED) -> Response:
-    """Unload a LoRA adapter. An adapter that is not loaded causes no error."""
+    """Unload a LoRA adapter. Answer 404 if no worker has it and no worker should have it."""
     fields = call.fields
     work = call.fleet.unload_lora(_lora_name(fields), **call.options)
     names = {"name": "name" if fields.lora_name is None else "lora_name"}
