@@ -38,6 +38,8 @@ async def test_complete_many_reads_at_most_max_in_flight_requests_ahead(
 
     config = SyntheticConfig(max_num_seqs=256)
     async with one_worker(config=config) as (rb, *_):
+        # The first request without a model resolves it, with one round trip.
+        await rb.complete(sized(1, 1))
         monkeypatch.setattr(LoopThread, "run", counting)
         seen = 0
         async for generation in rb.complete_many(requests(5000), max_in_flight=512):
