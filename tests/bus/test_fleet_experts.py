@@ -176,7 +176,7 @@ async def test_a_fleet_of_several_models_requires_a_model_name(nats_url: str, fl
             await control.rb.fleet.experts()
         with pytest.raises(InvalidRequest, match="last_s"):
             await control.rb.fleet.experts("m", last_s=-1)
-        with pytest.raises(InvalidRequest, match="last_s is 999.*to 120"):
+        with pytest.raises(InvalidRequest, match=r"last_s is 999.*to 120"):
             await control.rb.fleet.experts("m", last_s=999)
 
 

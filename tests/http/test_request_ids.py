@@ -37,7 +37,7 @@ async def test_an_id_that_no_header_carries_is_only_in_the_body(nats_url: str, f
     """An id outside ASCII is kept in the body of the answer, without the header; in a request's header it is 400."""
     async with http_service(nats_url, fleet) as http:
         kept = await http.client.post(PATH, json={**FEW, "request_id": "日本"})
-        other = await http.client.post(PATH, json=FEW, headers={"X-Request-Id": "é".encode("latin-1")})
+        other = await http.client.post(PATH, json=FEW, headers={b"X-Request-Id": "é".encode("latin-1")})
         unprintable = await http.client.post(PATH, json=FEW, headers={"X-Request-Id": "a\tb"})
         long = await http.client.post(PATH, json={**FEW, "request_id": "r" * 513})
         empty = await http.client.post(PATH, json=FEW, headers={"X-Request-Id": ""})

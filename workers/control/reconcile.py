@@ -389,12 +389,11 @@ class Reconciler:
                 await self._flush_outputs()
 
     def _problem_of(self, event: WorkerEvent) -> str | None:
+        weights, handled = self.registers.weights, self._handled.by_name
+        error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
         if event is WorkerEvent.SPOILT:
-            problem, handled = self.registers.weights.problem or "its weights are invalid", self._handled.by_name
-            error = handled[WEIGHTS].outcome.error if WEIGHTS in handled else None
+            problem = weights.problem or "its weights are invalid"
             return problem if error is None or error.message in problem else f"{problem}; {error.message}"
         if event in (WorkerEvent.MISSED, WorkerEvent.STRANDED):
-            handled = self._handled.by_name.get(WEIGHTS)
-            error = None if handled is None else handled.outcome.error
-            return self.registers.weights.conflict if error is None else error.message
+            return weights.conflict if error is None else error.message
         return None
