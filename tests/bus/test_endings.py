@@ -124,9 +124,10 @@ async def test_an_error_in_the_thread_of_the_client_reaches_every_caller(
     async with synthetic_worker(nats_url, fleet, config=config), asyncio.TaskGroup() as tasks:
         rb = await rollbus.connect(nats_url, fleet=fleet).__aenter__()
         await rb.fleet.wait_for_workers()
-        stream = rb.generate(sized(max_tokens=1_000_000, model="synthetic"))
+        streamed, whole = (sized(max_tokens=1_000_000, model="synthetic") for _ in range(2))
+        stream = rb.generate(streamed)
         await anext(stream)
-        completing = tasks.create_task(error_of(rb.complete(sized(max_tokens=1_000_000, model="synthetic")), RequestFailed))
+        completing = tasks.create_task(error_of(rb.complete(whole), RequestFailed))
         await asyncio.sleep(0)
         monkeypatch.setattr(ClientLinks, "_messages", fail)
         with pytest.raises(RequestFailed, match=r"the client has failed: .*oops"):
