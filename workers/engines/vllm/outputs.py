@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....schemas.chunk import FinishReason, PromptLogprobs, SamplingMask, TopLogprobs
-from ....schemas.errors import ErrorCode, InvalidRequest
+from ....schemas.errors import ErrorCode
 from ....schemas.messages import KvTransfer
 from ....schemas.presence import Capabilities, RoutedExpertsInfo
 from ....schemas.request import GenerateRequest
@@ -17,6 +17,7 @@ from ....schemas.sampling import SamplingParams
 from ..engine import RequestStep, TokenBatch
 from .kv.params import encode_params
 from .masks import VllmMask, mask_of
+from .params import no_token_left
 
 __all__ = ["LogprobTable", "OpenRequests", "Restarted", "StepOutput"]
 
@@ -222,8 +223,9 @@ class OpenRequests:
         try:
             step = self._step(request, output)
         except _UnusableOutput as exc:
-            own_fault = _without_tokens(request) if isinstance(exc, _NotANumber) else None
-            step = _failed(request, str(exc)) if own_fault is None else own_fault
+            step = _failed(request, str(exc))
+            if isinstance(exc, _NotANumber) and (fault := no_token_left(request.sampling)) is not None:
+                step = _failed(request, fault.message, fault.code)
             self.has_seen_nan |= isinstance(exc, _NotANumber)
             if output.finish_reason is None:
                 broken.append(output.engine_id)
@@ -354,21 +356,6 @@ def _failed(request: _Open, error: str, code: ErrorCode = ErrorCode.ENGINE_ERROR
         error=error,
         error_code=code,
     )
-
-
-def _without_tokens(request: _Open) -> RequestStep | None:
-    """Return the end of a request whose own parameters may have left no token to sample; None: they leave some.
-
-    Checks before the engine find most of these requests. They do not know the model's end token and the tokens that
-    complete a bad word.
-    """
-    sampling = request.sampling
-    if sampling.allowed_token_ids is None or not (sampling.bad_words_token_ids or sampling.min_tokens):
-        return None
-    problem = "allows no token that bad words and min_tokens leave"
-    allowed = "a list with at least one such token at each position"
-    error = InvalidRequest(field="sampling.allowed_token_ids", problem=problem, allowed=allowed)
-    return _failed(request, error.message, ErrorCode.INVALID_REQUEST)
 
 
 def _logprobs(

@@ -12,7 +12,7 @@ from .kv.params import EXTRA_ARG
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["extra_names", "refusal", "to_vllm"]
+__all__ = ["extra_names", "no_token_left", "refusal", "to_vllm"]
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this value (sampling_params.py: __post_init__)."""
@@ -128,6 +128,19 @@ def refusal(exc: Exception, sampling: SamplingParams) -> InvalidRequest:
     # str() of vLLM's error includes the value, which may be a long list of token ids. Its first argument does not.
     problem = str(exc.args[0]) if exc.args else type(exc).__name__
     return InvalidRequest(field=field, problem=f"was rejected by vLLM: {problem}", allowed=allowed)
+
+
+def no_token_left(sampling: SamplingParams) -> InvalidRequest | None:
+    """Return the error of parameters that may leave no token to sample, so that the engine computes NaN; else None.
+
+    Checks before the engine find most of them. They do not know the model's end token and the tokens that complete a
+    bad word.
+    """
+    if sampling.allowed_token_ids is None or not (sampling.bad_words_token_ids or sampling.min_tokens):
+        return None
+    problem = "allows no token that bad words and min_tokens leave"
+    allowed = "a list with at least one such token at each position"
+    return InvalidRequest(field="sampling.allowed_token_ids", problem=problem, allowed=allowed)
 
 
 def _check_extra_args(extra_args: dict[str, Any] | None) -> None:
