@@ -46,7 +46,7 @@ from rollbus.bus.protocol.queue.rendezvous import rendezvous
 
 __all__ = ["SLOW", "WAYS", "Played", "Player", "patched"]
 
-POLICY: Final = "rollbus.bus.client.placement.PlacementPolicy"
+POLICY: Final = "rollbus.bus.protocol.placement.model_policies.PlacementPolicy"
 """The class that the other ways replace in their clients."""
 QUEUED: Final = Placement(None, PlacementReason.QUEUED)
 SETTLE_S: Final = 2.0

@@ -71,7 +71,7 @@ class RoutedEngine(SyntheticEngine):
         routing = RoutedExpertsInfo(
             num_layers=num_layers, top_k=top_k, num_experts=num_experts, dtype=dtype_for(num_experts)
         )
-        self.capabilities = replace(self.capabilities, routed_experts=routing)
+        self.capabilities = replace(self.capabilities, routed_experts=routing, vocab_size=CLOCK)
         self._rows = make_rows(case)
         self._is_fresh = is_fresh
         self._positions: dict[str, int] = {}

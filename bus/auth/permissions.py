@@ -21,6 +21,7 @@ from .credentials import CLIENT_ROLES, Role, User
 __all__ = [
     "INBOX",
     "JETSTREAM_RULES",
+    "REQUESTERS",
     "SUBJECT_RULES",
     "Permissions",
     "Rule",
@@ -32,7 +33,8 @@ __all__ = [
 ]
 
 _NOBODY: Final[frozenset[Role]] = frozenset()
-_REQUESTERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.FRONTEND})
+REQUESTERS: Final = frozenset({Role.TRAINER, Role.PUBLISHER, Role.FRONTEND})
+"""Roles that may send requests."""
 _COMMANDERS: Final = frozenset({Role.ADMIN, Role.FRONTEND})
 _PUBLISHERS: Final = frozenset({Role.PUBLISHER})
 _WORKERS: Final = frozenset({Role.WORKER})
@@ -67,11 +69,11 @@ class Rule:
 
 
 SUBJECT_RULES: Final = (
-    Rule("req.<client>.<model>.<lane>", publish=_REQUESTERS),  # workers pull them from the stream
-    Rule("direct.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
+    Rule("req.<client>.<model>.<lane>", publish=REQUESTERS),  # workers pull them from the stream
+    Rule("direct.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),
     Rule("frame.<client>.<worker>", publish=_WORKERS, subscribe=CLIENT_ROLES),
-    Rule("link.<client>.<worker>", publish=_REQUESTERS, subscribe=_WORKERS),
-    Rule("plain.<client>.>", publish=_WORKERS, subscribe=_REQUESTERS),
+    Rule("link.<client>.<worker>", publish=REQUESTERS, subscribe=_WORKERS),
+    Rule("plain.<client>.>", publish=_WORKERS, subscribe=REQUESTERS),
     # Workers also: to detect a worker with their id, or with other content under their version.
     Rule("presence.<worker>", publish=_WORKERS, subscribe=_EVERYBODY, observe=_WORKERS),
     Rule("client.<client>", publish=CLIENT_ROLES, subscribe=_EVERYBODY),

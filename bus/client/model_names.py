@@ -46,11 +46,15 @@ class ModelNames:
         """Return the models that live workers or stored desired states name, sorted.
 
         Raises:
-            BusBroken: the stored states cannot be listed.
+            BusBroken: the stored states cannot be listed or read.
         """
         await self._watcher.known_workers()
         recorded = await self._recorded_models()
-        return tuple(sorted({worker.model for worker in self._watcher.table.workers()}.union(recorded)))
+        served = {worker.model for worker in self._watcher.table.workers()}
+        if len(served.union(recorded)) > 1:
+            # Roles that write a state may write anything under any name. Only a valid state makes a model known.
+            recorded = tuple([model for model in recorded if model in served or await self._store.is_valid(model)])
+        return tuple(sorted(served.union(recorded)))
 
     async def reset(self, model: str | None) -> tuple[str, ...]:
         """Clear the desired state of `model`, or of all models. Return the models that had recorded commands."""

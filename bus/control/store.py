@@ -85,6 +85,13 @@ class DesiredStore:
         """
         return self._usable(model, await self._revisions.find(model)).state
 
+    async def is_valid(self, model: str) -> bool:
+        """Return True if the stored state of `model` can be decoded and, in a fleet with users, is signed."""
+        try:
+            return await self.read(model) is not None
+        except RemoteProtocolError:
+            return False
+
     async def current(self, model: str) -> DesiredState:
         """Return the state over which a command would be recorded, empty if there is none. Wait during an election.
 

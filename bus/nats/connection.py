@@ -90,10 +90,10 @@ class Connection(PatchedNatsClient):
     ) -> None:
         super().__init__(requires_tls=server.requires_tls, replicas=server.replicas)
         self._server = server
-        self._user = None if server.credentials is None else server.credentials.user
+        self.user = None if server.credentials is None else server.credentials.user
         self.signatures = Signatures(server.credentials)
         """Signing key of this user, and the root keys that it trusts."""
-        self.denials = Denials("this user" if self._user is None else str(self._user))
+        self.denials = Denials("this user" if self.user is None else str(self.user))
         self._urls = server.urls
         self._shown_urls = ",".join(map(redact, self._urls))
         self._name = name
@@ -141,10 +141,10 @@ class Connection(PatchedNatsClient):
             "flush_timeout": FLUSH_TIMEOUT_S,
             "tls": self._server.tls.context(),
         }
-        if self._server.credentials is not None and self._user is not None:
-            self._public_nkey = self._user.public_key
+        if self._server.credentials is not None and self.user is not None:
+            self._public_nkey = self.user.public_key
             options["signature_cb"] = self._server.credentials.sign
-            options["inbox_prefix"] = self._user.inbox_prefix
+            options["inbox_prefix"] = self.user.inbox_prefix
         self._is_opening = True
         timeout_s += ATTEMPT_TIMEOUT_S * (len(self._urls) - 1)
         try:

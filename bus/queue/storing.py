@@ -12,6 +12,7 @@ from nats import errors as nats_errors
 
 from ...schemas.errors import BusBroken, PermissionDenied
 from ...schemas.request import Lane
+from ..auth.permissions import REQUESTERS
 from ..nats.connection import Connection
 from ..nats.jetstream import ApiError, ask
 from ..subjects import Subjects
@@ -44,8 +45,10 @@ async def why_unstored(nats: Connection, subjects: Subjects, model: str, lane: L
 async def probe_queue(nats: Connection, subjects: Subjects, client: str, model: str) -> str | None:
     """Publish a message, which workers remove, to each stream of a queue. Return the problem if one is not stored.
 
-    Return None also if this user may not publish requests, because then nothing is known.
+    Return None even if this user may not publish requests, because then nothing is known.
     """
+    if nats.user is not None and nats.user.role not in REQUESTERS:
+        return None  # the server would log a violation
     async with asyncio.TaskGroup() as tasks:
         probes = [tasks.create_task(_probe(nats, subjects, client, model, lanes[0])) for lanes in STREAM_LANES]
     return next((problem for probe in probes if (problem := probe.result()) is not None), None)

@@ -60,8 +60,8 @@ OWN: dict[str, tuple[set[Role], set[Role]]] = {
 }
 HEARD_BY_ALL = {"presence.<worker>"}
 """Subjects that clients receive from every worker."""
-OBSERVED = {"ack.<controller>.<worker>": {A, F}}
-"""The roles that may subscribe to messages for others: those that may send any command."""
+OBSERVED = {"ack.<controller>.<worker>": {A, F}, "presence.<worker>": {W}}
+"""The roles that may subscribe to messages for others: of acks those that may send any command, of presence workers."""
 
 
 def subject(kind: str, names: dict[str, str]) -> str:
@@ -149,7 +149,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"{api}.STREAM.MSG.GET.{stream}", set()
     yield f"{api}.DIRECT.GET.{stream}", set()
     yield f"{api}.DIRECT.GET.{stream}.rb.v1.{FLEET}.req.bob.{MODEL}.normal", set()
-    yield f"{api}.STREAM.DELETE.{stream}", set()
+    yield f"{api}.STREAM.DELETE.{stream}", {A}
     yield f"{api}.STREAM.PURGE.{stream}", set()
     yield f"{api}.STREAM.MSG.DELETE.{stream}", set()
     yield f"{api}.STREAM.SNAPSHOT.{stream}", set()
@@ -170,8 +170,8 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
     yield f"$KV.rollbus.{FLEET}.{MODEL}", {A, P, F}
     yield f"$KV.rollbus.{FLEET}.other", {A, F}
     yield "$KV.rollbus.other.m", set()
-    yield f"{api}.STREAM.PURGE.KV_rollbus", set()
-    yield f"{api}.STREAM.DELETE.KV_rollbus", set()
+    yield f"{api}.STREAM.PURGE.KV_rollbus", {A}
+    yield f"{api}.STREAM.DELETE.KV_rollbus", {A}
     yield f"{api}.STREAM.PURGE.OBJ_rollbus-{FLEET}", {A}
     yield f"$O.rollbus-{FLEET}.C.x", {A}
     yield f"$O.rollbus-{FLEET}.M.x", {A}
@@ -183,7 +183,7 @@ def operations(stream: str) -> Iterator[tuple[str, set[Role]]]:
         yield f"{api}.STREAM.INFO.OBJ_{bucket}", {A, F, W} | publishers
         yield f"{api}.STREAM.MSG.GET.OBJ_{bucket}", {A, W} | publishers
         yield f"{api}.DIRECT.GET.OBJ_{bucket}", {W} | publishers
-        yield f"{api}.STREAM.DELETE.OBJ_{bucket}", set()
+        yield f"{api}.STREAM.DELETE.OBJ_{bucket}", {A}
         yield f"{api}.STREAM.UPDATE.OBJ_{bucket}", {A}
         yield f"{api}.STREAM.MSG.DELETE.OBJ_{bucket}", set()
         yield f"{api}.CONSUMER.CREATE.OBJ_{bucket}.spy", {A}

@@ -81,7 +81,7 @@ async def test_a_worker_cannot_command(tmp_path: Path) -> None:
         # The worker's key under a client's role, as a thief of the credentials file would try.
         own = guard.credentials("w0")
         stolen = Credentials(fleet=FLEET, role=Role.ADMIN, name="w0", seed=own.seed)
-        with pytest.raises(PermissionDenied, match=r"may not subscribe to rb\.v1\.F\.presence"):
+        with pytest.raises(PermissionDenied, match=r"may not subscribe to rb\.v1\.F\.frame"):
             async with rollbus.connect(Server(guard.url, stolen)):
                 pass
 
