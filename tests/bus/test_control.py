@@ -55,6 +55,7 @@ async def test_every_command_is_sent_with_its_options(nats_url: str, fleet: str)
             fleet_.wake(workers=["a"]),
             fleet_.abort(["r1", "r2", "r1"]),
             fleet_.check_weights("/ckpt"),
+            fleet_.load_lora("x", "/x"),
             fleet_.unload_lora("x"),
             fleet_.init_weight_transfer({"port": 1}),
             fleet_.start_weight_update(mode="wait"),
@@ -65,7 +66,8 @@ async def test_every_command_is_sent_with_its_options(nats_url: str, fleet: str)
         heard = {command.command: command for command in control["a"].heard}
 
         assert [name for name, command in heard.items() if command.epoch is not None] == [
-            "pause", "resume", "flush_cache", "drain", "sleep", "wake", "unload_lora", "finish_weight_update",
+            "pause", "resume", "flush_cache", "drain", "sleep", "wake", "load_lora", "unload_lora",
+            "finish_weight_update",
         ]  # fmt: skip
         assert heard["pause"] == Pause(id=heard["pause"].id, clear_cache=True, timeout_s=7, model="m", epoch=1)
         assert heard["abort"] == Abort(id=heard["abort"].id, request_ids=("r1", "r2"))

@@ -39,7 +39,7 @@ async def test_a_deadline_ends_the_request(one_worker: StartServed) -> None:
     config = SyntheticConfig(step_s=0.01, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
         with pytest.raises(RequestTimeout, match=r"not finished within 0.5 s") as caught:
-            await rb.complete(sized(max_tokens=1_000_000, timeout_s=0.5))
+            await rb.complete(sized(max_tokens=1_000_000, timeout_s=0.5, model="synthetic"))
         assert caught.value.stage == "generation"
         async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)
@@ -104,7 +104,7 @@ async def test_an_unread_stream_is_aborted_at_its_deadline(one_worker: StartServ
     """A stream that no caller reads is aborted at its deadline too."""
     config = SyntheticConfig(step_s=0.001, max_model_len=10_000_000)
     async with one_worker(config=config) as (rb, _, engine):
-        stream = rb.generate(sized(max_tokens=1_000_000, timeout_s=0.5))
+        stream = rb.generate(sized(max_tokens=1_000_000, timeout_s=0.5, model="synthetic"))
         await anext(stream)
         async with asyncio.timeout(SOON_S):
             await until_idle(engine, rb)

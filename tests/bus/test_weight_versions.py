@@ -95,7 +95,7 @@ async def test_a_timeout_with_available_weights_does_not_mention_weights(nats_ur
     async with hand_worker(nats_url, fleet) as (worker, rb):
         for fields in ({}, {"min_weight_version": 0}):
             with pytest.raises(RequestTimeout, match=r"not finished within 0\.05 s \(request"):
-                await rb.complete(request(timeout_s=0.05, **fields))
+                await rb.complete(request(timeout_s=0.05, model="m", **fields))
             await worker.take()
 
 

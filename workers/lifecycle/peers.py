@@ -64,7 +64,7 @@ class StartPeers:
                 max_pending_bytes=MAX_PENDING_BYTES,
             )
         except PermissionDenied as exc:
-            logger.warning("peers.subscription_denied error=%s; `rollbus auth init` renews the permissions", exc)
+            logger.warning("peers.subscription_denied error=%s remedy=%s", exc, "rollbus auth init")
         except (BusBroken, BusClosed) as exc:
             logger.warning("peers.subscription_failed error=%s", exc)
 

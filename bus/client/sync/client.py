@@ -78,6 +78,7 @@ class BlockingFleet:
     paused_since = _blocking(Fleet.paused_since)
     mute_pause = _blocking(Fleet.mute_pause)
     reset = _blocking(Fleet.reset)
+    check_queues = _blocking(Fleet.check_queues)
     known_models = _blocking(Fleet.known_models)
     forget_model = _blocking(Fleet.forget_model)
     wait_for_workers = _blocking(Fleet.wait_for_workers)
