@@ -10,11 +10,12 @@ import pytest
 
 from rollbus.schemas.control import WeightSource
 from rollbus.schemas.errors import ControlCode, ControlError
-from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine
+from rollbus.workers.control.staging import StageKey
+from rollbus.workers.engines.synthetic import SyntheticConfig, SyntheticEngine, SyntheticFaults
 from rollbus.workers.sources import WeightSources, content
 from rollbus.workers.sources.quiet_threads import Scratch
 from tests.support.checkpoints import ignore, write_adapter, write_checkpoint, write_safetensors, write_sharded
-from tests.workers.control_support import load_lora, rig, update
+from tests.workers.control_support import load_lora, rig, source, update
 
 
 def sources(tmp_path: Path, name: str = "w1") -> WeightSources:
@@ -206,3 +207,31 @@ async def test_an_adapter_is_loaded_only_with_its_recorded_content(tmp_path: Pat
             await worker.loras.load(load_lora("a", path, 1, digest="0" * 64), worker.report)
         assert raised.value.code is ControlCode.OTHER_CONTENT
         assert worker.links.versions.loras == {}
+
+
+async def test_weights_with_the_recorded_digest_are_restored_from_the_recorded_source(tmp_path: Path) -> None:
+    """A version that is recorded again from another directory does not need the first directory any more."""
+    async with rig(tmp_path) as worker:
+        path = worker.checkpoint("2", 2)
+        await worker.weights.update(update(path, 2), worker.report)
+        moved = path.rename(tmp_path / "moved")
+        await worker.weights.update(update(moved, 2, digest=worker.weights.digest), worker.report)
+        await worker.weights.restore(worker.report, 60.0)
+        assert worker.standing == (2, False)
+
+
+async def test_an_adapter_with_the_recorded_digest_is_reloaded_from_the_recorded_source(tmp_path: Path) -> None:
+    """An adapter that is recorded again from another directory does not need the first directory any more."""
+    async with rig(tmp_path) as worker:
+        worker.engine.faults = SyntheticFaults(loses_loras=True)
+        path = worker.adapter("1", 1)
+        staged = await worker.stager.stage(StageKey(source(path), is_adapter=True))
+        assert staged is not None
+        await worker.loras.load(load_lora("a", path, 1, digest=staged.digest), worker.report)
+        moved = path.rename(tmp_path / "moved")
+        worker.stages.clear()
+        await worker.loras.load(load_lora("a", moved, 1, digest=staged.digest), worker.report)
+        assert worker.stages == []
+        await worker.weights.update(update(worker.checkpoint("2", 2), 2), worker.report)
+        assert worker.loras.lost == {}
+        assert worker.links.versions.loras == {"a": 1}

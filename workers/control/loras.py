@@ -79,7 +79,8 @@ class Loras:
     async def load(self, command: LoadLora, report: Report) -> None:
         """Load an adapter, or replace the adapter with the same name. Later tokens use the new adapter.
 
-        Requests in flight continue with the next resume. Afterwards the engine is paused.
+        Requests in flight continue with the next resume. Afterwards the engine is paused. If this adapter is loaded
+        already, change only the source of its next reload.
 
         Args:
             report: called with each stage.
@@ -90,6 +91,9 @@ class Loras:
                 has changed. `engine_error`: the worker keeps the old adapter, unless the engine has lost it. `timeout`
                 during the load, or `storage` because files changed during the load: no adapter has the name.
         """
+        if self.is_current(command):
+            self._loaded[command.name] = _desired(command)
+            return
         capabilities = self._in_flight.runner.engine.capabilities
         check_adapters_supported(command.source, capabilities)
         self._check_room(command.name)

@@ -155,8 +155,7 @@ class Registers:
             case FinishWeightUpdate():
                 return await self._finish(command, report)
             case LoadLora():
-                if not self.loras.is_current(command):
-                    await self.loras.load(command, report)
+                await self.loras.load(command, report)
             case UnloadLora():
                 await self.loras.unload(command)
             case _:

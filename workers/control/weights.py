@@ -166,6 +166,8 @@ class WeightManager:
         self._canaries.check_expected(command.expected_canary)
         if self.is_current(command):
             self.conflict = None
+            if not self._are_from_start:
+                self.source = command.source  # the same content elsewhere; the earlier directory may be gone
             if self.canary is not None:
                 self._canaries.check_agrees(self.canary, command.expected_canary)
             return self.canary
