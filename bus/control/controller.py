@@ -218,7 +218,7 @@ class Controller:
         """
         self.check_allowed(command, roster)
         everyone = [worker for workers in roster.values() for worker in workers]
-        command = _decodable(command, everyone)
+        command = _decodable(command, everyone if command.register is None else await self._readers(roster))
         tracker = AckTracker(command.command, command.id, everyone, time.monotonic(), quorum)
         for worker in everyone:
             if lost and worker.worker in lost:
@@ -237,6 +237,10 @@ class Controller:
         if isinstance(command, Abort) and command.request_ids is not None:
             result = result.of_abort(command.request_ids)
         return CommandOutcome(result, recordings, tracker.lost)
+
+    async def _readers(self, roster: Roster) -> list[WorkerPresence]:
+        """Return all workers of these models, because each reads the desired state, whoever a command names."""
+        return [worker for worker in await self._watcher.known_workers() if worker.model in roster]
 
     async def conclude(self, outcome: CommandOutcome) -> CommandResult:
         """Return the command result if it is complete. Undo the recording for each model whose workers all failed.
@@ -317,8 +321,11 @@ def check_command(command: Kind) -> Kind:
 
 
 def _decodable(command: AnyCommand, workers: Iterable[WorkerPresence]) -> AnyCommand:
-    """Return `command` without the fields that one of these workers, of an earlier release, would reject."""
-    if all(worker.capabilities is not None and worker.capabilities.transfer_leases for worker in workers):
+    """Return `command` without the fields that one of these workers, of an earlier release, would reject.
+
+    A starting worker has published no capabilities yet, and is left out.
+    """
+    if all(worker.capabilities is None or worker.capabilities.transfer_leases for worker in workers):
         return command
     if isinstance(command, UpdateWeightChunk | FinishWeightUpdate):
         command = replace(command, transfer=None)

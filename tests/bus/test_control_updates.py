@@ -13,6 +13,7 @@ from rollbus.schemas.control import (
     Canary,
     CheckWeights,
     Fence,
+    FinishWeightUpdate,
     LoadLora,
     UpdateWeights,
     WeightSource,
@@ -304,3 +305,22 @@ async def test_an_adapter_that_all_workers_fail_restores_the_previous_adapter(na
 
         assert state is not None
         assert state.registers == {}
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+async def test_a_recorded_command_has_only_fields_that_all_workers_of_the_model_decode(
+    nats_url: str, fleet: str, is_older: bool
+) -> None:
+    """A worker of an earlier release reads the desired state also if the command does not name that worker."""
+    async with controlled(nats_url, fleet, "a", "b") as control:
+        control["a"].weight_version = 5  # the finish is repeated
+        for name, able in (("a", True), ("b", not is_older)):
+            control[name].abilities = {"transfer_leases": able}
+        await control.rb.fleet.state()
+        await control.rb.fleet.finish_weight_update(5, transfer="t", workers=["a"])
+        state = await control.store.read("m")
+
+    assert state is not None
+    command = state.workers["a"]["weights"].command
+    assert isinstance(command, FinishWeightUpdate)
+    assert command.transfer == (None if is_older else "t")

@@ -70,6 +70,8 @@ class ControlledWorker:
     incarnation: str = "life-1"
     state: WorkerState = WorkerState.SERVING
     weight_version: int = 0
+    abilities: dict[str, Any] = field(default_factory=dict)
+    """Fields of its capabilities; without any, it is of an earlier release."""
     reply: Reply = obedient
     heard: list[AnyCommand] = field(default_factory=list)
     """The commands for this worker, including repeated ones."""
@@ -89,7 +91,7 @@ class ControlledWorker:
             weight_version=self.weight_version,
             uptime_s=0.0,
             lease_s=lease_s,
-            capabilities=capabilities(engine="hand"),
+            capabilities=capabilities(engine="hand", **self.abilities),
             **fields,
         )
         await publish(self.nats, self.subjects.presence(self.name), encode_json(said))
