@@ -312,11 +312,13 @@ class Updates:
         befores = [recording.before for recording in outcome.recordings]
         try:
             keep = sources_in(await self._state(model), *befores)
+            # The failure of another controller's command brings back what was recorded before it.
+            recorded = keep | sources_in(*await self._controller.store.history(model))
         except RollbusError as exc:
             logger.warning("upload.prune_failed model=%s error=%s", model, exc)
             return
         await self._uploads.prune(model, command, keep)
-        await self._uploads.sweep(model, keep)
+        await self._uploads.sweep(model, recorded)
 
     async def _check(
         self, command: UpdateWeights, roster: Roster, on_ack: OnAck | None, min_staged: int | None

@@ -173,6 +173,25 @@ async def test_uploads_of_dead_controllers_are_deleted(
         assert await _uploads(control, fleet) == {"m/weights/1"}
 
 
+async def test_an_old_upload_that_may_be_desired_again_stays(
+    nats_url: str, fleet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old upload of the previous version stays while an update is open, which the workers may still refuse."""
+    monkeypatch.setattr("rollbus.bus.control.uploads.ABANDONED_S", -60.0)
+    folder = _folder(tmp_path / "ckpt", "weights")
+    async with controlled(nats_url, fleet, "a") as control, rollbus.connect(nats_url, fleet=fleet, client="you") as you:
+        await control.rb.fleet.update_weights(folder, version=1, upload=True)
+        control["a"].reply = unless(UpdateWeights, ACCEPTED)
+        async with asyncio.TaskGroup() as tasks:
+            second = tasks.create_task(incomplete(you.fleet.update_weights("/two", version=2)))
+            open_update = await _received_command(control["a"], UpdateWeights, version=2)
+            await control.rb.fleet.load_lora("x", folder, upload=True)
+            control["a"].controller = "you"
+            await control["a"].ack(open_update, **failed(ControlCode.BAD_SOURCE))
+            assert "was restored" in str(await second)
+        assert "m/weights/1" in await _uploads(control, fleet)
+
+
 def _names_in(state: DesiredState) -> list[str]:
     """Return the names of the uploads in a desired state."""
     return [objects.rpartition("/")[2] for objects in sources_in(state)]
