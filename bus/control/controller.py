@@ -187,8 +187,9 @@ class Controller:
         return without_digests(await self._watcher.known_workers(), model)
 
     async def models(self) -> frozenset[str]:
-        """Return the names of the models of all live workers."""
-        return frozenset(worker.model for worker in await self._watcher.known_workers())
+        """Return the names of all known models: those of live workers, and those with a stored desired state."""
+        live = {worker.model for worker in await self._watcher.known_workers()}
+        return frozenset(live.union(await self.store.models()))
 
     def check_allowed(self, command: AnyCommand, models: Iterable[str]) -> None:
         """Check that this user may send the command to workers of these models. Each worker checks this again.

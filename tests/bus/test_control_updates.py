@@ -18,7 +18,7 @@ from rollbus.schemas.control import (
     UpdateWeights,
     WeightSource,
 )
-from rollbus.schemas.errors import ControlCode, ControlError
+from rollbus.schemas.errors import ControlCode, ControlError, InvalidRequest
 from rollbus.schemas.presence import WorkerState
 from tests.support.fleet_states import until_worker
 from tests.support.hand_control import ACCEPTED, APPLIED, Controls, Reply, controlled, failed, obedient, silent, unless
@@ -324,3 +324,13 @@ async def test_a_recorded_command_has_only_fields_that_all_workers_of_the_model_
     command = state.workers["a"]["weights"].command
     assert isinstance(command, FinishWeightUpdate)
     assert command.transfer == (None if is_older else "t")
+
+
+async def test_an_adapter_cannot_have_the_name_of_a_known_model(nats_url: str, fleet: str) -> None:
+    """This holds for models of other workers, and for models that have no workers now."""
+    async with controlled(nats_url, fleet, "a", "b", models={"b": "n"}) as control:
+        await control.store.begin("idle")
+        for name in ("n", "idle"):
+            with pytest.raises(InvalidRequest, match=f"is '{name}', which is the name of a model"):
+                await control.rb.fleet.load_lora(name, "/x", model="m")
+        assert commands(control, "a") == []
