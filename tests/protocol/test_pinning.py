@@ -61,6 +61,13 @@ def test_one_worker_without_digests_is_enough_for_an_unpinned_version(
     assert warning.startswith("version 2 is unpinned: old cannot compare digests")
 
 
+def test_a_version_whose_source_no_worker_has_read_is_unpinned() -> None:
+    """A warning says so, also if the command is recorded anyway, as that of an adapter."""
+    pinned, [warning] = pin(UPDATE, {}, ())
+    assert pinned.digest is None
+    assert warning == "version 2 is unpinned: no worker has read its source yet"
+
+
 def test_only_present_workers_of_the_model_count() -> None:
     """Starting workers have no capabilities yet; workers of other models have another desired state."""
     able, old = replace(capabilities(), weight_digests=True), replace(capabilities(), weight_digests=False)

@@ -63,8 +63,11 @@ def pin(command: Load, staged: Mapping[str, Ack], unable: Collection[str]) -> tu
     silent = sorted({*unable, *(worker for worker, ack in staged.items() if ack.digest is None)})
     if silent:
         why = f"{_names(silent)} cannot compare digests (an earlier release, or an engine on several machines)"
-        return replace(command, digest=None), (f"version {command.version} is unpinned: {why}",)
-    return replace(command, digest=next(iter(groups), None)), ()
+    elif not groups:
+        why = "no worker has read its source yet"
+    else:
+        return replace(command, digest=next(iter(groups))), ()
+    return replace(command, digest=None), (f"version {command.version} is unpinned: {why}",)
 
 
 def unpinned(state: DesiredState) -> list[str]:
