@@ -181,7 +181,9 @@ async def test_the_lease_of_a_transfer_ends_without_commands(tmp_path: Path) -> 
         assert is_open(worker)
         assert reason == "its owner, c, sent no command for 600 s"
         worker.transfer.end(reason)
+        assert worker.transfer.watch(now)  # until it is handled
         assert await worker.transfer.recover()
+        assert not worker.transfer.watch(now)
         assert (worker.weights.is_poisoned, worker.transfer.open) == (True, None)
         await worker.weights.restore(worker.report, 10.0)
         assert worker.standing == (1, False)
@@ -221,6 +223,29 @@ async def test_the_loss_of_its_owner_ends_a_call_of_a_transfer(tmp_path: Path) -
             assert transfer.watch(time.monotonic() + OWNER_LOST_S + 1)
         assert chunk.result().code is ControlCode.TRANSFER_EXPIRED
         assert "the client c, published no presence for 20 s" in chunk.result().message
+
+
+async def test_a_cancel_of_an_ended_transfer_does_not_interrupt_the_setup_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancel with an id ends that transfer only; a cancel without an id ends whatever is in progress."""
+    began = asyncio.Event()
+
+    async def hang(_info: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async with rig(tmp_path) as worker:
+        monkeypatch.setattr(worker.engine, "init_weight_transfer", hang)
+        async with asyncio.TaskGroup() as tasks:
+            setup = tasks.create_task(refusal(worker.transfer.init(InitWeightTransfer(id="two", info={}), "d")))
+            await began.wait()
+            worker.transfer.interrupt(CancelWeightUpdate(transfer="one"), "admin")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not setup.done()
+            worker.transfer.interrupt(CancelWeightUpdate(), "admin")
+        assert setup.result().message == "admin cancelled it"
 
 
 class ReadState:

@@ -200,13 +200,14 @@ class Transfer:
     def watch(self, now: float) -> bool:
         """Handle the presence of the owner. Call this every second while connected.
 
-        A command in progress ends if its owner is lost. Return True if the lease of the open transfer has ended.
+        A command in progress ends if its owner is lost. Return True if the lease of the open transfer has ended, or if
+        `recover` must be called.
         """
         for lease in {id(one): one for one in (self._open_lease, self._busy and self._busy[0]) if one}.values():
             lease.note_presence(self._heard_at(lease.by))
         if self._busy is not None and (loss := self._busy[0].loss(now)) is not None:
             self._interrupt(loss)
-        return self.end_of_lease(now) is not None
+        return self._unhandled is not None or self.end_of_lease(now) is not None
 
     def end_of_lease(self, now: float) -> str | None:
         """Return the reason why the lease of the open transfer has ended at `now` (monotonic), or None."""
@@ -220,7 +221,9 @@ class Transfer:
             ControlError: `transfer_expired`: another transfer is open.
         """
         self._check_cancelled(command)
-        self._interrupt(f"{by} cancelled it")
+        # A setup in progress belongs to no open transfer.
+        if self._busy is not None and command.transfer in {None, self._busy[0].id}:
+            self._interrupt(f"{by} cancelled it")
 
     def cancel(self, command: CancelWeightUpdate, by: str) -> None:
         """End the open transfer, if there is one.
