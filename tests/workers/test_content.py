@@ -141,6 +141,24 @@ async def test_a_file_that_changes_while_it_is_hashed_is_refused(
     assert raised.value.code is ControlCode.STORAGE
 
 
+async def test_a_start_checkpoint_that_changes_while_it_is_hashed_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine loads the checkpoint at the same time, so nobody knows what it has read."""
+    run = content._HashJob.__call__
+
+    def overwrite(self: content._HashJob, scratch: Scratch) -> None:
+        run(self, scratch)
+        os.utime(tmp_path / "own" / "model.safetensors", ns=(0, 0))
+
+    async with rig(tmp_path, prove_reload=False) as worker:
+        monkeypatch.setattr(content._HashJob, "__call__", overwrite)
+        await worker.weights.start.hash()
+        await worker.weights.verify_start()
+        assert worker.standing == (1, True)
+        assert worker.weights.problem == f"{tmp_path / 'own'} changed during the load"
+
+
 async def test_digests_need_no_writable_cache(tmp_path: Path, hashed: list[str]) -> None:
     """If the cache cannot be written, each process hashes for itself."""
     (tmp_path / "cache").write_text("no directory")

@@ -41,6 +41,7 @@ class StartContent:
     def __init__(self, sources: WeightSources) -> None:
         self._sources = sources
         self._is_known = asyncio.Event()
+        self._has_changed = False
         self.digest: str | None = None
         """Digest of the checkpoint, or None if it is unknown."""
         self.peers: StartPeers | None = None
@@ -58,6 +59,7 @@ class StartContent:
             self.digest = await self._sources.start_digest()
         except (ControlError, OSError) as exc:
             logger.warning("weights.start_digest_failed error=%s", exc)
+            self._has_changed = isinstance(exc, ControlError) and exc.code is ControlCode.STORAGE
         finally:
             self._is_known.set()
 
@@ -67,7 +69,9 @@ class StartContent:
         return self.digest
 
     async def is_unchanged(self) -> bool:
-        """Return False if the checkpoint has another digest than before the engine loaded it."""
+        """Return False if the checkpoint changed after the engine began to load it."""
+        if self._has_changed:
+            return False
         try:
             return self.digest is None or await self._sources.start_digest() == self.digest
         except (ControlError, OSError) as exc:

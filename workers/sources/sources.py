@@ -163,7 +163,7 @@ class WeightSources:
         """Return the digest of the checkpoint that the worker was started with, or None if there is none to read.
 
         Raises:
-            ControlError: `storage`: a file changed meanwhile.
+            ControlError: `storage`: a file changed meanwhile; `bad_source`: a file cannot be read.
         """
         own = self._own_path
         if own is None or not own.exists():
@@ -171,7 +171,7 @@ class WeightSources:
         try:
             notes, tensors, whole = await asyncio.to_thread(start_content, own)
         except OSError as error:
-            raise ControlError(ControlCode.STORAGE, f"{own} cannot be read: {error.strerror or error}") from error
+            raise bad_source(f"{own} cannot be read: {error.strerror or error}") from error
         if not tensors:
             return None
         progress = Progress(WeightSource(path=str(own)), lambda _stage: None)
