@@ -74,8 +74,7 @@ def record(state: DesiredState, command: AnyCommand, by: str = "", at: float = 0
         registers = state.registers
         workers = dict(state.workers)
         for worker in command.workers:
-            # Each worker gets a command that names it alone. Otherwise the size would grow with the square of the
-            # workers.
+            # Each worker gets a command that names it alone: the size must not grow with the square of the workers.
             own = Recorded(epoch=epoch, command=replace(command, workers=(worker,)), by=by, at=at)
             workers[worker] = _bounded({**workers.get(worker, {}), register: own})
         if len(workers) > limits.MAX_WORKER_OVERRIDES:
