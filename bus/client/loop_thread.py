@@ -69,6 +69,8 @@ class LoopThread(Generic[T]):
         self._wake = asyncio.Event()
         self._is_stopping = False
         self._callback_error: BaseException | None = None
+        # The thread sets it before it leaves the resident, which may close what coroutines use.
+        self._is_leaving = False
         # The thread writes it before it sets `_ended`.
         self._error: BaseException | None = None
 
@@ -161,6 +163,14 @@ class LoopThread(Generic[T]):
             Exception: `coroutine` raised it.
         """
         self._add_run(coroutine, self.check_usable)
+        if self.other_loop() is not None:
+            # The thread reports its end to the owner's loop only.
+            return await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(self._run_for_owner(coroutine), self._owner)
+            )
+        return await self._run_for_owner(coroutine)
+
+    async def _run_for_owner(self, coroutine: Coroutine[Any, Any, R]) -> R:
         try:
             # The loop runs submitted callbacks in order, so a wake-up for posts comes first.
             running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -171,11 +181,11 @@ class LoopThread(Generic[T]):
             raise self._why_ended() from None
         try:
             await asyncio.wait((running, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if running.done() and not running.cancelled():
+            if running.done() and not running.cancelled() and not self._found_closed(running.exception()):
                 return running.result()
         finally:
             running.cancel()
-        # The coroutine was cancelled on the thread, or did not start there, because the thread is ending.
+        # The thread is ending: the coroutine was cancelled there, did not start, or found the resident closed.
         await self._until_ended()
         raise self._why_ended()
 
@@ -227,6 +237,10 @@ class LoopThread(Generic[T]):
             check()
             unless_usable.pop_all()
         self._runs.add(coroutine)
+
+    def _found_closed(self, error: BaseException | None) -> bool:
+        """Return True if a coroutine failed because the thread leaves the resident, perhaps after an error."""
+        return self._is_leaving and isinstance(error, BusClosed)
 
     def _why_ended(self) -> Exception:
         if self._error is None:
@@ -280,6 +294,7 @@ class LoopThread(Generic[T]):
                     if self._callback_error is not None:
                         raise self._callback_error
             finally:
+                self._is_leaving = True
                 await self._cancel_runs()
 
     async def _cancel_runs(self) -> None:

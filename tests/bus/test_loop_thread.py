@@ -321,3 +321,52 @@ def test_a_thread_ends_after_the_loop_of_its_owner_was_closed() -> None:
         threading.Event().wait(0.001)
     assert log == ["entered", "left"]
     assert threads() == []
+
+
+async def test_a_call_that_finds_the_resident_of_a_failed_thread_closed_raises_the_error_of_the_thread() -> None:
+    """A coroutine that starts while a failed thread leaves its resident raises `BusBroken`, not `BusClosed`."""
+    is_leaving, go = threading.Event(), threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow_to_leave() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            is_leaving.set()
+            while not go.is_set():
+                await asyncio.sleep(0)
+
+    async def use() -> None:
+        go.set()
+        raise BusClosed("the connection to NATS is closed")
+
+    thread = LoopThread("t", slow_to_leave())
+    await thread.start()
+    thread.post(lambda: 1 // 0)
+    await asyncio.to_thread(is_leaving.wait, SOON_S)
+    with pytest.raises(BusBroken, match="ZeroDivisionError"):
+        await thread.run(use())
+    with pytest.raises(ZeroDivisionError):
+        await thread.stop()
+
+
+async def test_calls_from_the_loop_of_another_thread_end_with_the_thread() -> None:
+    """A coroutine that another loop waits for ends when the owner stops the thread, and a later one fails."""
+    begun = threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def use() -> None:
+        for _ in range(2):
+            with pytest.raises(BusClosed, match="this client was closed"):
+                async with asyncio.timeout(SOON_S):
+                    await thread.run(wait())
+
+    thread = LoopThread("t", resident([]))
+    await thread.start()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(asyncio.run, use()))
+        await asyncio.to_thread(begun.wait, SOON_S)
+        await thread.stop()
