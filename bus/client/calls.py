@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from msgspec.structs import replace
+from msgspec.structs import force_setattr
 
 from ...schemas.chunk import Chunk
 from ...schemas.errors import RequestError
@@ -86,7 +86,10 @@ class Inbox:
         while self._calls:
             call = self._calls.popleft()
             call.is_due = False
-            call.notify_caller()
+            if call.other_loop is None:
+                call.notify()
+            else:
+                call.notify_caller()
 
 
 @dataclass(eq=False, slots=True)
@@ -232,7 +235,10 @@ class Call:
             if self._chunks:
                 chunk, size = self._chunks.popleft()
                 self._count_read(size)
-                return replace(chunk, request_id=self.request.request_id) if self.is_mapped else chunk
+                if self.is_mapped:
+                    # Not `replace`, which checks the chunk again.
+                    force_setattr(chunk, "request_id", self.request.request_id)
+                return chunk
             if result is None:
                 await self._wait_for_notification()
             elif result.error is None:

@@ -7,7 +7,7 @@ reads the desired state once, which has each version before a worker serves it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
@@ -18,10 +18,10 @@ from ...schemas.desired import DesiredState
 from ...schemas.errors import RollbusError
 from ...schemas.limits import MAX_WEIGHT_VERSION
 from ...schemas.messages import Frame, RequestKey
-from ...schemas.presence import WorkerPresence
 from ..control.store import DesiredStore
 from ..protocol.fleet.desired import effective, target_version
 from ..protocol.fleet.presence_table import PresenceTable
+from ..protocol.queue.suspects import Engine
 from ..protocol.stream.announced import Announced, announced_by, are_within, problem_of
 from .children import ChildRequest
 from .losses import Losses
@@ -57,6 +57,9 @@ class ResultCheck:
         self._losses = losses
         self._find = find
         self._unreadable_until = 0.0
+        # The desired state that was read last.
+        self._last_model: str | None = None
+        self._last_state: DesiredState | None = None
         self.num_rejected = 0
         """Number of chunks that were rejected."""
 
@@ -71,16 +74,25 @@ class ResultCheck:
 
     async def without_false(self, worker: str, frame: Frame) -> Frame:
         """Return the frame without false chunks, and fail their requests as `protocol_error`."""
-        states: dict[str, DesiredState | None] = {}
+        engine = worker, frame.incarnation
+        announced: dict[tuple[str, str | None], Announced] = {}
+        has_read: set[str] = set()
         false: list[Chunk] = []
         for chunk in frame.chunks:
             child = self._find(chunk.request_id, chunk.attempt, chunk.child)
             # Chunks of other requests are dropped later.
-            if child is not None and (child.worker, child.incarnation) in ((None, None), (worker, frame.incarnation)):
-                problem = await self._problem(worker, frame.incarnation, child, chunk, states)
-                if problem is not None:
-                    false.append(chunk)
-                    self._reject(worker, frame.incarnation, chunk, problem)
+            if child is None or (child.worker, child.incarnation) not in ((None, None), engine):
+                continue
+            use = child.open_call.model, child.stream.asked.lora
+            if use not in announced:
+                announced[use] = self._announced(engine, *use)
+            if problem_of(chunk, announced[use]) is None:
+                continue
+            problem = await self._problem(engine, child, chunk, has_read)
+            announced.clear()  # presence may have arrived meanwhile
+            if problem is not None:
+                false.append(chunk)
+                self._reject(worker, frame.incarnation, chunk, problem)
         return replace(frame, chunks=[chunk for chunk in frame.chunks if chunk not in false]) if false else frame
 
     def _reject(self, worker: str, incarnation: str, chunk: Chunk, problem: str) -> None:
@@ -91,45 +103,45 @@ class ResultCheck:
         key = RequestKey(chunk.request_id, chunk.attempt, chunk.child)
         self._losses.fail_false((worker, incarnation), key, f"worker {worker} sent {problem}")
 
-    async def _problem(
-        self, worker: str, incarnation: str, child: ChildRequest, chunk: Chunk, states: dict[str, DesiredState | None]
-    ) -> str | None:
+    async def _problem(self, engine: Engine, child: ChildRequest, chunk: Chunk, has_read: set[str]) -> str | None:
         model, lora = child.open_call.model, child.stream.asked.lora
-        if problem_of(chunk, self._announced(worker, incarnation, model, lora)) is None:
+
+        def problem(recorded: tuple[int, int]) -> str | None:
+            now = self._announced(engine, model, lora)
+            # Tokens may arrive after the presence of a rollback or of an unloaded adapter.
+            return problem_of(chunk, Announced(now.vocab_size, *map(max, now[1:], recorded, child.stream.versions)))
+
+        if model == self._last_model and problem(_recorded(self._last_state, engine[0], lora)) is None:
+            # A read for each frame would hold up the frames of all workers.
             return None
-        recorded = NOT_CHECKED
-        if model in states or await self._read(model, states):
-            recorded = _recorded(states[model], worker, lora)
-        # Presence may have arrived meanwhile.
-        now = self._announced(worker, incarnation, model, lora)
-        return problem_of(chunk, Announced(now.vocab_size, *map(max, now[1:], recorded)))
+        if model in has_read or await self._read(model):
+            has_read.add(model)
+            return problem(_recorded(self._last_state, engine[0], lora))
+        return problem(NOT_CHECKED)
 
-    def _announced(self, worker: str, incarnation: str, model: str, lora: str | None) -> Announced:
+    def _announced(self, engine: Engine, model: str, lora: str | None) -> Announced:
         """Return what the worker announced. If that is not known: what any worker of the model announced."""
-        own = self._table.get(worker)
-        others = self._table.workers(model)
-        if own is None or own.incarnation != incarnation:
-            return announced_by(_with_lora(others, lora))
-        found = announced_by(_with_lora((own,), lora))
-        return found if own.capabilities is not None else found._replace(vocab_size=announced_by(others).vocab_size)
+        own = self._table.get(engine[0])
+        if own is None or own.incarnation != engine[1]:
+            return announced_by(self._table.workers(model), lora)
+        found = announced_by((own,), lora)
+        if own.capabilities is not None:
+            return found
+        return found._replace(vocab_size=announced_by(self._table.workers(model), lora).vocab_size)
 
-    async def _read(self, model: str, states: dict[str, DesiredState | None]) -> bool:
+    async def _read(self, model: str) -> bool:
         """Read the desired state. Return False if it cannot be read."""
         if time.monotonic() < self._unreadable_until:
             return False
         try:
             async with asyncio.timeout(READ_S):
-                states[model] = await self._store.read(model)
+                self._last_state = await self._store.read(model)
         except (RollbusError, TimeoutError) as error:
             self._unreadable_until = time.monotonic() + UNREADABLE_S
             logger.warning("version.check_failed model=%s error=%r", model, error)
             return False
+        self._last_model = model
         return True
-
-
-def _with_lora(workers: Iterable[WorkerPresence], lora: str | None) -> list[WorkerPresence]:
-    """Return the presence of workers, with this adapter only."""
-    return [replace(each, loras=tuple(info for info in each.loras if info.name == lora)) for each in workers]
 
 
 def _recorded(state: DesiredState | None, worker: str, lora: str | None) -> tuple[int, int]:

@@ -107,6 +107,44 @@ async def test_a_version_that_is_recorded_is_news(nats_url: str, fleet: str, mon
     assert reads == [MODEL]
 
 
+async def test_tokens_of_a_version_that_is_rolled_back_are_accepted(nats_url: str, fleet: str) -> None:
+    """Tokens that arrive after the presence of a rollback may still be of the version of the tokens before them."""
+    async with hand_worker(nats_url, fleet) as (worker, rb), asyncio.TaskGroup() as tasks:
+        await announced(worker, rb, version=5)
+        completing = tasks.create_task(rb.complete(request(2)))
+        key = await worker.next_key()
+        await worker.frame(0, replace(chunk(key, 0, 7), weight_version=5), admitted=(key,))
+        await worker.acked(0)
+        await announced(worker, rb, version=4)
+        await worker.frame(1, replace(chunk(key, 1, 7, total=2), weight_version=5))
+        assert (await completing).weight_versions.tolist() == [5, 5]
+
+
+async def test_a_worker_whose_presence_is_late_costs_one_read(
+    nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a worker's presence lacks a recorded version, the client reads the record once, and not for each frame."""
+    reads: list[str] = []
+    read = DesiredStore.read
+
+    async def counting(store: DesiredStore, model: str) -> Any:
+        reads.append(model)
+        return await read(store, model)
+
+    async with hand_worker(nats_url, fleet) as (worker, rb):
+        await announced(worker, rb)
+        await record(nats_url, fleet, 4)
+        monkeypatch.setattr(DesiredStore, "read", counting)
+        for number in range(3):
+            async with asyncio.TaskGroup() as tasks:
+                completing = tasks.create_task(rb.complete(request(1)))
+                key = await worker.next_key()
+                await worker.frame(number, replace(chunk(key, 0, 7, total=1), weight_version=4), admitted=(key,))
+                assert (await completing).weight_versions.tolist() == [4]
+
+    assert reads == [MODEL]
+
+
 async def test_versions_are_not_checked_while_the_record_cannot_be_read(
     nats_url: str, fleet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

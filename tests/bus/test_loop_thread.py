@@ -333,8 +333,7 @@ async def test_a_call_that_finds_the_resident_of_a_failed_thread_closed_raises_t
             yield
         finally:
             is_leaving.set()
-            while not go.is_set():
-                await asyncio.sleep(0)
+            await asyncio.to_thread(go.wait, SOON_S)
 
     async def use() -> None:
         go.set()

@@ -24,18 +24,22 @@ class Announced(NamedTuple):
     """Token ids are below it."""
     weight_version: int
     lora_version: int
-    """The newest version of any adapter."""
+    """The version of the adapter of the request; 0: it has none."""
 
 
-def announced_by(workers: Iterable[WorkerPresence]) -> Announced:
-    """Return what any of these workers announced. If none announced a vocabulary, each valid id is below it."""
+def announced_by(workers: Iterable[WorkerPresence], lora: str | None = None) -> Announced:
+    """Return what any of these workers announced. If none announced a vocabulary, each valid id is below it.
+
+    Args:
+        lora: the adapter of the request; None: the base model.
+    """
     known = list(workers)
     return Announced(
         max(
             (each.capabilities.vocab_size for each in known if each.capabilities is not None), default=MAX_TOKEN_ID + 1
         ),
         max((each.weight_version for each in known), default=0),
-        max((lora.version for each in known for lora in each.loras), default=0),
+        max((info.version for each in known for info in each.loras if info.name == lora), default=0),
     )
 
 
@@ -46,13 +50,16 @@ def are_within(chunks: Sequence[Chunk], presence: WorkerPresence) -> bool:
     """
     if presence.capabilities is None:
         return False
-    version = presence.weight_version
+    version, lora_version = presence.weight_version, None
     ids = []
     for chunk in chunks:
         if chunk.weight_version > version:
             return False
-        if chunk.lora_version is not None and chunk.lora_version > announced_by((presence,)).lora_version:
-            return False
+        if chunk.lora_version is not None:
+            if lora_version is None:
+                lora_version = max((info.version for info in presence.loras), default=0)
+            if chunk.lora_version > lora_version:
+                return False
         ids.append(chunk.token_ids_data)
         if chunk.top_logprobs is not None or chunk.sampling_mask is not None or chunk.prompt_logprobs is not None:
             ids += _other_ids(chunk)

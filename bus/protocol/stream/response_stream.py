@@ -101,6 +101,11 @@ class ResponseStream:
         return self._num_tokens
 
     @property
+    def versions(self) -> tuple[int, int]:
+        """The versions of the weights and of the adapter of the last delivered tokens; 0: none."""
+        return self._weight_version, self._lora_version or 0
+
+    @property
     def has_begun(self) -> bool:
         """True if a worker had an attempt or a phase before the current one."""
         return self.num_attempts > 1 or self.phase == "decode"
